@@ -1,0 +1,443 @@
+//! The service behind the door: it counts what it does, and does what a case tells it.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use oncegate_testkit::Latch;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tower_service::Service;
+
+use crate::client::within;
+
+/// The field that names a script. The doors know nothing of it.
+const SCRIPT: &str = "x-script";
+
+/// What one execution does. By default it answers 201 with a receipt that no other execution gives.
+#[derive(Clone)]
+pub struct Script {
+    status: u16,
+    fields: Vec<(String, Vec<u8>)>,
+    answer: Content,
+    trailers: Vec<(String, String)>,
+    held: Option<Latch>,
+    end: End,
+    early: bool,
+}
+
+#[derive(Clone)]
+enum Content {
+    Receipt,
+    Whole(Bytes),
+    Pieces(Vec<Piece>),
+}
+
+/// A piece of a body that is not known whole.
+#[derive(Clone)]
+pub enum Piece {
+    /// Octets.
+    Data(Bytes),
+    /// What follows comes after the latch opens.
+    Wait(Latch),
+    /// The body breaks off.
+    Break,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum End {
+    Answer,
+    Panic,
+    Fail,
+}
+
+impl Default for Script {
+    fn default() -> Self {
+        Self {
+            status: 201,
+            fields: Vec::new(),
+            answer: Content::Receipt,
+            trailers: Vec::new(),
+            held: None,
+            end: End::Answer,
+            early: false,
+        }
+    }
+}
+
+impl Script {
+    /// A receipt under this status.
+    #[must_use]
+    pub fn status(status: u16) -> Self {
+        Self { status, ..Self::default() }
+    }
+
+    /// An answer with exactly these octets and `Content-Length`.
+    #[must_use]
+    pub fn whole(status: u16, content_type: &str, body: impl Into<Bytes>) -> Self {
+        let script = Self { status, answer: Content::Whole(body.into()), ..Self::default() };
+        if content_type.is_empty() { script } else { script.field("content-type", content_type) }
+    }
+
+    /// An answer with no body and no fields of its own.
+    #[must_use]
+    pub fn empty(status: u16) -> Self {
+        Self::whole(status, "", Bytes::new())
+    }
+
+    /// An answer in pieces, of a length that is not told.
+    #[must_use]
+    pub fn pieces(status: u16, content_type: &str, pieces: Vec<Piece>) -> Self {
+        Self { status, answer: Content::Pieces(pieces), ..Self::default() }
+            .field("content-type", content_type)
+    }
+
+    /// With one more field line in the answer.
+    #[must_use]
+    pub fn field(mut self, name: &str, value: impl AsRef<[u8]>) -> Self {
+        self.fields.push((name.to_owned(), value.as_ref().to_vec()));
+        self
+    }
+
+    /// With a trailer field; only after pieces.
+    #[must_use]
+    pub fn trailer(mut self, name: &str, value: &str) -> Self {
+        self.trailers.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Takes effect, and then waits for the latch before it answers.
+    #[must_use]
+    pub fn held(mut self, latch: &Latch) -> Self {
+        self.held = Some(latch.clone());
+        self
+    }
+
+    /// Takes effect, and then panics (or after the latch, where it is held).
+    #[must_use]
+    pub fn panics() -> Self {
+        Self { end: End::Panic, ..Self::default() }
+    }
+
+    /// Takes effect, and then ends with an error: on a socket, the connection is closed without an answer.
+    #[must_use]
+    pub fn fails() -> Self {
+        Self { end: End::Fail, ..Self::default() }
+    }
+
+    /// Does not wait for the request's body.
+    #[must_use]
+    pub fn early(mut self) -> Self {
+        self.early = true;
+        self
+    }
+}
+
+/// One execution, as the backend saw it.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// The method.
+    pub method: String,
+    /// Path and query.
+    pub target: String,
+    /// The field lines.
+    pub fields: HeaderMap,
+    /// The body.
+    pub body: Bytes,
+}
+
+impl Seen {
+    /// The value of the one field line of this name, if there is one.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&str> {
+        let values: Vec<_> = self.fields.get_all(name).iter().collect();
+        assert!(values.len() <= 1, "{} field lines {name} in {self:?}", values.len());
+        values.first().map(|value| value.to_str().expect("a field value in ASCII"))
+    }
+}
+
+/// The service, and its ledger. All clones are one.
+#[derive(Clone)]
+pub struct Backend {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    scripts: Mutex<Vec<Script>>,
+    seen: Mutex<Vec<Seen>>,
+    begun: watch::Sender<usize>,
+    ended: watch::Sender<usize>,
+}
+
+impl Default for Backend {
+    fn default() -> Self {
+        let shared = Shared {
+            scripts: Mutex::default(),
+            seen: Mutex::default(),
+            begun: watch::Sender::new(0),
+            ended: watch::Sender::new(0),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+}
+
+impl Backend {
+    /// The field line that orders this script.
+    pub(crate) fn order(&self, script: Script) -> (Vec<u8>, Vec<u8>) {
+        let mut scripts = lock(&self.shared.scripts);
+        scripts.push(script);
+        (SCRIPT.into(), (scripts.len() - 1).to_string().into())
+    }
+
+    /// How many executions took effect.
+    #[must_use]
+    pub fn effects(&self) -> usize {
+        *self.shared.begun.borrow()
+    }
+
+    /// How many executions came to their end, rather than being dropped.
+    #[must_use]
+    pub fn ended(&self) -> usize {
+        *self.shared.ended.borrow()
+    }
+
+    /// Every execution, in the order of the effects.
+    #[must_use]
+    pub fn seen(&self) -> Vec<Seen> {
+        lock(&self.shared.seen).clone()
+    }
+
+    /// Waits until so many executions took effect.
+    pub async fn until_effects(&self, count: usize) {
+        let mut begun = self.shared.begun.subscribe();
+        let in_time = within(begun.wait_for(|&n| n >= count)).await.is_some();
+        assert!(in_time, "waited in vain for effect {count}; there are {}", self.effects());
+    }
+
+    /// Waits until so many executions came to their end.
+    pub async fn until_ended(&self, count: usize) {
+        let mut ended = self.shared.ended.subscribe();
+        let in_time = within(ended.wait_for(|&n| n >= count)).await.is_some();
+        assert!(in_time, "waited in vain for end {count}; there are {}", self.ended());
+    }
+
+    /// Serves on a socket of its own.
+    pub async fn serve(&self) -> Served {
+        Served::start(self.clone()).await
+    }
+
+    /// Serves on this socket.
+    #[must_use]
+    pub fn serve_on(&self, listener: TcpListener) -> Served {
+        Served::on(self.clone(), listener)
+    }
+
+    async fn execute<B>(self, request: Request<B>) -> io::Result<Response<Answer>>
+    where
+        B: Body<Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
+    {
+        let (parts, body) = request.into_parts();
+        let number =
+            parts.headers.get(SCRIPT).and_then(|v| v.to_str().ok()).and_then(|v| v.parse::<usize>().ok());
+        let script = number.and_then(|n| lock(&self.shared.scripts).get(n).cloned()).unwrap_or_default();
+        let body = if script.early {
+            Bytes::new()
+        } else {
+            let read = body.collect().await.map_err(|error| io::Error::other(error.into()))?;
+            read.to_bytes()
+        };
+        let target = parts.uri.path_and_query().map_or("/", |target| target.as_str()).to_owned();
+        let seen = Seen { method: parts.method.to_string(), target, fields: parts.headers, body };
+        let effect = {
+            let mut all = lock(&self.shared.seen);
+            all.push(seen);
+            self.shared.begun.send_replace(all.len());
+            all.len()
+        };
+        if let Some(latch) = &script.held {
+            latch.opened().await;
+        }
+        self.shared.ended.send_modify(|n| *n += 1);
+        match script.end {
+            // A panic that the hook does not print: it is no news.
+            End::Panic => std::panic::resume_unwind(Box::new("as ordered")),
+            End::Fail => return Err(io::Error::other("as ordered")),
+            End::Answer => {}
+        }
+        Ok(script.respond(effect))
+    }
+}
+
+impl Script {
+    fn respond(self, effect: usize) -> Response<Answer> {
+        let mut response = Response::new(Answer::default());
+        *response.status_mut() = StatusCode::from_u16(self.status).expect("a status");
+        for (name, value) in &self.fields {
+            let name = HeaderName::from_bytes(name.as_bytes()).expect("a field name");
+            response.headers_mut().append(name, HeaderValue::from_bytes(value).expect("a field value"));
+        }
+        let answer = response.body_mut();
+        match self.answer {
+            Content::Receipt => {
+                let receipt = format!(r#"{{"effect":{effect},"mark":"{MARK}"}}"#);
+                answer.pieces = [Piece::Data(receipt.into())].into();
+                answer.sized = true;
+                let json = HeaderValue::from_static("application/json");
+                response.headers_mut().entry("content-type").or_insert(json);
+            }
+            Content::Whole(body) => {
+                answer.sized = true;
+                if !body.is_empty() {
+                    answer.pieces = [Piece::Data(body)].into();
+                }
+            }
+            Content::Pieces(pieces) => {
+                answer.pieces = pieces.into();
+                if !self.trailers.is_empty() {
+                    let field = |(name, value): &(String, String)| {
+                        (
+                            HeaderName::try_from(name.as_str()).unwrap(),
+                            HeaderValue::try_from(value.as_str()).unwrap(),
+                        )
+                    };
+                    answer.trailers = Some(self.trailers.iter().map(field).collect());
+                }
+            }
+        }
+        response
+    }
+}
+
+/// What no refusal may ever contain: it is in every receipt.
+pub const MARK: &str = "what-the-first-one-got";
+
+impl<B> Service<Request<B>> for Backend
+where
+    B: Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
+{
+    type Response = Response<Answer>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Response<Answer>>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        Box::pin(self.clone().execute(request))
+    }
+}
+
+/// The body of an answer, piece by piece.
+#[derive(Default)]
+pub struct Answer {
+    pieces: VecDeque<Piece>,
+    waiting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    trailers: Option<HeaderMap>,
+    sized: bool,
+}
+
+impl Body for Answer {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        loop {
+            if let Some(waiting) = &mut self.waiting {
+                ready!(waiting.as_mut().poll(cx));
+                self.waiting = None;
+            }
+            match self.pieces.pop_front() {
+                Some(Piece::Data(data)) => return Poll::Ready(Some(Ok(Frame::data(data)))),
+                Some(Piece::Wait(latch)) => {
+                    self.waiting = Some(Box::pin(async move { latch.opened().await }));
+                }
+                Some(Piece::Break) => return Poll::Ready(Some(Err(io::Error::other("as ordered")))),
+                None => return Poll::Ready(self.trailers.take().map(|fields| Ok(Frame::trailers(fields)))),
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.pieces.is_empty() && self.waiting.is_none() && self.trailers.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        if !self.sized {
+            return SizeHint::default();
+        }
+        let left =
+            self.pieces.iter().map(|piece| if let Piece::Data(data) = piece { data.len() as u64 } else { 0 });
+        SizeHint::with_exact(left.sum())
+    }
+}
+
+/// A service on a loopback socket, for as long as this lives.
+pub struct Served {
+    /// Where.
+    pub address: SocketAddr,
+    accepting: tokio::task::JoinHandle<()>,
+}
+
+impl Served {
+    /// Serves HTTP/1.1, and HTTP/2 for clients that know, on a port of its own.
+    pub async fn start<S, RB>(service: S) -> Self
+    where
+        S: Service<Request<hyper::body::Incoming>, Response = Response<RB>, Future: Send>
+            + Clone
+            + Send
+            + 'static,
+        S::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+        RB: Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
+    {
+        Self::on(service, TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port"))
+    }
+
+    fn on<S, RB>(service: S, listener: TcpListener) -> Self
+    where
+        S: Service<Request<hyper::body::Incoming>, Response = Response<RB>, Future: Send>
+            + Clone
+            + Send
+            + 'static,
+        S::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+        RB: Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
+    {
+        let address = listener.local_addr().expect("an address");
+        let accepting = tokio::spawn(async move {
+            // The connections end with the one who accepts them.
+            let mut connections = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                let _ = stream.set_nodelay(true);
+                let service = hyper_util::service::TowerToHyperService::new(service.clone());
+                connections.spawn(async move {
+                    let server = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new());
+                    // A connection that ends badly is what many cases are about.
+                    let _ = server.serve_connection(TokioIo::new(stream), service).await;
+                });
+            }
+        });
+        Self { address, accepting }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

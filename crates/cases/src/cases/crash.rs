@@ -1,0 +1,574 @@
+//! Processes that die, stop and come back.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use oncegate_core::OnAbandoned;
+use oncegate_testkit::Latch;
+
+use super::{PAYMENT, pay_as};
+use crate::backend::{Backend, Script, Seen};
+use crate::client::{Answer, Connection, Request, until};
+use crate::plan::Plan;
+use crate::remote::{Child, StoreServer};
+use crate::table::{Case, Place, assert_echo, assert_fresh, assert_refusal, assert_replay};
+use crate::world::{Door, Kind, World};
+
+const UNKNOWN: &str = "outcome-unknown";
+const MEMORY: &str = "nothing in memory survives";
+const IN_PROCESS: &str = "the layer cannot be killed without its client";
+const SHARED: &str = "neither store of the sidecar can be shared by two processes";
+
+/// Long enough that a restart fits into it, short enough to wait for.
+const LEASE: Duration = Duration::from_millis(1500);
+
+pub(super) fn cases() -> Vec<Case> {
+    let park = Plan { lease: Some(LEASE), ..Plan::default() };
+    let reexecute = Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..park.clone() };
+    let at = |plan: &Plan, failpoint| Plan { failpoint: Some(failpoint), ..plan.clone() };
+    let mut all = vec![
+        Case::closed(
+            "C90-killed-before-the-call",
+            "park: killed between claim and call, the outcome is unknown, and nothing is called",
+            |world| Box::pin(killed_at(world, 0)),
+        )
+        .given(at(&park, "executing")),
+        Case::closed(
+            "C91-killed-after-the-call",
+            "park: killed between answer and completion, the outcome is unknown, and nothing is called again",
+            |world| Box::pin(killed_at(world, 1)),
+        )
+        .given(at(&park, "executed")),
+        Case::closed(
+            "C90-killed-before-the-call-reexecute",
+            "reexecute: killed between claim and call, it is called once, as the second attempt",
+            |world| Box::pin(killed_at(world, 0)),
+        )
+        .given(at(&reexecute, "executing")),
+        Case::closed(
+            "C91-killed-after-the-call-reexecute",
+            "reexecute: killed between answer and completion, it is called again under a higher token",
+            |world| Box::pin(killed_at(world, 1)),
+        )
+        .given(at(&reexecute, "executed")),
+        Case::closed(
+            "C91-killed-after-the-completion",
+            "killed between completion and answer, the retry gets the answer",
+            |world| Box::pin(killed_after_the_completion(world)),
+        )
+        .given(at(&park, "completed")),
+        Case::closed(
+            "C91-killed-after-the-completion-reexecute",
+            "and that does not depend on the policy",
+            |world| Box::pin(killed_after_the_completion(world)),
+        )
+        .given(at(&reexecute, "completed")),
+        Case::closed(
+            "C90-killed-during-the-call",
+            "park: killed while the service works, the outcome is unknown",
+            |world| Box::pin(killed_during_the_call(world)),
+        )
+        .given(park.clone()),
+        Case::closed(
+            "C90-killed-during-the-call-reexecute",
+            "reexecute: killed while the service works, it is called again",
+            |world| Box::pin(killed_during_the_call(world)),
+        )
+        .given(reexecute.clone()),
+        Case::closed(
+            "C90-killed-twice",
+            "reexecute: each attempt that dies is followed by one with a higher token",
+            |world| Box::pin(killed_twice(world)),
+        )
+        .given(Plan { lease: Some(Duration::from_millis(300)), ..reexecute.clone() }),
+        Case::closed(
+            "I14-killed-under-load",
+            "killed under load, everything that was answered is answered the same, and nothing ran twice",
+            |world| Box::pin(killed_under_load(world)),
+        )
+        .given(Plan { lease: Some(Duration::from_millis(500)), ..Plan::default() }),
+        Case::closed(
+            "I6-tokens-over-restarts",
+            "tokens grow over releases, restarts and attempts",
+            |world| Box::pin(tokens_over_restarts(world)),
+        )
+        .given(park.clone()),
+        Case::closed(
+            "I7-lease-over-a-restart",
+            "a lease lasts as long as it was given for, also over a restart",
+            |world| Box::pin(lease_over_restarts(world, 1)),
+        )
+        .given(Plan { lease: Some(Duration::from_secs(3)), ..park.clone() }),
+        Case::closed("I7-lease-over-restarts", "and over three of them", |world| {
+            Box::pin(lease_over_restarts(world, 3))
+        })
+        .given(Plan { lease: Some(Duration::from_secs(4)), ..reexecute.clone() }),
+        Case::closed("I10-retention-over-restarts", "and so does a retention", |world| {
+            Box::pin(retention_over_restarts(world))
+        })
+        .given(Plan { retention: Some(Duration::from_secs(4)), ..park.clone() }),
+        Case::closed(
+            "S5-terminated",
+            "asked to end, it answers what it has begun, and all is found again",
+            |world| Box::pin(terminated(world)),
+        )
+        .given(park.clone()),
+    ];
+    for case in &mut all {
+        case.not_at.push((Place::Door(Door::Layer), IN_PROCESS));
+        case.not_at.push((Place::Both(Door::Sidecar, Kind::Memory), MEMORY));
+    }
+    all.extend([
+        Case::code("I7-stopped-beyond-the-lease", "stopped beyond its lease and let go on, an owner whom nobody replaced completes", |world| {
+            Box::pin(stopped_beyond_the_lease(world))
+        })
+        .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() })
+        .only_sidecar(IN_PROCESS),
+        Case::closed("C92-stopped-and-replaced", "stopped beyond its lease and replaced by another process, an owner is fenced", |world| {
+            Box::pin(stopped_and_replaced(world))
+        })
+        .given(Plan { lease: Some(Duration::from_millis(500)), ..reexecute.clone() })
+        .only_layer(SHARED),
+        Case::closed("C92-stopped-and-parked", "stopped beyond its lease and found so by another process, the outcome is unknown until it is known", |world| {
+            Box::pin(stopped_and_parked(world))
+        })
+        .given(Plan { lease: Some(Duration::from_millis(500)), ..park.clone() })
+        .only_layer(SHARED),
+        Case::closed("C92-killed-and-replaced", "killed, an owner is replaced by another process once its lease is over, and not before", |world| {
+            Box::pin(killed_and_replaced(world))
+        })
+        .given(reexecute)
+        .only_layer(SHARED),
+        Case::closed("C85-hundred-on-two-processes", "a hundred equal requests on two processes execute once", |world| {
+            Box::pin(hundred_on_two(world))
+        })
+        .given(park)
+        .only_layer(SHARED),
+    ]);
+    all
+}
+
+async fn start_cleanly(world: &mut World) {
+    world.close().await;
+    world.plan.failpoint = None;
+    world.start().await;
+}
+
+/// Kills the sidecar at the point of the plan, when so many calls were made, and asks again until there is an answer.
+async fn killed_at(mut world: World, calls: usize) {
+    let point = world.plan.failpoint.expect("a point");
+    world.start().await;
+    let asked = Instant::now();
+    let first = world.start_send(pay_as("a"));
+    world.sidecar().at_failpoint(point).await;
+    assert_eq!(world.backend.effects(), calls);
+    start_cleanly(&mut world).await;
+    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    after_the_kill(&world, asked, calls).await;
+}
+
+async fn killed_during_the_call(mut world: World) {
+    world.start().await;
+    let asked = Instant::now();
+    let never = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
+    world.backend.until_effects(1).await;
+    start_cleanly(&mut world).await;
+    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    after_the_kill(&world, asked, 1).await;
+    never.open();
+}
+
+/// What a retry comes to: in progress as long as the lease lasts, and then as the policy says.
+async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
+    let again = world.send(pay_as("a")).await;
+    if asked.elapsed() < LEASE {
+        assert_refusal("request-in-progress", &again);
+        assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
+    }
+    let again = world.settled(&pay_as("a")).await;
+    if world.plan.on_abandoned == Some(OnAbandoned::Reexecute) {
+        assert_fresh(&world.plan, &pay_as("a"), &again);
+        assert_eq!((again.status(), world.backend.effects()), (201, calls + 1), "{again:?}");
+        let seen = world.backend.seen();
+        let last = seen.last().expect("a call");
+        assert_eq!(attempt(last), 2, "{last:?}");
+        if let [first, second] = &seen[..] {
+            assert_eq!(attempt(first), 1, "{first:?}");
+            assert!(token(second) > token(first), "{} then {}", token(first), token(second));
+            assert_eq!(second.body, first.body);
+            assert_eq!(second.get("oncegate-record"), first.get("oncegate-record"));
+        }
+        assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
+        assert_eq!(world.backend.effects(), calls + 1);
+    } else {
+        assert_refusal(UNKNOWN, &again);
+        assert_echo(&world.plan, &pay_as("a"), &again);
+        assert_refusal(UNKNOWN, &world.send(pay_as("a")).await);
+        assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
+        assert_eq!(world.backend.effects(), calls);
+    }
+}
+
+fn token(seen: &Seen) -> u64 {
+    seen.get("oncegate-token")
+        .and_then(|text| text.parse().ok())
+        .unwrap_or_else(|| panic!("no token: {seen:?}"))
+}
+
+fn attempt(seen: &Seen) -> u64 {
+    seen.get("oncegate-attempt")
+        .and_then(|text| text.parse().ok())
+        .unwrap_or_else(|| panic!("no attempt: {seen:?}"))
+}
+
+async fn lease_over_restarts(mut world: World, restarts: usize) {
+    let lease = world.plan.lease.expect("a lease");
+    world.start().await;
+    let never = Latch::new();
+    let asked = Instant::now();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
+    world.backend.until_effects(1).await;
+    for number in 0..restarts {
+        start_cleanly(&mut world).await;
+        // Something is written each time, so that each process leaves its time behind.
+        assert_eq!(world.send(pay_as(&format!("other-{number}"))).await.status(), 201);
+        assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+    }
+    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    let after = world.settled(&pay_as("a")).await;
+    // It may have been renewed before the first kill, so it ends at this time or later.
+    assert!(asked.elapsed() >= lease, "over after {:?}, the lease is {lease:?}: {after:?}", asked.elapsed());
+    assert!(
+        asked.elapsed() < lease * 2,
+        "over after {:?} only, the lease is {lease:?}: {after:?}",
+        asked.elapsed()
+    );
+    never.open();
+}
+
+async fn retention_over_restarts(mut world: World) {
+    let retention = world.plan.retention.expect("a retention");
+    world.start().await;
+    let asked = Instant::now();
+    let first = world.send(pay_as("a")).await;
+    for number in 0..3 {
+        start_cleanly(&mut world).await;
+        assert_eq!(world.send(pay_as(&format!("other-{number}"))).await.status(), 201);
+    }
+    while asked.elapsed() + Duration::from_millis(100) < retention {
+        let again = world.send(pay_as("a")).await;
+        assert_eq!(
+            again.body,
+            first.body,
+            "forgotten after {:?}, the retention is {retention:?}",
+            asked.elapsed()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    until("the key is new", async || world.send(pay_as("a")).await.body != first.body).await;
+}
+
+async fn killed_after_the_completion(mut world: World) {
+    world.start().await;
+    let body: Vec<u8> = (0..=255).cycle().take(5000).collect();
+    let script =
+        Script::whole(202, "application/octet-stream", body.clone()).field("location", "/payments/1");
+    let first = world.start_send(pay_as("a").script(script));
+    world.sidecar().at_failpoint("completed").await;
+    start_cleanly(&mut world).await;
+    assert!(first.await.unwrap().is_err(), "an answer from a process that was killed");
+    for _ in 0..2 {
+        let again = world.send(pay_as("\"a\"")).await;
+        assert_eq!((again.status(), again.get("idempotent-replayed")), (202, Some("true")), "{again:?}");
+        assert_eq!(again.body, body);
+        assert_eq!(again.get("content-type"), Some("application/octet-stream"), "{again:?}");
+        assert_eq!(again.get("location"), Some("/payments/1"), "{again:?}");
+        assert_echo(&world.plan, &pay_as("\"a\""), &again);
+    }
+    assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn killed_twice(mut world: World) {
+    world.start().await;
+    let never = Latch::new();
+    for calls in 1..4 {
+        let (address, request) =
+            (world.address(), world.ready(pay_as("a").script(Script::default().held(&never))));
+        let asking = tokio::spawn(async move {
+            // Until it is granted, it is told to come again.
+            loop {
+                match Connection::open(address).await.exchange(&request).await {
+                    Ok(answer) if answer.status() == 409 => {
+                        tokio::time::sleep(Duration::from_millis(20)).await
+                    }
+                    other => return other,
+                }
+            }
+        });
+        world.backend.until_effects(calls).await;
+        world.close().await;
+        assert!(asking.await.unwrap().is_err());
+        world.start().await;
+    }
+    let last = world.settled(&pay_as("a")).await;
+    assert_eq!((last.status(), world.backend.effects()), (201, 4), "{last:?}");
+    let seen = world.backend.seen();
+    for (number, pair) in seen.windows(2).enumerate() {
+        assert!(token(&pair[1]) > token(&pair[0]), "tokens {} then {}", token(&pair[0]), token(&pair[1]));
+        assert_eq!(attempt(&pair[1]), number as u64 + 2);
+    }
+    assert_replay(&world.plan, &pay_as("a"), &last, &world.send(pay_as("a")).await);
+    never.open();
+}
+
+async fn killed_under_load(mut world: World) {
+    world.start().await;
+    let request =
+        |n: usize| Request::post("/payments").key(format!("k{n}")).json(format!("{{\"amount\":{n}}}"));
+    let never = Latch::new();
+    let mut answered: Vec<Option<Answer>> = Vec::new();
+    for round in 0..3 {
+        let base = answered.len();
+        let all: Vec<_> = (base..base + 200)
+            .map(|n| {
+                let script = if n % 4 == 0 { Script::default().held(&never) } else { Script::default() };
+                world.start_send(request(n).script(script))
+            })
+            .collect();
+        // Somewhere in the middle, and each time somewhere else. Some are never answered.
+        let enough = 30 + 40 * round;
+        until("enough is answered", async || all.iter().filter(|one| one.is_finished()).count() >= enough)
+            .await;
+        world.close().await;
+        for one in all {
+            answered.push(one.await.unwrap().ok());
+        }
+        world.start().await;
+    }
+    assert!(answered.iter().flatten().count() >= 30 + 70 + 110);
+    assert!(answered.iter().filter(|answer| answer.is_none()).count() >= 150);
+    for (n, first) in answered.iter().enumerate() {
+        let last = world.settled(&request(n)).await;
+        match first {
+            Some(first) => assert_replay(&world.plan, &request(n), first, &last),
+            // Cut off: never claimed, completed and not told, or unknown. Nothing else.
+            None if last.status() == 201 => {}
+            None => assert_refusal(UNKNOWN, &last),
+        }
+        let once_more = world.send(request(n)).await;
+        assert_eq!((once_more.status(), &once_more.body), (last.status(), &last.body), "{once_more:?}");
+    }
+    let mut effects = std::collections::HashMap::<String, usize>::new();
+    for seen in world.backend.seen() {
+        *effects.entry(seen.get("idempotency-key").expect("a key").to_owned()).or_default() += 1;
+    }
+    let twice: Vec<_> = effects.into_iter().filter(|(_, effects)| *effects > 1).collect();
+    assert!(twice.is_empty(), "took effect more than once: {twice:?}");
+}
+
+async fn tokens_over_restarts(mut world: World) {
+    world.start().await;
+    for round in 0..3 {
+        for _ in 0..3 {
+            let free = pay_as("a").script(Script::status(429));
+            assert_eq!(world.send(free).await.status(), 429);
+        }
+        if round % 2 == 0 {
+            world.close().await;
+        } else {
+            world.sidecar().terminate();
+            until("it ends", async || world.sidecar().exited().is_some()).await;
+            world.close().await;
+        }
+        world.start().await;
+    }
+    let tokens: Vec<_> = world.backend.seen().iter().map(token).collect();
+    assert_eq!(tokens.len(), 9);
+    assert!(tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
+}
+
+async fn terminated(mut world: World) {
+    world.start().await;
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    world.sidecar().terminate();
+    // It takes nobody in any more, but still has what it has begun.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(world.sidecar().exited().is_none(), "it left a request behind");
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
+    until("it ends", async || world.sidecar().exited().is_some()).await;
+    let ended = world.sidecar().exited().expect("an end");
+    assert!(ended.success(), "{ended}: {}", world.sidecar().printed());
+    world.close().await;
+    world.start().await;
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn stopped_beyond_the_lease(mut world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    world.sidecar().stop();
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    let second = world.start_send(pay_as("a"));
+    world.sidecar().resume();
+    assert_refusal("request-in-progress", &second.await.unwrap().expect("an answer"));
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+/// A store in this process, and two others that serve on it.
+struct Pair {
+    first: Child,
+    second: Child,
+    backend: Backend,
+    _upstream: crate::backend::Served,
+    _store: StoreServer,
+}
+
+async fn pair(world: &mut World) -> Pair {
+    let store = StoreServer::start(world.open_store()).await;
+    let upstream = world.backend.serve().await;
+    let start = || Child::start(&world.plan, store.address, upstream.address);
+    let (first, second) = (start().await, start().await);
+    Pair { first, second, backend: world.backend.clone(), _upstream: upstream, _store: store }
+}
+
+async fn ask(child: &Child, request: &Request) -> Answer {
+    let answer = Connection::open(child.address).await.exchange(request).await;
+    answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
+}
+
+async fn ask_until_settled(child: &Child, request: &Request) -> Answer {
+    let mut last = None;
+    until("the request is no longer in progress", async || {
+        let answer = ask(child, request).await;
+        let settled = answer.status() != 409;
+        last = Some(answer);
+        settled
+    })
+    .await;
+    last.expect("an answer")
+}
+
+fn start_ask(
+    child: &Child,
+    request: Request,
+) -> tokio::task::JoinHandle<Result<Answer, crate::client::Broken>> {
+    let address = child.address;
+    tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
+}
+
+async fn stopped_and_replaced(mut world: World) {
+    let pair = pair(&mut world).await;
+    let done = Latch::new();
+    let first = start_ask(&pair.first, world.ready(pay_as("a").script(Script::default().held(&done))));
+    pair.backend.until_effects(1).await;
+    assert_refusal("request-in-progress", &ask(&pair.second, &pay_as("a")).await);
+    pair.first.stop();
+    let second = ask_until_settled(&pair.second, &pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &second);
+    assert_eq!((second.status(), pair.backend.effects()), (201, 2), "{second:?}");
+    let seen = pair.backend.seen();
+    assert!(token(&seen[1]) > token(&seen[0]));
+    assert_eq!((attempt(&seen[0]), attempt(&seen[1])), (1, 2));
+    done.open();
+    pair.first.resume();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
+    assert_eq!(first.json()["effect"], 1, "its own client has its own answer");
+    for child in [&pair.first, &pair.second] {
+        let again = ask_until_settled(child, &pay_as("a")).await;
+        assert_replay(&world.plan, &pay_as("a"), &second, &again);
+    }
+    assert_eq!(pair.backend.effects(), 2);
+}
+
+async fn stopped_and_parked(mut world: World) {
+    let pair = pair(&mut world).await;
+    let done = Latch::new();
+    let first = start_ask(&pair.first, world.ready(pay_as("a").script(Script::default().held(&done))));
+    pair.backend.until_effects(1).await;
+    pair.first.stop();
+    assert_refusal(UNKNOWN, &ask_until_settled(&pair.second, &pay_as("a")).await);
+    assert_refusal("key-reused", &ask(&pair.second, &pay_as("a").json("{}")).await);
+    done.open();
+    pair.first.resume();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!(first.status(), 201, "{first:?}");
+    // Nobody executed in its place: what it says now is known, or it is unknown for ever. It never runs again.
+    for child in [&pair.first, &pair.second] {
+        let again = ask_until_settled(child, &pay_as("a")).await;
+        match again.status() {
+            201 => {
+                assert_replay(&world.plan, &pay_as("a"), &first, &again);
+                assert_eq!(first.get("idempotency-status"), None, "{first:?}");
+            }
+            _ => {
+                assert_refusal(UNKNOWN, &again);
+                assert!(
+                    first.get("idempotency-status").is_some(),
+                    "not marked though it is not kept: {first:?}"
+                );
+            }
+        }
+    }
+    assert_eq!(pair.backend.effects(), 1);
+}
+
+async fn killed_and_replaced(mut world: World) {
+    let mut pair = pair(&mut world).await;
+    let never = Latch::new();
+    let asked = Instant::now();
+    let first = start_ask(&pair.first, world.ready(pay_as("a").script(Script::default().held(&never))));
+    pair.backend.until_effects(1).await;
+    pair.first.kill();
+    assert!(first.await.unwrap().is_err());
+    let second = ask_until_settled(&pair.second, &pay_as("a")).await;
+    assert!(asked.elapsed() >= LEASE, "replaced after {:?}", asked.elapsed());
+    assert_fresh(&world.plan, &pay_as("a"), &second);
+    assert_eq!((second.status(), pair.backend.effects()), (201, 2), "{second:?}");
+    assert_replay(&world.plan, &pay_as("a"), &second, &ask(&pair.second, &pay_as("a")).await);
+    never.open();
+}
+
+async fn hundred_on_two(mut world: World) {
+    let pair = pair(&mut world).await;
+    let body = Bytes::from_static(PAYMENT.as_bytes());
+    let request =
+        |key: usize| Request::post("/payments").key(format!("k{key}")).body("application/json", body.clone());
+    for key in 0..5 {
+        let children = [&pair.first, &pair.second];
+        let all: Vec<_> = (0..100).map(|n| start_ask(children[n % 2], request(key))).collect();
+        let mut fresh = Vec::new();
+        for one in all {
+            let answer = one.await.unwrap().expect("an answer");
+            if answer.status() == 409 {
+                assert_refusal("request-in-progress", &answer);
+            } else if answer.get("idempotent-replayed").is_none() {
+                fresh.push(answer);
+            }
+        }
+        assert_eq!((fresh.len(), pair.backend.effects()), (1, key + 1), "{fresh:?}");
+        for child in children {
+            assert_replay(
+                &world.plan,
+                &request(key),
+                &fresh[0],
+                &ask_until_settled(child, &request(key)).await,
+            );
+        }
+    }
+}

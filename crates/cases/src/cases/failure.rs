@@ -1,0 +1,982 @@
+//! What breaks, and what is then known.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use oncegate_core::OnAbandoned;
+use oncegate_http::ServerErrors;
+use oncegate_testkit::{Fault, Latch, Operation};
+use tokio::net::TcpListener;
+
+use super::{PAYMENT, pay, pay_as};
+use crate::backend::{Piece, Script};
+use crate::client::{Answer, Broken, Request, until};
+use crate::plan::{FOUND, Plan, Word};
+use crate::table::{
+    Case, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, retry_after,
+};
+use crate::world::World;
+
+const UNKNOWN: &str = "outcome-unknown";
+const PANIC: &str = "a handler that panics is in the layer's process";
+const STORE: &str = "the sidecar's store cannot be told to fail";
+const PROCESS: &str = "the service behind the layer is in its process";
+
+const SHORT: Duration = Duration::from_millis(400);
+
+pub(super) fn cases() -> Vec<Case> {
+    let release = Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() };
+    let short = Plan { lease: Some(SHORT), ..Plan::default() };
+    let reexecute = Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..short.clone() };
+    let open = Plan { fail_open: true, ..Plan::default() };
+    let impatient = Plan { upstream_timeout: Some(Duration::from_millis(500)), ..Plan::default() };
+    let mut all = vec![
+        // The client.
+        Case::code(
+            "C93-hang-up",
+            "a client that hangs up does not end the handler, and its answer is kept",
+            |world| Box::pin(hang_up(world, true)),
+        ),
+        Case::code("C93-hang-up-politely", "nor does one that closes its side", |world| {
+            Box::pin(hang_up(world, false))
+        }),
+        Case::code(
+            "C93-hang-up-while-reading",
+            "a client that goes away in the middle of its answer finds it whole later",
+            |world| Box::pin(hang_up_while_reading(world)),
+        ),
+        Case::code(
+            "C93-hang-up-of-a-stream",
+            "a stream whose client goes away leaves a record that is never run again",
+            |world| Box::pin(hang_up_of_a_stream(world)),
+        ),
+        Case::code("C94-request-cut-short", "a body that is cut short claims nothing", |world| {
+            Box::pin(cut_short(world))
+        }),
+        Case::code("C94-broken-chunks", "a body that breaks its own framing claims nothing", |world| {
+            Box::pin(broken_chunks(world))
+        }),
+        // The handler.
+        Case::code("C95-panic", "a panic leaves the outcome unknown, and nothing runs again", |world| {
+            Box::pin(unknown_ever_after(world, Script::panics()))
+        })
+        .only_layer(PANIC),
+        Case::code("C95-panic-released", "a panic frees the key where server errors do", |world| {
+            Box::pin(handler_failed(world, Script::panics()))
+        })
+        .given(release.clone())
+        .only_layer(PANIC),
+        Case::code(
+            "C95-panic-while-others-wait",
+            "those who wait hear that the outcome is unknown",
+            |world| Box::pin(panic_while_others_wait(world)),
+        )
+        .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
+        .only_layer(PANIC),
+        Case::code("C95-error", "a handler that ends with an error is like one that panics", |world| {
+            Box::pin(handler_error(world))
+        })
+        .only_layer("the sidecar sees a closed connection, which has a case of its own"),
+        Case::code(
+            "C95-body-breaks-off",
+            "an answer that breaks off before it is whole is not known",
+            |world| Box::pin(body_breaks_off(world)),
+        )
+        .only_layer("the sidecar sees a closed connection, which has a case of its own"),
+        // The service behind the sidecar.
+        Case::closed(
+            "S3-refused",
+            "a service that cannot be reached was not asked: 502, and the key is free",
+            |world| Box::pin(refused_connection(world)),
+        )
+        .only_sidecar(PROCESS),
+        Case::closed(
+            "S3-refused-under-release",
+            "and that does not depend on the policy for server errors",
+            |world| Box::pin(refused_connection(world)),
+        )
+        .given(release.clone())
+        .only_sidecar(PROCESS),
+        Case::closed(
+            "S3-refused-while-parked-keys-stay",
+            "a retry under its key while the service is away stays executable",
+            |world| Box::pin(refused_ten_times(world)),
+        )
+        .only_sidecar(PROCESS),
+        Case::code(
+            "S3-hangs",
+            "a service that does not answer in time leaves the outcome unknown: 504, then 500",
+            |world| Box::pin(hangs(world)),
+        )
+        .given(impatient.clone())
+        .only_sidecar(PROCESS),
+        Case::code("S3-hangs-released", "and frees the key where server errors do", |world| {
+            Box::pin(hangs_released(world))
+        })
+        .given(Plan { server_errors: Some(ServerErrors::Release), ..impatient.clone() })
+        .only_sidecar(PROCESS),
+        Case::code("S3-hangs-then-answers", "an answer that comes too late changes nothing", |world| {
+            Box::pin(answers_late(world))
+        })
+        .given(impatient)
+        .only_sidecar(PROCESS),
+        Case::code(
+            "S3-closes",
+            "a service that hangs up without an answer leaves the outcome unknown: 502, then 500",
+            |world| Box::pin(closes(world, Script::fails())),
+        )
+        .only_sidecar(PROCESS),
+        Case::code(
+            "S3-closes-on-a-kept-connection",
+            "and also where the connection had served before: nothing is sent twice",
+            |world| Box::pin(closes_on_a_kept_connection(world)),
+        )
+        .only_sidecar(PROCESS),
+        Case::code(
+            "S3-cuts",
+            "a service that cuts its answer leaves the outcome unknown: 502, then 500",
+            |world| {
+                let pieces = vec![Piece::Data(Bytes::from_static(b"half of ")), Piece::Break];
+                Box::pin(closes(world, Script::pieces(200, "text/plain", pieces)))
+            },
+        )
+        .only_sidecar(PROCESS),
+        Case::closed("S3-cuts-raw", "wherever in its answer the service cuts", |world| {
+            Box::pin(cuts_raw(world))
+        })
+        .only_sidecar(PROCESS),
+        Case::closed(
+            "S3-garbage",
+            "a service that does not speak HTTP leaves the outcome unknown",
+            |world| Box::pin(garbage(world)),
+        )
+        .only_sidecar(PROCESS),
+        Case::closed(
+            "S3-refused-without-a-key",
+            "without a key, a service that cannot be reached is a 502 too",
+            |world| Box::pin(refused_without_a_key(world)),
+        )
+        .only_sidecar(PROCESS),
+    ];
+    all.extend([
+        // The store.
+        Case::code("C96-store-down", "no store, no execution: 503, and after it is back, once", |world| {
+            Box::pin(store_down(world))
+        })
+        .only_layer(STORE),
+        Case::code(
+            "C96-store-down-replay",
+            "while the store is down, what was answered before is a 503 too",
+            |world| Box::pin(store_down_replay(world)),
+        )
+        .only_layer(STORE),
+        Case::code("C96-store-down-without-a-key", "requests without a key need no store", |world| {
+            Box::pin(store_down_without_a_key(world))
+        })
+        .only_layer(STORE),
+        Case::code(
+            "C96-claim-lost",
+            "a claim whose answer is lost never executes twice, and ends in a definite answer",
+            |world| Box::pin(claim_lost(world)),
+        )
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code("C96-claim-stalls", "who goes away while the claim stalls leaves the key free", |world| {
+            Box::pin(claim_stalls(world))
+        })
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code(
+            "C96-hundred-with-store-down",
+            "a hundred at once while the store is down: none executes",
+            |world| Box::pin(hundred_with_store_down(world)),
+        )
+        .only_layer(STORE),
+        Case::code(
+            "S3-renewal-fails",
+            "a handler whose renewals fail, and whose key nobody took, completes",
+            |world| Box::pin(renewal_fails(world, false)),
+        )
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code("S3-renewal-fails-once", "one renewal that fails is made up for", |world| {
+            Box::pin(renewal_fails(world, true))
+        })
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code(
+            "C97-completion-fails",
+            "a completion that fails: the first one has its answer, the record ends as unknown",
+            |world| Box::pin(completion_fails(world)),
+        )
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code(
+            "C97-completion-fails-reexecute",
+            "or executes again under a higher token, where that is the policy",
+            |world| Box::pin(completion_fails_reexecute(world)),
+        )
+        .given(reexecute.clone())
+        .only_layer(STORE),
+        Case::code(
+            "C97-completion-fails-once",
+            "a store that is back within the lease has the completion",
+            |world| Box::pin(completion_fails_once(world)),
+        )
+        .given(Plan { lease: Some(Duration::from_secs(10)), ..Plan::default() })
+        .only_layer(STORE),
+        Case::code("C97-completion-lost", "a completion whose answer is lost is a completion", |world| {
+            Box::pin(completion_lost(world))
+        })
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code("C97-release-fails", "a release that fails never frees the key for two", |world| {
+            Box::pin(release_fails(world))
+        })
+        .given(short.clone())
+        .only_layer(STORE),
+        Case::code(
+            "C98-fail-open",
+            "where that was chosen, an execution without protection is marked",
+            |world| Box::pin(fail_open(world)),
+        )
+        .given(open.clone())
+        .only_layer(STORE),
+        Case::code(
+            "C98-fail-open-is-not-for-corruption",
+            "a damaged record is not executed, whatever was chosen",
+            |world| Box::pin(corrupt(world)),
+        )
+        .given(open.clone())
+        .only_layer(STORE),
+        Case::code("C98-fail-open-still-refuses", "nor is a malformed key", |world| {
+            Box::pin(fail_open_refuses(world))
+        })
+        .given(open)
+        .only_layer(STORE),
+        Case::code("C100-corrupt", "a damaged record is a 500, and is never executed", |world| {
+            Box::pin(corrupt(world))
+        })
+        .only_layer(STORE),
+        Case::code(
+            "C100-corrupt-reexecute",
+            "and that does not depend on the policy for abandoned ones",
+            |world| Box::pin(corrupt(world)),
+        )
+        .given(reexecute.clone())
+        .only_layer(STORE),
+        // The owner.
+        Case::code(
+            "C92-stale-owner",
+            "a stale owner is fenced: its client has its answer, marked, and the store the other one's",
+            |world| Box::pin(stale_owner(world)),
+        )
+        .given(reexecute)
+        .only_layer("two instances on one store are needed"),
+        Case::code(
+            "C92-stale-owner-while-replaced",
+            "nor does a stale owner end the attempt of the one who is at it now",
+            |world| Box::pin(stale_owner_while_replaced(world)),
+        )
+        .given(Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..short.clone() })
+        .only_layer("two instances on one store are needed"),
+        Case::code(
+            "S3-abandoned-park",
+            "an owner that is gone leaves the outcome unknown, until retention ends",
+            |world| Box::pin(abandoned_park(world)),
+        )
+        .given(Plan { retention: Some(Duration::from_millis(1500)), ..short.clone() })
+        .only_layer("two instances on one store are needed"),
+    ]);
+    for (id, title, word) in [
+        ("S3-reconcile-found", "reconcile: an attempt that happened is stored and replayed", Word::Found),
+        ("S3-reconcile-not-found", "reconcile: one that did not is executed", Word::NotFound),
+        ("S3-reconcile-unclear", "reconcile: one that nobody can tell of is unknown", Word::Unclear),
+    ] {
+        let plan =
+            Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(word), ..short.clone() };
+        let case = Case::code(id, title, |world| Box::pin(reconcile(world))).given(plan);
+        all.push(case.only_layer("the sidecar has nobody to ask"));
+    }
+    all
+}
+
+async fn hang_up(world: World, rudely: bool) {
+    let done = Latch::new();
+    let mut connection = world.connect().await;
+    connection.write(&world.ready(pay_as("a").script(Script::default().held(&done))).octets()).await;
+    world.backend.until_effects(1).await;
+    if rudely {
+        connection.reset();
+    } else {
+        drop(connection);
+    }
+    // The server has to notice before the handler ends, or this shows nothing. It answers others meanwhile.
+    for _ in 0..10 {
+        assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+    }
+    done.open();
+    world.backend.until_ended(1).await;
+    let again = world.settled(&pay_as("a")).await;
+    assert_eq!(again.get("idempotent-replayed"), Some("true"), "{again:?}");
+    assert_eq!((again.status(), again.json()["effect"].as_u64()), (201, Some(1)), "{again:?}");
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn hang_up_while_reading(world: World) {
+    let large: Vec<u8> = (0..=255).cycle().take(900_000).collect();
+    let mut connection = world.connect().await;
+    let request = world.ready(pay_as("a").script(Script::whole(200, "image/png", large.clone())));
+    connection.write(&request.octets()).await;
+    let head = connection.head().await.expect("a head");
+    let mut framing = crate::client::framing("POST", &head).expect("a framed body");
+    connection.data(&mut framing).await.expect("some octets");
+    connection.reset();
+    let again = world.settled(&pay_as("a")).await;
+    assert_eq!((again.status(), again.get("idempotent-replayed")), (200, Some("true")), "{again:?}");
+    assert_eq!(again.body, large);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn hang_up_of_a_stream(world: World) {
+    let never = Latch::new();
+    let pieces = vec![Piece::Data(Bytes::from_static(b"data: one\n\n")), Piece::Wait(never.clone())];
+    let mut connection = world.connect().await;
+    let script = Script::pieces(200, "text/event-stream", pieces);
+    connection.write(&world.ready(pay_as("a").script(script)).octets()).await;
+    connection.head().await.expect("a head");
+    connection.reset();
+    let again = world.send(pay_as("a")).await;
+    assert!([409, 422].contains(&again.status()), "{again:?}");
+    never.open();
+    assert_refusal("replay-unavailable", &world.settled(&pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn cut_short(world: World) {
+    for half_close in [true, false] {
+        let mut connection = world.connect().await;
+        connection.write(&pay_as("a").head()).await;
+        connection.write(&PAYMENT.as_bytes()[..10]).await;
+        if half_close {
+            connection.half_close().await;
+            // A server may say what it thinks of it, or just hang up.
+            match connection.answer("POST").await {
+                Ok(answer) => assert_eq!(answer.status(), 400, "{answer:?}"),
+                Err(Broken::Cut { head: None, .. }) => {}
+                Err(other) => panic!("{other:?}"),
+            }
+        } else {
+            connection.reset();
+        }
+    }
+    assert_eq!(world.backend.effects(), 0);
+    // Nothing was claimed: neither by this request nor by what was sent of it.
+    let first = world.send(pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), world.backend.effects()), (201, 1));
+}
+
+async fn broken_chunks(world: World) {
+    let mut connection = world.connect().await;
+    let request = Request::post("/payments").key("a").chunked("application/json", Vec::new());
+    connection.write(&request.head()).await;
+    connection.write(b"5\r\n{\"a\":\r\nnonsense\r\n").await;
+    match connection.answer("POST").await {
+        Ok(answer) => assert_refusal("request-incomplete", &answer),
+        Err(broken) => panic!("no answer: {broken:?}"),
+    }
+    assert_eq!(world.backend.effects(), 0);
+    let first = world.send(pay_as("a")).await;
+    assert_eq!((first.status(), world.backend.effects()), (201, 1));
+}
+
+async fn unknown_ever_after(world: World, script: Script) {
+    let request = pay_as("a").script(script);
+    let first = world.send(request.clone()).await;
+    assert_refusal(UNKNOWN, &first);
+    assert_echo(&world.plan, &request, &first);
+    stays_unknown(&world).await;
+}
+
+async fn stays_unknown(world: &World) {
+    for _ in 0..3 {
+        let later = world.send(pay_as("a")).await;
+        assert_refusal(UNKNOWN, &later);
+        assert_echo(&world.plan, &pay_as("a"), &later);
+    }
+    assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn handler_failed(world: World, script: Script) {
+    let first = world.send(pay_as("a").script(script)).await;
+    assert_refusal("handler-failed", &first);
+    assert_eq!(world.backend.effects(), 1);
+    let second = world.send(pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &second);
+    assert_eq!((second.status(), world.backend.effects()), (201, 2));
+    assert_replay(&world.plan, &pay_as("a"), &second, &world.send(pay_as("a")).await);
+}
+
+async fn panic_while_others_wait(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::panics().held(&done)));
+    world.backend.until_effects(1).await;
+    let others: Vec<_> = (0..5).map(|_| world.start_send(pay_as("a"))).collect();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    done.open();
+    assert_refusal(UNKNOWN, &first.await.unwrap().expect("an answer"));
+    for other in others {
+        assert_refusal(UNKNOWN, &other.await.unwrap().expect("an answer"));
+    }
+    assert_eq!(world.backend.effects(), 1);
+}
+
+/// An error of the inner service is the server's to answer: hyper closes the connection. The record is what counts.
+async fn handler_error(world: World) {
+    match world.try_send(pay_as("a").script(Script::fails())).await {
+        Ok(answer) => assert_refusal(UNKNOWN, &answer),
+        Err(Broken::Cut { head: None, .. }) => {}
+        Err(other) => panic!("{other:?}"),
+    }
+    stays_unknown(&world).await;
+}
+
+async fn body_breaks_off(world: World) {
+    let pieces = vec![Piece::Data(Bytes::from_static(b"half of ")), Piece::Break];
+    let first = world.send(pay_as("a").script(Script::pieces(200, "text/plain", pieces))).await;
+    assert_refusal(UNKNOWN, &first);
+    stays_unknown(&world).await;
+}
+
+/// A port where nobody listens, and stays so as long as the listener is not asked for.
+async fn nobody() -> std::net::SocketAddr {
+    TcpListener::bind(("127.0.0.1", 0)).await.expect("a port").local_addr().expect("an address")
+}
+
+async fn refused_connection(mut world: World) {
+    let address = nobody().await;
+    world.start_in_front_of(address).await;
+    for key in ["a", "a", "b"] {
+        let answer = world.send(pay_as(key)).await;
+        assert_refusal("upstream-unreachable", &answer);
+        assert_echo(&world.plan, &pay_as(key), &answer);
+    }
+    // Another request may use the key: it is free.
+    assert_refusal("upstream-unreachable", &world.send(pay_as("a").json("{}")).await);
+    let listener = TcpListener::bind(address).await.expect("the port again");
+    let served = world.backend.serve_on(listener);
+    let first = world.send(pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), world.backend.effects()), (201, 1), "{first:?}");
+    drop(served);
+}
+
+async fn refused_ten_times(mut world: World) {
+    let address = nobody().await;
+    world.start_in_front_of(address).await;
+    for _ in 0..10 {
+        assert_refusal("upstream-unreachable", &world.send(pay_as("a")).await);
+    }
+    let _served = world.backend.serve_on(TcpListener::bind(address).await.expect("the port again"));
+    let first = world.send(pay_as("a")).await;
+    assert_eq!(first.status(), 201);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn refused_without_a_key(mut world: World) {
+    world.start_in_front_of(nobody().await).await;
+    let answer = world.send(pay()).await;
+    assert_problem("upstream-unreachable", 502, &answer);
+    assert_eq!(world.send(Request::new("GET", "/")).await.status(), 502);
+}
+
+async fn hangs(world: World) {
+    let never = Latch::new();
+    let request = pay_as("a").script(Script::default().held(&never));
+    let asked = Instant::now();
+    let first = world.send(request.clone()).await;
+    assert_problem(UNKNOWN, 504, &first);
+    assert!(asked.elapsed() >= Duration::from_millis(500), "too early: {:?}", asked.elapsed());
+    assert_echo(&world.plan, &request, &first);
+    stays_unknown(&world).await;
+}
+
+async fn hangs_released(world: World) {
+    let never = Latch::new();
+    let first = world.send(pay_as("a").script(Script::default().held(&never))).await;
+    assert_problem("handler-failed", 504, &first);
+    let second = world.send(pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &second);
+    assert_eq!((second.status(), world.backend.effects()), (201, 2), "{second:?}");
+}
+
+async fn answers_late(world: World) {
+    let late = Latch::new();
+    assert_problem(UNKNOWN, 504, &world.send(pay_as("a").script(Script::default().held(&late))).await);
+    late.open();
+    stays_unknown(&world).await;
+}
+
+async fn closes(world: World, script: Script) {
+    let request = pay_as("a").script(script);
+    let first = world.send(request.clone()).await;
+    assert_problem(UNKNOWN, 502, &first);
+    assert_echo(&world.plan, &request, &first);
+    stays_unknown(&world).await;
+}
+
+async fn closes_on_a_kept_connection(world: World) {
+    for number in 0..3 {
+        assert_eq!(world.send(pay_as(&format!("before-{number}"))).await.status(), 201);
+    }
+    let before = world.backend.effects();
+    assert_problem(UNKNOWN, 502, &world.send(pay_as("a").script(Script::fails())).await);
+    assert_eq!(world.backend.effects(), before + 1);
+    assert_refusal(UNKNOWN, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), before + 1);
+}
+
+/// A service that reads a request, writes these octets and hangs up; it counts the requests.
+async fn raw_service(
+    answer: &'static [u8],
+) -> (std::net::SocketAddr, std::sync::Arc<std::sync::atomic::AtomicUsize>) {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let requests = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let counter = requests.clone();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let counter = counter.clone();
+            tokio::spawn(async move {
+                let mut seen = Vec::new();
+                while !seen.ends_with(PAYMENT.as_bytes()) {
+                    match stream.read_buf(&mut seen).await {
+                        Ok(0) | Err(_) => return,
+                        Ok(_) => {}
+                    }
+                }
+                counter.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                let _ = stream.write_all(answer).await;
+                let _ = stream.shutdown().await;
+            });
+        }
+    });
+    (address, requests)
+}
+
+async fn cuts_raw(mut world: World) {
+    let cuts: [&'static [u8]; 6] = [
+        b"",
+        b"HTTP/1.1 2",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n123456789",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n",
+    ];
+    for cut in cuts {
+        let (address, requests) = raw_service(cut).await;
+        world.close().await;
+        world.forget();
+        world.start_in_front_of(address).await;
+        let first = world.send(pay_as("a")).await;
+        assert_problem(UNKNOWN, 502, &first);
+        assert_refusal(UNKNOWN, &world.send(pay_as("a")).await);
+        assert_eq!(requests.load(std::sync::atomic::Ordering::SeqCst), 1, "{}", cut.escape_ascii());
+    }
+}
+
+async fn garbage(mut world: World) {
+    let (address, requests) = raw_service(b"220 mail.test ESMTP\r\n").await;
+    world.start_in_front_of(address).await;
+    assert_problem(UNKNOWN, 502, &world.send(pay_as("a")).await);
+    assert_refusal(UNKNOWN, &world.send(pay_as("a")).await);
+    assert_eq!(requests.load(std::sync::atomic::Ordering::SeqCst), 1);
+}
+
+async fn store_down(world: World) {
+    world.faults.outage();
+    for _ in 0..3 {
+        let answer = world.send(pay_as("a")).await;
+        assert_refusal("store-unavailable", &answer);
+        assert!(retry_after(&answer) >= 1);
+        assert_echo(&world.plan, &pay_as("a"), &answer);
+    }
+    assert_eq!(world.backend.effects(), 0);
+    world.faults.heal();
+    let first = world.send(pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn store_down_replay(world: World) {
+    let first = world.send(pay_as("a")).await;
+    world.faults.outage();
+    assert_refusal("store-unavailable", &world.send(pay_as("a")).await);
+    world.faults.heal();
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn store_down_without_a_key(world: World) {
+    world.faults.outage();
+    let answer = world.send(pay()).await;
+    assert_eq!((answer.status(), answer.get("idempotency-status")), (201, None), "{answer:?}");
+    assert_eq!(world.send(Request::new("GET", "/").key("a")).await.status(), 201);
+    assert_refusal("key-invalid", &world.send(pay_as("a,b")).await);
+}
+
+async fn claim_lost(world: World) {
+    for (key, times) in [("a", 1), ("b", 100)] {
+        let before = world.backend.effects();
+        world.faults.next(times, Operation::Claim, Fault::LoseAnswer);
+        let first = world.send(pay_as(key)).await;
+        world.faults.heal();
+        assert!([201, 503].contains(&first.status()), "{first:?}");
+        let last = definite(&world, key).await;
+        assert!([201, 500].contains(&last.status()), "{last:?}");
+        let effects = world.backend.effects() - before;
+        assert!(effects <= 1, "{effects} effects, first {first:?}, last {last:?}");
+        if first.status() == 201 {
+            assert_replay(&world.plan, &pay_as(key), &first, &last);
+        }
+    }
+}
+
+/// The answer that no longer tells to come again.
+async fn definite(world: &World, key: &str) -> Answer {
+    let mut last = None;
+    until("there is a definite answer", async || {
+        let answer = world.send(pay_as(key)).await;
+        let definite = ![409, 503].contains(&answer.status());
+        last = Some(answer);
+        definite
+    })
+    .await;
+    last.expect("an answer")
+}
+
+async fn claim_stalls(world: World) {
+    // Who comes first, the answer of the store or the news that the client is gone, is a race: it is run often.
+    for round in 0..40 {
+        let stall = Latch::new();
+        let fault = if round % 2 == 0 { Fault::StallBefore } else { Fault::StallAfter };
+        let calls = world.faults.calls(Operation::Claim);
+        world.faults.next(1, Operation::Claim, fault(stall.clone()));
+        let key = format!("k{round}");
+        let mut connection = world.connect().await;
+        connection.write(&pay_as(&key).octets()).await;
+        until("the claim is under way", async || world.faults.calls(Operation::Claim) > calls).await;
+        connection.reset();
+        stall.open();
+        // Whether it was executed depends on who was first; in the end it is, once.
+        let last = definite(&world, &key).await;
+        assert_eq!(last.status(), 201, "round {round}: {last:?}");
+        assert_eq!(world.backend.effects(), round + 1);
+    }
+}
+
+async fn hundred_with_store_down(world: World) {
+    world.faults.outage();
+    let all: Vec<_> = (0..100).map(|_| world.start_send(pay_as("a"))).collect();
+    for one in all {
+        assert_refusal("store-unavailable", &one.await.unwrap().expect("an answer"));
+    }
+    assert_eq!(world.backend.effects(), 0);
+}
+
+async fn renewal_fails(world: World, once: bool) {
+    let done = Latch::new();
+    if once {
+        world.faults.next(1, Operation::Renew, Fault::Refuse);
+    } else {
+        world.faults.always(Operation::Renew, Fault::Refuse);
+    }
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let start = Instant::now();
+    while start.elapsed() < SHORT * 3 {
+        assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(world.faults.calls(Operation::Renew) >= 2, "nobody renewed");
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn completion_fails(world: World) {
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    let first = world.send(pay_as("a")).await;
+    not_stored(&world, &first);
+    // As long as the lease lasts, the request is in progress; after that nobody knows.
+    let later = world.settled(&pay_as("a")).await;
+    assert_refusal(UNKNOWN, &later);
+    world.faults.heal();
+    for _ in 0..3 {
+        let later = world.send(pay_as("a")).await;
+        // A store that is back may still get the completion, and then the answer is known: never a second run.
+        if later.status() == 201 {
+            assert_replay(&world.plan, &pay_as("a"), &first, &later);
+        } else {
+            assert_refusal(UNKNOWN, &later);
+        }
+    }
+    assert_eq!(world.backend.effects(), 1);
+}
+
+fn not_stored(world: &World, first: &Answer) {
+    assert_fresh(&world.plan, &pay_as("a"), first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("not-stored")), "{first:?}");
+}
+
+async fn completion_fails_reexecute(world: World) {
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    let first = world.send(pay_as("a")).await;
+    not_stored(&world, &first);
+    assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+    // The engine may still be trying to write the first one's end, until the lease is over.
+    let later = world.settled(&pay_as("a")).await;
+    assert_eq!((later.status(), world.backend.effects()), (201, 2), "{later:?}");
+    assert_eq!(later.json()["effect"], 2);
+}
+
+async fn completion_fails_once(world: World) {
+    world.faults.next(3, Operation::Complete, Fault::Refuse);
+    let first = world.send(pay_as("a")).await;
+    assert_eq!(first.status(), 201, "{first:?}");
+    let later = world.settled(&pay_as("a")).await;
+    assert_replay(&world.plan, &pay_as("a"), &first, &later);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn completion_lost(world: World) {
+    world.faults.always(Operation::Complete, Fault::LoseAnswer);
+    let first = world.send(pay_as("a")).await;
+    assert_eq!(first.status(), 201, "{first:?}");
+    let later = world.settled(&pay_as("a")).await;
+    assert_replay(&world.plan, &pay_as("a"), &first, &later);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn release_fails(world: World) {
+    world.faults.always(Operation::Release, Fault::Refuse);
+    let first = world.send(pay_as("a").script(Script::status(429))).await;
+    assert_eq!(first.status(), 429, "{first:?}");
+    // The handler decided nothing, but nobody could write that down: nobody may conclude it from silence.
+    let later = world.settled(&pay_as("a")).await;
+    assert_refusal(UNKNOWN, &later);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn fail_open(world: World) {
+    let protected = world.send(pay_as("a")).await;
+    assert_eq!((protected.status(), protected.get("idempotency-status")), (201, None), "{protected:?}");
+    world.faults.outage();
+    for number in 2..4 {
+        let answer = world.send(pay_as("b")).await;
+        assert_eq!(
+            (answer.status(), answer.get("idempotency-status")),
+            (201, Some("unprotected")),
+            "{answer:?}"
+        );
+        assert_eq!(answer.get("idempotent-replayed"), None, "{answer:?}");
+        assert_eq!(
+            (answer.json()["effect"].as_u64(), world.backend.effects()),
+            (Some(number as u64), number)
+        );
+    }
+    world.faults.heal();
+    let after = world.send(pay_as("b")).await;
+    assert_fresh(&world.plan, &pay_as("b"), &after);
+    assert_eq!(after.get("idempotency-status"), None, "{after:?}");
+    assert_replay(&world.plan, &pay_as("a"), &protected, &world.send(pay_as("a")).await);
+}
+
+async fn fail_open_refuses(world: World) {
+    world.faults.outage();
+    assert_refusal("key-invalid", &world.send(pay_as("a,b")).await);
+    assert_eq!(world.backend.effects(), 0);
+}
+
+async fn corrupt(world: World) {
+    world.faults.always(Operation::Claim, Fault::Corrupt);
+    for _ in 0..3 {
+        let answer = world.send(pay_as("a")).await;
+        assert_refusal("record-corrupt", &answer);
+        assert_echo(&world.plan, &pay_as("a"), &answer);
+    }
+    assert_eq!(world.backend.effects(), 0);
+}
+
+async fn stale_owner(world: World) {
+    let done = Latch::new();
+    // This instance is cut off from the store before it can renew.
+    let cut = |fault: Fault| {
+        world.faults.always(Operation::Renew, fault.clone());
+        world.faults.always(Operation::Complete, fault);
+    };
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    cut(Fault::Refuse);
+    let (other, _) = world.second_layer().await;
+    let there = async || {
+        let mut connection = crate::client::Connection::open(other.address).await;
+        connection.exchange(&pay_as("a")).await.expect("an answer")
+    };
+    let mut second = None;
+    until("the other instance takes over", async || {
+        let answer = there().await;
+        let took = answer.status() != 409;
+        second = Some(answer);
+        took
+    })
+    .await;
+    let second = second.expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &second);
+    assert_eq!((second.status(), world.backend.effects()), (201, 2), "{second:?}");
+    world.faults.heal();
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
+    assert_eq!(first.json()["effect"], 1);
+    // The store has the other one's answer, for both.
+    assert_replay(&world.plan, &pay_as("a"), &second, &there().await);
+    assert_replay(&world.plan, &pay_as("a"), &second, &world.settled(&pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 2);
+}
+
+async fn stale_owner_while_replaced(world: World) {
+    // Whatever the stale owner's end is: an answer, a release, an unknown outcome.
+    for (round, script) in [Script::default(), Script::status(429), Script::panics()].into_iter().enumerate()
+    {
+        let key = format!("k{round}");
+        let before = world.backend.effects();
+        let (done_first, done_second) = (Latch::new(), Latch::new());
+        let first = world.start_send(pay_as(&key).script(script.held(&done_first)));
+        world.backend.until_effects(before + 1).await;
+        for operation in [Operation::Renew, Operation::Complete, Operation::Release] {
+            world.faults.always(operation, Fault::Refuse);
+        }
+        let (other, _) = world.second_layer().await;
+        let request = world.ready(pay_as(&key).script(Script::status(202).held(&done_second)));
+        let address = other.address;
+        let second = tokio::spawn(async move {
+            loop {
+                let answer = crate::client::Connection::open(address).await.exchange(&request).await;
+                match answer {
+                    Ok(answer) if answer.status() == 409 => {
+                        tokio::time::sleep(Duration::from_millis(10)).await
+                    }
+                    other => return other.expect("an answer"),
+                }
+            }
+        });
+        world.backend.until_effects(before + 2).await;
+        world.faults.heal();
+        done_first.open();
+        let first = first.await.unwrap().expect("an answer");
+        if round < 2 {
+            assert_eq!(first.get("idempotency-status"), Some("fenced"), "round {round}: {first:?}");
+        }
+        // The other one is still at it, and nobody else gets in.
+        assert_refusal("request-in-progress", &world.send(pay_as(&key)).await);
+        done_second.open();
+        let second = second.await.unwrap();
+        assert_fresh(&world.plan, &pay_as(&key), &second);
+        assert_eq!(
+            (second.status(), second.get("idempotency-status")),
+            (202, None),
+            "round {round}: {second:?}"
+        );
+        assert_replay(&world.plan, &pay_as(&key), &second, &world.settled(&pay_as(&key)).await);
+        assert_eq!(world.backend.effects(), before + 2);
+    }
+}
+
+async fn reconcile(world: World) {
+    let never = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
+    world.backend.until_effects(1).await;
+    for operation in [Operation::Renew, Operation::Complete] {
+        world.faults.always(operation, Fault::Refuse);
+    }
+    let (other, _) = world.second_layer().await;
+    let there = async || {
+        let mut connection = crate::client::Connection::open(other.address).await;
+        connection.exchange(&pay_as("a")).await.expect("an answer")
+    };
+    let mut answer = there().await;
+    assert_refusal("request-in-progress", &answer);
+    until("the lease is over", async || {
+        answer = there().await;
+        answer.status() != 409
+    })
+    .await;
+    let again = there().await;
+    match world.plan.reconcile.expect("a word") {
+        Word::Found => {
+            assert_eq!((answer.status(), &answer.body[..]), (202, FOUND.as_bytes()), "{answer:?}");
+            assert_eq!(answer.get("idempotent-replayed"), Some("true"), "{answer:?}");
+            assert_replay(&world.plan, &pay_as("a"), &answer, &again);
+            assert_eq!(world.backend.effects(), 1);
+        }
+        Word::NotFound => {
+            assert_fresh(&world.plan, &pay_as("a"), &answer);
+            assert_replay(&world.plan, &pay_as("a"), &answer, &again);
+            assert_eq!(
+                (answer.json()["effect"].as_u64(), world.backend.effects()),
+                (Some(2), 2),
+                "{answer:?}"
+            );
+        }
+        Word::Unclear => {
+            assert_refusal(UNKNOWN, &answer);
+            assert_refusal(UNKNOWN, &again);
+            assert_eq!(world.backend.effects(), 1);
+        }
+    }
+    first.abort();
+}
+
+async fn abandoned_park(world: World) {
+    let never = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
+    world.backend.until_effects(1).await;
+    for operation in [Operation::Renew, Operation::Complete] {
+        world.faults.always(operation, Fault::Refuse);
+    }
+    let (other, _) = world.second_layer().await;
+    let there = async || {
+        let mut connection = crate::client::Connection::open(other.address).await;
+        connection.exchange(&pay_as("a")).await.expect("an answer")
+    };
+    let mut answer = there().await;
+    assert_refusal("request-in-progress", &answer);
+    until("the lease is over", async || {
+        answer = there().await;
+        answer.status() != 409
+    })
+    .await;
+    assert_refusal(UNKNOWN, &answer);
+    let parked = Instant::now();
+    assert_refusal(UNKNOWN, &there().await);
+    assert_eq!(world.backend.effects(), 1);
+    // When retention ends, nobody remembers.
+    until("retention is over", async || {
+        answer = there().await;
+        answer.status() != 500
+    })
+    .await;
+    assert_eq!((answer.status(), world.backend.effects()), (201, 2), "{answer:?}");
+    assert!(parked.elapsed() >= Duration::from_millis(1300), "forgotten after {:?}", parked.elapsed());
+    first.abort();
+}

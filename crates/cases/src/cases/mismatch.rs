@@ -1,0 +1,459 @@
+//! What makes two requests the same request.
+
+use std::io::Write;
+
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::Method;
+use oncegate_http::KeyScope;
+use oncegate_testkit::Latch;
+
+use super::{PAYMENT, pay, pay_as};
+use crate::backend::{MARK, Script};
+use crate::client::Request;
+use crate::plan::Plan;
+use crate::table::{
+    Case, Step, assert_fresh, assert_refusal, assert_replay, executes, passes, refused, replays,
+};
+use crate::world::World;
+
+const REUSED: &str = "key-reused";
+
+pub(super) fn cases() -> Vec<Case> {
+    let caller = Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() };
+    vec![
+        Case::code(
+            "C60-tells-nothing",
+            "another request under the key is a 422 that tells nothing of the first",
+            |world| Box::pin(tells_nothing(world)),
+        ),
+        Case::steps("C61-changes-nothing", "after a mismatch the first request is still replayed", || {
+            let other = || Request::post("/payments").key("a").json(r#"{"amount":1}"#);
+            vec![
+                executes(pay_as("a")),
+                refused(REUSED, other()),
+                refused(REUSED, other()),
+                replays(0, pay_as("a")),
+                refused(REUSED, other()),
+            ]
+        }),
+        Case::steps("C62-endpoints-are-apart", "by default a key belongs to method and path", || {
+            vec![
+                executes(pay_as("a")),
+                executes(Request::post("/refunds").key("a").json(PAYMENT)),
+                executes(Request::new("PATCH", "/payments").key("a").json(PAYMENT)),
+                executes(Request::post("/payments/").key("a").json(PAYMENT)),
+                executes(Request::post("/Payments").key("a").json(PAYMENT)),
+                replays(0, pay_as("a")),
+                replays(1, Request::post("/refunds").key("a").json(PAYMENT)),
+            ]
+        }),
+        Case::steps("C62-query", "the query is a part of the request", || {
+            let to = |target: &str| Request::post(target).key("a").json(PAYMENT);
+            vec![
+                executes(to("/payments?currency=usd")),
+                replays(0, to("/payments?currency=usd")),
+                refused(REUSED, to("/payments?currency=eur")),
+                refused(REUSED, to("/payments")),
+                replays(0, to("/payments?currency=usd")),
+            ]
+        }),
+        Case::steps(
+            "C62-caller-scope",
+            "where a key belongs to the caller, reuse elsewhere is a mismatch",
+            || {
+                vec![
+                    executes(pay_as("a")),
+                    refused(REUSED, Request::post("/refunds").key("a").json(PAYMENT)),
+                    refused(REUSED, Request::new("PATCH", "/payments").key("a").json(PAYMENT)),
+                    refused(REUSED, Request::post("/payments?x=1").key("a").json(PAYMENT)),
+                    replays(0, pay_as("a")),
+                ]
+            },
+        )
+        .given(caller.clone()),
+        Case::steps("C62-caller-scope-methods", "and that holds for every covered method", || {
+            vec![
+                executes(Request::new("PUT", "/payments/1").key("a").json(PAYMENT)),
+                refused(REUSED, Request::new("DELETE", "/payments/1").key("a").json(PAYMENT)),
+                passes(pay_as("a")),
+            ]
+        })
+        .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..caller }),
+        Case::steps(
+            "C63-json-order-and-space",
+            "JSON is compared by what it means: order of members and space do not count",
+            || {
+                json(
+                    r#"{"amount":1000,"currency":"usd","meta":{"a":1,"b":[1,2]}}"#,
+                    &[
+                        r#"{"currency":"usd","meta":{"b":[1,2],"a":1},"amount":1000}"#,
+                        "{\n\t\"amount\" : 1000 ,\r\n \"currency\":\"usd\", \"meta\": { \"a\": 1, \"b\": [ 1, 2 ] } }\n",
+                        r#"{"amount":1000,"currency":"\u0075sd","meta":{"a":1,"b":[1,2]}}"#,
+                    ],
+                    &[
+                        r#"{"amount":1001,"currency":"usd","meta":{"a":1,"b":[1,2]}}"#,
+                        r#"{"amount":1000,"currency":"USD","meta":{"a":1,"b":[1,2]}}"#,
+                        r#"{"amount":1000,"currency":"usd","meta":{"a":1,"b":[2,1]}}"#,
+                        r#"{"amount":1000,"currency":"usd","meta":{"a":1,"b":[1,2],"c":null}}"#,
+                        r#"{"amount":"1000","currency":"usd","meta":{"a":1,"b":[1,2]}}"#,
+                        r#"{"amount":1000,"currency":"usd"}"#,
+                        "",
+                    ],
+                )
+            },
+        ),
+        Case::steps("C64-numbers", "1.0, 1 and 1e0 are one number", || {
+            json(
+                r#"{"n":1}"#,
+                &[r#"{"n":1.0}"#, r#"{"n":1e0}"#, r#"{"n":10e-1}"#],
+                &[r#"{"n":1.1}"#, r#"{"n":-1}"#, r#"{"n":true}"#, r#"{"n":"1"}"#],
+            )
+        }),
+        Case::steps("C65-null-and-absent", "null is not absent", || {
+            json(r#"{"a":1}"#, &[r#"{ "a":1}"#], &[r#"{"a":1,"note":null}"#, r#"{"a":1,"note":""}"#])
+        }),
+        Case::steps("C66-arrays", "arrays are ordered", || {
+            json("[1,2,3]", &["[ 1, 2.0, 3 ]"], &["[3,2,1]", "[1,2]", "[1,2,3,3]"])
+        }),
+        Case::steps("C70-large-integers", "integers that floating point makes equal are not equal", || {
+            json(
+                r#"{"id":9007199254740993}"#,
+                &[r#"{"id":9007199254740993}"#],
+                &[r#"{"id":9007199254740992}"#, r#"{"id":9007199254740994}"#, r#"{"id":9007199254740993.0}"#],
+            )
+        }),
+        Case::steps("C70-duplicate-members", "a body with a member twice is compared as it is", || {
+            json(
+                r#"{"a":1,"a":2}"#,
+                &[r#"{"a":1,"a":2}"#],
+                &[r#"{"a":2}"#, r#"{"a":1}"#, r#"{"a":2,"a":1}"#, r#"{"a":1, "a":2}"#],
+            )
+        }),
+        Case::steps(
+            "C70-no-json",
+            "what only claims to be JSON is compared as it is, and is no error of ours",
+            || {
+                let mut steps = Vec::new();
+                for body in [
+                    "NaN",
+                    "{\"a\":NaN}",
+                    "{",
+                    "{\"a\":1",
+                    "",
+                    "\u{feff}{}",
+                    "{'a':1}",
+                    "{\"a\":\"\\ud800\"}",
+                    "[1,]",
+                ] {
+                    let key = format!("k{}", steps.len());
+                    let request =
+                        |more: &str| Request::post("/payments").key(&key).json(format!("{body}{more}"));
+                    steps.push(executes(request("")));
+                    steps.push(replays(steps.len() - 1, request("")));
+                    steps.push(refused(REUSED, request(" ")));
+                }
+                steps
+            },
+        ),
+        Case::steps(
+            "C70-deep-json",
+            "a body of ten thousand brackets is compared, and brings nobody down",
+            || {
+                let deep =
+                    || Request::post("/payments").key("a").json("[".repeat(10_000) + &"]".repeat(10_000));
+                vec![executes(deep()), replays(0, deep()), executes(pay_as("b"))]
+            },
+        ),
+        Case::steps(
+            "C70-binary-json",
+            "octets that are no text, sent as JSON, are compared as they are",
+            || {
+                let send =
+                    |body: &'static [u8]| Request::post("/payments").key("a").body("application/json", body);
+                vec![
+                    executes(send(b"{\"a\":\"\xff\"}")),
+                    replays(0, send(b"{\"a\":\"\xff\"}")),
+                    refused(REUSED, send(b"{\"a\":\"\xfe\"}")),
+                    refused(REUSED, send("{\"a\":\"\u{fffd}\"}".as_bytes())),
+                ]
+            },
+        ),
+        Case::steps("S3-json-suffix", "application/anything+json is JSON too", || {
+            let send = |body: &'static str| {
+                Request::post("/payments").key("a").body("application/vnd.api+json", body)
+            };
+            vec![
+                executes(send(r#"{"a":1,"b":2}"#)),
+                replays(0, send(r#"{"b":2,"a":1}"#)),
+                refused(REUSED, send(r#"{"a":1,"b":3}"#)),
+            ]
+        }),
+        Case::steps("S3-media-type", "the same octets under another media type are another request", || {
+            let send = |media: &'static str| Request::post("/payments").key("a").body(media, PAYMENT);
+            vec![
+                executes(send("application/json")),
+                refused(REUSED, send("text/plain")),
+                refused(REUSED, send("application/x-www-form-urlencoded")),
+                refused(REUSED, Request::post("/payments").key("a").untyped(PAYMENT)),
+                replays(0, send("application/json")),
+            ]
+        }),
+        Case::steps("S3-form", "a form is its pairs, in any order", || {
+            let send = |body: &'static str| {
+                Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
+            };
+            vec![
+                executes(send("amount=1000&currency=usd&note=a+b")),
+                replays(0, send("currency=usd&note=a+b&amount=1000")),
+                replays(0, send("currency=usd&note=a%20b&amount=1000")),
+                refused(REUSED, send("currency=usd&note=a+b&amount=1001")),
+                refused(REUSED, send("currency=usd&note=a+b&amount=1000&amount=1000")),
+                refused(REUSED, send("currency=usd&note=a%2Bb&amount=1000")),
+                refused(REUSED, send("currency=usd&amount=1000")),
+            ]
+        }),
+        Case::steps(
+            "C67-multipart",
+            "a multipart body is its parts: another boundary is the same request",
+            || {
+                vec![
+                    executes(multipart("----first", "1000", "file.bin")),
+                    replays(0, multipart("----first", "1000", "file.bin")),
+                    replays(0, multipart("another-boundary-0123456789", "1000", "file.bin")),
+                    refused(REUSED, multipart("----first", "1001", "file.bin")),
+                    refused(REUSED, multipart("another", "1000", "other.bin")),
+                ]
+            },
+        ),
+        Case::steps("C67-broken-multipart", "a multipart body that is none is compared as it is", || {
+            let send = |body: &'static str| {
+                Request::post("/payments").key("a").body("multipart/form-data; boundary=abc", body)
+            };
+            vec![
+                executes(send("--abc\r\nno end")),
+                replays(0, send("--abc\r\nno end")),
+                refused(REUSED, send("--abc\r\nno end ")),
+                executes(send("--abc--").drop_field("Idempotency-Key").key("b")),
+            ]
+        }),
+        Case::steps("C68-gzip", "a body that is coded is the same request as one that is not", || {
+            let coded = |body: &str| {
+                let body = Bytes::from(gzip(body.as_bytes()));
+                Request::post("/payments")
+                    .key("a")
+                    .body("application/json", body)
+                    .field("Content-Encoding", "gzip")
+            };
+            vec![
+                executes(pay_as("a")),
+                replays(0, coded(PAYMENT)),
+                replays(0, coded(r#"{"currency":"usd","amount":1000}"#)),
+                refused(REUSED, coded(r#"{"currency":"usd","amount":1001}"#)),
+            ]
+        }),
+        Case::steps("C68-coded-first", "and the other way round", || {
+            let body = gzip(PAYMENT.as_bytes());
+            let coded = || {
+                Request::post("/payments")
+                    .key("a")
+                    .body("application/json", body.clone())
+                    .field("Content-Encoding", "gzip")
+            };
+            vec![executes(coded()), replays(0, coded()), replays(0, pay_as("a"))]
+        }),
+        Case::steps("C68-broken-coding", "a body that is not coded as it says is compared as it is", || {
+            let send = |body: &'static str| pay_as("a").json(body).field("Content-Encoding", "gzip");
+            vec![executes(send("no gzip")), replays(0, send("no gzip")), refused(REUSED, send("no gzip "))]
+        }),
+        Case::code(
+            "C68-bomb",
+            "a small body that unfolds beyond the limit is answered, and never runs twice",
+            |world| Box::pin(bomb(world)),
+        ),
+        Case::steps("C69-other-fields", "other header fields do not count", || {
+            vec![
+                executes(pay_as("a").field("User-Agent", "one/1.0").field("Accept", "*/*")),
+                replays(0, pay_as("a").field("User-Agent", "two/2.0").field("Accept", "application/json")),
+                replays(
+                    0,
+                    pay_as("a")
+                        .field("X-Request-Id", "2")
+                        .field("Accept-Encoding", "gzip")
+                        .field("Cookie", "a=b"),
+                ),
+                replays(
+                    0,
+                    pay_as("a")
+                        .field("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+                ),
+            ]
+        }),
+        Case::steps("S3-chosen-field", "a chosen header field counts", || {
+            vec![
+                executes(pay_as("a").field("X-Version", "1")),
+                replays(0, pay_as("a").field("X-Version", "1")),
+                refused(REUSED, pay_as("a").field("X-Version", "2")),
+                refused(REUSED, pay_as("a")),
+            ]
+        })
+        .given(Plan { fingerprint_header: Some("x-version"), ..Plan::default() }),
+        Case::steps(
+            "S3-excluded-member",
+            "a member that is left out does not count, wherever else it stands",
+            || {
+                json(
+                    r#"{"amount":1,"meta":{"at":"10:00","by":"a"}}"#,
+                    &[r#"{"amount":1,"meta":{"at":"10:01","by":"a"}}"#, r#"{"meta":{"by":"a"},"amount":1}"#],
+                    &[
+                        r#"{"amount":1,"meta":{"at":"10:00","by":"b"}}"#,
+                        r#"{"amount":2,"meta":{"at":"10:00","by":"a"}}"#,
+                        r#"{"amount":1,"at":"10:00","meta":{"at":"10:00","by":"a"}}"#,
+                    ],
+                )
+            },
+        )
+        .given(Plan { fingerprint_exclude: Some("/meta/at"), ..Plan::default() }),
+        Case::steps("S3-included-member", "where one member counts, the others do not", || {
+            json(
+                r#"{"amount":1,"note":"a"}"#,
+                &[r#"{"amount":1,"note":"b"}"#, r#"{"amount":1.0}"#],
+                &[r#"{"amount":2,"note":"a"}"#, r#"{"note":"a"}"#],
+            )
+        })
+        .given(Plan { fingerprint_include: Some("/amount"), ..Plan::default() }),
+        Case::steps("S3-raw", "where bodies are compared octet by octet, order and space count", || {
+            json(r#"{"a":1,"b":2}"#, &[r#"{"a":1,"b":2}"#], &[r#"{"b":2,"a":1}"#, r#"{"a":1, "b":2}"#])
+        })
+        .given(Plan { fingerprint_raw: true, ..Plan::default() }),
+        Case::steps("C72-empty-and-absent", "an empty body is an absent one, however it is framed", || {
+            vec![
+                executes(Request::post("/payments/1/capture").key("a")),
+                replays(0, Request::post("/payments/1/capture").key("a").untyped("")),
+                replays(
+                    0,
+                    Request::post("/payments/1/capture")
+                        .key("a")
+                        .chunked("text/plain", Vec::new())
+                        .drop_field("Content-Type"),
+                ),
+                refused(REUSED, Request::post("/payments/1/capture").key("a").untyped("x")),
+            ]
+        }),
+        Case::steps("S3-chunks", "how a body is cut into chunks does not count", || {
+            let chunked = |size: usize| {
+                let chunks = PAYMENT.as_bytes().chunks(size).map(Bytes::copy_from_slice).collect();
+                Request::post("/payments").key("a").chunked("application/json", chunks)
+            };
+            vec![
+                executes(chunked(1)),
+                replays(0, chunked(7)),
+                replays(0, chunked(1000)),
+                replays(0, pay_as("a")),
+            ]
+        }),
+        Case::code(
+            "C71-mismatch-while-in-flight",
+            "another request is a mismatch while the first still runs, and not a conflict",
+            |world| Box::pin(in_flight(world)),
+        ),
+        Case::steps(
+            "C71-mismatch-of-a-tombstone",
+            "another request is a mismatch where the answer was not kept",
+            || {
+                let large = Script::whole(201, "text/plain", vec![b'x'; 100]);
+                vec![
+                    executes(pay_as("a").script(large)),
+                    refused("replay-unavailable", pay_as("a")),
+                    refused(REUSED, Request::post("/payments").key("a").json("{}")),
+                ]
+            },
+        )
+        .given(Plan { max_response_body: Some(99), ..Plan::default() }),
+        Case::steps("S3-raw-bodies", "what is neither JSON nor form nor multipart is octets", || {
+            let send = |body: &'static str| pay_as("a").body("text/xml", body);
+            vec![
+                executes(send("<a b='1' c='2'/>")),
+                replays(0, send("<a b='1' c='2'/>")),
+                refused(REUSED, send("<a c='2' b='1'/>")),
+            ]
+        }),
+        Case::steps("S3-same-key-no-body", "a request with a body and one without are two", || {
+            vec![executes(pay_as("a")), refused(REUSED, pay().drop_body().key("a")), replays(0, pay_as("a"))]
+        }),
+    ]
+}
+
+/// The first body executes under a key, the equal ones are replays of it, the others are mismatches.
+fn json(first: &str, equal: &[&str], other: &[&str]) -> Vec<Step> {
+    let send = |body: &str| Request::post("/payments").key("a").json(body);
+    let mut steps = vec![executes(send(first)), replays(0, send(first))];
+    steps.extend(equal.iter().map(|body| replays(0, send(body))));
+    steps.extend(other.iter().map(|body| refused(REUSED, send(body))));
+    steps.push(replays(0, send(first)));
+    steps
+}
+
+fn gzip(octets: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(octets).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn multipart(boundary: &str, amount: &str, file: &str) -> Request {
+    let body = format!(
+        "--{boundary}\r\nContent-Disposition: form-data; name=\"amount\"\r\n\r\n{amount}\r\n\
+         --{boundary}\r\nContent-Disposition: form-data; name=\"scan\"; filename=\"{file}\"\r\n\
+         Content-Type: application/octet-stream\r\n\r\n\0\u{1}\r\n--not-it\r\n\r\n--{boundary}--\r\n"
+    );
+    Request::post("/payments").key("a").body(&format!("multipart/form-data; boundary={boundary}"), body)
+}
+
+async fn tells_nothing(world: World) {
+    let request = pay_as("a").script(Script::status(201).field("location", "/payments/the-first-one"));
+    let first = world.send(request.clone()).await;
+    assert_fresh(&world.plan, &request, &first);
+    let other = Request::post("/payments").key("a").json(r#"{"amount":1}"#);
+    let answer = world.send(other.clone()).await;
+    assert_refusal(REUSED, &answer);
+    let text = format!("{answer:?}");
+    for secret in [MARK, "the-first-one", "1000", "usd", "201", "effect"] {
+        assert!(!text.contains(secret), "tells {secret}: {text}");
+    }
+    crate::table::assert_echo(&world.plan, &other, &answer);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn in_flight(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let other = || Request::post("/payments").key("a").json(r#"{"amount":1}"#);
+    assert_refusal(REUSED, &world.send(other()).await);
+    assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+    assert_refusal(REUSED, &world.send(other()).await);
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_refusal(REUSED, &world.send(other()).await);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn bomb(world: World) {
+    let body = gzip(&vec![b' '; 16 * 1024 * 1024]);
+    assert!(body.len() < 100_000);
+    let send = || {
+        Request::post("/payments")
+            .key("a")
+            .body("application/json", body.clone())
+            .field("Content-Encoding", "gzip")
+    };
+    let first = world.send(send()).await;
+    assert!([201, 413].contains(&first.status()), "{first:?}");
+    let again = world.send(send()).await;
+    assert_eq!(again.status(), first.status());
+    assert_eq!(world.backend.effects(), usize::from(first.status() == 201));
+    world.send(pay_as("b")).await;
+}

@@ -1,0 +1,52 @@
+//! The table itself, one file per part.
+
+mod crash;
+mod expiry;
+mod failure;
+mod headers;
+mod mismatch;
+mod operator;
+mod parallel;
+mod presence;
+mod profiles;
+mod replay;
+mod scope;
+mod syntax;
+mod upstream;
+
+use crate::client::Request;
+use crate::table::Case;
+
+/// The whole table.
+#[must_use]
+pub fn cases() -> Vec<Case> {
+    let parts = [
+        syntax::cases,
+        presence::cases,
+        replay::cases,
+        headers::cases,
+        mismatch::cases,
+        parallel::cases,
+        failure::cases,
+        crash::cases,
+        scope::cases,
+        expiry::cases,
+        profiles::cases,
+        upstream::cases,
+        operator::cases,
+    ];
+    parts.into_iter().flat_map(|part| part()).collect()
+}
+
+/// A body that could be a payment.
+const PAYMENT: &str = r#"{"amount":1000,"currency":"usd"}"#;
+
+/// A payment without a key.
+fn pay() -> Request {
+    Request::post("/payments").json(PAYMENT)
+}
+
+/// A payment under this key.
+fn pay_as(key: &str) -> Request {
+    pay().key(key)
+}

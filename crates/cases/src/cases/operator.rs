@@ -1,0 +1,160 @@
+//! What an operator can do, and what the numbers say.
+
+use std::collections::BTreeMap;
+
+use oncegate_testkit::Latch;
+
+use super::{pay, pay_as};
+use crate::backend::Script;
+use crate::client::Request;
+use crate::table::{Case, assert_fresh, assert_refusal, assert_replay};
+use crate::world::{RESOLVED, Verdict, World};
+
+pub(super) fn cases() -> Vec<Case> {
+    vec![
+        Case::code(
+            "S3-resolved-completed",
+            "an unknown outcome that an operator found is replayed",
+            |world| Box::pin(resolved(world, Verdict::Happened)),
+        ),
+        Case::code(
+            "S3-resolved-tombstone",
+            "or cannot be replayed, where there is nothing to replay",
+            |world| Box::pin(resolved(world, Verdict::HappenedSomehow)),
+        ),
+        Case::code("S3-resolved-released", "or is executed, where the operation did not happen", |world| {
+            Box::pin(resolved(world, Verdict::DidNotHappen))
+        }),
+        Case::code(
+            "I8-completed-is-not-resolved",
+            "what is completed cannot be resolved or released, not even by force",
+            |world| Box::pin(completed(world)),
+        ),
+        Case::code(
+            "I8-running-is-not-resolved",
+            "nor what is running, but by force; then its owner is fenced",
+            |world| Box::pin(running(world)),
+        ),
+        Case::code(
+            "I15-requests-add-up",
+            "the outcomes in the metrics are those that happened, and add up to the requests",
+            |world| Box::pin(metrics(world)),
+        )
+        .only_sidecar("the layer tells an observer, and has no numbers of its own"),
+    ]
+}
+
+/// The only record there is.
+async fn only_record(world: &World, state: &str) -> String {
+    let records = world.records().await;
+    let [(id, found)] = &records[..] else { panic!("not one record: {records:?}") };
+    assert_eq!(found, state);
+    id.clone()
+}
+
+async fn resolved(world: World, verdict: Verdict) {
+    // Whatever becomes of this request at this door: its outcome is unknown.
+    let _ = world.try_send(pay_as("a").script(Script::fails())).await;
+    assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
+    let record = only_record(&world, "unknown").await;
+    assert!(world.resolve(&record, verdict).await, "not taken");
+    let again = world.send(pay_as("a")).await;
+    let last = world.last_audit().await.expect("an entry");
+    match verdict {
+        Verdict::Happened => {
+            assert_eq!((again.status(), &again.body[..]), (202, RESOLVED.as_bytes()), "{again:?}");
+            assert_eq!(again.get("content-type"), Some("text/plain"), "{again:?}");
+            assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
+            assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
+            assert_eq!(last, ["unknown", "completed", "cases", "in the ledger"]);
+            assert_eq!(world.backend.effects(), 1);
+            assert!(!world.resolve(&record, Verdict::DidNotHappen).await, "changed what was completed");
+        }
+        Verdict::HappenedSomehow => {
+            assert_refusal("replay-unavailable", &again);
+            assert_eq!(last, ["unknown", "tombstone", "cases", "in the ledger"]);
+            assert_eq!(world.backend.effects(), 1);
+        }
+        Verdict::DidNotHappen | Verdict::ForceRelease => {
+            assert_fresh(&world.plan, &pay_as("a"), &again);
+            assert_eq!(last, ["unknown", "released", "cases", "in the ledger"]);
+            assert_eq!((again.status(), world.backend.effects()), (201, 2), "{again:?}");
+            assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
+        }
+    }
+}
+
+async fn completed(world: World) {
+    let first = world.send(pay_as("a")).await;
+    let record = only_record(&world, "completed").await;
+    for verdict in [Verdict::Happened, Verdict::HappenedSomehow, Verdict::DidNotHappen, Verdict::ForceRelease]
+    {
+        assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
+        assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    }
+    assert_eq!(world.last_audit().await, None);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn running(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let record = only_record(&world, "in-progress").await;
+    for verdict in [Verdict::Happened, Verdict::HappenedSomehow, Verdict::DidNotHappen] {
+        assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
+        assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+    }
+    assert!(world.resolve(&record, Verdict::ForceRelease).await, "not taken");
+    assert_eq!(world.last_audit().await.expect("an entry")[..2], ["in-progress", "released"]);
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, Some("fenced")), "{first:?}");
+    let second = world.settled(&pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &second);
+    assert_eq!((second.status(), world.backend.effects()), (201, 2), "{second:?}");
+    assert_replay(&world.plan, &pay_as("a"), &second, &world.send(pay_as("a")).await);
+}
+
+async fn metrics(world: World) {
+    let mut sent = BTreeMap::<&str, usize>::new();
+    let done = Latch::new();
+    let held = world.start_send(pay_as("held").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let rounds: [(&str, usize, Request); 9] = [
+        ("not-covered", 3, Request::new("GET", "/payments").key("a")),
+        ("unprotected", 2, pay()),
+        ("executed", 1, pay_as("a")),
+        ("replayed", 4, pay_as("a")),
+        ("key-reused", 2, pay_as("a").json("{}")),
+        ("key-invalid", 3, pay_as("a,b")),
+        ("request-in-progress", 2, pay_as("held")),
+        ("executed", 2, pay_as("free").script(Script::status(429))),
+        ("request-too-large", 1, pay_as("large").body("text/plain", vec![b'x'; 3 * 1024 * 1024])),
+    ];
+    for (outcome, times, request) in rounds {
+        *sent.entry(outcome).or_default() += times;
+        for _ in 0..times {
+            world.send(request.clone()).await;
+        }
+    }
+    done.open();
+    held.await.unwrap().expect("an answer");
+    *sent.entry("executed").or_default() += 1;
+    let text = String::from_utf8(world.admin(Request::new("GET", "/metrics")).await.body.to_vec()).unwrap();
+    let mut told = BTreeMap::<String, usize>::new();
+    for line in text.lines().filter_map(|line| line.strip_prefix("oncegate_requests_total{")) {
+        let (labels, number) = line.split_once("} ").expect("labels and a number");
+        let outcome = labels.split(',').find_map(|label| label.strip_prefix("outcome=")).expect("an outcome");
+        *told.entry(outcome.trim_matches('"').to_owned()).or_default() +=
+            number.trim().parse::<usize>().unwrap();
+    }
+    told.retain(|_, times| *times > 0);
+    let sent: BTreeMap<String, usize> =
+        sent.into_iter().map(|(outcome, times)| (outcome.to_owned(), times)).collect();
+    assert_eq!(told, sent, "{text}");
+    for secret in ["held", "free"] {
+        assert!(!text.contains(&format!("\"{secret}\"")), "a label holds a key: {text}");
+    }
+}

@@ -1,0 +1,411 @@
+//! Many requests at the same time.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::OnAbandoned;
+use oncegate_testkit::Latch;
+
+use super::pay_as;
+use crate::backend::Script;
+use crate::client::{Answer, Request, until};
+use crate::plan::Plan;
+use crate::table::{Case, assert_fresh, assert_refusal, assert_replay, retry_after};
+use crate::world::World;
+
+const IN_PROGRESS: &str = "request-in-progress";
+
+pub(super) fn cases() -> Vec<Case> {
+    let patient = Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() };
+    vec![
+        Case::code(
+            "C80-C82-conflict",
+            "a second request while the first runs is a 409, which is not kept, and the first is not disturbed",
+            |world| Box::pin(conflict(world)),
+        ),
+        Case::code(
+            "C81-retry-after",
+            "Retry-After is 1 to 5 seconds and never more than the lease has left",
+            |world| Box::pin(retry_after_of_a_long_lease(world)),
+        )
+        .given(Plan { lease: Some(Duration::from_secs(60)), ..Plan::default() }),
+        Case::code(
+            "C81-retry-after-of-a-short-lease",
+            "and 1 where the lease is shorter than that",
+            |world| Box::pin(retry_after_of_a_short_lease(world)),
+        )
+        .given(Plan { lease: Some(Duration::from_millis(900)), ..Plan::default() }),
+        Case::code(
+            "C83-wait",
+            "where waiting is the policy, the second gets the first one's answer",
+            |world| Box::pin(wait(world)),
+        )
+        .given(patient.clone()),
+        Case::code("C83-many-wait", "a hundred that wait get one answer from one execution", |world| {
+            Box::pin(many_wait(world))
+        })
+        .given(patient.clone()),
+        Case::code(
+            "C83-waiters-hang-up",
+            "waiters that go away leave the first one and the others alone",
+            |world| Box::pin(waiters_hang_up(world)),
+        )
+        .given(patient.clone()),
+        Case::code(
+            "C83-mismatch-does-not-wait",
+            "another request is told so at once, and does not wait",
+            |world| Box::pin(mismatch_does_not_wait(world)),
+        )
+        .given(patient.clone()),
+        Case::code(
+            "C83-wait-for-a-release",
+            "where the first one frees the key, one that waited executes, and one only",
+            |world| Box::pin(wait_for_a_release(world)),
+        )
+        .given(patient),
+        Case::code("C84-wait-in-vain", "who waits longer than the policy says gets the 409", |world| {
+            Box::pin(wait_in_vain(world))
+        })
+        .given(Plan { wait: Some(Duration::from_millis(300)), ..Plan::default() }),
+        Case::code("C85-hundred-equal-requests", "a hundred equal requests at once execute once", |world| {
+            Box::pin(hundred(world))
+        }),
+        Case::code(
+            "C85-hundred-with-a-quick-handler",
+            "and also where the handler is done before the last one comes",
+            |world| Box::pin(hundred_quick(world)),
+        ),
+        Case::code(
+            "C86-many-keys",
+            "twenty keys, each twenty times at once: twenty executions, each with its own answer",
+            |world| Box::pin(many_keys(world)),
+        ),
+        Case::code("C87-renewal", "a handler that takes four leases keeps its key", |world| {
+            Box::pin(renewal(world))
+        })
+        .given(Plan { lease: Some(Duration::from_millis(300)), ..Plan::default() }),
+        Case::code(
+            "C87-renewal-against-another",
+            "and keeps it from another instance on the same store",
+            |world| Box::pin(renewal_against_another(world)),
+        )
+        .given(Plan {
+            lease: Some(Duration::from_millis(800)),
+            on_abandoned: Some(OnAbandoned::Reexecute),
+            ..Plan::default()
+        })
+        .only_layer("neither store of the sidecar can be shared by two processes"),
+        Case::code(
+            "S3-pipelined",
+            "equal requests on one connection, sent before the first answer, execute once",
+            |world| Box::pin(pipelined(world)),
+        ),
+        Case::code("S3-two-instances", "two instances on one store execute once between them", |world| {
+            Box::pin(two_instances(world))
+        })
+        .only_layer("neither store of the sidecar can be shared by two processes"),
+        Case::code("S3-two-instances-wait", "who waits for the other instance gets its answer", |world| {
+            Box::pin(two_instances_wait(world))
+        })
+        .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
+        .only_layer("neither store of the sidecar can be shared by two processes"),
+    ]
+}
+
+async fn conflict(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    for _ in 0..5 {
+        let answer = world.send(pay_as("\"a\"")).await;
+        assert_refusal(IN_PROGRESS, &answer);
+        crate::table::assert_echo(&world.plan, &pay_as("\"a\""), &answer);
+    }
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn retry_after_of_a_long_lease(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let answer = world.send(pay_as("a")).await;
+    assert_refusal(IN_PROGRESS, &answer);
+    assert!((1..=5).contains(&retry_after(&answer)), "{answer:?}");
+    done.open();
+    first.await.unwrap().expect("an answer");
+}
+
+async fn retry_after_of_a_short_lease(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let answer = world.send(pay_as("a")).await;
+    assert_refusal(IN_PROGRESS, &answer);
+    assert_eq!(retry_after(&answer), 1, "{answer:?}");
+    done.open();
+    first.await.unwrap().expect("an answer");
+}
+
+async fn wait(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let second = world.start_send(pay_as("a"));
+    // It cannot be seen from outside that it waits; what can be seen is that it has no answer.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!second.is_finished(), "it did not wait");
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    let second = second.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &second);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn many_wait(world: World) {
+    let done = Latch::new();
+    let all: Vec<_> =
+        (0..100).map(|_| world.start_send(pay_as("a").script(Script::default().held(&done)))).collect();
+    world.backend.until_effects(1).await;
+    done.open();
+    let answers = answers(all).await;
+    one_executed_the_rest_replayed(&world, &answers);
+}
+
+async fn answers(all: Vec<tokio::task::JoinHandle<Result<Answer, crate::client::Broken>>>) -> Vec<Answer> {
+    let mut answers = Vec::new();
+    for one in all {
+        answers.push(one.await.unwrap().expect("an answer"));
+    }
+    answers
+}
+
+fn one_executed_the_rest_replayed(world: &World, answers: &[Answer]) {
+    assert_eq!(world.backend.effects(), 1);
+    let (fresh, again): (Vec<_>, Vec<_>) =
+        answers.iter().partition(|answer| answer.get("idempotent-replayed").is_none());
+    assert_eq!(fresh.len(), 1, "{fresh:?}");
+    assert_fresh(&world.plan, &pay_as("a"), fresh[0]);
+    for answer in again {
+        assert_replay(&world.plan, &pay_as("a"), fresh[0], answer);
+    }
+}
+
+async fn waiters_hang_up(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let stays = world.start_send(pay_as("a"));
+    for _ in 0..10 {
+        let mut connection = world.connect().await;
+        connection.write(&pay_as("a").octets()).await;
+        connection.reset();
+    }
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &stays.await.unwrap().expect("an answer"));
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn mismatch_does_not_wait(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let asked = Instant::now();
+    assert_refusal("key-reused", &world.send(Request::post("/payments").key("a").json("{}")).await);
+    assert!(asked.elapsed() < Duration::from_secs(5), "it waited");
+    done.open();
+    first.await.unwrap().expect("an answer");
+}
+
+async fn wait_for_a_release(world: World) {
+    let undecided = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::status(429).held(&undecided)));
+    world.backend.until_effects(1).await;
+    let waiting: Vec<_> = (0..5).map(|_| world.start_send(pay_as("a"))).collect();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    undecided.open();
+    assert_eq!(first.await.unwrap().expect("an answer").status(), 429);
+    let answers = answers(waiting).await;
+    assert_eq!(world.backend.effects(), 2, "{answers:?}");
+    let fresh: Vec<_> = answers.iter().filter(|answer| answer.get("idempotent-replayed").is_none()).collect();
+    assert_eq!(fresh.len(), 1, "{answers:?}");
+    for answer in &answers {
+        assert_eq!((answer.status(), &answer.body), (201, &fresh[0].body), "{answers:?}");
+    }
+}
+
+async fn wait_in_vain(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let asked = Instant::now();
+    assert_refusal(IN_PROGRESS, &world.send(pay_as("a")).await);
+    assert!(asked.elapsed() >= Duration::from_millis(300), "it waited {:?} only", asked.elapsed());
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn hundred(world: World) {
+    let done = Latch::new();
+    let mut all: Vec<_> =
+        (0..100).map(|_| world.start_send(pay_as("a").script(Script::default().held(&done)))).collect();
+    // The first one cannot end; all others have to.
+    until("99 of 100 are answered", async || all.iter().filter(|one| one.is_finished()).count() >= 99).await;
+    // Behind the sidecar it may still be on its way to the service.
+    world.backend.until_effects(1).await;
+    assert_eq!(world.backend.effects(), 1);
+    let owner = all.iter().position(|one| !one.is_finished()).expect("the first one is still at it");
+    let owner = all.swap_remove(owner);
+    for answer in answers(all).await {
+        assert_refusal(IN_PROGRESS, &answer);
+    }
+    done.open();
+    let first = owner.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn hundred_quick(world: World) {
+    for round in 0..5 {
+        let key = round.to_string();
+        let all = (0..100).map(|_| world.start_send(pay_as(&key))).collect();
+        let answers = answers(all).await;
+        assert_eq!(world.backend.effects(), round + 1);
+        let executed =
+            |answer: &&Answer| answer.status() == 201 && answer.get("idempotent-replayed").is_none();
+        let fresh: Vec<_> = answers.iter().filter(executed).collect();
+        assert_eq!(fresh.len(), 1, "{fresh:?}");
+        for answer in answers.iter().filter(|answer| answer.status() != 409 && !executed(answer)) {
+            assert_replay(&world.plan, &pay_as(&key), fresh[0], answer);
+        }
+        for answer in answers.iter().filter(|answer| answer.status() == 409) {
+            assert_refusal(IN_PROGRESS, answer);
+        }
+        assert_replay(&world.plan, &pay_as(&key), fresh[0], &world.send(pay_as(&key)).await);
+    }
+}
+
+async fn many_keys(world: World) {
+    let request =
+        |key: usize| Request::post("/payments").key(format!("k{key}")).json(format!("{{\"amount\":{key}}}"));
+    let all: Vec<_> = (0..400).map(|n| (n % 20, world.start_send(request(n % 20)))).collect();
+    let mut bodies = vec![Vec::new(); 20];
+    for (key, one) in all {
+        let answer = one.await.unwrap().expect("an answer");
+        if answer.status() == 409 {
+            assert_refusal(IN_PROGRESS, &answer);
+        } else {
+            assert_eq!(answer.status(), 201, "{answer:?}");
+            bodies[key].push(answer.body);
+        }
+    }
+    assert_eq!(world.backend.effects(), 20);
+    let mut receipts = std::collections::HashSet::new();
+    for (key, bodies) in bodies.into_iter().enumerate() {
+        assert!(bodies.iter().all(|body| body == &bodies[0]), "key {key} got several answers");
+        assert!(receipts.insert(bodies[0].clone()), "two keys got one answer");
+        assert_eq!(world.send(request(key)).await.body, bodies[0]);
+    }
+    // Each receipt names the effect that its own request had.
+    for (number, seen) in world.backend.seen().iter().enumerate() {
+        let key = seen.get("idempotency-key").expect("a key").to_owned();
+        let body = String::from_utf8_lossy(&seen.body).into_owned();
+        let answer = world.send(Request::post("/payments").key(&key).json(body)).await;
+        assert_eq!(answer.json()["effect"], number + 1);
+    }
+}
+
+async fn renewal(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(1200) {
+        assert_refusal(IN_PROGRESS, &world.send(pay_as("a")).await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_eq!(first.get("idempotency-status"), None, "{first:?}");
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn renewal_against_another(world: World) {
+    let (other, _) = world.second_layer().await;
+    let there = async || {
+        let mut connection = crate::client::Connection::open(other.address).await;
+        connection.exchange(&pay_as("a")).await.expect("an answer")
+    };
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(2400) {
+        assert_refusal(IN_PROGRESS, &there().await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_eq!((first.status(), first.get("idempotency-status")), (201, None), "{first:?}");
+    assert_replay(&world.plan, &pay_as("a"), &first, &there().await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn pipelined(world: World) {
+    let request = pay_as("a");
+    let mut connection = world.connect().await;
+    connection.write(&request.octets().repeat(3)).await;
+    let mut answers = Vec::new();
+    for _ in 0..3 {
+        answers.push(connection.answer("POST").await.expect("an answer"));
+    }
+    assert_fresh(&world.plan, &request, &answers[0]);
+    assert_replay(&world.plan, &request, &answers[0], &answers[1]);
+    assert_replay(&world.plan, &request, &answers[0], &answers[2]);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn two_instances(world: World) {
+    let (other, _) = world.second_layer().await;
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let there = async |request: &Request| {
+        let mut connection = crate::client::Connection::open(other.address).await;
+        connection.exchange(request).await.expect("an answer")
+    };
+    assert_refusal(IN_PROGRESS, &there(&pay_as("a")).await);
+    assert_refusal("key-reused", &there(&Request::post("/payments").key("a").json("{}")).await);
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_replay(&world.plan, &pay_as("a"), &first, &there(&pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn two_instances_wait(world: World) {
+    let (other, _) = world.second_layer().await;
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let address = other.address;
+    let second = tokio::spawn(async move {
+        crate::client::Connection::open(address).await.exchange(&pay_as("a")).await.expect("an answer")
+    });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!second.is_finished(), "it did not wait");
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_replay(&world.plan, &pay_as("a"), &first, &second.await.unwrap());
+    assert_eq!(world.backend.effects(), 1);
+}

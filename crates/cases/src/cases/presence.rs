@@ -1,0 +1,163 @@
+//! Which requests are covered, which need a key, and in which order things are looked at.
+
+use bytes::Bytes;
+use http::Method;
+
+use super::{PAYMENT, pay, pay_as};
+use crate::backend::Script;
+use crate::client::Request;
+use crate::plan::{Callers, Plan};
+use crate::table::{Case, executes, passes, refused, replays};
+
+pub(super) fn cases() -> Vec<Case> {
+    let required = Plan { require_key: true, ..Plan::default() };
+    let small = Plan { max_request_body: Some(64), ..Plan::default() };
+    vec![
+        Case::steps(
+            "C20-required-and-missing",
+            "a required key that is missing is a 400 with the draft's title",
+            || {
+                vec![
+                    refused("key-missing", pay()),
+                    refused("key-missing", Request::new("PATCH", "/payments/1").json("{}")),
+                    executes(pay_as("abc")),
+                ]
+            },
+        )
+        .given(required.clone()),
+        Case::steps(
+            "C20-required-and-empty",
+            "an empty key is there and malformed, it is not missing",
+            || vec![refused("key-invalid", pay_as("")), refused("key-invalid", pay_as("\"\""))],
+        )
+        .given(required.clone()),
+        Case::steps("C20-required-of-covered-methods", "methods that are not covered need no key", || {
+            vec![passes(Request::new("GET", "/payments/1")), passes(Request::new("DELETE", "/payments/1"))]
+        })
+        .given(required.clone()),
+        Case::steps(
+            "C23-optional-and-missing",
+            "without a key everything executes, and nothing is marked",
+            || vec![passes(pay()), passes(pay()), passes(pay())],
+        ),
+        Case::steps(
+            "C24-safe-methods",
+            "GET, HEAD and OPTIONS pass through and their key is ignored",
+            || {
+                let get = |key| Request::new("GET", "/payments/1").key(key);
+                vec![
+                    passes(get("abc")),
+                    passes(get("abc")),
+                    passes(get("\"broken")),
+                    passes(get("a").key("b")),
+                    passes(Request::new("HEAD", "/payments/1").key("abc")),
+                    passes(Request::new("HEAD", "/payments/1").key("abc")),
+                    passes(Request::new("OPTIONS", "/payments/1").key("abc")),
+                ]
+            },
+        ),
+        Case::steps("C25-patch", "PATCH is covered", || {
+            let patch = || Request::new("PATCH", "/payments/1").key("abc").json(PAYMENT);
+            vec![executes(patch()), replays(0, patch())]
+        }),
+        Case::steps("C26-put-and-delete-pass", "PUT and DELETE are not covered unless that is said", || {
+            ["PUT", "PUT", "DELETE", "DELETE"]
+                .map(|method| passes(Request::new(method, "/payments/1").key("abc")))
+                .into()
+        }),
+        Case::steps(
+            "C26-delete-opted-in",
+            "a covered DELETE that is repeated gets its 204 again, and not a 404",
+            || {
+                let delete =
+                    |status| Request::new("DELETE", "/payments/1").key("abc").script(Script::empty(status));
+                let put = || Request::new("PUT", "/payments/1").key("abc").json(PAYMENT);
+                vec![
+                    executes(delete(204)).status(204),
+                    replays(0, delete(404)),
+                    executes(put()),
+                    replays(2, put()),
+                    passes(pay_as("abc")),
+                    passes(pay_as("abc")),
+                ]
+            },
+        )
+        .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..Plan::default() }),
+        Case::steps(
+            "S3-body-at-the-limit",
+            "a body as large as the limit is taken; one octet more is a 413 and claims nothing",
+            || {
+                let sized = |key: &str, octets| {
+                    Request::post("/notes").key(key).body("text/plain", vec![b'x'; octets])
+                };
+                let chunked = |key: &str, octets: usize| {
+                    let chunks = vec![Bytes::from(vec![b'x'; 40]), Bytes::from(vec![b'x'; octets - 40])];
+                    Request::post("/notes").key(key).chunked("text/plain", chunks)
+                };
+                vec![
+                    executes(sized("a", 64)),
+                    replays(0, sized("a", 64)),
+                    refused("request-too-large", sized("b", 65)),
+                    refused("request-too-large", sized("b", 100_000)),
+                    executes(sized("b", 64)),
+                    executes(chunked("c", 64)),
+                    replays(5, chunked("c", 64)),
+                    replays(5, sized("c", 64)),
+                    refused("request-too-large", chunked("d", 65)),
+                    executes(chunked("d", 64)),
+                    // The limit is that of what has to be compared: there is nothing to compare without a key.
+                    passes(Request::post("/notes").body("text/plain", vec![b'x'; 100_000])),
+                ]
+            },
+        )
+        .given(small.clone()),
+        Case::steps(
+            "S3-limit-before-the-record",
+            "a body beyond the limit is a 413 whatever the record says",
+            || {
+                let sized = |octets| Request::post("/notes").key("a").body("text/plain", vec![b'x'; octets]);
+                vec![executes(sized(10)), refused("request-too-large", sized(65)), replays(0, sized(10))]
+            },
+        )
+        .given(small.clone()),
+        Case::steps(
+            "S3-key-before-body",
+            "a malformed or missing key is told before the size of the body",
+            || {
+                let large = || Request::post("/notes").body("text/plain", vec![b'x'; 65]);
+                vec![
+                    refused("key-invalid", large().key("\"broken")),
+                    refused("key-missing", large()),
+                    refused("request-too-large", large().key("abc")),
+                ]
+            },
+        )
+        .given(Plan { require_key: true, ..small }),
+        Case::steps("S3-scope-before-key", "without a scope nothing else is looked at", || {
+            vec![
+                refused("scope-unavailable", pay_as("abc")),
+                refused("scope-unavailable", pay_as("\"broken")),
+                executes(pay_as("abc").field("X-Tenant", "a")),
+                replays(2, pay_as("abc").field("X-Tenant", "a")),
+            ]
+        })
+        .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
+        Case::steps("S3-no-scope-no-key", "a request that no key protects needs no scope", || {
+            vec![passes(pay()), passes(Request::new("GET", "/payments/1").key("abc"))]
+        })
+        .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
+        Case::code("C22-problem", "a problem is JSON with its own status", |world| {
+            Box::pin(async move {
+                let answer = world.send(pay()).await;
+                let problem = answer.json();
+                let members: Vec<_> = problem.as_object().expect("an object").keys().cloned().collect();
+                for needed in ["type", "title", "status", "detail", "retry"] {
+                    assert!(members.iter().any(|member| member == needed), "{needed} is missing: {answer:?}");
+                }
+                assert_eq!(problem["status"], 400);
+                assert_eq!(answer.get("content-length"), Some(answer.body.len().to_string().as_str()));
+            })
+        })
+        .given(required),
+    ]
+}

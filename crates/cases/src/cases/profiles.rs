@@ -1,0 +1,138 @@
+//! How other families of APIs spell the protocol.
+
+use http::Method;
+use oncegate_testkit::Latch;
+
+use super::{PAYMENT, pay, pay_as};
+use crate::backend::Script;
+use crate::client::{Answer, Request};
+use crate::plan::Plan;
+use crate::table::{Case, assert_echo, assert_fresh, assert_replay, executes, passes, replays, retry_after};
+use crate::world::World;
+
+pub(super) fn cases() -> Vec<Case> {
+    let seed = Plan { profile: "seed", ..Plan::default() };
+    let stripe = Plan { profile: "stripe", ..Plan::default() };
+    vec![
+        Case::steps("P-seed-replay", "seed: the marker is X-Idempotent-Replayed, and PUT is covered", || {
+            let put = || Request::new("PUT", "/payments/1").key("a").json(PAYMENT);
+            let patch = || Request::new("PATCH", "/payments/1").key("a").json(PAYMENT);
+            vec![
+                executes(pay_as("a")),
+                replays(0, pay_as("a")),
+                executes(put()),
+                replays(2, put()),
+                executes(patch()),
+                replays(4, patch()),
+                passes(Request::new("DELETE", "/payments/1").key("a")),
+                passes(pay()),
+            ]
+        })
+        .given(seed.clone()),
+        Case::steps("P-seed-server-errors", "seed: a 5xx frees the key", || {
+            vec![
+                executes(pay_as("a").script(Script::status(500))).status(500),
+                executes(pay_as("a").script(Script::status(503))).status(503),
+                executes(pay_as("a")),
+                replays(2, pay_as("a")),
+            ]
+        })
+        .given(seed.clone()),
+        Case::code("P-seed-errors", "seed: errors have its shape", |world| Box::pin(seed_errors(world)))
+            .given(seed),
+        Case::steps("P-stripe-replay", "stripe: POST only, 5xx and 4xx are replayed", || {
+            vec![
+                executes(pay_as("a")),
+                replays(0, pay_as("a")),
+                executes(pay_as("b").script(Script::status(500))).status(500),
+                replays(2, pay_as("b")),
+                executes(pay_as("c").script(Script::status(402))).status(402),
+                replays(4, pay_as("c")),
+                passes(Request::new("PATCH", "/payments/1").key("a").json(PAYMENT)),
+                passes(pay()),
+            ]
+        })
+        .given(stripe.clone()),
+        Case::code(
+            "P-stripe-errors",
+            "stripe: errors have its shape and say whether to try again",
+            |world| Box::pin(stripe_errors(world)),
+        )
+        .given(stripe.clone()),
+        Case::steps("P-stripe-delete", "stripe: DELETE can be covered too", || {
+            let delete =
+                |status| Request::new("DELETE", "/payments/1").key("a").script(Script::empty(status));
+            vec![executes(delete(204)).status(204), replays(0, delete(404))]
+        })
+        .given(Plan { methods: Some(vec![Method::POST, Method::DELETE]), ..stripe }),
+    ]
+}
+
+async fn seed_errors(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let conflict = world.send(pay_as("a")).await;
+    seed_error(&conflict, 409, "Conflict");
+    assert!((1..=5).contains(&retry_after(&conflict)));
+    // Nothing internal in a 409.
+    assert_eq!(conflict.json().as_object().unwrap().len(), 2, "{conflict:?}");
+    let other = pay_as("a").json("{}");
+    let mismatch = world.send(other.clone()).await;
+    seed_error(&mismatch, 422, "Unprocessable Entity");
+    assert_echo(&world.plan, &other, &mismatch);
+    seed_error(&world.send(pay_as("a,b")).await, 400, "Bad Request");
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+}
+
+fn seed_error(answer: &Answer, status: u16, error: &str) {
+    assert_eq!(
+        (answer.status(), answer.get("content-type")),
+        (status, Some("application/json")),
+        "{answer:?}"
+    );
+    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
+    let body = answer.json();
+    assert_eq!(body["error"], error, "{answer:?}");
+    assert!(body["message"].as_str().is_some_and(|message| !message.is_empty()), "{answer:?}");
+}
+
+async fn stripe_errors(world: World) {
+    let done = Latch::new();
+    let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let conflict = world.send(pay_as("a")).await;
+    stripe_error(&conflict, 409, "true");
+    assert_eq!(conflict.json()["error"]["code"], "idempotency_key_in_use", "{conflict:?}");
+    for other in [
+        pay_as("a").json("{}"),
+        Request::post("/refunds").key("a").json(PAYMENT),
+        Request::post("/payments?expand=1").key("a").json(PAYMENT),
+    ] {
+        let mismatch = world.send(other.clone()).await;
+        stripe_error(&mismatch, 400, "false");
+        assert_eq!(mismatch.json()["error"]["type"], "idempotency_error", "{mismatch:?}");
+        assert_echo(&world.plan, &other, &mismatch);
+    }
+    stripe_error(&world.send(pay_as("a,b")).await, 400, "false");
+    done.open();
+    let first = first.await.unwrap().expect("an answer");
+    assert_fresh(&world.plan, &pay_as("a"), &first);
+    assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+fn stripe_error(answer: &Answer, status: u16, should_retry: &str) {
+    assert_eq!(
+        (answer.status(), answer.get("content-type")),
+        (status, Some("application/json")),
+        "{answer:?}"
+    );
+    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
+    assert_eq!(answer.get("stripe-should-retry"), Some(should_retry), "{answer:?}");
+    let error = &answer.json()["error"];
+    assert!(error["type"].is_string() && error["message"].is_string(), "{answer:?}");
+}

@@ -1,0 +1,484 @@
+//! What the first one gets, and what everybody else gets after it.
+
+use std::io::Write;
+
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+
+use super::{PAYMENT, pay, pay_as};
+use crate::backend::{Piece, Script};
+use crate::client::Request;
+use crate::plan::Plan;
+use crate::table::{
+    Case, Step, assert_fresh, assert_refusal, assert_replay, executes, passes, refused, replays,
+};
+use crate::world::World;
+use oncegate_http::ServerErrors;
+
+/// Statuses that decide nothing about the operation.
+const RELEASED: [u16; 7] = [401, 403, 407, 408, 421, 425, 429];
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut all = vec![
+        Case::code("C30-first", "the first one gets the handler's answer as it is, and its key", |world| {
+            Box::pin(first(world))
+        }),
+        Case::steps(
+            "C31-retry",
+            "a retry gets the same status and the same body, and takes no effect",
+            || vec![executes(pay_as("abc")), replays(0, pay_as("abc"))],
+        ),
+        Case::steps("C34-echo", "every answer has the key's field as this request spelled it", || {
+            vec![
+                executes(pay_as("abc")),
+                replays(0, pay_as("\"abc\"")),
+                replays(0, pay_as("\"abc\";p=1")),
+                replays(0, pay_as("abc")),
+            ]
+        }),
+        Case::steps("C35-ten-retries", "ten retries take no effect", || {
+            let again = (0..10).map(|_| replays(0, pay_as("abc")));
+            std::iter::once(executes(pay_as("abc"))).chain(again).collect()
+        }),
+        Case::steps("C31-one-connection", "other keys in between change nothing", || {
+            vec![
+                executes(pay_as("a")),
+                executes(pay_as("b")),
+                replays(0, pay_as("a")),
+                passes(pay()),
+                executes(pay_as("c")),
+                replays(1, pay_as("b")),
+                replays(4, pay_as("c")),
+                replays(0, pay_as("a")),
+            ]
+        }),
+        Case::code("C31-same-connection", "requests on one connection are told apart", |world| {
+            Box::pin(one_connection(world))
+        }),
+        Case::steps("C36-no-content", "a 204 is replayed as a 204 without a body", || {
+            vec![executes(pay_as("abc").script(Script::empty(204))).status(204), replays(0, pay_as("abc"))]
+        }),
+        Case::steps("C36-empty", "an empty body is replayed as an empty body", || {
+            let octets = |status| Script::empty(status);
+            vec![
+                executes(pay_as("a").script(octets(200))).status(200),
+                replays(0, pay_as("a")),
+                executes(pay_as("b").script(octets(201))).status(201),
+                replays(2, pay_as("b")),
+                executes(pay_as("c").script(Script::pieces(200, "text/plain", Vec::new()))).status(200),
+                replays(4, pay_as("c")),
+            ]
+        }),
+        Case::steps("C36-reset-content", "a 205 is replayed", || {
+            vec![executes(pay_as("abc").script(Script::empty(205))).status(205), replays(0, pay_as("abc"))]
+        }),
+        Case::steps(
+            "C37-binary",
+            "a body of all octets, NUL and invalid UTF-8 among them, is replayed octet by octet",
+            || {
+                let all: Vec<u8> = (0..=255).cycle().take(3000).collect();
+                let script = Script::whole(200, "application/octet-stream", all);
+                let not_text = Script::whole(200, "application/json", &b"\xff\xfe\0\xc3\x28\xed\xa0\x80"[..]);
+                vec![
+                    executes(pay_as("a").script(script)).status(200),
+                    replays(0, pay_as("a")),
+                    executes(pay_as("b").script(not_text)).status(200),
+                    replays(2, pay_as("b")),
+                ]
+            },
+        ),
+        Case::steps(
+            "C37-binary-request",
+            "a request of all octets arrives as it was sent, and is found again",
+            || {
+                let all: Vec<u8> = (0..=255).cycle().take(3000).collect();
+                let send =
+                    move || Request::post("/blobs").key("a").body("application/octet-stream", all.clone());
+                vec![executes(send()), replays(0, send())]
+            },
+        ),
+        Case::code("C37-request-arrives", "the handler sees the request as it was sent", |world| {
+            Box::pin(arrives(world))
+        }),
+        Case::code("C37-gzip", "a coded body is replayed as it was coded", |world| Box::pin(gzip(world))),
+        Case::code("C57-chunked", "a body of unknown length is replayed whole, with its length", |world| {
+            Box::pin(chunked(world))
+        }),
+        Case::code(
+            "S3-trailers",
+            "trailer fields reach the first one, and the body is replayed whole",
+            |world| Box::pin(trailers(world)),
+        ),
+        Case::steps(
+            "S3-one-mebibyte",
+            "a body of one mebibyte is replayed octet by octet, in one piece or in many",
+            || {
+                let large: Vec<u8> =
+                    (0..1024 * 1024_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+                let pieces =
+                    large.chunks(4093).map(|piece| Piece::Data(Bytes::copy_from_slice(piece))).collect();
+                let request = |key: &str| pay_as(key).body("application/octet-stream", large.clone());
+                vec![
+                    executes(request("a").script(Script::whole(200, "image/png", large.clone()))).status(200),
+                    replays(0, request("a")),
+                    executes(request("b").script(Script::pieces(200, "image/png", pieces))).status(200),
+                    replays(2, request("b")),
+                ]
+            },
+        )
+        .given(Plan { max_response_body: Some(1024 * 1024), ..Plan::default() }),
+        Case::code(
+            "C101-too-large",
+            "an answer beyond the limit reaches the first one whole, and nothing runs twice",
+            |world| Box::pin(too_large(world)),
+        )
+        .given(Plan { max_response_body: Some(1000), ..Plan::default() }),
+        Case::code(
+            "C102-events",
+            "a stream of events reaches the first one as it comes, and is never run again",
+            |world| Box::pin(events(world)),
+        ),
+        Case::steps("C38-redirects", "3xx are answers like others, and nobody follows them", || {
+            let to = |status| Script::empty(status).field("location", "/elsewhere");
+            let mut steps = Vec::new();
+            for status in [301, 302, 303, 307, 308] {
+                let key = status.to_string();
+                steps.push(executes(pay_as(&key).script(to(status))).status(status));
+                steps.push(replays(steps.len() - 1, pay_as(&key)));
+            }
+            steps
+        }),
+        Case::steps("C39-business-errors", "4xx that decide are answers like others", || {
+            let mut steps = Vec::new();
+            for status in [400, 402, 404, 405, 406, 409, 410, 412, 413, 415, 418, 422, 423, 424, 428, 451] {
+                let key = status.to_string();
+                steps.push(executes(pay_as(&key).script(Script::status(status))).status(status));
+                steps.push(replays(steps.len() - 1, pay_as(&key)));
+            }
+            steps
+        }),
+        Case::steps(
+            "C40-corrected-body",
+            "a corrected body is another request and needs another key",
+            || {
+                let refuse = || Script::status(422);
+                let fixed = || Request::post("/payments").json(r#"{"amount":1}"#);
+                vec![
+                    executes(pay_as("a").script(refuse())).status(422),
+                    refused("key-reused", fixed().key("a")),
+                    replays(0, pay_as("a")),
+                    executes(fixed().key("b")),
+                ]
+            },
+        ),
+        Case::steps(
+            "C41-undecided",
+            "401, 403, 407, 408, 421, 425 and 429 decide nothing: the key is free again",
+            || {
+                let mut steps = Vec::new();
+                for status in RELEASED {
+                    let key = status.to_string();
+                    steps.push(executes(pay_as(&key).script(Script::status(status))).status(status));
+                    steps.push(executes(pay_as(&key).script(Script::status(status))).status(status));
+                    steps.push(executes(pay_as(&key)));
+                    steps.push(replays(steps.len() - 1, pay_as(&key)));
+                }
+                steps
+            },
+        ),
+        Case::steps("C41-free-for-anything", "a key that is free again may carry another request", || {
+            let other = || Request::post("/payments").key("a").json(r#"{"amount":2}"#);
+            vec![
+                executes(pay_as("a").script(Script::status(429))).status(429),
+                executes(other()),
+                replays(1, other()),
+                refused("key-reused", pay_as("a")),
+            ]
+        }),
+        Case::steps(
+            "C43-server-errors-replayed",
+            "by default a 5xx is kept, because its effect may have happened",
+            || server_errors(true),
+        ),
+        Case::steps("C43-server-errors-released", "a 5xx frees the key where that is the policy", || {
+            server_errors(false)
+        })
+        .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() }),
+        Case::steps("S3-directive-release", "the handler can say that nothing was decided", || {
+            let release = |status| Script::status(status).field("idempotency-store", "release");
+            vec![
+                executes(pay_as("a").script(release(200))).status(200),
+                executes(pay_as("a").script(release(500))).status(500),
+                executes(pay_as("a").script(release(404))).status(404),
+                executes(pay_as("a")),
+                replays(3, pay_as("a")),
+            ]
+        }),
+        Case::steps("S3-directive-replay", "the handler can say that its answer stands", || {
+            let replay = |status| Script::status(status).field("idempotency-store", "replay");
+            let mut steps: Vec<Step> = Vec::new();
+            for status in RELEASED.into_iter().chain([500, 503]) {
+                let key = status.to_string();
+                steps.push(executes(pay_as(&key).script(replay(status))).status(status));
+                steps.push(replays(steps.len() - 1, pay_as(&key)));
+            }
+            steps
+        })
+        .given(Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() }),
+        Case::steps(
+            "S3-grpc",
+            "an answer of gRPC passes as it is, trailers and all, and is never run again",
+            || {
+                let mut steps = Vec::new();
+                for media_type in
+                    ["application/grpc", "application/grpc+proto", "application/grpc-web+json; charset=utf-8"]
+                {
+                    let answer = Script::whole(200, media_type, &b"\0\0\0\0\x02hi"[..]);
+                    steps.push(
+                        executes(pay_as(media_type.split(';').next().unwrap_or_default()).script(answer))
+                            .status(200),
+                    );
+                    let again = pay_as(media_type.split(';').next().unwrap_or_default());
+                    steps.push(refused("replay-unavailable", again));
+                }
+                steps
+            },
+        ),
+        Case::steps("S3-directive-tombstone", "the handler can say that its answer must not be kept", || {
+            let secret = || Script::status(201).field("idempotency-store", "tombstone");
+            vec![
+                executes(pay_as("a").script(secret())),
+                refused("replay-unavailable", pay_as("a")),
+                refused("replay-unavailable", pay_as("a")),
+                refused("key-reused", Request::post("/payments").key("a").json("{}")),
+            ]
+        }),
+        Case::code(
+            "S3-directive-is-taken-off",
+            "no client ever sees the handler's word to the layer",
+            |world| Box::pin(directive_is_taken_off(world)),
+        ),
+        Case::code(
+            "S3-head-of-a-replay",
+            "HEAD is not covered: it asks the service, whatever the key has seen",
+            |world| Box::pin(head(world)),
+        ),
+        Case::code(
+            "S3-expect-continue",
+            "a client that asks first is told to go on, and is then like others",
+            |world| Box::pin(expect_continue(world)),
+        ),
+    ];
+    all.push(Case::steps("C73-other-key", "the same request under another key is another intent", || {
+        vec![executes(pay_as("a")), executes(pay_as("b")), replays(0, pay_as("a")), replays(1, pay_as("b"))]
+    }));
+    all
+}
+
+fn server_errors(kept: bool) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for status in [500, 501, 502, 503, 504, 507, 599] {
+        let key = status.to_string();
+        steps.push(executes(pay_as(&key).script(Script::status(status))).status(status));
+        let first = steps.len() - 1;
+        if kept {
+            steps.push(replays(first, pay_as(&key)));
+            steps.push(refused("key-reused", Request::post("/payments").key(&key).json("{}")));
+        } else {
+            steps.push(executes(pay_as(&key)));
+            steps.push(replays(first + 1, pay_as(&key)));
+        }
+    }
+    steps
+}
+
+async fn first(world: World) {
+    let script =
+        Script::status(201).field("X-Anything", "at all").field("Set-Cookie", "a=b").field("ETag", "\"v1\"");
+    let request = pay_as("\"abc\"").script(script);
+    let answer = world.send(request.clone()).await;
+    assert_eq!(answer.status(), 201);
+    assert_fresh(&world.plan, &request, &answer);
+    assert_eq!(answer.get("x-anything"), Some("at all"), "{answer:?}");
+    assert_eq!(answer.get("set-cookie"), Some("a=b"), "{answer:?}");
+    assert_eq!(answer.get("etag"), Some("\"v1\""), "{answer:?}");
+    assert_eq!(answer.get("idempotency-status"), None, "{answer:?}");
+    assert_eq!(answer.json()["effect"], 1);
+}
+
+async fn one_connection(world: World) {
+    let mut connection = world.connect().await;
+    let a = connection.exchange(&pay_as("a")).await.expect("an answer");
+    let b = connection.exchange(&pay_as("b")).await.expect("an answer");
+    let again = connection.exchange(&pay_as("a")).await.expect("an answer");
+    assert_replay(&world.plan, &pay_as("a"), &a, &again);
+    let none = connection.exchange(&pay()).await.expect("an answer");
+    assert_eq!(none.json()["effect"], 3);
+    let other = connection.exchange(&pay_as("a").json("{}")).await.expect("an answer");
+    assert_refusal("key-reused", &other);
+    let again = connection.exchange(&pay_as("b")).await.expect("an answer");
+    assert_replay(&world.plan, &pay_as("b"), &b, &again);
+}
+
+async fn arrives(world: World) {
+    let chunks = [&b"{\"amount\""[..], b":1000,", b"\"currency\" : \"usd\" }"].map(Bytes::from_static);
+    let request = Request::new("PATCH", "/payments/a%2Fb?x=1&y=%20&x=2")
+        .key("\"abc\"")
+        .field("X-Anything", "at all")
+        .chunked("application/json; charset=utf-8", chunks.to_vec());
+    assert_eq!(world.send(request).await.status(), 201);
+    let seen = &world.backend.seen()[0];
+    assert_eq!(seen.method, "PATCH");
+    assert_eq!(seen.target, "/payments/a%2Fb?x=1&y=%20&x=2");
+    assert_eq!(seen.body, "{\"amount\":1000,\"currency\" : \"usd\" }");
+    assert_eq!(seen.get("x-anything"), Some("at all"));
+    assert_eq!(seen.get("content-type"), Some("application/json; charset=utf-8"));
+    assert_eq!(seen.get("idempotency-key"), Some("\"abc\""));
+}
+
+async fn gzip(world: World) {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(PAYMENT.repeat(50).as_bytes()).unwrap();
+    let coded = encoder.finish().unwrap();
+    let script = Script::whole(200, "application/json", coded.clone())
+        .field("content-encoding", "gzip")
+        .field("vary", "accept-encoding");
+    let request = pay_as("abc").field("Accept-Encoding", "gzip").script(script);
+    let first = world.send(request.clone()).await;
+    let again = world.send(request.clone()).await;
+    assert_eq!(first.body, coded);
+    assert_replay(&world.plan, &request, &first, &again);
+    assert_eq!(again.get("content-encoding"), Some("gzip"));
+}
+
+async fn chunked(world: World) {
+    let pieces = ["one ", "two ", "", "three"].map(|text| Piece::Data(Bytes::from_static(text.as_bytes())));
+    let request = pay_as("abc").script(Script::pieces(200, "text/plain", pieces.to_vec()));
+    let first = world.send(request.clone()).await;
+    let again = world.send(request.clone()).await;
+    assert_eq!(first.body, "one two three");
+    assert_replay(&world.plan, &request, &first, &again);
+    assert_eq!(again.get("content-length"), Some("13"), "{again:?}");
+    assert_eq!(again.get("transfer-encoding"), None, "{again:?}");
+    assert_eq!(again.get("trailer"), None, "{again:?}");
+}
+
+async fn trailers(world: World) {
+    let pieces = vec![Piece::Data(Bytes::from_static(b"one ")), Piece::Data(Bytes::from_static(b"two"))];
+    let script =
+        Script::pieces(200, "text/plain", pieces).trailer("x-checksum", "abc").field("trailer", "x-checksum");
+    let request = pay_as("abc").field("TE", "trailers").script(script);
+    let first = world.send(request.clone()).await;
+    assert_eq!(first.body, "one two");
+    assert_eq!(first.trailers, [("x-checksum".to_owned(), b"abc".to_vec())], "{first:?}");
+    let again = world.send(request.clone()).await;
+    assert_replay(&world.plan, &request, &first, &again);
+}
+
+async fn too_large(world: World) {
+    for (number, script) in [
+        Script::whole(201, "text/plain", vec![b'x'; 1001]),
+        Script::pieces(
+            201,
+            "text/plain",
+            vec![Piece::Data(vec![b'x'; 600].into()), Piece::Data(vec![b'x'; 401].into())],
+        ),
+        Script::whole(201, "text/plain", vec![b'x'; 3_000_000]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let key = number.to_string();
+        let request = pay_as(&key).script(script);
+        let first = world.send(request.clone()).await;
+        assert_eq!(first.status(), 201, "{first:?}");
+        assert_fresh(&world.plan, &request, &first);
+        assert_eq!(first.body, vec![b'x'; if number == 2 { 3_000_000 } else { 1001 }]);
+        let again = world.settled(&pay_as(&key)).await;
+        assert_refusal("replay-unavailable", &again);
+        assert_refusal("key-reused", &world.send(pay_as(&key).json("{}")).await);
+        assert_eq!(world.backend.effects(), number + 1);
+    }
+    let exact = pay_as("exact").script(Script::whole(201, "text/plain", vec![b'x'; 1000]));
+    let first = world.send(exact.clone()).await;
+    assert_replay(&world.plan, &exact, &first, &world.send(exact.clone()).await);
+}
+
+async fn events(world: World) {
+    let go_on = oncegate_testkit::Latch::new();
+    let event = |text: &'static str| Piece::Data(Bytes::from_static(text.as_bytes()));
+    let pieces = vec![event("data: one\n\n"), Piece::Wait(go_on.clone()), event("data: two\n\n")];
+    let request = world.ready(pay_as("abc").script(Script::pieces(200, "text/event-stream", pieces)));
+    let mut connection = world.connect().await;
+    connection.write(&request.octets()).await;
+    let head = connection.head().await.expect("a head");
+    assert_eq!(head.status, 200);
+    let mut framing = crate::client::framing("POST", &head).expect("a framed body");
+    let one = connection.data(&mut framing).await.expect("octets");
+    assert_eq!(
+        one.as_deref(),
+        Some(&b"data: one\n\n"[..]),
+        "the first event comes before the second one is there"
+    );
+    // Meanwhile: whatever it is told, it does not execute.
+    let meanwhile = world.send(pay_as("abc")).await;
+    assert!([409, 422].contains(&meanwhile.status()), "{meanwhile:?}");
+    assert_eq!(world.backend.effects(), 1);
+    go_on.open();
+    let two = connection.data(&mut framing).await.expect("octets");
+    assert_eq!(two.as_deref(), Some(&b"data: two\n\n"[..]));
+    assert_eq!(connection.data(&mut framing).await.expect("an end"), None);
+    assert_refusal("replay-unavailable", &world.settled(&pay_as("abc")).await);
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn directive_is_taken_off(world: World) {
+    for (number, (word, request)) in [
+        ("replay", pay_as("a")),
+        ("release", pay_as("b")),
+        ("tombstone", pay_as("c")),
+        ("replay", pay()),
+        ("release", Request::new("GET", "/payments/1")),
+        ("replay", Request::new("DELETE", "/payments/1").key("abc")),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let answer =
+            world.send(request.clone().script(Script::status(200).field("Idempotency-Store", word))).await;
+        assert_eq!(answer.get("idempotency-store"), None, "{number}: {answer:?}");
+        let again = world.send(request.script(Script::status(200))).await;
+        assert_eq!(again.get("idempotency-store"), None, "{number}: {again:?}");
+    }
+}
+
+async fn head(world: World) {
+    let first = world.send(pay_as("abc")).await;
+    let head =
+        Request::new("HEAD", "/payments").key("abc").script(Script::whole(200, "text/plain", "twelve chars"));
+    let answer = world.send(head).await;
+    assert_eq!(answer.status(), 200);
+    assert_eq!(answer.get("idempotent-replayed"), None);
+    assert_eq!(answer.get("content-length"), Some("12"), "{answer:?}");
+    assert!(answer.body.is_empty());
+    assert_eq!(world.backend.effects(), 2);
+    assert_replay(&world.plan, &pay_as("abc"), &first, &world.send(pay_as("abc")).await);
+}
+
+async fn expect_continue(world: World) {
+    let request = world.ready(pay_as("abc").field("Expect", "100-continue"));
+    let mut answers = Vec::new();
+    for _ in 0..2 {
+        let mut connection = world.connect().await;
+        connection.write(&request.head()).await;
+        assert_eq!(world.backend.effects(), answers.len().min(1));
+        // An interim answer first; the body only then.
+        let interim = connection.interim().await.expect("an interim answer");
+        assert_eq!(interim, 100);
+        connection.write(&request.framed_body()).await;
+        answers.push(connection.answer("POST").await.expect("an answer"));
+    }
+    assert_replay(&world.plan, &request, &answers[0], &answers[1]);
+    assert_eq!(world.backend.effects(), 1);
+}

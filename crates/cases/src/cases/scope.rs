@@ -1,0 +1,190 @@
+//! Whose key it is.
+
+use oncegate_http::KeyScope;
+use oncegate_testkit::Latch;
+
+use super::{PAYMENT, pay_as};
+use crate::backend::{MARK, Script};
+use crate::client::Request;
+use crate::plan::{Callers, Plan};
+use crate::table::{Case, Step, assert_fresh, assert_refusal, assert_replay, executes, refused, replays};
+use crate::world::World;
+
+const TENANT: Callers = Callers::Header("x-tenant");
+
+pub(super) fn cases() -> Vec<Case> {
+    let tenants = Plan { scope: TENANT, ..Plan::default() };
+    let credentials = Plan { scope: Callers::Header("authorization"), ..Plan::default() };
+    vec![
+        Case::steps(
+            "C110-two-callers",
+            "two callers with one key have nothing to do with each other",
+            || {
+                let other = || from("b", "a").json(r#"{"amount":5}"#);
+                vec![
+                    executes(from("a", "a")),
+                    executes(other()),
+                    replays(0, from("a", "a")),
+                    replays(1, other()),
+                    refused("key-reused", from("b", "a")),
+                ]
+            },
+        )
+        .given(tenants.clone()),
+        Case::steps("C110-credentials", "callers are told apart by their whole credential", || {
+            let with = |credential: &str| pay_as("a").field("Authorization", credential);
+            vec![
+                executes(with("Bearer one")),
+                executes(with("Bearer two")),
+                executes(with("Bearer on")),
+                executes(with("bearer one")),
+                executes(with("Basic b25l")),
+                replays(0, with("Bearer one")),
+                replays(1, with("Bearer two")),
+            ]
+        })
+        .given(credentials.clone()),
+        Case::steps(
+            "C110-nobody",
+            "callers without the field are one caller, and not any of the others",
+            || {
+                vec![
+                    executes(pay_as("a")),
+                    replays(0, pay_as("a")),
+                    executes(from("a", "a")),
+                    executes(from("", "a")),
+                    replays(0, pay_as("a")),
+                ]
+            },
+        )
+        .given(tenants.clone()),
+        Case::steps(
+            "C110-two-lines",
+            "a caller who sends the field twice is nobody whom one line names",
+            || {
+                vec![
+                    executes(from("a", "a")),
+                    executes(from("b", "a")),
+                    Step::not_replayed(from("a", "a").field("X-Tenant", "b")),
+                    Step::not_replayed(from("b", "a").field("X-Tenant", "a")),
+                ]
+            },
+        )
+        .given(tenants.clone()),
+        Case::code("C110-no-oracle", "no answer to one caller depends on what another one did", |world| {
+            Box::pin(no_oracle(world))
+        })
+        .given(tenants.clone()),
+        Case::steps("C110-caller-scope", "a key that belongs to the caller belongs to this one only", || {
+            let refund =
+                |tenant: &str| Request::post("/refunds").key("a").field("X-Tenant", tenant).json(PAYMENT);
+            vec![
+                executes(from("a", "a")),
+                executes(refund("b")),
+                refused("key-reused", refund("a")),
+                refused("key-reused", from("b", "a")),
+                replays(0, from("a", "a")),
+                replays(1, refund("b")),
+            ]
+        })
+        .given(Plan { key_scope: Some(KeyScope::Caller), ..tenants.clone() }),
+        Case::steps("C110-single-tenant", "where there is one caller only, nobody is told apart", || {
+            vec![
+                executes(pay_as("a").field("Authorization", "Bearer one")),
+                replays(0, pay_as("a").field("Authorization", "Bearer two")),
+                replays(0, pay_as("a")),
+            ]
+        }),
+        Case::steps(
+            "C111-separators",
+            "no separator within caller, path or key makes two records meet",
+            || {
+                let at = |tenant: &str, path: &str, key: &str| {
+                    Request::post(path).key(format!("\"{key}\"")).field("X-Tenant", tenant).json(PAYMENT)
+                };
+                let apart = [
+                    ("a", "/p", "b:c"),
+                    ("a:b", "/p", "c"),
+                    ("a", "/p/b", "c"),
+                    ("a", "/p", "/b:c"),
+                    ("a:POST", "/p", "c"),
+                    ("a|/p", "/p", "c"),
+                    ("a", "/p", "c"),
+                    ("a", "/p", ":c"),
+                    ("a:", "/p", "c"),
+                    ("a/p", "/p", "c"),
+                    ("", "/p", "a:c"),
+                ];
+                let first = apart.iter().map(|(tenant, path, key)| executes(at(tenant, path, key)));
+                let again = apart
+                    .iter()
+                    .enumerate()
+                    .map(|(n, (tenant, path, key))| replays(n, at(tenant, path, key)));
+                first.chain(again).collect()
+            },
+        )
+        .given(tenants),
+        Case::steps("C110-required", "where callers must say who they are, nobody else gets in", || {
+            vec![
+                refused("scope-unavailable", pay_as("a")),
+                executes(from("a", "a")),
+                refused("scope-unavailable", pay_as("a")),
+                replays(1, from("a", "a")),
+            ]
+        })
+        .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
+        Case::code(
+            "C118-secrets-stay",
+            "no answer and no line that is printed shows another's key, credential or body",
+            |mut world| Box::pin(async move { secrets(&mut world).await }),
+        )
+        .given(credentials),
+    ]
+}
+
+fn from(tenant: &str, key: &str) -> Request {
+    pay_as(key).field("X-Tenant", tenant)
+}
+
+async fn no_oracle(world: World) {
+    let done = Latch::new();
+    let held = world.start_send(from("a", "running").script(Script::default().held(&done)));
+    world.backend.until_effects(1).await;
+    let finished = world.send(from("a", "finished")).await;
+    assert_eq!(finished.status(), 201);
+    // To somebody else these keys are as fresh as any, whatever is sent with them.
+    for key in ["running", "finished", "never used"] {
+        let key = format!("\"{key}\"");
+        for body in [PAYMENT, "{}"] {
+            let tenant = format!("b-{}", body.len());
+            let request = from(&tenant, &key).json(body);
+            let before = world.backend.effects();
+            let answer = world.send(request.clone()).await;
+            assert_fresh(&world.plan, &request, &answer);
+            assert_eq!((answer.status(), world.backend.effects()), (201, before + 1), "{answer:?}");
+        }
+    }
+    assert_refusal("request-in-progress", &world.send(from("a", "running")).await);
+    done.open();
+    held.await.unwrap().expect("an answer");
+    assert_replay(&world.plan, &from("a", "finished"), &finished, &world.send(from("a", "finished")).await);
+}
+
+async fn secrets(world: &mut World) {
+    let secrets = ["key-4f8a1c", "Bearer credential-77aa", "body-9d3e", MARK];
+    let request = |body: &str| {
+        pay_as(secrets[0]).field("Authorization", secrets[1]).json(format!("{{\"a\":\"{body}\"}}"))
+    };
+    assert_eq!(world.send(request(secrets[2])).await.status(), 201);
+    world.send(request(secrets[2])).await;
+    let refused = world.send(request("other")).await;
+    assert_refusal("key-reused", &refused);
+    let shown = String::from_utf8_lossy(&refused.body).into_owned();
+    world.send(pay_as("key-4f8a1c,")).await;
+    let printed =
+        if world.door == crate::world::Door::Sidecar { world.sidecar().printed() } else { String::new() };
+    for secret in secrets {
+        assert!(!shown.contains(secret), "told: {secret} in {shown}");
+        assert!(!printed.contains(secret), "printed: {secret} in {printed}");
+    }
+}

@@ -1,0 +1,274 @@
+//! How a key is spelled: what is one key, what are two, what is none.
+
+use oncegate_http::KeySyntax;
+
+use super::{pay, pay_as};
+use crate::plan::Plan;
+use crate::table::{Case, executes, refused, rejected, replays};
+
+const UUID: &str = "8e03978e-40d5-43e8-bc93-6894a57f9324";
+
+pub(super) fn cases() -> Vec<Case> {
+    let strict = Plan { key_syntax: Some(KeySyntax::Strict), ..Plan::default() };
+    vec![
+        Case::steps("C01-quoted-uuid", "the draft's first example is a key", || {
+            let key = format!("\"{UUID}\"");
+            vec![executes(pay_as(&key)), replays(0, pay_as(&key))]
+        }),
+        Case::steps("C02-quoted-opaque-string", "the draft's second example is a key", || {
+            let key = "\"clkyoesmbgybucifusbbtdsbohtyuuwz\"";
+            vec![executes(pay_as(key)), replays(0, pay_as(key))]
+        }),
+        Case::steps(
+            "C03-bare-and-quoted-are-one-key",
+            "a bare key is the same key as the quoted one",
+            || {
+                let quoted = format!("\"{UUID}\"");
+                vec![
+                    executes(pay_as(UUID)),
+                    replays(0, pay_as(&quoted)),
+                    executes(pay_as("\"abc\"")),
+                    replays(2, pay_as("abc")),
+                ]
+            },
+        ),
+        Case::steps("C04-strict-refuses-bare-keys", "strict: only strings of RFC 9651 are keys", || {
+            vec![
+                refused("key-invalid", pay_as("clkyoesmbgybucifusbbtdsbohtyuuwz")),
+                refused("key-invalid", pay_as(UUID)),
+                executes(pay_as("\"clkyoesmbgybucifusbbtdsbohtyuuwz\"")),
+                executes(pay_as("\"a\\\"b\\\\c\";v=1")),
+            ]
+        })
+        .given(strict),
+        Case::steps(
+            "C05-malformed-is-never-unprotected",
+            "a string that does not end is a 400 though no key is required",
+            || {
+                let broken = [
+                    "\"abc",
+                    "abc\"",
+                    "\"foo \\,\"",
+                    "\"abc\"def",
+                    "\"abc\" \"def\"",
+                    "\"a\\bc\"",
+                    "\"",
+                    "\"abc\";",
+                ];
+                broken.map(|key| refused("key-invalid", pay_as(key))).into()
+            },
+        ),
+        Case::steps("C05-single-quotes-are-plain-characters", "'foo' is a bare key that is not foo", || {
+            vec![executes(pay_as("'foo'")), executes(pay_as("foo")), replays(0, pay_as("'foo'"))]
+        }),
+        Case::steps("C06-escapes", "escapes are undone: \"a\\\"b\" is its own key", || {
+            vec![
+                executes(pay_as(r#""a\"b""#)),
+                executes(pay_as("ab")),
+                replays(0, pay_as(r#""a\"b""#)),
+                executes(pay_as(r#""a\"b\\c""#)),
+                executes(pay_as(r#""a\\b""#)),
+                replays(4, pay_as(r"a\b")),
+            ]
+        }),
+        Case::steps("C07-parameters-are-ignored", "\"abc\";p=1 is the key abc", || {
+            vec![
+                executes(pay_as("\"abc\";p=1")),
+                replays(0, pay_as("\"abc\"")),
+                replays(0, pay_as("\"abc\";v=\"x\";w")),
+                replays(0, pay_as("abc")),
+            ]
+        }),
+        Case::steps("C08-two-field-lines", "two lines are a 400, even if they are equal", || {
+            vec![
+                refused("key-invalid", pay().key("\"a\"").key("\"a\"")),
+                refused("key-invalid", pay().key("a").key("b")),
+                refused("key-invalid", pay().key("a").key("")),
+                refused("key-invalid", pay().key("\"foo").key("bar\"")),
+                refused("key-invalid", pay().field("Idempotency-Key", "a").field("IDEMPOTENCY-KEY", "a")),
+                executes(pay_as("a")),
+            ]
+        }),
+        Case::steps(
+            "C09-comma",
+            "a comma in a bare key is a 400, within quotes it is a part of the key",
+            || {
+                vec![
+                    refused("key-invalid", pay_as("a, b")),
+                    refused("key-invalid", pay_as("a,b")),
+                    refused("key-invalid", pay_as("\"a\", \"b\"")),
+                    refused("key-invalid", pay_as("\"a\",\"a\"")),
+                    executes(pay_as("\"a, b\"")),
+                    replays(4, pay_as("\"a, b\"")),
+                ]
+            },
+        ),
+        Case::steps("C10-empty", "an empty key is a 400", || {
+            ["", "\"\"", "   ", "\"\";p=1", "\"   \""].map(|key| refused("key-invalid", pay_as(key))).into()
+        }),
+        Case::steps(
+            "C11-length",
+            "255 octets are a key, 256 are not, counted without quotes and escapes",
+            || {
+                let long = |octets: usize| "k".repeat(octets);
+                let quoted = |octets: usize| format!("\"{}\"", "q".repeat(octets));
+                let escaped = |octets: usize| format!("\"{}\"", "\\\"".repeat(octets));
+                vec![
+                    executes(pay_as(&long(255))),
+                    replays(0, pay_as(&long(255))),
+                    executes(pay_as(&long(254))),
+                    refused("key-invalid", pay_as(&long(256))),
+                    executes(pay_as(&quoted(255))),
+                    refused("key-invalid", pay_as(&quoted(256))),
+                    executes(pay_as(&escaped(255))),
+                    replays(6, pay_as(&escaped(255))),
+                    refused("key-invalid", pay_as(&escaped(256))),
+                    executes(pay_as("x")),
+                ]
+            },
+        ),
+        Case::steps("C12-characters", "control and non-ASCII octets, in quotes or not, are a 400", || {
+            let none: [&[u8]; 6] =
+                ["\"fü\"".as_bytes(), "fü".as_bytes(), b"\"a\tb\"", b"a\tb", b"\"\xff\xfe\"", b"a\x80b"];
+            let mut steps: Vec<_> =
+                none.into_iter().map(|key| refused("key-invalid", pay().key(key))).collect();
+            // A server may refuse these before any layer sees them.
+            let worse: [&[u8]; 4] = [b"a\0b", b"\"a\0b\"", b"a\x7fb", b"\"a\x01b\""];
+            steps.extend(worse.into_iter().map(|key| rejected(pay().key(key))));
+            steps
+        }),
+        Case::steps(
+            "K12-spaces-around",
+            "optional whitespace around the field's value is no part of it",
+            || {
+                vec![
+                    executes(pay_as("  \"abc\"  ")),
+                    replays(0, pay_as("\"abc\"")),
+                    replays(0, pay_as("\t abc \t")),
+                ]
+            },
+        ),
+        Case::steps("K14-space-within", "a bare key has no space; a string may", || {
+            vec![
+                refused("key-invalid", pay_as("a b")),
+                executes(pay_as("\"a b\"")),
+                executes(pay_as("\"a  b\"")),
+                replays(1, pay_as("\"a b\"")),
+            ]
+        }),
+        Case::steps("C13-field-name", "the field's name is not case-sensitive", || {
+            vec![
+                executes(pay().field("IDEMPOTENCY-KEY", "abc")),
+                replays(0, pay().field("idempotency-key", "abc")),
+                replays(0, pay().field("iDemPotency-kEy", "\"abc\"")),
+            ]
+        }),
+        Case::steps("C14-keys-are-case-sensitive", "ABC and abc are two keys", || {
+            vec![
+                executes(pay_as("abc")),
+                executes(pay_as("ABC")),
+                replays(0, pay_as("abc")),
+                replays(1, pay_as("ABC")),
+            ]
+        }),
+        Case::steps(
+            "C14-uuids-are-not",
+            "where keys are UUIDs, upper and lower case are one key, and others are none",
+            || {
+                vec![
+                    executes(pay_as(UUID)),
+                    replays(0, pay_as(&format!("\"{}\"", UUID.to_uppercase()))),
+                    refused("key-invalid", pay_as("8e03978e40d543e8bc936894a57f9324")),
+                    refused("key-invalid", pay_as("{8e03978e-40d5-43e8-bc93-6894a57f9324}")),
+                    refused("key-invalid", pay_as("8e03978e-40d5-43e8-bc93-6894a57f932g")),
+                    refused("key-invalid", pay_as("abc")),
+                ]
+            },
+        )
+        .given(Plan { key_format: Some("uuid"), ..Plan::default() }),
+        Case::steps("S3-ulid", "where keys are ULIDs, others are none", || {
+            vec![
+                executes(pay_as("01ARZ3NDEKTSV4RRFFQ69G5FAV")),
+                replays(0, pay_as("\"01ARZ3NDEKTSV4RRFFQ69G5FAV\"")),
+                refused("key-invalid", pay_as("01ARZ3NDEKTSV4RRFFQ69G5FA")),
+                refused("key-invalid", pay_as("01ARZ3NDEKTSV4RRFFQ69G5FAU")),
+                refused("key-invalid", pay_as(UUID)),
+            ]
+        })
+        .given(Plan { key_format: Some("ulid"), ..Plan::default() }),
+        Case::steps("S3-pattern", "where keys follow a pattern, it is the whole key that must", || {
+            vec![
+                executes(pay_as("order-123")),
+                replays(0, pay_as("\"order-123\"")),
+                refused("key-invalid", pay_as("order-12345")),
+                refused("key-invalid", pay_as("my-order-123")),
+                refused("key-invalid", pay_as("order-123x")),
+            ]
+        })
+        .given(Plan { key_format: Some("pattern:order-[0-9]{3}"), ..Plan::default() }),
+        Case::steps(
+            "C112-hostile-keys",
+            "a key is octets and nothing else: it is found again, and only itself",
+            || {
+                let hostile = [
+                    "'; DROP TABLE records; --",
+                    "%0d%0aSet-Cookie: a=b",
+                    "\\\\r\\\\nX-Injected: 1",
+                    "${jndi:ldap://127.0.0.1/a}",
+                    "%s%s%n%x",
+                    "../../../../etc/passwd",
+                    "*",
+                    "{tag}",
+                    "oncegate:lock:abc",
+                    "a:b",
+                    ":",
+                    "<script>alert(1)</script>",
+                    "$(reboot)",
+                    "null",
+                    "undefined",
+                    "0",
+                    "__proto__",
+                ];
+                let key = |text: &str| format!("\"{text}\"");
+                let first = hostile.iter().map(|text| executes(pay_as(&key(text))));
+                let again = hostile.iter().enumerate().map(|(n, text)| replays(n, pay_as(&key(text))));
+                first.chain(again).collect()
+            },
+        ),
+        Case::steps(
+            "C112-line-breaks",
+            "a line break within the field never runs anything unprotected",
+            || {
+                let broken: [&[u8]; 4] = [b"abc\r\n def", b"abc\rdef", b"abc\ndef", b"\"abc\r\n\tdef\""];
+                broken.map(|key| rejected(pay().key(key))).into()
+            },
+        ),
+        Case::steps(
+            "C112-very-long-keys",
+            "a key of kilobytes is a 400; of more than a server reads, whatever it says",
+            || {
+                vec![
+                    refused("key-invalid", pay_as(&"k".repeat(8 * 1024))),
+                    refused("key-invalid", pay_as(&format!("\"{}\"", "k".repeat(64 * 1024)))),
+                    rejected(pay_as(&"k".repeat(1024 * 1024))),
+                    executes(pay_as("k")),
+                ]
+            },
+        ),
+        Case::steps(
+            "S3-other-carrier",
+            "the carrier can have another name; the usual one then means nothing",
+            || {
+                let carried = |key: &str| pay().field("X-Request-Token", key);
+                vec![
+                    executes(carried("abc")),
+                    replays(0, carried("\"abc\"")),
+                    refused("key-invalid", carried("a,b")),
+                    executes(carried("abd").key("\"broken")),
+                    replays(3, carried("abd").key("also, broken")),
+                ]
+            },
+        )
+        .given(Plan { key_header: Some("x-request-token"), ..Plan::default() }),
+    ]
+}

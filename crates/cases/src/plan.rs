@@ -1,0 +1,370 @@
+//! What a case is given: settings told once, and translated for each door.
+
+use std::fmt::Write;
+use std::path::Path;
+use std::pin::Pin;
+use std::time::Duration;
+
+use http::request::Parts;
+use http::{HeaderName, Method};
+use oncegate_core::fingerprint::{FingerprintRules, JsonPointer};
+use oncegate_core::{OnAbandoned, StoredResponse};
+use oncegate_engine::{Engine, Policy};
+use oncegate_http::{
+    CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax, Profile, Reconcile,
+    Reconciled, ServerErrors, Settings,
+};
+
+/// The settings of a door. What is not said is left to the door's own default.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The profile.
+    pub profile: &'static str,
+    /// How callers are told apart.
+    pub scope: Callers,
+    /// Whether a key is required.
+    pub require_key: bool,
+    /// The field that carries the key.
+    pub key_header: Option<&'static str>,
+    /// How the field spells a key.
+    pub key_syntax: Option<KeySyntax>,
+    /// What the key must be: `uuid`, `ulid` or `pattern:REGEX`.
+    pub key_format: Option<&'static str>,
+    /// What a key is unique within, beside the caller.
+    pub key_scope: Option<KeyScope>,
+    /// The covered methods.
+    pub methods: Option<Vec<Method>>,
+    /// One more field that is stored.
+    pub stored_header: Option<&'static str>,
+    /// A field that makes two requests different.
+    pub fingerprint_header: Option<&'static str>,
+    /// A member of JSON bodies that does not count.
+    pub fingerprint_exclude: Option<&'static str>,
+    /// The one member of JSON bodies that counts.
+    pub fingerprint_include: Option<&'static str>,
+    /// Whether bodies are compared octet by octet.
+    pub fingerprint_raw: bool,
+    /// The lease.
+    pub lease: Option<Duration>,
+    /// The retention.
+    pub retention: Option<Duration>,
+    /// How long a duplicate waits.
+    pub wait: Option<Duration>,
+    /// What follows an abandoned attempt.
+    pub on_abandoned: Option<OnAbandoned>,
+    /// What somebody who is asked about an abandoned attempt says; only the layer can ask.
+    pub reconcile: Option<Word>,
+    /// What is done with answers from 500 to 599.
+    pub server_errors: Option<ServerErrors>,
+    /// The largest body of a request.
+    pub max_request_body: Option<usize>,
+    /// The largest body that is stored.
+    pub max_response_body: Option<usize>,
+    /// How long the sidecar waits for an answer.
+    pub upstream_timeout: Option<Duration>,
+    /// Whether to execute without protection while the store is out of reach.
+    pub fail_open: bool,
+    /// Paths with settings of their own. What these plans say of routes is not looked at.
+    pub routes: Vec<Route>,
+    /// Whether the sidecar reads all this from a file, rather than from flags.
+    pub by_file: bool,
+    /// Where the sidecar stops and waits to be killed.
+    pub failpoint: Option<&'static str>,
+}
+
+/// What is said about an abandoned attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// It happened, and [`FOUND`] was its answer.
+    Found,
+    /// It did not happen.
+    NotFound,
+    /// Nobody can tell.
+    Unclear,
+}
+
+/// The answer of an attempt that was asked about.
+pub const FOUND: &str = "found when asked";
+
+impl Reconcile for Word {
+    fn reconcile<'a>(
+        &'a self,
+        _: &'a IdempotencyContext,
+        _: &'a Parts,
+    ) -> Pin<Box<dyn Future<Output = Reconciled> + Send + 'a>> {
+        let word = match self {
+            Self::Found => {
+                let media = ("content-type", &b"text/plain"[..]);
+                let answer = StoredResponse::new(202, &[media], &[FOUND.into()], &[]);
+                Reconciled::Happened(answer.expect("an answer that can be kept"))
+            }
+            Self::NotFound => Reconciled::DidNotHappen,
+            Self::Unclear => Reconciled::CannotTell,
+        };
+        Box::pin(std::future::ready(word))
+    }
+}
+
+/// A path with settings of its own.
+#[derive(Clone, Debug)]
+pub struct Route {
+    /// The methods it is about; none: all that the settings cover.
+    pub methods: Vec<Method>,
+    /// The pattern of the path, such as `/payments/{id}`.
+    pub path: &'static str,
+    /// The settings, over nothing but the profile's.
+    pub plan: Plan,
+}
+
+/// How callers are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Callers {
+    /// They are not.
+    SingleTenant,
+    /// By this field.
+    Header(&'static str),
+    /// By this field, and a request without it is refused.
+    RequiredHeader(&'static str),
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            profile: "ietf",
+            scope: Callers::SingleTenant,
+            require_key: false,
+            key_header: None,
+            key_syntax: None,
+            key_format: None,
+            key_scope: None,
+            methods: None,
+            stored_header: None,
+            fingerprint_header: None,
+            fingerprint_exclude: None,
+            fingerprint_include: None,
+            fingerprint_raw: false,
+            lease: None,
+            retention: None,
+            wait: None,
+            on_abandoned: None,
+            reconcile: None,
+            server_errors: None,
+            max_request_body: None,
+            max_response_body: None,
+            upstream_timeout: None,
+            fail_open: false,
+            routes: Vec::new(),
+            by_file: false,
+            failpoint: None,
+        }
+    }
+}
+
+impl Plan {
+    /// The field that carries the key.
+    #[must_use]
+    pub fn carrier(&self) -> &str {
+        self.key_header.unwrap_or("idempotency-key")
+    }
+
+    /// The field that marks a replay.
+    #[must_use]
+    pub fn marker(&self) -> &'static str {
+        if self.profile == "seed" { "x-idempotent-replayed" } else { "idempotent-replayed" }
+    }
+
+    /// For the layer.
+    #[must_use]
+    pub fn settings(&self) -> Settings {
+        let name = |name: &'static str| HeaderName::from_static(name);
+        let mut settings = Settings::new(Profile::named(self.profile).expect("a profile"));
+        settings = settings.with_caller(match self.scope {
+            Callers::SingleTenant => CallerScope::single_tenant(),
+            Callers::Header(field) => CallerScope::header(name(field)),
+            Callers::RequiredHeader(field) => CallerScope::required_header(name(field)),
+        });
+        if self.require_key {
+            settings = settings.with_required_key(true);
+        }
+        if let Some(field) = self.key_header {
+            settings = settings.with_key_header(name(field));
+        }
+        if let Some(syntax) = self.key_syntax {
+            settings = settings.with_key_syntax(syntax);
+        }
+        if let Some(format) = self.key_format {
+            settings = settings.with_key_format(match format {
+                "uuid" => KeyFormat::Uuid,
+                "ulid" => KeyFormat::Ulid,
+                other => {
+                    let expression = other.strip_prefix("pattern:").expect("a format of keys");
+                    KeyFormat::pattern(expression).expect("a regular expression")
+                }
+            });
+        }
+        if let Some(scope) = self.key_scope {
+            settings = settings.with_key_scope(scope);
+        }
+        if let Some(methods) = &self.methods {
+            settings = settings.with_methods(methods.clone()).expect("methods that have an effect");
+        }
+        if let Some(field) = self.stored_header {
+            settings = settings.with_stored_header(name(field)).expect("a field that may be stored");
+        }
+        if let Some(field) = self.fingerprint_header {
+            settings = settings.with_fingerprint_headers(vec![name(field)]);
+        }
+        let mut rules = FingerprintRules::new();
+        if self.fingerprint_raw {
+            rules = rules.with_raw_bodies();
+        }
+        if let Some(pointer) = self.fingerprint_exclude {
+            rules = rules.exclude(JsonPointer::parse(pointer).expect("a JSON pointer"));
+        }
+        if let Some(pointer) = self.fingerprint_include {
+            rules = rules.include(JsonPointer::parse(pointer).expect("a JSON pointer"));
+        }
+        settings = settings.with_fingerprint(rules);
+        if let Some(server_errors) = self.server_errors {
+            settings = settings.with_server_errors(server_errors);
+        }
+        if let Some(octets) = self.max_request_body {
+            settings = settings.with_max_request_body(octets);
+        }
+        if let Some(octets) = self.max_response_body {
+            settings = settings.with_max_response_body(octets).expect("a size that a record can hold");
+        }
+        if self.fail_open {
+            settings = settings.danger_fail_open();
+        }
+        if let Some(word) = self.reconcile {
+            settings = settings.with_reconcile(word);
+        }
+        let policy = self.policy(settings.policy());
+        settings.with_policy(policy)
+    }
+
+    fn policy(&self, mut policy: Policy) -> Policy {
+        if let Some(lease) = self.lease {
+            policy = policy.with_lease(lease).expect("a lease within its bounds");
+        }
+        if let Some(retention) = self.retention {
+            policy = policy.with_retention(retention).expect("a retention within its bounds");
+        }
+        if let Some(wait) = self.wait {
+            policy = policy.with_wait(wait).expect("a wait within its bounds");
+        }
+        if let Some(on_abandoned) = self.on_abandoned {
+            policy = policy.with_on_abandoned(on_abandoned);
+        }
+        policy
+    }
+
+    /// For the layer, routes and all.
+    #[must_use]
+    pub fn layer(&self, engine: Engine) -> IdempotencyLayer {
+        let mut layer =
+            IdempotencyLayer::new(engine).with_settings(self.settings()).expect("settings that fit");
+        for route in &self.routes {
+            let settings = route.plan.settings();
+            layer = layer.with_route(route.methods.clone(), route.path, settings).expect("a route");
+        }
+        layer
+    }
+
+    /// For the sidecar, as flags; `dir` is where a file may be written.
+    #[must_use]
+    pub fn flags(&self, dir: &Path) -> Vec<String> {
+        let mut file = String::new();
+        let mut flags = Vec::new();
+        if self.by_file {
+            file.push_str(&self.toml());
+        } else {
+            let flag = |(name, value): (&str, String)| {
+                let name = if name == "stored-headers" {
+                    "stored-header".to_owned()
+                } else {
+                    name.replace('.', "-")
+                };
+                format!("--{name}={value}")
+            };
+            flags.extend(self.options().into_iter().map(flag));
+        }
+        for route in &self.routes {
+            writeln!(file, "\n[[route]]\npath = {:?}", route.path).unwrap();
+            if !route.methods.is_empty() {
+                writeln!(
+                    file,
+                    "methods = {:?}",
+                    route.methods.iter().map(Method::as_str).collect::<Vec<_>>()
+                )
+                .unwrap();
+            }
+            file.push_str(&route.plan.toml());
+        }
+        if !file.is_empty() {
+            let path = dir.join("oncegate.toml");
+            std::fs::write(&path, file).expect("a file");
+            flags.push(format!("--config={}", path.display()));
+        }
+        flags
+    }
+
+    fn toml(&self) -> String {
+        let line = |(name, value): (&str, String)| match value.as_str() {
+            "true" => format!("{name} = true\n"),
+            list if [
+                "methods",
+                "stored-headers",
+                "fingerprint.headers",
+                "fingerprint.exclude",
+                "fingerprint.include",
+            ]
+            .contains(&name) =>
+            {
+                format!("{name} = {:?}\n", list.split(',').collect::<Vec<_>>())
+            }
+            text if text.bytes().all(|b| b.is_ascii_digit()) => format!("{name} = {text}\n"),
+            text => format!("{name} = {text:?}\n"),
+        };
+        self.options().into_iter().map(line).collect()
+    }
+
+    /// By the names that they have in a file.
+    fn options(&self) -> Vec<(&'static str, String)> {
+        let millis = |time: Duration| format!("{}ms", time.as_millis());
+        let scope = match self.scope {
+            Callers::SingleTenant => "single-tenant".to_owned(),
+            Callers::Header(field) => format!("header:{field}"),
+            Callers::RequiredHeader(field) => format!("required-header:{field}"),
+        };
+        let options = [
+            ("profile", Some(self.profile.to_owned())),
+            ("scope", Some(scope)),
+            ("require-key", self.require_key.then(|| "true".to_owned())),
+            ("store-outage", self.fail_open.then(|| "open".to_owned())),
+            ("key-header", self.key_header.map(str::to_owned)),
+            ("key-syntax", self.key_syntax.map(|syntax| format!("{syntax:?}").to_lowercase())),
+            ("key-format", self.key_format.map(str::to_owned)),
+            ("stored-headers", self.stored_header.map(str::to_owned)),
+            ("fingerprint.headers", self.fingerprint_header.map(str::to_owned)),
+            ("fingerprint.exclude", self.fingerprint_exclude.map(str::to_owned)),
+            ("fingerprint.include", self.fingerprint_include.map(str::to_owned)),
+            ("fingerprint.raw", self.fingerprint_raw.then(|| "true".to_owned())),
+            ("key-scope", self.key_scope.map(|scope| format!("{scope:?}").to_lowercase())),
+            (
+                "methods",
+                self.methods.as_ref().map(|all| all.iter().map(Method::as_str).collect::<Vec<_>>().join(",")),
+            ),
+            ("lease", self.lease.map(millis)),
+            ("retention", self.retention.map(millis)),
+            ("wait", self.wait.map(millis)),
+            ("on-abandoned", self.on_abandoned.map(|policy| format!("{policy:?}").to_lowercase())),
+            ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
+            ("max-request-body", self.max_request_body.map(|octets| octets.to_string())),
+            ("max-response-body", self.max_response_body.map(|octets| octets.to_string())),
+            ("upstream-timeout", self.upstream_timeout.map(millis)),
+        ];
+        options.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+}

@@ -1,0 +1,395 @@
+//! One store for several processes: it is served on a loopback socket, and each process has a [`Store`] that asks there.
+//!
+//! For tests only: so that two engines in two processes, of which one can be stopped or killed, share one store.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::process::{Command as Program, Stdio};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use oncegate_core::{
+    AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock, Command, Complete, Completion, Durability,
+    Fencing, FencingToken, Fingerprint, Grant, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
+    RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
+};
+use oncegate_engine::Engine;
+use oncegate_http::{IdempotencyContext, RequestBody};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::backend::Served;
+use crate::client::{Connection, Request as Outgoing, within};
+use crate::plan::Plan;
+use crate::sidecar::signal_child;
+use crate::world::Wall;
+
+/// Set in the environment of this program, it makes it a child that serves: the store's address, the backend's address,
+/// the lease in milliseconds, and the policy for abandoned records.
+pub const CHILD: &str = "ONCEGATE_CASES_CHILD";
+
+/// A store on a loopback socket, for as long as this lives.
+pub(crate) struct StoreServer {
+    pub(crate) address: SocketAddr,
+    accepting: tokio::task::JoinHandle<()>,
+}
+
+impl StoreServer {
+    pub(crate) async fn start(store: Arc<dyn Store>) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port");
+        let address = listener.local_addr().expect("an address");
+        let accepting = tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let store = store.clone();
+                tokio::spawn(async move {
+                    let Some((id, command)) = receive(&mut stream).await.and_then(|asked| read_asked(&asked))
+                    else {
+                        return;
+                    };
+                    // Whoever asked may be gone by now; what was asked for is done all the same.
+                    let answer = store.apply(id, command).await;
+                    send(&mut stream, &write_answer(&answer)).await;
+                });
+            }
+        });
+        Self { address, accepting }
+    }
+}
+
+impl Drop for StoreServer {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+/// The store on the other side.
+struct RemoteStore {
+    address: SocketAddr,
+}
+
+impl Store for RemoteStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let address = self.address;
+        Box::pin(async move {
+            let away = || StoreError::unavailable("the store's process is away");
+            let asked = write_asked(&id, &command);
+            let answer = tokio::time::timeout(Duration::from_secs(5), async {
+                let mut stream = TcpStream::connect(address).await.ok()?;
+                send(&mut stream, &asked).await;
+                receive(&mut stream).await
+            });
+            read_answer(&answer.await.ok().flatten().ok_or_else(away)?)
+        })
+    }
+
+    fn lookup(&self, _: RecordId) -> StoreFuture<'_, Option<Record>> {
+        not_served()
+    }
+
+    fn list(&self, _: ListQuery) -> StoreFuture<'_, ListPage> {
+        not_served()
+    }
+
+    fn purge(&self, _: usize) -> StoreFuture<'_, usize> {
+        Box::pin(async { Ok(0) })
+    }
+
+    fn audit(&self, _: Option<u64>, _: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        not_served()
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async { Ok(()) })
+    }
+
+    fn now(&self) -> Timestamp {
+        Wall.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("remote", Durability::Volatile, Fencing::Monotonic)
+    }
+}
+
+fn not_served<T: Send + 'static>() -> StoreFuture<'static, T> {
+    Box::pin(async { Err(StoreError::invalid("not served to other processes")) })
+}
+
+async fn send(stream: &mut TcpStream, message: &Value) {
+    let text = message.to_string();
+    let length = u32::try_from(text.len()).expect("a message that fits");
+    let _ = stream.write_all(&[&length.to_be_bytes(), text.as_bytes()].concat()).await;
+}
+
+async fn receive(stream: &mut TcpStream) -> Option<Value> {
+    let length = stream.read_u32().await.ok()?;
+    let mut text = vec![0; length as usize];
+    stream.read_exact(&mut text).await.ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+fn hex(octets: &[u8]) -> String {
+    octets.iter().map(|octet| format!("{octet:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    text.as_bytes().chunks(2).map(|two| u8::from_str_radix(std::str::from_utf8(two).ok()?, 16).ok()).collect()
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).expect("a duration that fits")
+}
+
+fn write_asked(id: &RecordId, command: &Command) -> Value {
+    let command = match command {
+        Command::Claim(claim) => json!(["claim", {
+            "attempt": claim.attempt.get().to_string(),
+            "version": claim.fingerprint.version(),
+            "digest": hex(claim.fingerprint.digest()),
+            "lease": millis(claim.lease),
+            "retention": millis(claim.retention),
+            "reexecute": claim.on_abandoned == OnAbandoned::Reexecute,
+            "caller": hex(claim.label.caller().as_bytes()),
+            "operation": claim.label.operation(),
+        }]),
+        Command::Renew(renew) => json!(["renew", {
+            "token": renew.token.get(), "lease": millis(renew.lease), "retention": millis(renew.retention),
+        }]),
+        Command::Complete(complete) => json!(["complete", {
+            "token": complete.token.get(),
+            "retention": millis(complete.retention),
+            "as": match &complete.completion {
+                Completion::Replayable(response) => json!({ "response": hex(response.as_encoded()) }),
+                Completion::Tombstone => json!("tombstone"),
+                Completion::Unknown => json!("unknown"),
+                other => panic!("not sent to other processes: {other:?}"),
+            },
+        }]),
+        Command::Release(release) => {
+            json!(["release", { "token": release.token.get(), "retention": millis(release.retention) }])
+        }
+        other => panic!("not sent to other processes: {other:?}"),
+    };
+    json!([id.to_string(), command])
+}
+
+fn read_asked(asked: &Value) -> Option<(RecordId, Command)> {
+    let id = RecordId::from_hex(asked[0].as_str()?)?;
+    let (name, fields) = (asked[1][0].as_str()?, &asked[1][1]);
+    let time = |name: &str| fields[name].as_u64().map(Duration::from_millis);
+    let token = || fields["token"].as_u64().map(FencingToken::new);
+    let octets = |value: &Value| unhex(value.as_str()?);
+    let command = match name {
+        "claim" => {
+            let digest = octets(&fields["digest"])?.try_into().ok()?;
+            let caller = CallerTag::from_bytes(octets(&fields["caller"])?.try_into().ok()?);
+            Command::Claim(Claim {
+                attempt: AttemptId::new(fields["attempt"].as_str()?.parse().ok()?),
+                fingerprint: Fingerprint::from_parts(
+                    u8::try_from(fields["version"].as_u64()?).ok()?,
+                    digest,
+                )?,
+                lease: time("lease")?,
+                retention: time("retention")?,
+                on_abandoned: if fields["reexecute"] == true {
+                    OnAbandoned::Reexecute
+                } else {
+                    OnAbandoned::Park
+                },
+                label: Label::new(caller, fields["operation"].as_str()?),
+            })
+        }
+        "renew" => {
+            Command::Renew(Renew { token: token()?, lease: time("lease")?, retention: time("retention")? })
+        }
+        "complete" => {
+            let completion = match &fields["as"] {
+                Value::String(name) if name == "tombstone" => Completion::Tombstone,
+                Value::String(_) => Completion::Unknown,
+                other => Completion::Replayable(StoredResponse::decode(octets(&other["response"])?.into())?),
+            };
+            Command::Complete(Complete { token: token()?, completion, retention: time("retention")? })
+        }
+        "release" => Command::Release(Release { token: token()?, retention: time("retention")? }),
+        _ => return None,
+    };
+    Some((id, command))
+}
+
+fn write_answer(answer: &Result<Outcome, StoreError>) -> Value {
+    match answer {
+        Ok(Outcome::Execute(grant)) => json!(["execute", {
+            "token": grant.token.get(),
+            "attempts": grant.attempts,
+            "lease_until": grant.lease_until.as_millis(),
+            "after_abandoned": grant.after_abandoned,
+        }]),
+        Ok(Outcome::Replay(response)) => json!(["replay", hex(response.as_encoded())]),
+        Ok(Outcome::InProgress { lease_left }) => json!(["in progress", millis(*lease_left)]),
+        Ok(Outcome::Renewed { lease_until }) => json!(["renewed", lease_until.as_millis()]),
+        Ok(other) => json!([format!("{other:?}")]),
+        Err(error) => json!(["error", error.kind() == StoreErrorKind::Corrupt, error.to_string()]),
+    }
+}
+
+fn read_answer(answer: &Value) -> Result<Outcome, StoreError> {
+    let broken = || StoreError::unavailable(format!("no answer: {answer}"));
+    let number = |value: &Value| value.as_u64().ok_or_else(broken);
+    let detail = &answer[1];
+    Ok(match answer[0].as_str().ok_or_else(broken)? {
+        "execute" => Outcome::Execute(Grant {
+            token: FencingToken::new(number(&detail["token"])?),
+            attempts: u32::try_from(number(&detail["attempts"])?).map_err(|_| broken())?,
+            lease_until: Timestamp::from_millis(number(&detail["lease_until"])?),
+            after_abandoned: detail["after_abandoned"] == true,
+        }),
+        "replay" => {
+            let octets = detail.as_str().and_then(unhex).ok_or_else(broken)?;
+            Outcome::Replay(StoredResponse::decode(octets.into()).ok_or_else(broken)?)
+        }
+        "in progress" => Outcome::InProgress { lease_left: Duration::from_millis(number(detail)?) },
+        "renewed" => Outcome::Renewed { lease_until: Timestamp::from_millis(number(detail)?) },
+        "Mismatch" => Outcome::Mismatch,
+        "Unknown" => Outcome::Unknown,
+        "Unreplayable" => Outcome::Unreplayable,
+        "Completed" => Outcome::Completed,
+        "Released" => Outcome::Released,
+        "Fenced" => Outcome::Fenced,
+        "error" if detail == true => return Err(StoreError::corrupt(answer[2].to_string())),
+        _ => return Err(broken()),
+    })
+}
+
+/// This program again, as a process that serves the layer on somebody else's store. It is killed when this is dropped.
+pub(crate) struct Child {
+    pub(crate) address: SocketAddr,
+    child: std::process::Child,
+}
+
+impl Child {
+    pub(crate) async fn start(plan: &Plan, store: SocketAddr, backend: SocketAddr) -> Self {
+        let lease = plan.lease.map_or(30_000, millis);
+        let reexecute = plan.on_abandoned == Some(OnAbandoned::Reexecute);
+        let mut child = Program::new(std::env::current_exe().expect("the path of this program"))
+            .env(CHILD, format!("{store} {backend} {lease} {reexecute}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("this program can be started");
+        let stdout = child.stdout.take().expect("a pipe");
+        let reading = tokio::task::spawn_blocking(move || {
+            let mut line = String::new();
+            BufReader::new(stdout).read_line(&mut line).map(|_| line)
+        });
+        let line = within(reading).await.expect("a line in time").expect("a thread").expect("a line");
+        let address = line.trim().parse().unwrap_or_else(|_| panic!("no address: {line:?}"));
+        Self { address, child }
+    }
+
+    pub(crate) fn stop(&self) {
+        signal_child(&self.child, Signal::STOP);
+    }
+
+    pub(crate) fn resume(&self) {
+        signal_child(&self.child, Signal::CONT);
+    }
+
+    pub(crate) fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// What a child does instead of testing.
+pub fn child_main() {
+    let orders = std::env::var(CHILD).expect("orders");
+    let mut orders = orders.split(' ');
+    let mut next = || orders.next().expect("four orders");
+    let store = next().parse().expect("an address");
+    let backend = next().parse().expect("an address");
+    let lease = Duration::from_millis(next().parse().expect("milliseconds"));
+    let on_abandoned = if next() == "true" { OnAbandoned::Reexecute } else { OnAbandoned::Park };
+    // The pipe ends with the parent, and so does this process.
+    std::thread::spawn(|| {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        std::process::exit(0);
+    });
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let plan = Plan { lease: Some(lease), on_abandoned: Some(on_abandoned), ..Plan::default() };
+        let engine = Engine::new(Arc::new(RemoteStore { address: store }));
+        let served = Served::start(plan.layer(engine).layer(Forward { backend })).await;
+        println!("{}", served.address);
+        std::future::pending::<()>().await;
+    });
+}
+
+/// Hands requests on to the backend in the parent, with the attempt that the layer tells.
+#[derive(Clone)]
+struct Forward {
+    backend: SocketAddr,
+}
+
+impl<B> Service<Request<RequestBody<B>>> for Forward
+where
+    RequestBody<B>: http_body::Body<Data: Send, Error: std::fmt::Debug> + Send + 'static,
+{
+    type Response = Response<Full<Bytes>>;
+    type Error = std::io::Error;
+    type Future = Pin<Box<dyn Future<Output = std::io::Result<Self::Response>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<RequestBody<B>>) -> Self::Future {
+        let backend = self.backend;
+        Box::pin(async move {
+            let (parts, body) = request.into_parts();
+            let body = body.collect().await.map_err(|_| std::io::Error::other("no body"))?.to_bytes();
+            let target = parts.uri.path_and_query().map_or("/", |target| target.as_str());
+            let mut outgoing = Outgoing::new(parts.method.as_str(), target);
+            for (name, value) in &parts.headers {
+                if !["host", "content-length", "transfer-encoding", "content-type"].contains(&name.as_str()) {
+                    outgoing = outgoing.field(name, value);
+                }
+            }
+            if let Some(context) = IdempotencyContext::from_extensions(&parts.extensions) {
+                let attempt = context.attempt();
+                outgoing = outgoing
+                    .field("oncegate-token", attempt.token().get().to_string())
+                    .field("oncegate-attempt", attempt.number().to_string());
+            }
+            let media =
+                parts.headers.get("content-type").and_then(|value| value.to_str().ok()).unwrap_or_default();
+            let answer = Connection::open(backend).await.exchange(&outgoing.body(media, body)).await;
+            let answer = answer.map_err(|broken| std::io::Error::other(format!("{broken:?}")))?;
+            let mut response = Response::new(Full::new(answer.body));
+            *response.status_mut() = StatusCode::from_u16(answer.head.status).expect("a status");
+            *response.headers_mut() = fields(&answer.head.fields);
+            Ok(response)
+        })
+    }
+}
+
+fn fields(lines: &[(String, Vec<u8>)]) -> HeaderMap {
+    let line = |(name, value): &(String, Vec<u8>)| {
+        Some((HeaderName::from_bytes(name.as_bytes()).ok()?, HeaderValue::from_bytes(value).ok()?))
+    };
+    lines.iter().filter_map(line).filter(|(name, _)| name != "date" && name != "content-length").collect()
+}

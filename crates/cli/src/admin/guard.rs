@@ -1,0 +1,97 @@
+//! Who may speak to the admin API.
+//!
+//! Without a token only this machine can reach it, and everything on this machine can, a browser included. So a page of
+//! somebody else must not get through: neither by a name of its own that it points at this machine (DNS rebinding, which
+//! the `Host` field shows), nor by a form or a fetch that a browser sends without asking (which its media type, `Origin`
+//! and `Sec-Fetch-Site` show).
+
+use std::net::IpAddr;
+
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use http::Method;
+use http::header::{self, HeaderMap};
+use http::uri::Authority;
+use subtle::ConstantTimeEq as _;
+
+use super::problem::Problem;
+use crate::config::AdminToken;
+
+/// Lets a request through, or says why not.
+pub(super) async fn guard(State(token): State<Option<AdminToken>>, request: Request, next: Next) -> Response {
+    let is_open = matches!(request.uri().path(), "/livez" | "/readyz");
+    match check(token.as_ref().filter(|_| !is_open), token.is_some(), request.method(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+fn check(
+    token: Option<&AdminToken>,
+    has_token: bool,
+    method: &Method,
+    headers: &HeaderMap,
+) -> Result<(), Problem> {
+    if let Some(token) = token {
+        check_token(token, headers)?;
+    }
+    if !has_token {
+        check_host(headers)?;
+    }
+    if !method.is_safe() {
+        check_origin(headers)?;
+        check_media_type(headers)?;
+    }
+    Ok(())
+}
+
+fn check_token(token: &AdminToken, headers: &HeaderMap) -> Result<(), Problem> {
+    let detail = "Send the token in the field Authorization: Bearer TOKEN.";
+    let shown = headers.get(header::AUTHORIZATION).ok_or_else(|| Problem::unauthorized(detail))?;
+    let (scheme, shown) =
+        shown.as_bytes().split_at_checked(7).ok_or_else(|| Problem::unauthorized(detail))?;
+    // The comparison takes as long for a token that is nearly right as for one that is all wrong.
+    let is_right: bool = shown.trim_ascii().ct_eq(token.as_bytes()).into();
+    if scheme.eq_ignore_ascii_case(b"Bearer ") && is_right {
+        Ok(())
+    } else {
+        Err(Problem::unauthorized(detail))
+    }
+}
+
+fn check_host(headers: &HeaderMap) -> Result<(), Problem> {
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok());
+    let host: Option<Authority> = host.and_then(|host| host.parse().ok());
+    if host.is_some_and(|host| is_loopback_name(host.host())) {
+        return Ok(());
+    }
+    Err(Problem::forbidden("The field Host must name this machine: localhost, 127.0.0.1 or [::1]."))
+}
+
+fn is_loopback_name(host: &str) -> bool {
+    let ip = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    host.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
+}
+
+fn check_origin(headers: &HeaderMap) -> Result<(), Problem> {
+    let from_elsewhere = headers
+        .get("sec-fetch-site")
+        .is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"));
+    let origin_is_other = headers.get(header::ORIGIN).is_some_and(|origin| {
+        let host = headers.get(header::HOST).map(|host| host.as_bytes());
+        let origin = origin.as_bytes();
+        let origin = origin.strip_prefix(b"http://").or(origin.strip_prefix(b"https://"));
+        origin.is_none() || origin != host
+    });
+    if from_elsewhere || origin_is_other {
+        return Err(Problem::forbidden("A page of another site must not change anything here."));
+    }
+    Ok(())
+}
+
+fn check_media_type(headers: &HeaderMap) -> Result<(), Problem> {
+    let media_type = headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    let media_type = media_type.split(|b| *b == b';').next().unwrap_or_default().trim_ascii();
+    if media_type.eq_ignore_ascii_case(b"application/json") { Ok(()) } else { Err(Problem::media_type()) }
+}

@@ -1,0 +1,455 @@
+//! Records: listed, shown, found, resolved, released.
+
+use axum::Json;
+use axum::extract::rejection::{BytesRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
+use axum::response::{IntoResponse, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Request, StatusCode};
+use oncegate_core::{
+    CallerTag, Command, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
+    StoredResponse, limits,
+};
+use oncegate_http::Settings;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::AdminState;
+use super::problem::Problem;
+use super::view::{self, Detail};
+use crate::config::{did_you_mean, duration};
+
+type Answer = Result<Response, Problem>;
+type Pairs = Result<Query<Vec<(String, String)>>, QueryRejection>;
+type Body = Result<Bytes, BytesRejection>;
+
+pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answer {
+    let mut filter = ListQuery::default();
+    let names = ["state", "caller", "operation", "min_age", "limit", "cursor"];
+    for (name, text) in pairs(query, &names)? {
+        let bad = |what: String| Problem::bad_request(format!("{name}: {text:?} {what}"));
+        match name.as_str() {
+            "state" => {
+                let names = StateName::ALL.map(StateName::as_str);
+                let hint = || format!("is not one of {}{}", names.join(", "), did_you_mean(&text, names));
+                filter.state = Some(StateName::from_name(&text).ok_or_else(|| bad(hint()))?);
+            }
+            "caller" => {
+                let what = "is not a caller's mark; it has 16 hexadecimal digits, as a listing shows them";
+                filter.caller = Some(CallerTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
+            }
+            "operation" => filter.operation = Some(text),
+            "min_age" => {
+                filter.min_age =
+                    duration(&text).map_err(|what| Problem::bad_request(format!("{name}: {what}")))?;
+            }
+            "limit" => filter.limit = limit(&name, &text)?,
+            _ => filter.after = Some(record_id(&text)?),
+        }
+    }
+    let store = state.engine.store();
+    let page = store.list(filter).await.map_err(|error| Problem::store(&error))?;
+    let now = store.now();
+    let records = page.records.iter().map(|(id, record)| view::record(*id, record, now, Detail::Line));
+    Ok(json(&json!({
+        "records": records.collect::<Vec<_>>(),
+        "unreadable": page.unreadable.iter().map(RecordId::to_string).collect::<Vec<_>>(),
+        "next": page.next.map(|next| next.to_string()),
+        "now": view::time(now),
+    })))
+}
+
+pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>, query: Pairs) -> Answer {
+    let mut detail = Detail::Whole;
+    for (name, text) in pairs(query, &["body"])? {
+        detail = match text.as_str() {
+            "true" => Detail::Body,
+            "false" => Detail::Whole,
+            _ => return Err(Problem::bad_request(format!("{name}: {text:?} is neither true nor false"))),
+        };
+    }
+    shown(&state, record_id(&id)?, detail).await
+}
+
+/// What a request looked like whose record is sought. The caller's credential is in a body and not in a URL, because
+/// URLs are written into logs.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Find {
+    key: String,
+    method: String,
+    path: String,
+    caller: Option<Caller>,
+    #[serde(default)]
+    body: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Caller {
+    Anonymous,
+    SingleTenant,
+    /// The value of the header field that tells callers apart.
+    Value(String),
+}
+
+pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer {
+    let find: Find = from_json(body)?;
+    let (parts, key) = request_of(&state, &find)?;
+    let settings = state.layer.settings(&parts.method, parts.uri.path());
+    let id = settings.record_id(&parts, &key).ok_or_else(|| {
+        Problem::bad_request(
+            "caller: the layer refuses requests on this route that do not say whose they are.",
+        )
+    })?;
+    shown(&state, id, if find.body { Detail::Body } else { Detail::Whole }).await
+}
+
+/// The head of a request that the layer would derive the same record from.
+fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey), Problem> {
+    let bad = |what: String| Problem::bad_request(what);
+    let method: Method =
+        find.method.parse().map_err(|_| bad(format!("method: {:?} is not a method.", find.method)))?;
+    if !find.path.starts_with('/') {
+        return Err(bad(format!("path: {:?} does not start with a slash.", find.path)));
+    }
+    let request = Request::builder().method(method).uri(&find.path).body(());
+    let (mut parts, ()) =
+        request.map_err(|_| bad(format!("path: {:?} is not a path.", find.path)))?.into_parts();
+    let settings = state.layer.settings(&parts.method, parts.uri.path());
+    if !settings.covers(&parts.method) {
+        let path = parts.uri.path();
+        return Err(bad(format!("method: {} {path} is not covered, so its keys are ignored.", parts.method)));
+    }
+    if let Some((name, value)) = caller_field(settings, find.caller.as_ref())? {
+        parts.headers.insert(name, value);
+    }
+    let key = settings.key_grammar().parse(key_field(&find.key).as_bytes());
+    let key = key.map_err(|problem| bad(format!("key: {problem}.")))?;
+    Ok((parts, key))
+}
+
+/// The header field that says whose request it is, where one does.
+fn caller_field(
+    settings: &Settings,
+    caller: Option<&Caller>,
+) -> Result<Option<(HeaderName, HeaderValue)>, Problem> {
+    let scope = settings.caller();
+    match (caller, scope.header_name()) {
+        (None | Some(Caller::SingleTenant), _) if scope.is_single_tenant() => Ok(None),
+        (Some(Caller::Anonymous), Some(_)) => Ok(None),
+        (Some(Caller::Value(value)), Some(name)) => match HeaderValue::from_str(value) {
+            Ok(value) => Ok(Some((name.clone(), value))),
+            Err(_) => Err(Problem::bad_request("caller: the value has characters that no header field has.")),
+        },
+        _ => {
+            let right = match scope.header_name() {
+                Some(name) => {
+                    format!(
+                        "\"anonymous\", or {{\"value\": …}} with the value of the field {name} as it was sent"
+                    )
+                }
+                None => "\"single-tenant\"".to_owned(),
+            };
+            Err(Problem::bad_request(format!("caller: on this route it must be {right}.")))
+        }
+    }
+}
+
+/// The key as a field that every grammar takes: in quotes. What starts with a quote is such a field already.
+fn key_field(key: &str) -> String {
+    if key.starts_with('"') {
+        return key.to_owned();
+    }
+    format!("\"{}\"", key.replace('\\', "\\\\").replace('"', "\\\""))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResolveRequest {
+    outcome: OutcomeName,
+    status: Option<u16>,
+    headers: Option<Fields>,
+    body: Option<String>,
+    body_base64: Option<String>,
+    #[serde(default)]
+    tombstone: bool,
+    reason: String,
+    actor: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum OutcomeName {
+    Completed,
+    Released,
+}
+
+/// Header fields, as pairs, or as an object where none is there twice.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "headers: an object of texts, or a list of [name, value]")]
+enum Fields {
+    Pairs(Vec<(String, String)>),
+    Object(std::collections::BTreeMap<String, String>),
+}
+
+pub(super) async fn resolve(
+    State(state): State<AdminState>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    body: Body,
+) -> Answer {
+    let id = record_id(&id)?;
+    let request: ResolveRequest = from_json(body)?;
+    let actor = actor(request.actor.as_deref(), &headers)?;
+    let reason = audit_text("reason", &request.reason)?;
+    let resolution = request.resolution()?;
+    settle(&state, id, resolution, false, actor, reason).await
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ReleaseRequest {
+    reason: String,
+    #[serde(default)]
+    force: bool,
+    actor: Option<String>,
+}
+
+pub(super) async fn release(
+    State(state): State<AdminState>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    body: Body,
+) -> Answer {
+    let id = record_id(&id)?;
+    let request: ReleaseRequest = from_json(body)?;
+    let actor = actor(request.actor.as_deref(), &headers)?;
+    let reason = audit_text("reason", &request.reason)?;
+    settle(&state, id, Resolution::Release, request.force, actor, reason).await
+}
+
+pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answer {
+    let (mut before, mut most) = (None, ListQuery::default().limit);
+    for (name, text) in pairs(query, &["before", "limit"])? {
+        match name.as_str() {
+            "limit" => most = limit(&name, &text)?,
+            _ => {
+                let number = text.parse::<u64>();
+                let what = format!("before: {text:?} is not the number of an entry.");
+                before = Some(number.map_err(|_| Problem::bad_request(what))?);
+            }
+        }
+    }
+    let entries = state.engine.store().audit(before, most).await.map_err(|error| Problem::store(&error))?;
+    let more = entries.last().filter(|last| entries.len() == most && last.number > 1);
+    Ok(json(&json!({
+        "entries": entries.iter().map(view::audit_entry).collect::<Vec<_>>(),
+        "next": more.map(|last| last.number),
+    })))
+}
+
+async fn shown(state: &AdminState, id: RecordId, detail: Detail) -> Answer {
+    let record = lookup(state, id).await?;
+    Ok(json(&view::record(id, &record, state.engine.store().now(), detail)))
+}
+
+async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
+    let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store(&error))?;
+    found.ok_or_else(|| Problem::no_record(id))
+}
+
+async fn settle(
+    state: &AdminState,
+    id: RecordId,
+    resolution: Resolution,
+    force: bool,
+    actor: String,
+    reason: String,
+) -> Answer {
+    let record = lookup(state, id).await?;
+    // Kept as long as a completion of the same route is.
+    let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
+    let settings = state.layer.settings(&method.parse().unwrap_or_default(), path);
+    let retention = settings.policy().retention();
+    let command = Resolve { resolution, retention, force, actor: actor.clone(), reason };
+    let store = state.engine.store();
+    match store.apply(id, Command::Resolve(command)).await.map_err(|error| Problem::store(&error))? {
+        Outcome::Resolved { from } => {
+            tracing::info!(record = ?id, %from, actor, "record resolved");
+            let record = lookup(state, id).await?;
+            let mut view = view::record(id, &record, store.now(), Detail::Whole);
+            if let Value::Object(members) = &mut view {
+                members.insert("from".to_owned(), from.as_str().into());
+            }
+            Ok(json(&view))
+        }
+        Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
+        Outcome::NotResolvable { state: Some(state) } => Err(Problem::not_resolvable(id, why_not(state))),
+        other => Err(Problem::internal(format!("The store answered {other:?} to a resolution."))),
+    }
+}
+
+fn why_not(state: StateName) -> String {
+    match state {
+        StateName::Completed | StateName::Tombstone => {
+            format!("It is {state}: it has a definite answer, which never changes before its retention is over.")
+        }
+        StateName::Released => "The key is free already: the next request with it executes.".to_owned(),
+        StateName::InProgress => "Somebody is at it, and holds it by a lease. Wait until the request ends or its lease does. \
+             Or release it with force, if you know that its owner is gone: if it is not, its effect may happen all the \
+             same, beside that of the next request."
+            .to_owned(),
+        state => format!("It is {state}."),
+    }
+}
+
+impl ResolveRequest {
+    fn resolution(self) -> Result<Resolution, Problem> {
+        let has_answer = self.status.is_some()
+            || self.headers.is_some()
+            || self.body.is_some()
+            || self.body_base64.is_some();
+        match (self.outcome, self.tombstone, has_answer) {
+            (OutcomeName::Released, false, false) => Ok(Resolution::Release),
+            (OutcomeName::Released, ..) => Err(Problem::bad_request(
+                "outcome: a released key has no answer; leave status, headers, body and tombstone out.",
+            )),
+            (OutcomeName::Completed, true, false) => Ok(Resolution::Complete(None)),
+            (OutcomeName::Completed, true, true) => Err(Problem::bad_request(
+                "tombstone: a tombstone has no answer; leave status, headers and body out.",
+            )),
+            (OutcomeName::Completed, false, _) => {
+                self.answer().map(|answer| Resolution::Complete(Some(answer)))
+            }
+        }
+    }
+
+    fn answer(self) -> Result<StoredResponse, Problem> {
+        let Some(status) = self.status else {
+            return Err(Problem::bad_request(
+                "status: say the answer that retries get (status, headers, body), or \"tombstone\": true where none can be given.",
+            ));
+        };
+        let status = StatusCode::from_u16(status).ok().filter(|s| (200..=599).contains(&s.as_u16()));
+        let status = status.ok_or_else(|| Problem::bad_request("status: it must be from 200 to 599."))?;
+        let body = match (self.body, self.body_base64) {
+            (Some(_), Some(_)) => {
+                return Err(Problem::bad_request("body: there is a body_base64 as well; send one of them."));
+            }
+            (Some(text), None) => Bytes::from(text),
+            (None, Some(coded)) => match STANDARD.decode(coded) {
+                Ok(octets) => octets.into(),
+                Err(error) => return Err(Problem::bad_request(format!("body_base64: {error}."))),
+            },
+            (None, None) => Bytes::new(),
+        };
+        if matches!(status.as_u16(), 204 | 205 | 304) && !body.is_empty() {
+            return Err(Problem::bad_request(format!("body: an answer with the status {status} has none.")));
+        }
+        let headers = match self.headers {
+            None => Vec::new(),
+            Some(Fields::Pairs(pairs)) => pairs,
+            Some(Fields::Object(object)) => object.into_iter().collect(),
+        };
+        let headers =
+            headers.iter().map(|(name, value)| field(name, value)).collect::<Result<Vec<_>, _>>()?;
+        let headers: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        StoredResponse::new(status.as_u16(), &headers, &[body], &[])
+            .map_err(|error| Problem::too_large(format!("The answer cannot be kept: it has or is {error}.")))
+    }
+}
+
+fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> {
+    let bad = |what: &dyn std::fmt::Display| Problem::bad_request(format!("headers: {what}."));
+    let header: HeaderName =
+        name.parse().map_err(|_| bad(&format!("{name:?} is not the name of a field")))?;
+    Settings::default().with_stored_header(header.clone()).map_err(|error| bad(&error))?;
+    let value = HeaderValue::from_str(value)
+        .map_err(|_| bad(&format!("the value of {name} has characters that no field has")))?;
+    Ok((header, value))
+}
+
+fn record_id(text: &str) -> Result<RecordId, Problem> {
+    RecordId::from_hex(text).ok_or_else(|| {
+        Problem::bad_request(format!(
+            "{text:?} is not a record; it has 64 hexadecimal digits, as a listing shows them."
+        ))
+    })
+}
+
+fn limit(name: &str, text: &str) -> Result<usize, Problem> {
+    match text.parse() {
+        Ok(limit @ 1..=limits::PAGE_MAX) => Ok(limit),
+        _ => {
+            let most = limits::PAGE_MAX;
+            Err(Problem::bad_request(format!("{name}: {text:?} is not a number from 1 to {most}.")))
+        }
+    }
+}
+
+fn actor(body: Option<&str>, headers: &HeaderMap) -> Result<String, Problem> {
+    let field = headers.get("oncegate-actor").map(|value| value.to_str());
+    match (body, field) {
+        (Some(actor), _) => audit_text("actor", actor),
+        (None, Some(Ok(actor))) => audit_text("Oncegate-Actor", actor),
+        (None, Some(Err(_))) => {
+            Err(Problem::bad_request("Oncegate-Actor: it must be ASCII; or put it into the body."))
+        }
+        (None, None) => Ok("admin".to_owned()),
+    }
+}
+
+/// What is written into the audit trail, and shown on terminals.
+fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
+    let text = text.trim();
+    let most = limits::AUDIT_TEXT_MAX;
+    if text.is_empty() {
+        return Err(Problem::bad_request(format!("{name}: it is empty; the audit trail keeps it.")));
+    }
+    if text.len() > most {
+        return Err(Problem::bad_request(format!(
+            "{name}: it has {} octets; at most {most} are kept.",
+            text.len()
+        )));
+    }
+    if text.chars().any(char::is_control) {
+        return Err(Problem::bad_request(format!(
+            "{name}: it has control characters; write one line of text."
+        )));
+    }
+    Ok(text.to_owned())
+}
+
+/// The parameters, all of which are known.
+fn pairs(query: Pairs, names: &[&str]) -> Result<Vec<(String, String)>, Problem> {
+    let Query(pairs) = query.map_err(|error| Problem::bad_request(error.body_text()))?;
+    for (at, (name, _)) in pairs.iter().enumerate() {
+        if !names.contains(&name.as_str()) {
+            let hint = did_you_mean(name, names.iter().copied());
+            return Err(Problem::bad_request(format!("there is no parameter {name:?}{hint}")));
+        }
+        if pairs.iter().skip(at + 1).any(|(other, _)| other == name) {
+            return Err(Problem::bad_request(format!("{name}: it is there twice.")));
+        }
+    }
+    // As a form sends what was left out.
+    Ok(pairs.into_iter().filter(|(_, text)| !text.is_empty()).collect())
+}
+
+fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
+    let body = body.map_err(|error| match error.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => Problem::too_large("At most 16 MiB are taken."),
+        _ => Problem::bad_request(error.body_text()),
+    })?;
+    serde_json::from_slice(&body).map_err(|error| Problem::bad_request(format!("The body: {error}.")))
+}
+
+fn json(value: &Value) -> Response {
+    ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], Json(value)).into_response()
+}

@@ -1,0 +1,457 @@
+//! What is counted, for Prometheus.
+//!
+//! Every outcome has a number from the start, so that a rate of something that never happened is zero and not absent. No
+//! label ever holds a key, a path or a caller.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use http::StatusCode;
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, Store,
+    StoreError, StoreErrorKind, StoreFuture, Timestamp,
+};
+use oncegate_engine::{Engine, Event, EventKind, Observer};
+use oncegate_http::{Condition, Disposition, RequestObserver};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::{Registry, Unit};
+
+/// What is counted. Cheap to clone; all clones count the same.
+#[derive(Clone)]
+pub(crate) struct Metrics(Arc<Inner>);
+
+struct Inner {
+    registry: Registry,
+    requests: RequestCounters,
+    events: [Counter; EVENTS.len()],
+    takeovers: Counter,
+    replays_after_wait: Counter,
+    store_errors: Family<[Label; 2], Counter>,
+    store_durations: [Histogram; COMMANDS.len()],
+    upstream_durations: [Histogram; UpstreamResult::ALL.len()],
+    /// Attempts that execute, and since when. In shards, so that two threads seldom meet.
+    running: [Mutex<HashMap<(RecordId, FencingToken), Instant>>; 64],
+    attempt_durations: Histogram,
+    executing: Gauge,
+    in_flight: Gauge,
+    degraded: Gauge,
+    draining: Gauge,
+}
+
+type Label = (&'static str, &'static str);
+
+/// How a call to the service ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UpstreamResult {
+    /// Its answer began.
+    Answered,
+    /// It was never reached: nothing was sent.
+    Unreached,
+    /// It did not answer in time.
+    TimedOut,
+    /// The connection broke after something was sent.
+    Broken,
+}
+
+impl UpstreamResult {
+    const ALL: [Self; 4] = [Self::Answered, Self::Unreached, Self::TimedOut, Self::Broken];
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Answered => "answered",
+            Self::Unreached => "unreached",
+            Self::TimedOut => "timed-out",
+            Self::Broken => "broken",
+        }
+    }
+}
+
+/// From 50 microseconds, a write to memory, to 10 seconds, a disk in trouble.
+const STORE_BUCKETS: [f64; 15] =
+    [5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 10.0];
+
+/// From a millisecond to a minute.
+const UPSTREAM_BUCKETS: [f64; 14] =
+    [1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0];
+
+impl Metrics {
+    /// Nothing counted yet, for a store that promises this.
+    pub(crate) fn new(store: Capabilities) -> Self {
+        let mut registry = Registry::with_prefix("oncegate");
+        let r = &mut registry;
+        r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
+        let promises = [
+            ("store", store.name.to_owned()),
+            ("durability", format!("{:?}", store.durability).to_ascii_lowercase()),
+            ("fencing", format!("{:?}", store.fencing).to_ascii_lowercase()),
+        ];
+        r.register("store", "The store and what it promises", Info::new(promises.to_vec()));
+        let requests = Family::default();
+        r.register(
+            "requests",
+            "Requests by what became of them and the class of their status",
+            requests.clone(),
+        );
+        let events: Family<[Label; 1], Counter> = Family::default();
+        r.register("events", "What happened to records", events.clone());
+        let takeovers = Counter::default();
+        r.register("takeovers", "Executions that followed an abandoned attempt", takeovers.clone());
+        let replays_after_wait = Counter::default();
+        r.register(
+            "replays_after_wait",
+            "Replays that waited for the owner's answer",
+            replays_after_wait.clone(),
+        );
+        let store_errors = Family::default();
+        r.register("store_errors", "Errors of the store, by what they hit", store_errors.clone());
+        let store_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(store_histogram);
+        r.register_with_unit(
+            "store_duration",
+            "How long the store took for a command",
+            Unit::Seconds,
+            store_durations.clone(),
+        );
+        let attempt_durations = upstream_histogram();
+        r.register_with_unit(
+            "attempt_duration",
+            "How long attempts executed, from the grant of their claim to the end of their handler",
+            Unit::Seconds,
+            attempt_durations.clone(),
+        );
+        let upstream_durations = Family::<[Label; 1], Histogram, _>::new_with_constructor(upstream_histogram);
+        r.register_with_unit(
+            "upstream_duration",
+            "How long the service took until its answer began, or until it was given up",
+            Unit::Seconds,
+            upstream_durations.clone(),
+        );
+        let [executing, in_flight, degraded, draining] = std::array::from_fn(|_| Gauge::default());
+        r.register("executing", "Attempts that execute", executing.clone());
+        r.register("in_flight", "Records that a request is at, claiming or executing", in_flight.clone());
+        r.register("degraded", "1 while the store is out of reach", degraded.clone());
+        r.register("draining", "1 while the sidecar stops", draining.clone());
+        Self(Arc::new(Inner {
+            requests: RequestCounters::new(requests),
+            events: EVENTS.map(|event| events.get_or_create_owned(&[("event", event)])),
+            takeovers,
+            replays_after_wait,
+            store_errors,
+            store_durations: COMMANDS
+                .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
+            upstream_durations: UpstreamResult::ALL
+                .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
+            running: std::array::from_fn(|_| Mutex::default()),
+            attempt_durations,
+            executing,
+            in_flight,
+            degraded,
+            draining,
+            registry,
+        }))
+    }
+
+    /// The same store, whose answers are timed and counted.
+    pub(crate) fn measured(&self, store: Arc<dyn Store>) -> Arc<dyn Store> {
+        Arc::new(MeasuredStore { store, metrics: self.clone() })
+    }
+
+    /// Takes note of a call to the service.
+    pub(crate) fn observe_upstream(&self, result: UpstreamResult, took: Duration) {
+        if let Some(histogram) = self.0.upstream_durations.get(result as usize) {
+            histogram.observe(took.as_secs_f64());
+        }
+    }
+
+    /// Everything, in the text format of OpenMetrics, which Prometheus reads.
+    pub(super) fn render(&self, engine: &Engine, draining: bool) -> Result<String, fmt::Error> {
+        self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
+        self.0.draining.set(draining.into());
+        let executing: usize = self.0.running.iter().map(|shard| lock(shard).len()).sum();
+        self.0.executing.set(i64::try_from(executing).unwrap_or(i64::MAX));
+        let mut text = String::new();
+        encode(&mut text, &self.0.registry)?;
+        Ok(text)
+    }
+
+    fn begun(&self, event: &Event) {
+        if let (Some(shard), Some(token)) = (self.shard(&event.id), event.token) {
+            lock(shard).insert((event.id, token), Instant::now());
+        }
+    }
+
+    /// Also told of attempts that never began, because their caller had gone away.
+    fn ended(&self, event: &Event) {
+        if let (Some(shard), Some(token)) = (self.shard(&event.id), event.token) {
+            let begun = lock(shard).remove(&(event.id, token));
+            if let (Some(begun), EventKind::Executed) = (begun, event.kind) {
+                self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
+            }
+        }
+    }
+
+    fn shard(&self, id: &RecordId) -> Option<&Mutex<HashMap<(RecordId, FencingToken), Instant>>> {
+        let [first, ..] = *id.as_bytes();
+        self.0.running.get(usize::from(first) % self.0.running.len())
+    }
+
+    fn store_answered(&self, error: Option<&StoreError>) {
+        let degraded = match error {
+            None => 0,
+            Some(error) if error.kind() == StoreErrorKind::Unavailable => 1,
+            Some(_) => return,
+        };
+        // Read first: a line of memory that all threads only read is not passed around between them.
+        if self.0.degraded.get() != degraded {
+            self.0.degraded.set(degraded);
+        }
+    }
+}
+
+/// Every change under these locks is one call, so a panic elsewhere leaves them whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn store_histogram() -> Histogram {
+    Histogram::new(STORE_BUCKETS)
+}
+
+fn upstream_histogram() -> Histogram {
+    Histogram::new(UPSTREAM_BUCKETS)
+}
+
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+/// A counter for each pair of outcome and class of status, found without a lock.
+struct RequestCounters {
+    family: Family<[Label; 2], Counter>,
+    cells: [[OnceLock<Counter>; CLASSES.len()]; DISPOSITIONS],
+}
+
+const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
+
+/// Those that are no refusal, and all refusals.
+const PLAIN: [Disposition; 5] = [
+    Disposition::NotCovered,
+    Disposition::Unprotected,
+    Disposition::Executed,
+    Disposition::Replayed,
+    Disposition::FailedOpen,
+];
+const DISPOSITIONS: usize = PLAIN.len() + Condition::ALL.len();
+
+impl RequestCounters {
+    fn new(family: Family<[Label; 2], Counter>) -> Self {
+        let counters = Self { family, cells: Default::default() };
+        for disposition in PLAIN.into_iter().chain(Condition::ALL.map(Disposition::Refused)) {
+            counters.with(disposition, usual_status(disposition), |_| ());
+        }
+        counters
+    }
+
+    fn with(&self, disposition: Disposition, status: Option<StatusCode>, count: impl FnOnce(&Counter)) {
+        let class = status.map_or(0, |status| usize::from(status.as_u16() / 100)).min(CLASSES.len() - 1);
+        let place = match disposition {
+            Disposition::Refused(condition) => {
+                Condition::ALL.iter().position(|c| *c == condition).map(|at| at + PLAIN.len())
+            }
+            plain => PLAIN.iter().position(|d| *d == plain),
+        };
+        let labels = [("outcome", disposition.as_str()), ("status", CLASSES[class])];
+        match place {
+            Some(place) => {
+                count(self.cells[place][class].get_or_init(|| self.family.get_or_create_owned(&labels)))
+            }
+            // An outcome that is newer than this table.
+            None => count(&self.family.get_or_create(&labels)),
+        }
+    }
+}
+
+/// The status that an outcome has most of the time, so that its counter is there before it is needed.
+fn usual_status(disposition: Disposition) -> Option<StatusCode> {
+    match disposition {
+        Disposition::NotCovered | Disposition::Unprotected => None,
+        Disposition::Refused(condition) => Some(condition.status()),
+        _ => Some(StatusCode::OK),
+    }
+}
+
+impl RequestObserver for Metrics {
+    fn observe(&self, disposition: Disposition, status: Option<StatusCode>) {
+        self.0.requests.with(disposition, status, |counter| {
+            counter.inc();
+        });
+    }
+}
+
+/// The names of [`EventKind`], in the order of [`event_place`]; the last one is for kinds that are newer.
+const EVENTS: [&str; 21] = [
+    "executing",
+    "replayed",
+    "in-progress",
+    "mismatch",
+    "unknown",
+    "unreplayable",
+    "claim-failed",
+    "claim-cancelled",
+    "executed",
+    "completed",
+    "tombstoned",
+    "parked",
+    "released",
+    "fenced",
+    "abandoned",
+    "renewed",
+    "renewal-failed",
+    "lease-lost",
+    "settlement-deferred",
+    "settlement-lost",
+    "other",
+];
+
+const fn event_place(kind: EventKind) -> usize {
+    match kind {
+        EventKind::Executing { .. } => 0,
+        EventKind::Replayed { .. } => 1,
+        EventKind::InProgress => 2,
+        EventKind::Mismatch => 3,
+        EventKind::Unknown => 4,
+        EventKind::Unreplayable => 5,
+        EventKind::ClaimFailed(_) => 6,
+        EventKind::ClaimCancelled => 7,
+        EventKind::Executed => 8,
+        EventKind::Completed => 9,
+        EventKind::Tombstoned => 10,
+        EventKind::Parked => 11,
+        EventKind::Released => 12,
+        EventKind::Fenced => 13,
+        EventKind::Abandoned => 14,
+        EventKind::Renewed => 15,
+        EventKind::RenewalFailed(_) => 16,
+        EventKind::LeaseLost => 17,
+        EventKind::SettlementDeferred(_) => 18,
+        EventKind::SettlementLost => 19,
+        _ => 20,
+    }
+}
+
+impl Observer for Metrics {
+    fn observe(&self, event: &Event) {
+        let inner = &self.0;
+        inner.events[event_place(event.kind)].inc();
+        let failed = |during, kind| {
+            inner.store_errors.get_or_create(&[("during", during), ("kind", error_name(kind))]).inc();
+        };
+        match event.kind {
+            EventKind::Executing { after_abandoned, .. } => {
+                self.begun(event);
+                if after_abandoned {
+                    inner.takeovers.inc();
+                }
+            }
+            EventKind::Executed | EventKind::Abandoned => self.ended(event),
+            EventKind::Replayed { waited: true } => {
+                inner.replays_after_wait.inc();
+            }
+            EventKind::ClaimFailed(kind) => failed("claim", kind),
+            EventKind::RenewalFailed(kind) => failed("renewal", kind),
+            EventKind::SettlementDeferred(kind) => failed("settlement", kind),
+            _ => {}
+        }
+    }
+}
+
+const fn error_name(kind: StoreErrorKind) -> &'static str {
+    match kind {
+        StoreErrorKind::Unavailable => "unavailable",
+        StoreErrorKind::Corrupt => "corrupt",
+        StoreErrorKind::Invalid => "invalid",
+        _ => "other",
+    }
+}
+
+/// Times what a store is asked for.
+struct MeasuredStore {
+    store: Arc<dyn Store>,
+    metrics: Metrics,
+}
+
+const COMMANDS: [&str; 7] = ["claim", "renew", "complete", "release", "resolve", "purge", "other"];
+
+const PURGE: usize = 5;
+
+const fn command_place(command: &Command) -> usize {
+    match command {
+        Command::Claim(_) => 0,
+        Command::Renew(_) => 1,
+        Command::Complete(_) => 2,
+        Command::Release(_) => 3,
+        Command::Resolve(_) => 4,
+        Command::Purge => PURGE,
+        _ => 6,
+    }
+}
+
+impl Store for MeasuredStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let place = command_place(&command);
+        let started = Instant::now();
+        let answer = self.store.apply(id, command);
+        Box::pin(async move {
+            let answer = answer.await;
+            self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
+            self.metrics.store_answered(answer.as_ref().err());
+            answer
+        })
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.store.lookup(id)
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.store.list(query)
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        Box::pin(async move {
+            let started = Instant::now();
+            let answer = self.store.purge(limit).await;
+            self.metrics.0.store_durations[PURGE].observe(started.elapsed().as_secs_f64());
+            self.metrics.store_answered(answer.as_ref().err());
+            answer
+        })
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.store.audit(before, limit)
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            let answer = self.store.check().await;
+            self.metrics.store_answered(answer.as_ref().err());
+            answer
+        })
+    }
+
+    fn now(&self) -> Timestamp {
+        self.store.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.store.capabilities()
+    }
+}

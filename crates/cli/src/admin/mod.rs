@@ -1,0 +1,185 @@
+//! What operators and machines ask of a running sidecar: is it alive, is it ready, what did it count, and what does it
+//! know of a key.
+//!
+//! | request | answer |
+//! |---|---|
+//! | `GET /livez` | 200 while the process serves |
+//! | `GET /readyz` | 200 while requests are taken and the store would take a write, else 503 |
+//! | `GET /metrics` | counters, gauges and histograms for Prometheus |
+//! | `GET /v1/keys?state=&caller=&operation=&min_age=&limit=&cursor=` | a page of records |
+//! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
+//! | `POST /v1/keys/find` | one record by key, method, path and caller |
+//! | `POST /v1/keys/{record}/resolve` | says what became of an operation whose outcome is unknown |
+//! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
+//! | `GET /v1/audit?before=&limit=` | who resolved what, and why, newest first |
+//!
+//! Refusals are problem details. Who may ask is in [`guard`].
+
+mod guard;
+mod keys;
+mod metrics;
+mod problem;
+#[cfg(test)]
+pub(crate) mod tests;
+mod view;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http::header::{self, HeaderValue};
+use http::{Method, StatusCode, Uri};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use oncegate_engine::Engine;
+use oncegate_http::IdempotencyLayer;
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+use self::problem::Problem;
+use crate::config::AdminToken;
+
+pub(crate) use self::metrics::{Metrics, UpstreamResult};
+
+/// What the admin API speaks about.
+#[derive(Clone, Debug)]
+pub(crate) struct AdminState {
+    /// Whose store is shown and resolved.
+    pub(crate) engine: Engine,
+    /// Says under which settings a request of some method and path runs.
+    pub(crate) layer: IdempotencyLayer,
+    pub(crate) metrics: Metrics,
+    /// What an operator must show; `None` on loopback addresses only.
+    pub(crate) token: Option<AdminToken>,
+    pub(crate) draining: Draining,
+}
+
+/// Whether the sidecar stops. All clones are one flag.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Draining(Arc<AtomicBool>);
+
+impl Draining {
+    /// From now on the sidecar is not ready.
+    pub(crate) fn begin(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// The largest request, which is a resolution with a body of its own.
+const REQUEST_MAX: usize = 16 * 1024 * 1024;
+
+/// How long the store may take to say that it is ready. Orchestrators ask every few seconds.
+const READY_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Most connections at a time.
+const CONNECTIONS_MAX: usize = 128;
+
+/// How long a client may take to send the head of a request.
+const HEAD_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long connections are waited for at the end.
+const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
+
+/// The admin API.
+pub(crate) fn router(state: AdminState) -> Router {
+    let guard = axum::middleware::from_fn_with_state(state.token.clone(), guard::guard);
+    Router::new()
+        .route("/livez", get(async || text("ok\n")))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(metrics))
+        .route("/v1/keys", get(keys::list))
+        .route("/v1/keys/find", post(keys::find))
+        .route("/v1/keys/{record}", get(keys::show))
+        .route("/v1/keys/{record}/resolve", post(keys::resolve))
+        .route("/v1/keys/{record}/release", post(keys::release))
+        .route("/v1/audit", get(keys::audit))
+        .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))
+        .method_not_allowed_fallback(async |method: Method, uri: Uri| {
+            Problem::no_such_method(&method, uri.path())
+        })
+        .layer(DefaultBodyLimit::max(REQUEST_MAX))
+        .layer(guard)
+        .with_state(state)
+}
+
+/// Serves the admin API until `stop`, and then ends what it has begun.
+pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl Future<Output = ()>) {
+    let service = TowerToHyperService::new(router(state));
+    let connections = GracefulShutdown::new();
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    tokio::pin!(stop);
+    loop {
+        let accepted = async {
+            let place = places.clone().acquire_owned().await.ok();
+            (place, listener.accept().await)
+        };
+        let (place, stream) = tokio::select! {
+            () = &mut stop => break,
+            (place, accepted) = accepted => match accepted {
+                Ok((stream, _)) => (place, stream),
+                Err(error) => {
+                    // Most likely no file descriptor is left: not a moment to spin.
+                    tracing::warn!(%error, "admin connection not accepted");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    continue;
+                }
+            },
+        };
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEAD_PATIENCE)
+            .serve_connection(TokioIo::new(stream), service.clone());
+        let connection = connections.watch(connection);
+        tokio::spawn(async move {
+            let _place = place;
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "admin connection broke off");
+            }
+        });
+    }
+    let _ = tokio::time::timeout(CLOSING_PATIENCE, connections.shutdown()).await;
+}
+
+async fn readyz(State(state): State<AdminState>) -> Response {
+    if state.draining.is_set() {
+        return not_ready("stopping\n");
+    }
+    match tokio::time::timeout(READY_PATIENCE, state.engine.store().check()).await {
+        Ok(Ok(())) => text("ready\n"),
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "not ready");
+            not_ready("the store would not take a write\n")
+        }
+        Err(_) => {
+            tracing::warn!(patience = ?READY_PATIENCE, "not ready: the store does not answer");
+            not_ready("the store does not answer\n")
+        }
+    }
+}
+
+async fn metrics(State(state): State<AdminState>) -> Response {
+    const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    match state.metrics.render(&state.engine, state.draining.is_set()) {
+        Ok(text) => ([(header::CONTENT_TYPE, HeaderValue::from_static(OPEN_METRICS))], text).into_response(),
+        Err(_) => Problem::internal("The metrics could not be written down.").into_response(),
+    }
+}
+
+fn text(words: &'static str) -> Response {
+    ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], words).into_response()
+}
+
+fn not_ready(why: &'static str) -> Response {
+    (StatusCode::SERVICE_UNAVAILABLE, text(why)).into_response()
+}

@@ -1,0 +1,139 @@
+//! What an operator hears where a request was not done.
+
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use http::header::{self, HeaderValue};
+use oncegate_core::{RecordId, StoreError, StoreErrorKind};
+use serde_json::{Value, json};
+
+/// A refusal, as problem details (RFC 9457).
+#[derive(Clone, Debug)]
+pub(super) struct Problem {
+    status: StatusCode,
+    slug: &'static str,
+    title: &'static str,
+    detail: String,
+    record: Option<RecordId>,
+}
+
+impl Problem {
+    fn new(status: StatusCode, slug: &'static str, title: &'static str, detail: impl Into<String>) -> Self {
+        Self { status, slug, title, detail: detail.into(), record: None }
+    }
+
+    /// Something in the request is wrong.
+    pub(super) fn bad_request(detail: impl Into<String>) -> Self {
+        Self::new(
+            StatusCode::BAD_REQUEST,
+            "bad-request",
+            "The request is not as the admin API takes it",
+            detail,
+        )
+    }
+
+    pub(super) fn too_large(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "too-large", "The request is too large", detail)
+    }
+
+    pub(super) fn media_type() -> Self {
+        let detail = "Send the body as JSON, with Content-Type: application/json.";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "media-type", "The body is not JSON", detail)
+    }
+
+    pub(super) fn unauthorized(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, "unauthorized", "The admin token is missing or wrong", detail)
+    }
+
+    pub(super) fn forbidden(detail: impl Into<String>) -> Self {
+        Self::new(
+            StatusCode::FORBIDDEN,
+            "forbidden",
+            "The request may come from somebody else's page",
+            detail,
+        )
+    }
+
+    pub(super) fn no_such_path(path: &str) -> Self {
+        let detail = format!("There is no {path}.");
+        Self::new(StatusCode::NOT_FOUND, "no-such-path", "There is no such path", detail)
+    }
+
+    pub(super) fn no_such_method(method: &http::Method, path: &str) -> Self {
+        let detail = format!("{path} does not take {method}.");
+        Self::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            "no-such-method",
+            "The path does not take this method",
+            detail,
+        )
+    }
+
+    /// There is no record in this place.
+    pub(super) fn no_record(id: RecordId) -> Self {
+        let detail = "No request with this key was seen, or its retention is over.";
+        let problem = Self::new(StatusCode::NOT_FOUND, "no-record", "There is no such record", detail);
+        Self { record: Some(id), ..problem }
+    }
+
+    /// The record is there, but not in a state for this.
+    pub(super) fn not_resolvable(id: RecordId, detail: impl Into<String>) -> Self {
+        let problem =
+            Self::new(StatusCode::CONFLICT, "not-resolvable", "The record cannot be resolved now", detail);
+        Self { record: Some(id), ..problem }
+    }
+
+    /// The store did not do it.
+    pub(super) fn store(error: &StoreError) -> Self {
+        match error.kind() {
+            StoreErrorKind::Corrupt => Self::new(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "record-corrupt",
+                "The record cannot be read",
+                format!("{error}. It is never executed. Keep a copy of the store and run `oncegate check`."),
+            ),
+            StoreErrorKind::Unavailable => Self::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "store-unavailable",
+                "The store is out of reach",
+                format!("{error}. It is not known whether a change was made: look before you try again."),
+            ),
+            _ => Self::new(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "store-invalid",
+                "The store refused",
+                error.to_string(),
+            ),
+        }
+    }
+
+    pub(super) fn internal(detail: impl Into<String>) -> Self {
+        Self::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "internal",
+            "Something in the admin API is wrong",
+            detail,
+        )
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let mut body = json!({
+            "type": format!("urn:oncegate:problem:{}", self.slug),
+            "title": self.title,
+            "status": self.status.as_u16(),
+            "detail": self.detail,
+        });
+        if let (Some(id), Value::Object(members)) = (self.record, &mut body) {
+            members.insert("record".to_owned(), id.to_string().into());
+        }
+        let mut response = (self.status, body.to_string()).into_response();
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

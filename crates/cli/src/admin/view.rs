@@ -1,0 +1,120 @@
+//! What an operator sees of records.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use oncegate_core::{Answer, AuditEntry, Record, RecordId, State, StoredResponse, Timestamp};
+use serde_json::{Map, Value, json};
+
+/// How much of a record is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Detail {
+    /// A line in a listing.
+    Line,
+    /// Everything but the stored body.
+    Whole,
+    /// Everything.
+    Body,
+}
+
+pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Detail) -> Value {
+    let mut view = json!({
+        "record": id.to_string(),
+        "state": record.state_name(now).as_str(),
+        "operation": record.label.operation(),
+        "caller": record.label.caller().to_string(),
+        "token": record.token.get(),
+        "attempts": record.attempts,
+        "created_at": time(record.created_at),
+        "changed_at": time(record.changed_at),
+        "age_seconds": now.since(record.changed_at).as_secs(),
+        "expires_at": time(record.expires_at),
+    });
+    if let Value::Object(members) = &mut view {
+        match &record.state {
+            State::InProgress { lease_until, after_abandoned, .. } => {
+                members.insert("lease_until".to_owned(), time(*lease_until).into());
+                members.insert("after_abandoned".to_owned(), (*after_abandoned).into());
+            }
+            State::Completed(Answer::Replayable(stored)) => {
+                members.insert("response".to_owned(), response(stored, detail));
+            }
+            _ => {}
+        }
+    }
+    view
+}
+
+fn response(stored: &StoredResponse, detail: Detail) -> Value {
+    let body = stored.body();
+    let mut members = Map::new();
+    members.insert("status".to_owned(), stored.status().into());
+    members.insert("body_bytes".to_owned(), body.len().into());
+    if detail >= Detail::Whole {
+        members.insert("headers".to_owned(), fields(stored.headers()));
+        if stored.trailers().next().is_some() {
+            members.insert("trailers".to_owned(), fields(stored.trailers()));
+        }
+    }
+    if detail >= Detail::Body {
+        let (name, text) = match std::str::from_utf8(&body) {
+            Ok(text) => ("body", text.to_owned()),
+            Err(_) => ("body_base64", STANDARD.encode(&body)),
+        };
+        members.insert(name.to_owned(), text.into());
+    }
+    Value::Object(members)
+}
+
+/// Pairs in their order: a field may be there more than once.
+fn fields<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> Value {
+    fields.map(|(name, value)| json!([name, String::from_utf8_lossy(value)])).collect()
+}
+
+pub(super) fn audit_entry(entry: &AuditEntry) -> Value {
+    json!({
+        "number": entry.number,
+        "at": time(entry.at),
+        "record": entry.id.to_string(),
+        "from": entry.from.as_str(),
+        "to": entry.to.as_str(),
+        "actor": entry.actor,
+        "reason": entry.reason,
+    })
+}
+
+/// The time in the form of RFC 3339, in UTC with milliseconds.
+pub(super) fn time(at: Timestamp) -> String {
+    let (seconds, millis) = (at.as_millis() / 1000, at.as_millis() % 1000);
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Days since 0000-03-01, so that a leap day is the last day of its year; 400 years have 146097 days.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute) = (second / 3600, second % 3600 / 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{:02}.{millis:03}Z", second % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        for (millis, text) in [
+            (0, "1970-01-01T00:00:00.000Z"),
+            (951_782_399_999, "2000-02-28T23:59:59.999Z"),
+            (951_782_400_000, "2000-02-29T00:00:00.000Z"),
+            (951_868_800_000, "2000-03-01T00:00:00.000Z"),
+            (1_709_210_096_007, "2024-02-29T12:34:56.007Z"),
+            (1_735_689_599_000, "2024-12-31T23:59:59.000Z"),
+            (4_107_542_400_000, "2100-03-01T00:00:00.000Z"),
+        ] {
+            assert_eq!(time(Timestamp::from_millis(millis)), text);
+        }
+    }
+}

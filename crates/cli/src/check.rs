@@ -1,0 +1,445 @@
+//! `oncegate check`: what is wrong with a configuration and its store, said before somebody finds out.
+
+use std::fmt;
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::ExitCode;
+
+use oncegate_core::StateName;
+use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
+
+use crate::config::{Config, Draft, ProxyArgs, StoreChoice, TlsFiles, size_text};
+use crate::proxy::server_config;
+
+/// Runs the checks, prints a line for each thing, and says whether there was an error.
+pub(crate) fn run(args: &ProxyArgs) -> ExitCode {
+    let report = check(&Draft::read(args, std::env::vars_os()));
+    let mut out = io::stdout().lock();
+    for line in &report.0 {
+        if writeln!(out, "{line}").is_err() {
+            break; // nobody reads on; the exit code tells all the same
+        }
+    }
+    if report.has_error() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Ok,
+    Warn,
+    Error,
+}
+
+/// One line.
+#[derive(Debug)]
+struct Line(Verdict, String);
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = match self.0 {
+            Verdict::Ok => "ok",
+            Verdict::Warn => "warn",
+            Verdict::Error => "error",
+        };
+        write!(f, "{word:<6}{}", self.1)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Report(Vec<Line>);
+
+impl Report {
+    fn ok(&mut self, what: impl Into<String>) {
+        self.0.push(Line(Verdict::Ok, what.into()));
+    }
+
+    fn warn(&mut self, what: impl Into<String>) {
+        self.0.push(Line(Verdict::Warn, what.into()));
+    }
+
+    fn error(&mut self, what: impl Into<String>) {
+        self.0.push(Line(Verdict::Error, what.into()));
+    }
+
+    fn has_error(&self) -> bool {
+        self.0.iter().any(|line| line.0 == Verdict::Error)
+    }
+}
+
+fn check(draft: &Draft) -> Report {
+    let mut report = Report::default();
+    for problem in &draft.problems {
+        if problem.is_error() {
+            report.error(problem.to_string());
+        } else {
+            report.warn(problem.to_string());
+        }
+    }
+    if let Some(config) = &draft.config {
+        configuration(config, &mut report);
+    }
+    if let Some(file) = &draft.admin_token_file {
+        secret("the admin token", file, &mut report);
+    }
+    if let Some(files) = &draft.tls {
+        tls(files, &mut report);
+    }
+    match &draft.store {
+        Some(StoreChoice::Memory) => report.ok("store memory:"),
+        Some(StoreChoice::Directory(dir)) => store(dir, &mut report),
+        None => {
+            report.warn("store: not checked, because of the errors above it is not clear which one is meant")
+        }
+    }
+    report
+}
+
+fn configuration(config: &Config, report: &mut Report) {
+    let said = match config.safe_summary() {
+        "" => "all defaults",
+        summary => summary,
+    };
+    report.ok(format!("configuration: {said}"));
+    let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
+    report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
+    report.ok(format!("service {}: not contacted", config.to));
+}
+
+fn tls(files: &TlsFiles, report: &mut Report) {
+    match server_config(&files.cert, &files.key) {
+        Ok(_) => {
+            report.ok(format!("TLS: {} and {} fit each other", files.cert.display(), files.key.display()));
+        }
+        Err(error) => report.error(format!("TLS: {error}")),
+    }
+    secret("the TLS key", &files.key, report);
+}
+
+/// That it can be read was checked by whoever reads it; here it is checked that not everybody can.
+fn secret(what: &str, file: &Path, report: &mut Report) {
+    if let Ok(metadata) = fs::metadata(file)
+        && metadata.permissions().mode() & 0o004 != 0
+    {
+        let file = file.display();
+        report
+            .warn(format!("{what} in {file} can be read by everybody on this machine; run: chmod o= {file}"));
+    }
+}
+
+fn store(dir: &Path, report: &mut Report) {
+    let shown = dir.display();
+    match fs::metadata(dir) {
+        Ok(metadata) if !metadata.is_dir() => report.error(format!("store {shown}: is not a directory")),
+        Ok(_) => existing_store(dir, report),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            // Some day it is made inside of the nearest directory that is there.
+            let is_there = |dir: &&Path| dir.as_os_str().is_empty() || dir.exists();
+            let parent = dir.ancestors().skip(1).find(is_there);
+            let parent = parent.filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            if writable(parent, &format!("store {shown}: does not exist, and cannot be made"), report) {
+                report.ok(format!("store {shown}: does not exist yet; it is made at the first start"));
+            }
+        }
+        Err(error) => report.error(format!("store {shown}: {error}")),
+    }
+}
+
+fn existing_store(dir: &Path, report: &mut Report) {
+    let shown = dir.display();
+    if !writable(dir, &format!("store {shown}: cannot be written to"), report) {
+        return;
+    }
+    let is_empty = fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none());
+    if is_empty {
+        return report.ok(format!("store {shown}: empty; it is made at the first start"));
+    }
+    if !dir.join(RECORDS).exists() {
+        return report
+            .warn(format!("store {shown}: has files, but no records; is this the directory that you mean?"));
+    }
+    secret("every stored answer", &dir.join(RECORDS), report);
+    match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
+        Ok(found) => content(dir, &found, report),
+        // Nothing is wrong with a sidecar that runs.
+        Err(error @ OpenError::InUse { .. }) => report.warn(format!("{error}. Its content was not checked")),
+        Err(error) => report.error(format!("store {shown}: {error}")),
+    }
+}
+
+/// The file that holds the records.
+const RECORDS: &str = "records.redb";
+
+/// Most records that are named one by one.
+const NAMED: usize = 20;
+
+fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
+    let shown = dir.display();
+    if let Some(damage) = &found.damage {
+        report.error(format!(
+            "store {shown}: damaged: {damage}. Keep a copy, and restore a backup: what is missing would execute again"
+        ));
+    }
+    for id in found.unreadable.iter().take(NAMED) {
+        report.error(format!(
+            "store {shown}: the record {id} cannot be read; requests with its key are refused"
+        ));
+    }
+    if found.unreadable.len() > NAMED {
+        report.error(format!("store {shown}: and {} more", found.unreadable.len() - NAMED));
+    }
+    if !found.unreadable_audit.is_empty() {
+        let count = found.unreadable_audit.len();
+        report.error(format!("store {shown}: {count} entries of the audit trail cannot be read"));
+    }
+    if found.is_sound() {
+        let mut states: Vec<_> =
+            found.records.iter().map(|(state, count)| format!("{count} {state}")).collect();
+        if found.expired > 0 {
+            states.push(format!("{} past their retention", found.expired));
+        }
+        let records = if states.is_empty() { "no records".to_owned() } else { states.join(", ") };
+        let audit = found.audit_entries;
+        report
+            .ok(format!("store {shown}: sound; {}; {records}; audit trail: {audit}", size_text(found.bytes)));
+    }
+    // No process has the store open, so nobody is at those that are in progress.
+    let waiting = [StateName::Unknown, StateName::Abandoned, StateName::InProgress];
+    let waiting: u64 = waiting.iter().filter_map(|state| found.records.get(state)).sum();
+    if waiting > 0 {
+        report.warn(format!(
+            "store {shown}: whether {waiting} of the requests in it took effect is not known; start the sidecar, and see \
+             `oncegate keys ls`"
+        ));
+    }
+}
+
+/// Below this, records may fill the disk before somebody looks again.
+const FREE_MIN: u64 = 512 * 1024 * 1024;
+
+/// Whether a file can be made in the directory, and whether there is room for more.
+fn writable(dir: &Path, what: &str, report: &mut Report) -> bool {
+    // Has no name, or none for long, and goes with its handle.
+    if let Err(error) = tempfile::tempfile_in(dir) {
+        report.error(format!("{what}: {error}"));
+        return false;
+    }
+    if let Ok(disk) = rustix::fs::statvfs(dir) {
+        let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+        if free < FREE_MIN {
+            report.warn(format!(
+                "the disk of {} has {} left; once it is full, requests with a key are refused",
+                dir.display(),
+                size_text(free)
+            ));
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+    use std::os::unix::fs::symlink;
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, OnAbandoned, RecordId, Store as _};
+    use oncegate_embedded::EmbeddedStore;
+
+    use super::*;
+    use crate::config::parse_flags;
+
+    /// The lines for these flags, with the directory that everything is in taken off.
+    fn lines(dir: &Path, flags: &[&str]) -> Vec<String> {
+        let args = parse_flags(flags).unwrap();
+        let none: [(OsString, OsString); 0] = [];
+        let report = check(&Draft::read(&args, none));
+        let prefix = format!("{}/", dir.display());
+        report.0.iter().map(|line| line.to_string().replace(&prefix, "")).collect()
+    }
+
+    fn private(path: &Path, mode: u32) {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    struct World {
+        dir: tempfile::TempDir,
+        store: PathBuf,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let store = dir.path().join("data");
+            Self { dir, store }
+        }
+
+        /// The lines of the store, with everything else in order.
+        fn store_lines(&self) -> Vec<String> {
+            let store = self.store.to_str().unwrap();
+            let lines = lines(self.dir.path(), &["--to", "http://127.0.0.1:3000", "--store", store]);
+            assert!(
+                lines[0].starts_with("ok    configuration: to=http://127.0.0.1:3000 (--to)"),
+                "{lines:?}"
+            );
+            assert_eq!(
+                lines[1],
+                "ok    addresses: requests on 127.0.0.1:8080, admin on 127.0.0.1:9090, for this machine only"
+            );
+            assert_eq!(lines[2], "ok    service http://127.0.0.1:3000: not contacted");
+            lines[3..].to_vec()
+        }
+
+        fn open(&self) -> EmbeddedStore {
+            EmbeddedStore::open(EmbeddedOptions::new(&self.store)).unwrap()
+        }
+    }
+
+    #[test]
+    fn everything_that_is_wrong_has_a_line_and_the_store_is_checked_all_the_same() {
+        let world = World::new();
+        let file = world.dir.path().join("oncegate.toml");
+        fs::write(&file, "lease = 30\nretentoin = \"1h\"\nwait = \"1s\"\nupstream-timeout = \"none\"\n")
+            .unwrap();
+        let flags = ["--config", file.to_str().unwrap(), "--store", world.store.to_str().unwrap()];
+        let lines = lines(world.dir.path(), &flags);
+        let expected = [
+            "error oncegate.toml:1:9: lease: \"30\" has no unit",
+            "error oncegate.toml:2:1: no such setting `retentoin`; did you mean `retention`?",
+            "warn  oncegate.toml:4:20: upstream-timeout: a service that hangs",
+            "error nothing to protect: give --to URL",
+            "ok    store data: does not exist yet; it is made at the first start",
+        ];
+        assert_eq!(lines.len(), expected.len(), "{lines:#?}");
+        for (line, expected) in lines.iter().zip(expected) {
+            assert!(line.starts_with(expected), "{line}\n{expected}");
+        }
+    }
+
+    #[test]
+    fn a_store_that_nobody_named_clearly_is_not_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        let not_checked =
+            "warn  store: not checked, because of the errors above it is not clear which one is meant";
+        let by_flag = lines(dir.path(), &["--store", "redis://x"]);
+        assert!(by_flag[0].starts_with("error --store: \"redis://x\" is a URL"), "{by_flag:?}");
+        assert_eq!(by_flag.last().unwrap(), not_checked);
+        let file = dir.path().join("f.toml");
+        fs::write(&file, "store = ").unwrap();
+        let by_file = lines(dir.path(), &["--config", file.to_str().unwrap()]);
+        assert!(by_file[0].starts_with("error f.toml:1:9: not TOML: "), "{by_file:?}");
+        assert_eq!(by_file.last().unwrap(), not_checked);
+        let memory = lines(dir.path(), &["--store", "memory:", "--to", "http://h"]);
+        assert_eq!(memory.last().unwrap(), "ok    store memory:");
+        assert!(memory[0].starts_with("warn  --store: records are kept in memory"), "{memory:?}");
+    }
+
+    #[test]
+    fn a_directory_that_can_be_none_is_named() {
+        let world = World::new();
+        assert_eq!(
+            World { store: world.store.join("deep/down"), dir: tempfile::tempdir().unwrap() }
+                .store_lines()
+                .len(),
+            1
+        );
+        assert!(!world.store.exists(), "checking makes nothing");
+        fs::write(&world.store, "").unwrap();
+        assert_eq!(world.store_lines(), ["error store data: is not a directory"]);
+        let below = World { store: world.store.join("below"), dir: world.dir };
+        let lines = below.store_lines();
+        assert!(lines.len() == 1 && lines[0].starts_with("error store data/below: "), "{lines:?}");
+        fs::remove_file(below.dir.path().join("data")).unwrap();
+
+        let world = World { store: below.dir.path().join("data"), dir: below.dir };
+        symlink("/proc", &world.store).unwrap();
+        let lines = world.store_lines();
+        assert!(
+            lines.iter().any(|line| line.starts_with("error store data: cannot be written to: ")),
+            "{lines:?}"
+        );
+    }
+
+    #[test]
+    fn a_directory_with_other_things_in_it_is_pointed_out() {
+        let world = World::new();
+        fs::create_dir(&world.store).unwrap();
+        assert_eq!(world.store_lines(), ["ok    store data: empty; it is made at the first start"]);
+        fs::write(world.store.join("other"), "").unwrap();
+        assert_eq!(
+            world.store_lines(),
+            ["warn  store data: has files, but no records; is this the directory that you mean?"]
+        );
+    }
+
+    #[tokio::test]
+    async fn a_store_is_read_and_one_in_use_is_left_alone() {
+        let world = World::new();
+        let store = world.open();
+        let claim = Claim {
+            attempt: AttemptId::new(1),
+            fingerprint: Fingerprint::of_parts("test", &[]),
+            lease: Duration::from_secs(30),
+            retention: Duration::from_secs(3600),
+            on_abandoned: OnAbandoned::Park,
+            label: Label::default(),
+        };
+        store.apply(RecordId::from_bytes([1; 32]), Command::Claim(claim)).await.unwrap();
+        let lines = world.store_lines();
+        let in_use =
+            format!("warn  the store in data is in use by this process (pid {})", std::process::id());
+        let in_use = |line: &str| line.replace(world.store.to_str().unwrap(), "data").starts_with(&in_use);
+        assert!(lines.len() == 1 && in_use(&lines[0]), "{lines:?}");
+        drop(store);
+        // Closing takes a moment in another thread.
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        let lines = loop {
+            let lines = world.store_lines();
+            if !in_use(&lines[0]) {
+                break lines;
+            }
+            assert!(std::time::Instant::now() < deadline, "{lines:?}");
+            tokio::task::yield_now().await;
+        };
+        assert_eq!(lines.len(), 2, "{lines:?}"); // and none of what everybody could read
+        assert!(lines[0].starts_with("ok    store data: sound; "), "{lines:?}");
+        assert!(lines[0].ends_with("; 1 in-progress; audit trail: 0"), "{lines:?}");
+        assert!(
+            lines[1]
+                .starts_with("warn  store data: whether 1 of the requests in it took effect is not known")
+        );
+    }
+
+    #[test]
+    fn a_damaged_store_is_an_error() {
+        let world = World::new();
+        fs::create_dir(&world.store).unwrap();
+        fs::write(world.store.join(RECORDS), vec![7; 8192]).unwrap();
+        private(&world.store.join(RECORDS), 0o600);
+        let lines = world.store_lines();
+        assert!(lines.len() == 1 && lines[0].starts_with("error store data: "), "{lines:?}");
+        assert!(lines[0].contains("damaged"), "{lines:?}");
+    }
+
+    #[test]
+    fn secrets_and_certificates_are_looked_at() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        for (name, content) in [("token", "0123456789abcdef"), ("cert.pem", ""), ("key.pem", "")] {
+            fs::write(path(name), content).unwrap();
+            private(path(name).as_ref(), 0o604);
+        }
+        let (token, cert, key) = (path("token"), path("cert.pem"), path("key.pem"));
+        let flags = ["--to", "http://h", "--store", "memory:", "--admin-token-file", &token];
+        let flags = [&flags[..], &["--tls-cert", &cert, "--tls-key", &key]].concat();
+        let lines = lines(dir.path(), &flags);
+        let has =
+            |start: &str| assert!(lines.iter().any(|line| line.starts_with(start)), "{start}\n{lines:#?}");
+        has("warn  the admin token in token can be read by everybody on this machine; run: chmod o= token");
+        has("error TLS: cert.pem: there is no certificate in it");
+        has("warn  the TLS key in key.pem can be read by everybody");
+        has("ok    addresses: requests on 127.0.0.1:8080, admin on 127.0.0.1:9090, with a token");
+    }
+}

@@ -1,0 +1,118 @@
+//! What somebody should know of a configuration that works.
+
+use std::time::Duration;
+
+use http::Method;
+use oncegate_http::StoreOutage;
+
+use super::assemble::{given, is_loopback};
+use super::problem::{Problem, Source};
+use super::settings::{Given, Values};
+use super::units::{StoreChoice, duration_text};
+use super::{Route, RouteConfig};
+
+/// Below this a pause of the machine (a snapshot, a long collection, a full disk) outlasts a lease.
+const LEASE_SHORT: Duration = Duration::from_secs(2);
+
+/// Above this a key is blocked after a crash for longer than clients retry.
+const LEASE_LONG: Duration = Duration::from_secs(10 * 60);
+
+/// On the sidecar as a whole.
+pub(super) fn on_service(values: &Values) -> Vec<Problem> {
+    let mut advice = Vec::new();
+    if given(&values.store) == StoreChoice::Memory {
+        let what =
+            "records are kept in memory, and nothing survives a restart: every retry after it executes again";
+        advice.push(Problem::warning(source(&values.store), what));
+    }
+    let admin = given(&values.admin);
+    let has_token = values.admin_token.is_some() || values.admin_token_file.is_some();
+    if !is_loopback(admin.ip()) && has_token {
+        let what = "the admin address can be reached by others, and the token goes over it in clear; put TLS before it";
+        advice.push(Problem::warning(source(&values.admin), what));
+    }
+    advice
+}
+
+/// On what is done on one route, or on all others.
+pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
+    let mut advice = Vec::new();
+    let mut warn = |source: Option<Source>, what: String| advice.push(Problem::warning(source, what));
+    let (lease, wait) = (given(&values.lease), given(&values.wait));
+    let retention = route.settings.policy().retention();
+    let drain = given(&values.drain_timeout);
+    if given(&values.store_outage) == StoreOutage::Open {
+        let what = "while the store is out of reach, requests with a key are executed WITHOUT protection, and a retry may take effect twice";
+        warn(source(&values.store_outage), what.to_owned());
+    }
+    if lease < LEASE_SHORT {
+        let what = format!(
+            "a lease of {} is shorter than a pause of the machine can be, and an owner that is paused for longer is taken for dead; \
+             it is renewed while a request runs, so a longer one costs nothing but the time that a key is blocked after a crash",
+            duration_text(lease)
+        );
+        warn(source(&values.lease), what);
+    }
+    if lease > LEASE_LONG {
+        let what = format!(
+            "after a crash the keys of requests that ran are blocked for {}; the lease is renewed while a request runs, so it need not be as long as one",
+            duration_text(lease)
+        );
+        warn(source(&values.lease), what);
+    }
+    match route.upstream_timeout {
+        None => {
+            let what = "a service that hangs holds its request and its key for as long as it hangs";
+            warn(source(&values.upstream_timeout), what.to_owned());
+        }
+        Some(timeout) if timeout > drain => {
+            let what = format!(
+                "the service may take {}, but a stop waits for {} only; what is cut off then has an unknown outcome",
+                duration_text(timeout),
+                duration_text(drain)
+            );
+            warn(said(&values.upstream_timeout).or(said(&values.drain_timeout)), what);
+        }
+        Some(_) => {}
+    }
+    let longest = wait.max(lease).max(route.upstream_timeout.unwrap_or_default());
+    if retention < longest {
+        let what = format!(
+            "an answer is kept for {}, less than the {} that a client may be waiting for it; a retry that comes later executes again",
+            duration_text(retention),
+            duration_text(longest)
+        );
+        warn(said(&values.retention), what);
+    }
+    let pointers = values.fingerprint_exclude.as_ref().or(values.fingerprint_include.as_ref());
+    if let Some(pointers) =
+        pointers.filter(|pointers| given(&values.fingerprint_raw) && !pointers.value.is_empty())
+    {
+        let what = "bodies are compared byte by byte (fingerprint.raw), so no member is left out or chosen";
+        warn(Some(pointers.source.clone()), what.to_owned());
+    }
+    advice
+}
+
+/// On a route that an earlier one hides.
+pub(super) fn on_order(earlier: &[Route], route: &Route, place: &Source) -> Option<Problem> {
+    let covers = |methods: &[Method]| {
+        methods.is_empty()
+            || !route.methods.is_empty() && route.methods.iter().all(|method| methods.contains(method))
+    };
+    let hides = |other: &&Route| other.pattern.as_str() == route.pattern.as_str() && covers(&other.methods);
+    earlier.iter().find(hides)?;
+    Some(Problem::warning(
+        place.clone(),
+        format!("never used: an earlier route has the path {} and its methods", route.pattern.as_str()),
+    ))
+}
+
+fn source<T>(given: &Option<Given<T>>) -> Option<Source> {
+    given.as_ref().map(|given| given.source.clone())
+}
+
+/// Where it was said, if it was.
+fn said<T>(given: &Option<Given<T>>) -> Option<Source> {
+    source(given).filter(|source| *source != Source::Default)
+}

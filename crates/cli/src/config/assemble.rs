@@ -1,0 +1,284 @@
+//! Makes a configuration of values that were read one by one, and holds them against each other.
+
+use std::fs;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+
+use oncegate_core::fingerprint::FingerprintRules;
+use oncegate_engine::ConfigError;
+use oncegate_http::{PathPattern, Settings, StoreOutage};
+
+use super::advice;
+use super::file::RouteTable;
+use super::problem::{Problem, Source};
+use super::settings::{Given, Setting, Values};
+use super::units::{self, AdminToken, Upstream};
+use super::{Config, Draft, Route, RouteConfig, TlsFiles, apply};
+
+/// Everything that could be made of the values. `file_is_whole` is false where a file could not be read.
+pub(super) fn draft(
+    values: &Values,
+    tables: &[RouteTable],
+    file_is_whole: bool,
+    mut problems: Vec<Problem>,
+) -> Draft {
+    let is_doubtful = |name: &str| {
+        !file_is_whole
+            || problems.iter().any(|problem| {
+                problem.is_error() && Setting::named(name).is_some_and(|setting| problem.is_about(setting))
+            })
+    };
+    let store = Some(given(&values.store)).filter(|_| !is_doubtful("store"));
+    let needs_to = !is_doubtful("to");
+    let admin_token_file = values.admin_token_file.as_ref().map(|file| file.value.clone());
+    let problems = &mut problems;
+    let tls = tls(values, problems);
+    let mut warnings = advice::on_service(values);
+    let default = route_config(values, None, problems);
+    warnings.extend(advice::on_route(values, &default));
+    let mut routes = Vec::new();
+    for table in tables {
+        if let Some((route, advice)) = route(values, table, problems) {
+            warnings.extend(advice);
+            warnings.extend(advice::on_order(&routes, &route, &table.source));
+            routes.push(route);
+        }
+    }
+    let admin_token = read_token(values, problems);
+    check_addresses(values, problems);
+    // A URL that could not be read has been complained about already.
+    if values.to.is_none() && needs_to {
+        let what = "nothing to protect: give --to URL, such as --to http://127.0.0.1:3000";
+        problems.push(Problem::error(None, what));
+    }
+    // A route inherits what there is to say of a value, too.
+    let mut once: Vec<Problem> = Vec::new();
+    for warning in warnings {
+        if !once.contains(&warning) {
+            once.push(warning);
+        }
+    }
+    let config = values.to.as_ref().filter(|_| problems.is_empty()).map(|to| Config {
+        listen: given(&values.listen),
+        admin: given(&values.admin),
+        admin_token,
+        to: to.value.clone(),
+        upstream_protocol: given(&values.upstream_protocol),
+        connect_timeout: given(&values.connect_timeout),
+        drain_timeout: given(&values.drain_timeout),
+        threads: values.threads.as_ref().map(|threads| threads.value),
+        store: given(&values.store),
+        tls: tls.clone(),
+        default,
+        routes,
+        warnings: once.clone(),
+        summary: String::new(),
+    });
+    problems.extend(once);
+    problems.sort_by_key(Problem::rank);
+    Draft { store, tls, admin_token_file, problems: std::mem::take(problems), config }
+}
+
+/// The value of a setting that has a default.
+pub(super) fn given<T: Clone>(given: &Option<Given<T>>) -> T {
+    match given {
+        Some(given) => given.value.clone(),
+        None => unreachable!("the setting has a default"),
+    }
+}
+
+fn tls(values: &Values, problems: &mut Vec<Problem>) -> Option<TlsFiles> {
+    let (given, missing) = match (&values.tls_cert, &values.tls_key) {
+        (Some(cert), Some(key)) => {
+            return Some(TlsFiles { cert: cert.value.clone(), key: key.value.clone() });
+        }
+        (None, None) => return None,
+        (Some(cert), None) => (cert, "a certificate without its key; set tls-key too"),
+        (None, Some(key)) => (key, "a key without its certificate; set tls-cert too"),
+    };
+    problems.push(Problem::error(given.source.clone(), missing));
+    None
+}
+
+fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> Option<(Route, Vec<Problem>)> {
+    let mut values = service.clone();
+    apply(&table.entries, &mut values, problems);
+    let says_methods = table.entries.iter().any(|entry| entry.setting.name == "methods");
+    let methods = values.methods.as_ref().filter(|_| says_methods).map(|methods| methods.value.clone());
+    let config = route_config(&values, Some(&table.source), problems);
+    let (path, source) = table.path.as_ref()?;
+    let pattern = match PathPattern::new(path) {
+        Ok(pattern) => pattern,
+        Err(error) => {
+            problems.push(Problem::error(source.clone(), error.to_string()));
+            return None;
+        }
+    };
+    let advice = advice::on_route(&values, &config);
+    Some((Route { methods: methods.unwrap_or_default(), pattern, config }, advice))
+}
+
+fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Problem>) -> RouteConfig {
+    if let Some(methods) = values.methods.as_ref().filter(|methods| methods.value.is_empty()) {
+        let what = "an empty list of methods: nothing would be protected";
+        push_once(problems, Problem::error(methods.source.clone(), what));
+    }
+    let settings = settings(values).unwrap_or_else(|error| {
+        // Every value was held against its bounds when it was read, so this is about values that don't fit each other.
+        push_once(problems, Problem::error(place.cloned(), error.to_string()));
+        Settings::default()
+    });
+    RouteConfig { settings, upstream_timeout: given(&values.upstream_timeout) }
+}
+
+fn settings(values: &Values) -> Result<Settings, ConfigError> {
+    let mut settings = Settings::new(given(&values.profile));
+    let mut policy = settings
+        .policy()
+        .with_lease(given(&values.lease))?
+        .with_wait(given(&values.wait))?
+        .with_on_abandoned(given(&values.on_abandoned));
+    if let Some(retention) = &values.retention {
+        policy = policy.with_retention(retention.value)?;
+    }
+    settings = settings
+        .with_policy(policy)
+        .with_caller(given(&values.scope))
+        .with_key_format(given(&values.key_format))
+        .with_max_request_body(given(&values.max_request_body))
+        .with_max_response_body(given(&values.max_response_body))?
+        .with_fingerprint(fingerprint_rules(values));
+    // What is said wins over the profile; what is not said is left to it.
+    if let Some(required) = &values.require_key {
+        settings = settings.with_required_key(required.value);
+    }
+    if let Some(name) = &values.key_header {
+        settings = settings.with_key_header(name.value.clone());
+    }
+    if let Some(scope) = &values.key_scope {
+        settings = settings.with_key_scope(scope.value);
+    }
+    if let Some(syntax) = &values.key_syntax {
+        settings = settings.with_key_syntax(syntax.value);
+    }
+    if let Some(methods) = &values.methods {
+        settings = settings.with_methods(methods.value.clone())?;
+    }
+    if let Some(server_errors) = &values.server_errors {
+        settings = settings.with_server_errors(server_errors.value);
+    }
+    if let Some(names) = &values.fingerprint_headers {
+        settings = settings.with_fingerprint_headers(names.value.clone());
+    }
+    for name in values.stored_headers.iter().flat_map(|names| names.value.iter()) {
+        settings = settings.with_stored_header(name.clone())?;
+    }
+    if given(&values.store_outage) == StoreOutage::Open {
+        settings = settings.danger_fail_open();
+    }
+    Ok(settings)
+}
+
+fn fingerprint_rules(values: &Values) -> FingerprintRules {
+    let mut rules = FingerprintRules::new();
+    if given(&values.fingerprint_raw) {
+        rules = rules.with_raw_bodies();
+    }
+    for pointer in values.fingerprint_include.iter().flat_map(|pointers| pointers.value.iter()) {
+        rules = rules.include(pointer.clone());
+    }
+    for pointer in values.fingerprint_exclude.iter().flat_map(|pointers| pointers.value.iter()) {
+        rules = rules.exclude(pointer.clone());
+    }
+    rules
+}
+
+fn read_token(values: &Values, problems: &mut Vec<Problem>) -> Option<AdminToken> {
+    match (&values.admin_token, &values.admin_token_file) {
+        (Some(token), Some(file)) => {
+            let what =
+                format!("{} is set as well; the token comes from one place, so leave one out", file.source);
+            problems.push(Problem::error(token.source.clone(), what));
+            None
+        }
+        (Some(token), None) => Some(token.value.clone()),
+        (None, Some(file)) => match token_in(&file.value) {
+            Ok(token) => Some(token),
+            Err(what) => {
+                let what = format!("{}: {what}", file.value.display());
+                problems.push(Problem::error(file.source.clone(), what));
+                None
+            }
+        },
+        (None, None) => None,
+    }
+}
+
+fn token_in(path: &Path) -> Result<AdminToken, String> {
+    const FILE_MAX: usize = 4096;
+    let text = fs::read(path).map_err(|error| error.to_string())?;
+    match String::from_utf8(text) {
+        Ok(text) if text.len() <= FILE_MAX => units::admin_token(&text),
+        _ => Err("is not a token: one line of at least 16 ASCII characters".to_owned()),
+    }
+}
+
+fn check_addresses(values: &Values, problems: &mut Vec<Problem>) {
+    let (listen, admin) = (given(&values.listen), given(&values.admin));
+    let source = |given: &Option<Given<SocketAddr>>| given.as_ref().map(|given| given.source.clone());
+    let token_was_tried = values.admin_token.is_some()
+        || values.admin_token_file.is_some()
+        || problems.iter().any(|p| p.source == Some(Source::Env("ONCEGATE_ADMIN_TOKEN".to_owned())));
+    if !is_loopback(admin.ip()) && !token_was_tried {
+        let what = format!(
+            "the admin address {admin} can be reached by others; put a token of at least {} characters into \
+             ONCEGATE_ADMIN_TOKEN or into a file for --admin-token-file, or use a loopback address such as \
+             127.0.0.1:9090",
+            AdminToken::MIN
+        );
+        problems.push(Problem::error(source(&values.admin), what));
+    }
+    if meet(listen, admin) {
+        let what = format!("the admin address {admin} is taken by the address for requests, {listen}");
+        problems.push(Problem::error(source(&values.admin).filter(is_said).or(source(&values.listen)), what));
+    }
+    if let Some(to) = &values.to
+        && let Some(upstream) = socket_of(&to.value)
+        && meet(listen, upstream)
+    {
+        let what = format!(
+            "the service {} is this sidecar's own address {listen}: requests would go round in circles",
+            to.value
+        );
+        problems.push(Problem::error(to.source.clone(), what));
+    }
+}
+
+fn is_said(source: &Source) -> bool {
+    *source != Source::Default
+}
+
+pub(super) fn is_loopback(ip: IpAddr) -> bool {
+    ip.to_canonical().is_loopback()
+}
+
+/// Whether one cannot listen on both, or one reaches the other.
+fn meet(a: SocketAddr, b: SocketAddr) -> bool {
+    let same = a.ip().to_canonical() == b.ip().to_canonical();
+    let reached =
+        |all: IpAddr, one: IpAddr| all.is_unspecified() && (is_loopback(one) || one.is_unspecified());
+    a.port() == b.port() && a.port() != 0 && (same || reached(a.ip(), b.ip()) || reached(b.ip(), a.ip()))
+}
+
+fn socket_of(upstream: &Upstream) -> Option<SocketAddr> {
+    let host = upstream.authority.host().trim_matches(['[', ']']);
+    let ip = if host.eq_ignore_ascii_case("localhost") { "127.0.0.1".parse() } else { host.parse() };
+    let default_port = if upstream.scheme == http::uri::Scheme::HTTPS { 443 } else { 80 };
+    Some(SocketAddr::new(ip.ok()?, upstream.authority.port_u16().unwrap_or(default_port)))
+}
+
+fn push_once(problems: &mut Vec<Problem>, problem: Problem) {
+    if !problems.contains(&problem) {
+        problems.push(problem);
+    }
+}

@@ -1,0 +1,113 @@
+//! Settings from the environment.
+
+use std::ffi::OsString;
+
+use super::Entry;
+use super::problem::{Problem, Source, nearest};
+use super::settings::{Raw, SETTINGS};
+
+const PREFIX: &str = "ONCEGATE_";
+
+/// Variables of ours that are no settings of the sidecar.
+const OTHERS: &[&str] = &[
+    "ONCEGATE_LOG",
+    #[cfg(feature = "failpoints")]
+    "ONCEGATE_FAILPOINT",
+];
+
+/// What the environment says.
+pub(super) fn read(
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+    problems: &mut Vec<Problem>,
+) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for (name, value) in variables {
+        let Some(name) = name.to_str().filter(|name| name.starts_with(PREFIX)) else { continue };
+        let source = Source::Env(name.to_owned());
+        let Some(setting) = SETTINGS.iter().find(|setting| setting.variable() == name) else {
+            if !OTHERS.contains(&name) && !is_service_link(name) {
+                problems.push(Problem::error(source, format!("no such setting{}", hint(name))));
+            }
+            continue;
+        };
+        match value.into_string() {
+            Ok(text) if text.is_empty() => {
+                problems.push(Problem::error(source, "is set but empty; unset it or give it a value"));
+            }
+            Ok(text) => entries.push(Entry { setting, raw: Raw::Text(text), source }),
+            Err(_) => problems.push(Problem::error(source, "is not valid UTF-8")),
+        }
+    }
+    entries
+}
+
+/// Which variable was meant. Only what follows the prefix is compared: the prefix makes all of them alike.
+fn hint(name: &str) -> String {
+    let word = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).to_owned();
+    let words: Vec<_> = SETTINGS.iter().map(|setting| word(&setting.variable())).collect();
+    let others = OTHERS.iter().map(|name| name.strip_prefix(PREFIX).unwrap_or(name));
+    match nearest(&word(name), words.iter().map(String::as_str).chain(others)) {
+        Some(nearest) => format!("; did you mean `{PREFIX}{nearest}`?"),
+        None => String::new(),
+    }
+}
+
+/// Kubernetes puts the addresses of a service that is called `oncegate` into the environment of every pod beside it.
+fn is_service_link(name: &str) -> bool {
+    let rest = name.strip_prefix(PREFIX).unwrap_or(name);
+    rest == "PORT"
+        || rest.starts_with("PORT_")
+        || rest.starts_with("SERVICE_HOST")
+        || rest.starts_with("SERVICE_PORT")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_all(variables: &[(&str, &str)]) -> (Vec<(&'static str, Raw)>, Vec<String>) {
+        let mut problems = Vec::new();
+        let variables = variables.iter().map(|(name, value)| (name.into(), value.into()));
+        let entries = read(variables, &mut problems);
+        let entries = entries.into_iter().map(|entry| (entry.setting.name, entry.raw)).collect();
+        (entries, problems.iter().map(Problem::to_string).collect())
+    }
+
+    #[test]
+    fn a_variable_is_the_setting_in_capitals() {
+        let (entries, problems) = read_all(&[
+            ("ONCEGATE_MAX_REQUEST_BODY", "1MiB"),
+            ("ONCEGATE_FINGERPRINT_RAW", "true"),
+            ("PATH", "/bin"),
+        ]);
+        let text = |text: &str| Raw::Text(text.to_owned());
+        assert_eq!(entries, [("max-request-body", text("1MiB")), ("fingerprint.raw", text("true"))]);
+        assert_eq!(problems, [""; 0]);
+    }
+
+    #[test]
+    fn an_unknown_or_empty_variable_is_an_error() {
+        let (_, problems) =
+            read_all(&[("ONCEGATE_LEESE", "1s"), ("ONCEGATE_COLOUR", "red"), ("ONCEGATE_TO", "")]);
+        assert_eq!(
+            problems,
+            [
+                "ONCEGATE_LEESE: no such setting; did you mean `ONCEGATE_LEASE`?",
+                "ONCEGATE_COLOUR: no such setting",
+                "ONCEGATE_TO: is set but empty; unset it or give it a value",
+            ]
+        );
+    }
+
+    #[test]
+    fn what_an_orchestrator_puts_there_is_no_setting() {
+        let links = [
+            ("ONCEGATE_PORT", "tcp://10.0.0.1:80"),
+            ("ONCEGATE_PORT_80_TCP_ADDR", "10.0.0.1"),
+            ("ONCEGATE_SERVICE_HOST", "10.0.0.1"),
+            ("ONCEGATE_SERVICE_PORT_HTTP", "80"),
+            ("ONCEGATE_LOG", "debug"),
+        ];
+        assert_eq!(read_all(&links), (Vec::new(), Vec::new()));
+    }
+}

@@ -1,0 +1,250 @@
+//! What the sidecar is told to do: by flags, by the environment, by a file, in this order.
+//!
+//! Every setting is declared once, in [`settings`]. All problems are collected and shown together, each with the place
+//! it comes from.
+
+mod advice;
+mod assemble;
+mod env;
+mod file;
+mod flags;
+mod problem;
+mod settings;
+#[cfg(test)]
+mod tests;
+mod units;
+
+use std::ffi::OsString;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http::Method;
+use oncegate_engine::{ConfigError, Engine};
+use oncegate_http::{IdempotencyLayer, PathPattern, Settings};
+
+use self::file::FileContent;
+use self::settings::{Place, Raw, SETTINGS, Setting, Values};
+
+pub(crate) use self::flags::ProxyArgs;
+#[cfg(test)]
+pub(crate) use self::flags::parse as parse_flags;
+pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
+#[cfg(test)]
+pub(crate) use self::units::admin_token;
+pub(crate) use self::units::{
+    AdminToken, StoreChoice, Upstream, UpstreamProtocol, duration, duration_text, size_text,
+};
+
+/// One value that somebody said.
+pub(crate) struct Entry {
+    setting: &'static Setting,
+    raw: Raw,
+    source: Source,
+}
+
+/// What the sidecar does.
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    /// Where requests come in.
+    pub(crate) listen: SocketAddr,
+    /// Where operators come in.
+    pub(crate) admin: SocketAddr,
+    /// What operators must show.
+    pub(crate) admin_token: Option<AdminToken>,
+    /// The service behind.
+    pub(crate) to: Upstream,
+    pub(crate) upstream_protocol: UpstreamProtocol,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) drain_timeout: Duration,
+    /// How many threads serve; `None` is one per core.
+    pub(crate) threads: Option<usize>,
+    pub(crate) store: StoreChoice,
+    pub(crate) tls: Option<TlsFiles>,
+    /// What is done where no route matches.
+    pub(crate) default: RouteConfig,
+    /// In the order in which they are tried.
+    pub(crate) routes: Vec<Route>,
+    /// What somebody should know of, though Oncegate starts.
+    pub(crate) warnings: Vec<Problem>,
+    summary: String,
+}
+
+/// The files that TLS needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TlsFiles {
+    pub(crate) cert: PathBuf,
+    pub(crate) key: PathBuf,
+}
+
+/// What is done on one route.
+#[derive(Clone, Debug)]
+pub(crate) struct RouteConfig {
+    /// What the layer does.
+    pub(crate) settings: Settings,
+    /// How long the service may take until its answer begins; `None` is for ever.
+    pub(crate) upstream_timeout: Option<Duration>,
+}
+
+/// A route of its own.
+#[derive(Clone, Debug)]
+pub(crate) struct Route {
+    /// The methods that it matches; all where there is none.
+    pub(crate) methods: Vec<Method>,
+    pub(crate) pattern: PathPattern,
+    pub(crate) config: RouteConfig,
+}
+
+/// As much as could be made of what was said, for whoever wants to look at the parts of a configuration with errors.
+pub(crate) struct Draft {
+    /// `None` where an error leaves it open which store is meant.
+    pub(crate) store: Option<StoreChoice>,
+    pub(crate) tls: Option<TlsFiles>,
+    /// The file of the admin token, whether it could be read or not.
+    pub(crate) admin_token_file: Option<PathBuf>,
+    /// Errors and warnings.
+    pub(crate) problems: Vec<Problem>,
+    /// Where there is no error.
+    pub(crate) config: Option<Config>,
+}
+
+impl Config {
+    /// Reads flags, environment and file.
+    ///
+    /// # Errors
+    /// Everything that is wrong, not only the first.
+    pub(crate) fn load(args: &ProxyArgs) -> Result<Self, Problems> {
+        let Draft { config, problems, .. } = Draft::read(args, std::env::vars_os());
+        config.ok_or_else(|| Problems(problems.into_iter().filter(Problem::is_error).collect()))
+    }
+
+    /// The layer that does what is configured, on this engine. Add the observer to it.
+    ///
+    /// # Errors
+    /// None for a configuration that was loaded.
+    pub(crate) fn layer(&self, engine: Engine) -> Result<IdempotencyLayer, ConfigError> {
+        let layer = IdempotencyLayer::new(engine).with_settings(self.default.settings.clone())?;
+        self.routes.iter().try_fold(layer, |layer, route| {
+            layer.with_route(route.methods.clone(), route.pattern.as_str(), route.config.settings.clone())
+        })
+    }
+
+    /// Whether the service may be spoken to in HTTP/2: TLS may agree on it.
+    pub(crate) fn may_speak_http2(&self) -> bool {
+        match self.upstream_protocol {
+            UpstreamProtocol::Http1 => false,
+            UpstreamProtocol::Http2 => true,
+            UpstreamProtocol::Auto => self.to.scheme == http::uri::Scheme::HTTPS,
+        }
+    }
+
+    /// What is done with a request of this method and path (without a query): the first route that matches counts, as in
+    /// the layer.
+    pub(crate) fn route(&self, method: &Method, path: &str) -> &RouteConfig {
+        let matches = |route: &&Route| {
+            (route.methods.is_empty() || route.methods.contains(method)) && route.pattern.matches(path)
+        };
+        self.routes.iter().find(matches).map_or(&self.default, |route| &route.config)
+    }
+
+    /// What is configured, for logs: one line, without secrets, and only what somebody said.
+    pub(crate) fn safe_summary(&self) -> &str {
+        &self.summary
+    }
+}
+
+impl Draft {
+    /// Reads what was said, and collects what is wrong with it.
+    pub(crate) fn read(args: &ProxyArgs, env: impl IntoIterator<Item = (OsString, OsString)>) -> Self {
+        let mut problems = Vec::new();
+        let from_env = env::read(env, &mut problems);
+        let from_flags: Vec<_> = args.entries().collect();
+        let path = config_path(&from_env, &from_flags);
+        let content = match &path {
+            None => Some(FileContent::default()),
+            Some((path, source)) => read_file(path, source, &mut problems),
+        };
+        let whole = content.is_some();
+        let content = content.unwrap_or_default();
+        let mut values = Values::defaults();
+        // Each overwrites the ones before it.
+        let layers = [&content.entries[..], &from_env, &from_flags];
+        for entries in layers {
+            apply(entries, &mut values, &mut problems);
+        }
+        let mut draft = assemble::draft(&values, &content.routes, whole, problems);
+        if let Some(config) = &mut draft.config {
+            config.summary = summary(&layers, &values, config.routes.len());
+        }
+        draft
+    }
+}
+
+/// What somebody said and what holds, with its place.
+fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
+    let mut words = Vec::new();
+    for setting in SETTINGS.iter().filter(|setting| setting.place != Place::Secret) {
+        let entries = layers.iter().rev().flat_map(|entries| entries.iter());
+        let said = entries.filter(|entry| entry.setting.name == setting.name).find(|entry| {
+            setting.place == Place::Start || values.source(setting.name) == Some(&entry.source)
+        });
+        if let Some(Entry { raw, source, .. }) = said {
+            let text = match raw {
+                Raw::Text(text) => text.clone(),
+                Raw::List(texts) => texts.join(","),
+            };
+            let place = match source {
+                Source::File(place) => format!("{}:{}", place.file, place.line),
+                other => other.to_string(),
+            };
+            words.push(format!("{}={text} ({place})", setting.name));
+        }
+    }
+    if routes > 0 {
+        words.push(format!("routes={routes}"));
+    }
+    words.join(" ")
+}
+
+fn config_path(env: &[Entry], flags: &[Entry]) -> Option<(PathBuf, Source)> {
+    let last = |entries: &[Entry]| {
+        let entry = entries.iter().rev().find(|entry| entry.setting.name == "config")?;
+        match &entry.raw {
+            Raw::Text(path) => Some((path.into(), entry.source.clone())),
+            Raw::List(_) => None,
+        }
+    };
+    last(flags).or_else(|| last(env))
+}
+
+/// A configuration is a page or two; what is larger is another file.
+const FILE_MAX: u64 = 1024 * 1024;
+
+fn read_file(path: &Path, source: &Source, problems: &mut Vec<Problem>) -> Option<FileContent> {
+    let error = |what: String| Problem::error(source.clone(), format!("{}: {what}", path.display()));
+    let text = match fs::metadata(path) {
+        Ok(metadata) if metadata.len() > FILE_MAX => Err(format!("is larger than {}", size_text(FILE_MAX))),
+        Ok(_) => fs::read(path).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    match text.map(String::from_utf8) {
+        Ok(Ok(text)) => file::read(&path.display().to_string(), &text, problems),
+        Ok(Err(_)) => {
+            problems.push(error("is not a text in UTF-8".to_owned()));
+            None
+        }
+        Err(what) => {
+            problems.push(error(what));
+            None
+        }
+    }
+}
+
+fn apply(entries: &[Entry], values: &mut Values, problems: &mut Vec<Problem>) {
+    for entry in entries {
+        if let Err(errors) = (entry.setting.set)(values, &entry.raw, &entry.source) {
+            problems.extend(errors.into_iter().map(|error| Problem::error(entry.source.clone(), error)));
+        }
+    }
+}

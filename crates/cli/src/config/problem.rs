@@ -1,0 +1,159 @@
+//! What is wrong with a configuration, and where it was said.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::settings::Setting;
+
+/// Where a value comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// Nobody said anything.
+    Default,
+    /// The command line, by the flag's name with its dashes.
+    Flag(String),
+    /// The environment, by the variable's name.
+    Env(String),
+    /// The file.
+    File(FilePlace),
+}
+
+/// A place in the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FilePlace {
+    pub(crate) file: Arc<str>,
+    pub(crate) line: usize,
+    pub(crate) column: usize,
+    /// The key's name, where a key is meant.
+    pub(crate) key: Option<String>,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::Flag(name) | Self::Env(name) => f.write_str(name),
+            Self::File(FilePlace { file, line, column, key }) => {
+                write!(f, "{file}:{line}:{column}")?;
+                key.as_ref().map_or(Ok(()), |key| write!(f, ": {key}"))
+            }
+        }
+    }
+}
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Severity {
+    /// Oncegate does not start with it.
+    Error,
+    /// Somebody should know of it.
+    Warning,
+}
+
+/// One thing that is wrong, or that somebody should know of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Problem {
+    pub(crate) severity: Severity,
+    pub(crate) source: Option<Source>,
+    pub(crate) message: String,
+}
+
+impl Problem {
+    pub(crate) fn error(source: impl Into<Option<Source>>, message: impl Into<String>) -> Self {
+        Self { severity: Severity::Error, source: source.into(), message: message.into() }
+    }
+
+    pub(crate) fn warning(source: impl Into<Option<Source>>, message: impl Into<String>) -> Self {
+        Self { severity: Severity::Warning, source: source.into(), message: message.into() }
+    }
+
+    /// For the order in which they are shown: the file from top to bottom, then the environment, then the flags.
+    pub(crate) fn rank(&self) -> (u8, usize, usize) {
+        match &self.source {
+            Some(Source::File(place)) => (0, place.line, place.column),
+            Some(Source::Env(_)) => (1, 0, 0),
+            Some(Source::Flag(_)) => (2, 0, 0),
+            Some(Source::Default) | None => (3, 0, 0),
+        }
+    }
+
+    /// Whether it is about the value of this setting.
+    pub(crate) fn is_about(&self, setting: &Setting) -> bool {
+        match &self.source {
+            Some(Source::Flag(name)) => {
+                name.strip_prefix("--").is_some_and(|name| setting.flag().as_deref() == Some(name))
+            }
+            Some(Source::Env(name)) => *name == setting.variable(),
+            Some(Source::File(place)) => place.key.as_deref() == Some(setting.name),
+            Some(Source::Default) | None => false,
+        }
+    }
+
+    pub(crate) fn is_error(&self) -> bool {
+        self.severity == Severity::Error
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.source {
+            None | Some(Source::Default) => f.write_str(&self.message),
+            Some(source) => write!(f, "{source}: {}", self.message),
+        }
+    }
+}
+
+/// Everything that is wrong, one line each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Problems(pub(crate) Vec<Problem>);
+
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, problem) in self.0.iter().enumerate() {
+            write!(f, "{}{problem}", if at == 0 { "" } else { "\n" })?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Problems {}
+
+/// `; did you mean X?` for the candidate that is nearest to what was written, or nothing where none is near.
+pub(crate) fn did_you_mean<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> String {
+    nearest(written, candidates).map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
+}
+
+/// The candidate that is nearest to what was written; `None` where none is near.
+pub(crate) fn nearest<'a>(written: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let fold = |name: &str| name.to_ascii_lowercase().replace('_', "-");
+    let written = fold(written);
+    candidates
+        .into_iter()
+        .map(|name| (strsim::damerau_levenshtein(&written, &fold(name)), name))
+        // One slip in three letters is a slip; more is another word.
+        .filter(|(distance, name)| *distance <= name.len().max(written.len()).div_ceil(3))
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, name)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_name_is_suggested_and_a_far_one_is_not() {
+        let names = ["lease", "listen", "retention", "max-request-body", "max-response-body"];
+        for (written, expected) in [
+            ("leese", Some("lease")),
+            ("max_request_body", Some("max-request-body")),
+            ("RETENTION", Some("retention")),
+            ("max-respnse-body", Some("max-response-body")),
+            ("colour", None),
+            ("x", None),
+        ] {
+            assert_eq!(nearest(written, names), expected, "{written}");
+        }
+        assert_eq!(did_you_mean("leese", names), "; did you mean `lease`?");
+        assert_eq!(did_you_mean("colour", names), "");
+    }
+}

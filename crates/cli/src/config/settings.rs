@@ -1,0 +1,390 @@
+//! Every setting, declared once: its name, its reader, where it may be said, its default and its help.
+//!
+//! Flags, environment, file and routes are four ways to the same table; none of them knows a setting by itself.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use http::Method;
+use http::header::HeaderName;
+use oncegate_core::OnAbandoned;
+use oncegate_core::fingerprint::JsonPointer;
+use oncegate_http::{CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, StoreOutage};
+
+use super::problem::Source;
+use super::units::{self, AdminToken, StoreChoice, Upstream, UpstreamProtocol};
+
+/// One setting, as flags, environment and file see it.
+pub(crate) struct Setting {
+    /// Its key in the file; the flag and the variable are derived from it.
+    pub(crate) name: &'static str,
+    /// What stands for its value in help texts.
+    pub(crate) value: &'static str,
+    /// Its help.
+    pub(crate) help: &'static str,
+    pub(crate) default: Fallback,
+    pub(crate) place: Place,
+    pub(crate) shape: Shape,
+    pub(crate) heading: &'static str,
+    /// Reads a value and puts it in its place.
+    pub(crate) set: fn(&mut Values, &Raw, &Source) -> Result<(), Vec<String>>,
+}
+
+/// Where a setting may be said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Everywhere, and each route may say otherwise.
+    Route,
+    /// Everywhere, once for the whole sidecar.
+    Service,
+    /// As flag or in the environment: it is about the file itself.
+    Start,
+    /// In the environment only: command lines and configuration files are seen by many.
+    Secret,
+}
+
+/// What a value looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// One value.
+    One,
+    /// Several values: an array in the file, commas or repetition elsewhere.
+    Many,
+    /// Yes or no; the bare flag means yes.
+    Switch,
+}
+
+/// What holds where nobody says anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fallback {
+    /// This value.
+    Value(&'static str),
+    /// What the profile says; for the help, what `ietf` says.
+    Profile(&'static str),
+    /// Nothing; for the help, what that means, where it needs words.
+    Nothing(&'static str),
+}
+
+/// A value before it is read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Raw {
+    /// One text; several values have commas between them.
+    Text(String),
+    /// Several texts.
+    List(Vec<String>),
+}
+
+/// A value that was read, as it was written, and by whom.
+#[derive(Clone, Debug)]
+pub(crate) struct Given<T> {
+    pub(crate) value: T,
+    pub(crate) source: Source,
+}
+
+impl Setting {
+    /// The flag without its dashes, where there is one. A list's flag takes one value at a time, and is named for it.
+    pub(crate) fn flag(&self) -> Option<String> {
+        match self.place {
+            Place::Secret => None,
+            _ if self.name == "stored-headers" => Some("stored-header".to_owned()),
+            _ => Some(self.name.replace('.', "-")),
+        }
+    }
+
+    /// The environment variable.
+    pub(crate) fn variable(&self) -> String {
+        format!("ONCEGATE_{}", self.name.replace(['-', '.'], "_").to_ascii_uppercase())
+    }
+
+    /// The setting with this key in the file.
+    pub(crate) fn named(name: &str) -> Option<&'static Self> {
+        SETTINGS.iter().find(|setting| setting.name == name)
+    }
+}
+
+macro_rules! settings {
+    ($(
+        $(#[doc = $help:literal])+
+        $name:literal $heading:ident $place:ident $shape:ident $value:literal $default:expr;
+        $field:ident: $type:ty = $read:path;
+    )+) => {
+        /// Every setting.
+        pub(crate) static SETTINGS: &[Setting] = &[$(Setting {
+            name: $name,
+            value: $value,
+            help: concat!($($help),+),
+            default: $default,
+            place: Place::$place,
+            shape: Shape::$shape,
+            heading: heading::$heading,
+            set: |values, raw, source| {
+                let value = settings!(@read $shape)(raw, $read)?;
+                values.$field = Some(Given { value, source: source.clone() });
+                Ok(())
+            },
+        }),+];
+
+        /// The values of all settings, as far as they are said.
+        #[derive(Clone, Debug, Default)]
+        pub(crate) struct Values {
+            $(pub(crate) $field: Option<Given<settings!(@type $shape $type)>>,)+
+        }
+
+        impl Values {
+            /// Where the setting of this name was said.
+            pub(crate) fn source(&self, name: &str) -> Option<&Source> {
+                match name {
+                    $($name => self.$field.as_ref().map(|given| &given.source),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+    (@type Many $type:ty) => { Vec<$type> };
+    (@type $shape:ident $type:ty) => { $type };
+    (@read Many) => { read_many };
+    (@read $shape:ident) => { read_one };
+}
+
+mod heading {
+    pub(super) const SERVICE: &str = "Where it listens and what it protects";
+    pub(super) const KEYS: &str = "Keys";
+    pub(super) const RECORDS: &str = "Records and outcomes";
+    pub(super) const REQUESTS: &str = "What makes two requests the same";
+    pub(super) const LIMITS: &str = "Limits and time-outs";
+}
+
+use Fallback::{Nothing, Profile as ByProfile, Value};
+
+settings! {
+    /// Reads settings from this TOML file. Its keys are the flags without dashes in front; [[route]] tables with a
+    /// path change them per route. Flags win over the environment, the environment over the file.
+    "config" SERVICE Start One "FILE" Nothing("");
+    config: PathBuf = units::path;
+
+    /// The service to protect: scheme, host and port. Requests keep their path.
+    "to" SERVICE Service One "URL" Nothing("");
+    to: Upstream = units::upstream;
+
+    /// Listens for requests on this address.
+    "listen" SERVICE Service One "ADDR" Value("127.0.0.1:8080");
+    listen: SocketAddr = units::address;
+
+    /// Serves /livez, /readyz, /metrics and the operator's API on this address. An address that others can reach needs
+    /// an admin token.
+    "admin" SERVICE Service One "ADDR" Value("127.0.0.1:9090");
+    admin: SocketAddr = units::address;
+
+    /// Reads the admin token, at least 16 characters, from this file. Or put it into the environment variable
+    /// ONCEGATE_ADMIN_TOKEN.
+    "admin-token-file" SERVICE Service One "FILE" Nothing("no token, for loopback addresses only");
+    admin_token_file: PathBuf = units::path;
+
+    /// The admin token, at least 16 characters: in the environment only, as ONCEGATE_ADMIN_TOKEN.
+    "admin-token" SERVICE Secret One "TOKEN" Nothing("");
+    admin_token: AdminToken = units::admin_token;
+
+    /// Keeps records in this directory, which one process owns at a time; or in memory with `memory:`, where nothing
+    /// survives a restart.
+    "store" SERVICE Service One "DIR|memory:" Value("./oncegate-data");
+    store: StoreChoice = units::store;
+
+    /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
+    "tls-cert" SERVICE Service One "FILE" Nothing("no TLS");
+    tls_cert: PathBuf = units::path;
+
+    /// The private key of the certificate (PEM).
+    "tls-key" SERVICE Service One "FILE" Nothing("");
+    tls_key: PathBuf = units::path;
+
+    /// How the service is spoken to: `http1`, `http2` (over http with prior knowledge), or `auto`: HTTP/1.1 over http,
+    /// what TLS agrees on over https.
+    "upstream-protocol" SERVICE Service One "auto|http1|http2" Value("auto");
+    upstream_protocol: UpstreamProtocol = units::upstream_protocol;
+
+    /// How many threads serve requests.
+    "threads" SERVICE Service One "N" Nothing("one per core");
+    threads: usize = units::threads;
+
+    /// How the protocol is spelled to clients: `ietf` (draft-ietf-httpapi-idempotency-key-header-07), `stripe`, or
+    /// `seed` (common middleware). A profile sets the values below that are marked so; what you set wins over it.
+    "profile" KEYS Route One "NAME" Value("ietf");
+    profile: Profile = units::profile;
+
+    /// How callers are told apart, so that one caller's key never meets another's: `header:NAME` (hashed; callers
+    /// without the field share one scope), `required-header:NAME` (requests without the field are refused), or
+    /// `single-tenant` (there is one caller only). Where the field is a credential, a rotated credential is another caller.
+    "scope" KEYS Route One "SCOPE" Value("header:authorization");
+    scope: CallerScope = units::scope;
+
+    /// Refuses requests of covered methods that have no key.
+    "require-key" KEYS Route Switch "BOOL" ByProfile("false");
+    require_key: bool = units::boolean;
+
+    /// The header field that carries the key.
+    "key-header" KEYS Route One "NAME" ByProfile("Idempotency-Key");
+    key_header: HeaderName = units::header_name;
+
+    /// What a key is unique within, beside the caller: `endpoint` (method and path: elsewhere it is another key), or
+    /// `caller` (elsewhere it is a mismatch).
+    "key-scope" KEYS Route One "endpoint|caller" ByProfile("endpoint");
+    key_scope: KeyScope = units::key_scope;
+
+    /// How the field spells a key: `lenient` (bare or in quotes), or `strict` (in quotes only, as the draft says).
+    "key-syntax" KEYS Route One "lenient|strict" ByProfile("lenient");
+    key_syntax: KeySyntax = units::key_syntax;
+
+    /// What a key must be: `any`, `uuid`, `ulid`, or `pattern:REGEX`, which the whole key must match.
+    "key-format" KEYS Route One "FORMAT" Value("any");
+    key_format: KeyFormat = units::key_format;
+
+    /// The methods that are covered; requests of others pass through. In a [[route]], the methods that it matches.
+    "methods" KEYS Route Many "METHOD,…" ByProfile("POST,PATCH");
+    methods: Method = units::method;
+
+    /// How long a request owns its key without a sign of life. It is renewed while the request runs, so this is how
+    /// long a key stays blocked after a crash, not how long a request may take. From 100ms to 1h.
+    "lease" RECORDS Route One "DURATION" Value("30s");
+    lease: Duration = units::lease;
+
+    /// How long an answer is kept and replayed, counted from its completion. From 1s to 400d.
+    "retention" RECORDS Route One "DURATION" ByProfile("24h");
+    retention: Duration = units::retention;
+
+    /// How long a duplicate waits for the answer of the request that is being processed, before it is told to come
+    /// again. At most 1h.
+    "wait" RECORDS Route One "DURATION" Value("0s");
+    wait: Duration = units::wait;
+
+    /// What happens to a key whose owner crashed: `park` (the outcome is unknown until an operator says: at most one
+    /// execution), or `reexecute` (the next request with the key executes: at least one).
+    "on-abandoned" RECORDS Route One "park|reexecute" Value("park");
+    on_abandoned: OnAbandoned = units::on_abandoned;
+
+    /// What is done with answers from 500 to 599: `replay` (kept: the effect may have happened), or `release` (the key
+    /// is free again: the service undoes everything before it answers so).
+    "server-errors" RECORDS Route One "replay|release" ByProfile("replay");
+    server_errors: ServerErrors = units::server_errors;
+
+    /// What happens to requests with a key while the store is out of reach: `closed` (503, nothing is executed), or
+    /// `open` (executed WITHOUT protection, marked and counted).
+    "store-outage" RECORDS Route One "closed|open" Value("closed");
+    store_outage: StoreOutage = units::store_outage;
+
+    /// One more header field of answers that is stored and replayed; give it several times or with commas. Fields such
+    /// as Content-Type, Location and ETag always are.
+    "stored-headers" RECORDS Route Many "NAME" Nothing("");
+    stored_headers: HeaderName = units::stored_header;
+
+    /// Leaves this member out when JSON bodies are compared, such as `/meta/timestamp` (a JSON pointer); give it
+    /// several times or with commas.
+    "fingerprint.exclude" REQUESTS Route Many "POINTER" Nothing("");
+    fingerprint_exclude: JsonPointer = units::json_pointer;
+
+    /// Compares only this member of JSON bodies, and others that are included; give it several times or with commas.
+    "fingerprint.include" REQUESTS Route Many "POINTER" Nothing("all members");
+    fingerprint_include: JsonPointer = units::json_pointer;
+
+    /// Compares bodies byte by byte, without reading JSON, forms and multipart.
+    "fingerprint.raw" REQUESTS Route Switch "BOOL" Value("false");
+    fingerprint_raw: bool = units::boolean;
+
+    /// A header field that makes two requests different; give it several times or with commas.
+    "fingerprint.headers" REQUESTS Route Many "NAME" Nothing("");
+    fingerprint_headers: HeaderName = units::header_name;
+
+    /// The largest body of a request with a key, such as 64KiB, 2MiB, 10MB or a number of bytes. Larger ones are
+    /// refused with 413. Bodies without a key have no limit. At most 1GiB.
+    "max-request-body" LIMITS Route One "SIZE" Value("2MiB");
+    max_request_body: usize = units::request_body;
+
+    /// The largest body of an answer that is stored. A larger one reaches the first client whole and cannot be
+    /// replayed. At most 64MiB.
+    "max-response-body" LIMITS Route One "SIZE" Value("1MiB");
+    max_response_body: usize = units::response_body;
+
+    /// How long the service may stay silent, before its answer begins and within it, or `none`. The outcome of a
+    /// request with a key whose answer did not come in time is unknown.
+    "upstream-timeout" LIMITS Route One "DURATION" Value("30s");
+    upstream_timeout: Option<Duration> = units::upstream_timeout;
+
+    /// How long a connection to the service may take to be made.
+    "connect-timeout" LIMITS Service One "DURATION" Value("5s");
+    connect_timeout: Duration = units::connect_timeout;
+
+    /// How long requests that run may take to end after SIGTERM. What still runs then is cut off, and its outcome is
+    /// unknown.
+    "drain-timeout" LIMITS Service One "DURATION" Value("30s");
+    drain_timeout: Duration = units::drain_timeout;
+}
+
+impl Values {
+    /// Every setting that has a default, with it.
+    pub(crate) fn defaults() -> Self {
+        let mut values = Self::default();
+        for setting in SETTINGS {
+            if let Value(text) = setting.default {
+                let set = (setting.set)(&mut values, &Raw::Text(text.to_owned()), &Source::Default);
+                debug_assert!(set.is_ok(), "{}: {set:?}", setting.name);
+            }
+        }
+        values
+    }
+}
+
+fn read_one<T>(raw: &Raw, read: fn(&str) -> Result<T, String>) -> Result<T, Vec<String>> {
+    match raw {
+        Raw::Text(text) => read(text).map_err(|error| vec![error]),
+        Raw::List(_) => Err(vec!["a list, where one value is meant".to_owned()]),
+    }
+}
+
+fn read_many<T>(raw: &Raw, read: fn(&str) -> Result<T, String>) -> Result<Vec<T>, Vec<String>> {
+    let mut values = Vec::new();
+    let mut errors = Vec::new();
+    let mut add = |text: &str| match read(text) {
+        Ok(value) => values.push(value),
+        Err(error) => errors.push(error),
+    };
+    match raw {
+        Raw::Text(text) => text.split(',').for_each(|text| add(text.trim())),
+        Raw::List(texts) => texts.iter().for_each(|text| add(text)),
+    }
+    if errors.is_empty() { Ok(values) } else { Err(errors) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_default_can_be_read_and_every_name_is_used_once() {
+        let values = Values::defaults();
+        for (at, setting) in SETTINGS.iter().enumerate() {
+            let has_default = matches!(setting.default, Value(_));
+            assert_eq!(values.source(setting.name).is_some(), has_default, "{}", setting.name);
+            let again = SETTINGS.iter().skip(at + 1).find(|other| {
+                other.name == setting.name
+                    || other.variable() == setting.variable()
+                    || other.flag().is_some() && other.flag() == setting.flag()
+            });
+            assert!(again.is_none(), "{}", setting.name);
+            assert!(
+                !setting.help.trim().is_empty() && setting.help.trim().ends_with('.'),
+                "{}",
+                setting.name
+            );
+        }
+    }
+
+    #[test]
+    fn a_list_names_every_value_that_is_wrong() {
+        let set = Setting::named("methods").unwrap().set;
+        let mut values = Values::default();
+        let errors = set(&mut values, &Raw::Text("POST, get,HEAD".to_owned()), &Source::Default).unwrap_err();
+        assert_eq!(errors.len(), 2, "{errors:?}");
+        set(&mut values, &Raw::Text("POST, PUT".to_owned()), &Source::Default).unwrap();
+        assert_eq!(values.methods.unwrap().value, [Method::POST, Method::PUT]);
+    }
+}

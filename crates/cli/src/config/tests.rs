@@ -1,0 +1,628 @@
+//! What flags, environment and file come to together.
+
+use std::ffi::OsString;
+
+use oncegate_core::{MemoryStore, Timestamp};
+
+use super::settings::{Fallback, Shape};
+use super::units::duration;
+use super::*;
+
+/// A configuration from flags, variables and the content of a file called `oncegate.toml`.
+struct Given<'a> {
+    flags: &'a [&'a str],
+    env: &'a [(&'a str, &'a str)],
+    file: &'a str,
+}
+
+const NOTHING: Given<'static> = Given { flags: &[], env: &[], file: "" };
+
+impl Given<'_> {
+    fn draft(&self) -> (Draft, tempfile::TempDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("oncegate.toml");
+        fs::write(&path, self.file).unwrap();
+        let path = path.to_str().unwrap();
+        let mut flags = vec!["--config", path];
+        flags.extend(self.flags);
+        let args = flags::parse(&flags).unwrap();
+        let env: Vec<(OsString, OsString)> =
+            self.env.iter().map(|(name, value)| (name.into(), value.into())).collect();
+        (Draft::read(&args, env), dir)
+    }
+
+    fn config(&self) -> Config {
+        let (draft, _dir) = self.draft();
+        let shown = Problems(draft.problems).to_string();
+        draft.config.unwrap_or_else(|| panic!("{shown}"))
+    }
+
+    /// Everything that is wrong, with the directory of the file taken off.
+    fn problems(&self) -> Vec<String> {
+        let (draft, dir) = self.draft();
+        let prefix = format!("{}/", dir.path().display());
+        draft.problems.iter().map(|problem| problem.to_string().replace(&prefix, "")).collect()
+    }
+}
+
+const TO: (&str, &str) = ("ONCEGATE_TO", "http://127.0.0.1:3000");
+
+#[test]
+fn flags_win_over_the_environment_and_the_environment_over_the_file_and_the_file_over_the_default() {
+    let file = "listen = \"127.0.0.1:1\"";
+    let env: &[_] = &[TO, ("ONCEGATE_LISTEN", "127.0.0.1:2")];
+    let flags: &[_] = &["--listen", "127.0.0.1:3"];
+    for (given, port) in [
+        (Given { env: &[TO], ..NOTHING }, 8080),
+        (Given { env: &[TO], file, ..NOTHING }, 1),
+        (Given { env, file, ..NOTHING }, 2),
+        (Given { env, file, flags }, 3),
+        (Given { env: &[TO], file, flags }, 3),
+    ] {
+        assert_eq!(given.config().listen.port(), port);
+    }
+}
+
+#[test]
+fn what_is_not_said_is_the_default() {
+    let config = Given { env: &[TO], ..NOTHING }.config();
+    assert_eq!(config.admin, "127.0.0.1:9090".parse().unwrap());
+    assert_eq!(config.store, StoreChoice::Directory("./oncegate-data".into()));
+    assert_eq!(config.upstream_protocol, UpstreamProtocol::Auto);
+    assert_eq!((config.threads, config.tls, config.admin_token), (None, None, None));
+    assert_eq!(config.drain_timeout, Duration::from_secs(30));
+    assert_eq!(config.default.upstream_timeout, Some(Duration::from_secs(30)));
+    let policy = config.default.settings.policy();
+    assert_eq!((policy.lease(), policy.retention()), (Duration::from_secs(30), Duration::from_secs(86_400)));
+    assert_eq!(config.warnings, []);
+}
+
+/// One value for every setting, that it takes wherever it may be said.
+const SAMPLES: &[(&str, &str)] = &[
+    ("to", "https://api.internal"),
+    ("listen", "127.0.0.1:1"),
+    ("admin", "127.0.0.1:2"),
+    ("admin-token-file", "TOKEN"),
+    ("admin-token", "0123456789abcdef"),
+    ("store", "./data"),
+    ("tls-cert", "cert.pem"),
+    ("tls-key", "key.pem"),
+    ("upstream-protocol", "http2"),
+    ("threads", "3"),
+    ("profile", "stripe"),
+    ("scope", "single-tenant"),
+    ("require-key", "true"),
+    ("key-header", "X-Key"),
+    ("key-scope", "caller"),
+    ("key-syntax", "strict"),
+    ("key-format", "uuid"),
+    ("methods", "PUT"),
+    ("lease", "5s"),
+    ("retention", "48h"),
+    ("wait", "1s"),
+    ("on-abandoned", "reexecute"),
+    ("server-errors", "release"),
+    ("store-outage", "open"),
+    ("stored-headers", "X-Order"),
+    ("fingerprint.exclude", "/meta"),
+    ("fingerprint.include", "/order"),
+    ("fingerprint.raw", "true"),
+    ("fingerprint.headers", "X-Version"),
+    ("max-request-body", "64KiB"),
+    ("max-response-body", "64KiB"),
+    ("upstream-timeout", "10s"),
+    ("connect-timeout", "1s"),
+    ("drain-timeout", "60s"),
+];
+
+#[test]
+fn every_setting_can_be_said_in_every_way_that_its_place_allows() {
+    for setting in SETTINGS.iter().filter(|setting| setting.name != "config") {
+        let (_, text) = SAMPLES.iter().find(|(name, _)| *name == setting.name).unwrap();
+        let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
+        let in_file = format!("{} = {value}\n", setting.name);
+        let in_route = format!("[[route]]\npath = \"/a\"\n{in_file}");
+        let flag = setting.flag().map(|flag| format!("--{flag}={text}"));
+
+        // By itself a value may lack its other half, such as a key without a certificate; so what counts is whether it
+        // was taken, which the summary tells.
+        let mut problems = Vec::new();
+        let mut ways: Vec<(&str, Vec<Entry>)> = Vec::new();
+        if let Some(flag) = &flag {
+            ways.push(("flag", flags::parse(&[flag]).unwrap().entries().collect()));
+        }
+        ways.push(("env", env::read([(setting.variable().into(), text.into())], &mut problems)));
+        if setting.place != Place::Secret {
+            ways.push(("file", file::read("f", &in_file, &mut problems).unwrap().entries));
+        }
+        if setting.place == Place::Route {
+            ways.push(("route", file::read("f", &in_route, &mut problems).unwrap().routes.remove(0).entries));
+        }
+        for (way, entries) in ways {
+            let mut values = Values::default();
+            apply(&entries, &mut values, &mut problems);
+            assert!(values.source(setting.name).is_some(), "{way}: {}", setting.name);
+        }
+        assert_eq!(problems, [], "{}", setting.name);
+
+        let content = file::read("f", &in_route, &mut problems).unwrap();
+        let refused = !problems.is_empty();
+        assert_eq!(refused, setting.place != Place::Route, "{}", setting.name);
+        assert_eq!(content.routes.len(), 1);
+    }
+}
+
+#[test]
+fn every_problem_is_shown_with_its_place() {
+    let file = r#"
+listen = "8080"
+lease = 30
+retentoin = "1h"
+max_request_body = "1MiB"
+require-key = "yes"
+methods = ["POST", "GET", "put"]
+path = "/x"
+admin-token = "hunter2hunter2hunter2"
+config = "other.toml"
+fingerprint = ["/a"]
+
+[[route]]
+path = "payments"
+wait = "5 seconds"
+listen = "127.0.0.1:1"
+
+[[route]]
+lease = "1ms"
+fingerprint = { exlude = ["/a"] }
+"#;
+    let given = Given {
+        flags: &["--store-outage", "opne", "--to", "127.0.0.1:3000"],
+        env: &[("ONCEGATE_LEESE", "1s"), ("ONCEGATE_WAIT", "1")],
+        file,
+    };
+    let expected = [
+        "oncegate.toml:2:10: listen: \"8080\" has no host; write \"127.0.0.1:8080\" for this machine only, or \"0.0.0.0:8080\" for all that can reach it",
+        "oncegate.toml:3:9: lease: \"30\" has no unit; write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"",
+        "oncegate.toml:4:1: no such setting `retentoin`; did you mean `retention`?",
+        "oncegate.toml:5:1: no such setting `max_request_body`; did you mean `max-request-body`?",
+        "oncegate.toml:6:15: require-key: a text where true or false is meant, without quotes",
+        "oncegate.toml:7:11: methods: the method GET cannot be covered: a key protects requests that change something",
+        "oncegate.toml:7:11: methods: \"put\" is not a method that anybody sends; did you mean \"PUT\"?",
+        "oncegate.toml:8:1: `path` belongs into a [[route]] table",
+        "oncegate.toml:9:1: admin-token: a secret does not belong here; put it into ONCEGATE_ADMIN_TOKEN or name a file with `admin-token-file`",
+        "oncegate.toml:10:1: `config` says where this file is; it cannot be in it",
+        "oncegate.toml:11:15: fingerprint: a list where a table is meant, such as fingerprint = { exclude = [\"/meta/timestamp\"] }",
+        "oncegate.toml:14:8: path: path pattern \"payments\": it must start with a slash, as every path does",
+        "oncegate.toml:15:8: wait: \"5 seconds\" has the unit \" seconds\", which is none; write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"",
+        "oncegate.toml:16:1: `listen` is one for the whole sidecar; write it above the first [[route]]",
+        "oncegate.toml:18:1: route: a route has a path; write one, such as path = \"/payments/{id}\" or path = \"/v1/{*rest}\"",
+        "oncegate.toml:19:9: lease: \"1ms\" is out of bounds; from 100ms to 1h is allowed",
+        "oncegate.toml:20:17: no such setting `fingerprint.exlude`; did you mean `exclude`?",
+        "ONCEGATE_LEESE: no such setting; did you mean `ONCEGATE_LEASE`?",
+        "ONCEGATE_WAIT: \"1\" has no unit; write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"",
+        "--to: \"127.0.0.1:3000\" has no scheme; did you mean \"http://127.0.0.1:3000\"?",
+        "--store-outage: \"opne\" is not one of closed, open; did you mean `open`?",
+    ];
+    let problems = given.problems();
+    for (at, expected) in expected.iter().enumerate() {
+        assert_eq!(problems.get(at).map(String::as_str), Some(*expected), "{problems:#?}");
+    }
+    assert_eq!(problems.len(), expected.len(), "{problems:#?}");
+    assert!(!problems.concat().contains("hunter2"));
+}
+
+#[test]
+fn what_is_no_toml_is_named_by_line_and_column_and_nothing_is_guessed_of_it() {
+    let problems = Given { file: "lease = \"5s\"\nwait = \nretention = 3h\n", ..NOTHING }.problems();
+    assert!(problems[0].starts_with("oncegate.toml:2:"), "{problems:?}");
+    assert!(problems.iter().all(|problem| problem.contains("not TOML: ")), "{problems:?}");
+    assert!(problems.iter().any(|problem| problem.starts_with("oncegate.toml:3:")), "{problems:?}");
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named_with_who_named_it() {
+    let args = ProxyArgs::default();
+    let env = [("ONCEGATE_CONFIG".into(), "/nowhere/oncegate.toml".into())];
+    let problems = Draft::read(&args, env).problems;
+    assert_eq!(problems.len(), 1);
+    assert_eq!(
+        problems[0].to_string(),
+        "ONCEGATE_CONFIG: /nowhere/oncegate.toml: No such file or directory (os error 2)"
+    );
+}
+
+#[test]
+fn single_mistakes_have_single_answers() {
+    let to = "to = \"http://127.0.0.1:3000\"\n";
+    let table: &[(Given<'_>, &str)] = &[
+        (NOTHING, "nothing to protect: give --to URL, such as --to http://127.0.0.1:3000"),
+        (
+            Given { env: &[TO], flags: &["--admin", "0.0.0.0:9090"], ..NOTHING },
+            "--admin: the admin address 0.0.0.0:9090 can be reached by others; put a token of at least 16 characters into \
+             ONCEGATE_ADMIN_TOKEN or into a file for --admin-token-file, or use a loopback address such as 127.0.0.1:9090",
+        ),
+        (
+            Given {
+                env: &[TO, ("ONCEGATE_ADMIN_TOKEN", "short")],
+                flags: &["--admin", "0.0.0.0:9090"],
+                ..NOTHING
+            },
+            "ONCEGATE_ADMIN_TOKEN: the token has 5 characters; at least 16 are needed, such as the output of `openssl rand -hex 32`",
+        ),
+        (
+            Given {
+                env: &[TO, ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef")],
+                flags: &["--admin-token-file", "f"],
+                ..NOTHING
+            },
+            "ONCEGATE_ADMIN_TOKEN: --admin-token-file is set as well; the token comes from one place, so leave one out",
+        ),
+        (
+            Given { env: &[TO], flags: &["--admin-token-file", "/nowhere/token"], ..NOTHING },
+            "--admin-token-file: /nowhere/token: No such file or directory (os error 2)",
+        ),
+        (
+            Given { env: &[TO], flags: &["--tls-cert", "c.pem"], ..NOTHING },
+            "--tls-cert: a certificate without its key; set tls-key too",
+        ),
+        (
+            Given { env: &[TO], flags: &["--listen", "0.0.0.0:9090"], ..NOTHING },
+            "--listen: the admin address 127.0.0.1:9090 is taken by the address for requests, 0.0.0.0:9090",
+        ),
+        (
+            Given { flags: &["--to", "http://localhost:8080"], ..NOTHING },
+            "--to: the service http://localhost:8080 is this sidecar's own address 127.0.0.1:8080: requests would go round in circles",
+        ),
+        (
+            Given { file: &format!("{to}methods = []"), ..NOTHING },
+            "oncegate.toml:2:11: methods: an empty list of methods: nothing would be protected",
+        ),
+        (
+            Given { file: &format!("{to}[route]\npath = \"/a\""), ..NOTHING },
+            "oncegate.toml:2:1: route: write [[route]], in two brackets: there can be many",
+        ),
+        (
+            Given {
+                file: &format!("{to}[[route]]\npath = \"/a\"\nmethod = \"POST\"\nmethods = [\"POST\"]"),
+                ..NOTHING
+            },
+            "oncegate.toml:4:1: `method` and `methods` in one route; write one of them",
+        ),
+        (
+            Given { file: &format!("{to}[[route]]\npath = 3"), ..NOTHING },
+            "oncegate.toml:3:8: path: a number where a text such as \"/payments/{id}\" is meant",
+        ),
+        (
+            Given { file: &format!("{to}listen = [\"127.0.0.1:1\"]"), ..NOTHING },
+            "oncegate.toml:2:10: listen: a list where a text is meant, such as \"…\"",
+        ),
+        (
+            Given { file: &format!("{to}methods = [\"POST\", 3]"), ..NOTHING },
+            "oncegate.toml:2:11: methods: a number in a list of texts",
+        ),
+    ];
+    for (given, expected) in table {
+        assert_eq!(given.problems(), [*expected]);
+        assert!(given.draft().0.config.is_none());
+    }
+}
+
+#[test]
+fn what_works_but_should_be_known_is_a_warning() {
+    let token = ("ONCEGATE_ADMIN_TOKEN", "0123456789abcdef");
+    let route = "[[route]]\npath = \"/a\"\nmethod = \"POST\"\n";
+    let table: &[(Given<'_>, &str)] = &[
+        (
+            Given { env: &[TO], flags: &["--store", "memory:"], ..NOTHING },
+            "--store: records are kept in memory, and nothing survives a restart",
+        ),
+        (
+            Given { env: &[TO, token], flags: &["--admin", "0.0.0.0:9090"], ..NOTHING },
+            "--admin: the admin address can be reached by others, and the token goes over it in clear",
+        ),
+        (
+            Given { env: &[TO, ("ONCEGATE_STORE_OUTAGE", "open")], ..NOTHING },
+            "ONCEGATE_STORE_OUTAGE: while the store",
+        ),
+        (
+            Given { env: &[TO], flags: &["--lease", "1s"], ..NOTHING },
+            "--lease: a lease of 1s is shorter than a pause",
+        ),
+        (Given { env: &[TO], flags: &["--lease", "1h"], ..NOTHING }, "--lease: after a crash the keys"),
+        (
+            Given { env: &[TO], flags: &["--upstream-timeout", "none"], ..NOTHING },
+            "--upstream-timeout: a service that hangs",
+        ),
+        (
+            Given { env: &[TO], flags: &["--upstream-timeout", "31s"], ..NOTHING },
+            "--upstream-timeout: the service may take 31s, but a stop waits for 30s only",
+        ),
+        (
+            Given { env: &[TO], flags: &["--drain-timeout", "5s"], ..NOTHING },
+            "--drain-timeout: the service may take 30s, but a stop waits for 5s only",
+        ),
+        (
+            Given { env: &[TO], flags: &["--retention", "10s"], ..NOTHING },
+            "--retention: an answer is kept for 10s, less than the 30s",
+        ),
+        (
+            Given { env: &[TO], flags: &["--fingerprint-raw", "--fingerprint-exclude", "/a"], ..NOTHING },
+            "--fingerprint-exclude: bodies are compared byte by byte",
+        ),
+        (
+            Given { env: &[TO], file: &format!("{route}{route}lease = \"60s\"\n"), ..NOTHING },
+            "oncegate.toml:4:1: route: never used: an earlier route has the path /a and its methods",
+        ),
+    ];
+    for (given, expected) in table {
+        let problems = given.problems();
+        assert!(problems.len() == 1 && problems[0].starts_with(expected), "{expected}\n{problems:?}");
+        assert_eq!(given.config().warnings.len(), 1);
+    }
+    // Said once for everything, it is shown once, however many routes inherit it.
+    let inherited = Given { env: &[TO], flags: &["--lease", "1s"], file: route };
+    assert_eq!(inherited.problems().len(), 1);
+}
+
+#[test]
+fn what_is_said_wins_over_the_profile_and_a_route_over_all() {
+    let file = r#"
+profile = "seed"
+retention = "48h"
+[[route]]
+path = "/stripe"
+profile = "stripe"
+[[route]]
+path = "/short"
+retention = "2h"
+server-errors = "replay"
+"#;
+    let config = Given { env: &[TO], flags: &["--retention", "72h"], file }.config();
+    let of = |path: &str| format!("{:?}", config.route(&Method::POST, path).settings);
+    let retention = |path: &str| config.route(&Method::POST, path).settings.policy().retention();
+    let hours = |hours: u64| Duration::from_secs(hours * 3600);
+    assert_eq!([retention("/"), retention("/stripe"), retention("/short")], [hours(72), hours(72), hours(2)]);
+    assert!(of("/").contains("server_errors: Release") && of("/").contains("name: \"seed\""));
+    assert!(of("/stripe").contains("server_errors: Replay") && of("/stripe").contains("key_scope: Caller"));
+    assert!(of("/short").contains("server_errors: Replay") && of("/short").contains("name: \"seed\""));
+}
+
+struct Frozen;
+
+impl oncegate_core::Clock for Frozen {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(1)
+    }
+}
+
+#[test]
+fn a_request_finds_the_same_route_here_and_in_the_layer() {
+    let file = r#"
+[[route]]
+path = "/payments/{id}"
+methods = ["POST", "PUT"]
+lease = "11s"
+upstream-timeout = "1s"
+[[route]]
+path = "/payments/{id}"
+lease = "12s"
+upstream-timeout = "2s"
+[[route]]
+path = "/{*rest}"
+method = "DELETE"
+lease = "13s"
+upstream-timeout = "none"
+"#;
+    let config = Given { env: &[TO], flags: &["--drain-timeout", "60s"], file }.config();
+    let engine = Engine::new(std::sync::Arc::new(MemoryStore::new(Frozen)));
+    let layer = config.layer(engine).unwrap();
+    for (method, path, lease, timeout) in [
+        (Method::POST, "/payments/7", "11s", "1s"),
+        (Method::PUT, "/payments/7", "11s", "1s"),
+        (Method::PATCH, "/payments/7", "12s", "2s"),
+        (Method::DELETE, "/payments/7", "12s", "2s"),
+        (Method::DELETE, "/orders", "13s", "none"),
+        (Method::POST, "/orders", "30s", "30s"),
+        (Method::POST, "/payments/", "30s", "30s"),
+    ] {
+        let here = config.route(&method, path);
+        assert_eq!(here.settings.policy().lease(), duration(lease).unwrap(), "{method} {path}");
+        assert_eq!(here.upstream_timeout, duration(timeout).ok(), "{method} {path}");
+        assert_eq!(layer.settings(&method, path).policy(), here.settings.policy(), "{method} {path}");
+    }
+    // A route that names methods covers them; one that names none leaves it to the settings.
+    let covers = |method: Method, path: &str| layer.settings(&method, path).covers(&method);
+    assert!(covers(Method::PUT, "/payments/7") && covers(Method::DELETE, "/orders"));
+    assert!(!covers(Method::DELETE, "/payments/7"));
+}
+
+#[test]
+fn routes_take_their_own_callers_and_keys() {
+    let file = "scope = \"header:x-user\"\n[[route]]\npath = \"/one\"\nscope = \"single-tenant\"\nkey-format = \"uuid\"\n";
+    let config = Given { env: &[TO], file, ..NOTHING }.config();
+    let settings = |path: &str| &config.route(&Method::POST, path).settings;
+    assert_eq!(settings("/").caller().header_name().unwrap(), "x-user");
+    assert!(settings("/one").caller().is_single_tenant());
+    assert!(settings("/").key_grammar().parse(b"abc").is_ok());
+    assert!(settings("/one").key_grammar().parse(b"abc").is_err());
+}
+
+#[test]
+fn the_summary_says_what_was_said_and_by_whom_and_no_secret() {
+    let given = Given {
+        flags: &["--lease", "20s", "--methods", "POST,PUT"],
+        env: &[TO, ("ONCEGATE_ADMIN_TOKEN", "hunter2hunter2hunter2"), ("ONCEGATE_LEASE", "10s")],
+        file: "wait = \"1s\"\n[[route]]\npath = \"/a\"\n",
+    };
+    let (draft, dir) = given.draft();
+    let config = draft.config.unwrap();
+    let path = dir.path().join("oncegate.toml");
+    let path = path.display();
+    assert_eq!(
+        config.safe_summary(),
+        format!(
+            "config={path} (--config) to=http://127.0.0.1:3000 (ONCEGATE_TO) methods=POST,PUT (--methods) \
+             lease=20s (--lease) wait=1s ({path}:1) routes=1"
+        )
+    );
+    assert!(config.admin_token.is_some());
+    assert!(!format!("{config:?}").contains("hunter2"));
+}
+
+#[test]
+fn what_the_help_says_of_the_profile_is_what_it_says() {
+    let by_profile = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default.settings);
+    for setting in SETTINGS {
+        let Fallback::Profile(text) = setting.default else { continue };
+        let said = [TO, (&setting.variable(), text)];
+        let settings = Given { env: &said, ..NOTHING }.config().default.settings;
+        assert_eq!(format!("{settings:?}"), by_profile, "{}", setting.name);
+    }
+}
+
+/// What each setting of a route does to what the layer and the proxy are told.
+#[test]
+fn every_setting_of_a_route_arrives() {
+    let expected: &[(&str, &str)] = &[
+        ("profile", "name: \"stripe\""),
+        ("scope", "caller: single-tenant"),
+        ("require-key", "require_key: true"),
+        ("key-header", "key_header: \"x-key\""),
+        ("key-scope", "key_scope: Caller"),
+        ("key-syntax", "KeyGrammar { syntax: Strict"),
+        ("key-format", "format: Uuid"),
+        (
+            "methods",
+            "caller: header:authorization, grammar: KeyGrammar { syntax: Lenient, format: Any, min: 1, max: 255 }, methods: [PUT]",
+        ),
+        ("lease", "lease: 5s"),
+        ("retention", "Policy { lease: 30s, retention: 172800s"),
+        ("wait", "wait: 1s"),
+        ("on-abandoned", "on_abandoned: Reexecute"),
+        ("server-errors", "server_errors: Release"),
+        ("store-outage", "store_outage: Open"),
+        ("stored-headers", "kept: KeptHeaders { more: [\"x-order\"] }"),
+        ("fingerprint.exclude", "include: [], exclude: [JsonPointer(\"/meta\")]"),
+        ("fingerprint.include", "include: [JsonPointer(\"/order\")], exclude: []"),
+        ("fingerprint.raw", "raw_bodies: true"),
+        ("fingerprint.headers", "fingerprint_headers: [\"x-version\"]"),
+        ("max-request-body", "max_request_body: 65536"),
+        ("max-response-body", "max_response_body: 65536"),
+        ("upstream-timeout", "upstream_timeout: Some(10s)"),
+    ];
+    let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default);
+    for setting in SETTINGS.iter().filter(|setting| setting.place == Place::Route) {
+        let name = setting.name;
+        let (_, text) = SAMPLES.iter().find(|(sample, _)| *sample == name).unwrap();
+        let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
+        assert!(!default.contains(arrives), "{name}: {default}");
+        let said = [TO, (&setting.variable(), text)];
+        let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
+        assert!(everywhere.contains(arrives), "{name}: {everywhere}");
+        let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
+        let file = format!("[[route]]\npath = \"/a\"\n{name} = {value}\n");
+        let config = Given { env: &[TO], file: &file, ..NOTHING }.config();
+        // The methods of a route are what it matches.
+        let route = format!("{:?}", config.route(&Method::PUT, "/a"));
+        assert!(route.contains(arrives), "{name}: {route}");
+        assert_eq!(format!("{:?}", config.route(&Method::PUT, "/b")), default, "{name}");
+    }
+}
+
+#[test]
+fn every_setting_of_the_service_arrives() {
+    let token = tempfile::NamedTempFile::new().unwrap();
+    fs::write(token.path(), "0123456789abcdef").unwrap();
+    let token = token.path().to_str().unwrap();
+    for (name, text, arrives) in [
+        ("to", "https://api.internal", "to: Upstream { scheme: \"https\", authority: api.internal }"),
+        ("listen", "127.0.0.1:1", "listen: 127.0.0.1:1"),
+        ("admin", "127.0.0.1:2", "admin: 127.0.0.1:2"),
+        ("admin-token", "0123456789abcdef", "admin_token: Some(AdminToken)"),
+        ("admin-token-file", token, "admin_token: Some(AdminToken)"),
+        ("store", "./data", "store: Directory(\"./data\")"),
+        ("upstream-protocol", "http2", "upstream_protocol: Http2"),
+        ("threads", "3", "threads: Some(3)"),
+        ("connect-timeout", "1s", "connect_timeout: 1s"),
+        ("drain-timeout", "60s", "drain_timeout: 60s"),
+    ] {
+        let variable = Setting::named(name).unwrap().variable();
+        let said = [TO, (&variable, text)];
+        let config = format!("{:?}", Given { env: &said[usize::from(name == "to")..], ..NOTHING }.config());
+        assert!(config.contains(arrives), "{name}: {config}");
+    }
+    let flags = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
+    let tls = Given { env: &[TO], flags: &flags, ..NOTHING }.config().tls;
+    assert_eq!(tls, Some(TlsFiles { cert: "c.pem".into(), key: "k.pem".into() }));
+}
+
+#[test]
+fn the_file_that_the_flag_names_is_read_and_not_that_of_the_environment() {
+    let given = Given { env: &[TO, ("ONCEGATE_CONFIG", "/nowhere")], file: "lease = \"7s\"", ..NOTHING };
+    assert_eq!(given.config().default.settings.policy().lease(), Duration::from_secs(7));
+}
+
+#[test]
+fn columns_count_characters() {
+    let problems = Given { env: &[TO], file: "fingerprint = { \"é\" = 1, \"ü\" = 2 }", ..NOTHING }.problems();
+    assert_eq!(problems[1], "oncegate.toml:1:26: no such setting `fingerprint.ü`");
+}
+
+#[test]
+fn addresses_that_only_look_alike_are_fine() {
+    for flags in [
+        &["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"][..],
+        &["--admin", "[::ffff:127.0.0.1]:9090"],
+        &["--admin", "[::1]:8080"],
+        &["--listen", "0.0.0.0:3001", "--to", "http://10.0.0.1:3001"],
+        &["--listen", "127.0.0.1:80", "--to", "https://127.0.0.1"],
+    ] {
+        let given = Given { env: &[TO], flags, ..NOTHING };
+        assert_eq!(given.problems(), [""; 0], "{flags:?}");
+    }
+    for flags in [
+        &["--listen", "[::ffff:127.0.0.1]:3000"][..],
+        &["--listen", "0.0.0.0:80", "--to", "http://127.0.0.1"],
+    ] {
+        let problems = Given { env: &[TO], flags, ..NOTHING }.problems();
+        assert!(problems.len() == 1 && problems[0].contains("round in circles"), "{problems:?}");
+    }
+}
+
+#[test]
+fn a_route_without_methods_matches_all_whatever_is_covered() {
+    let file = "methods = [\"PUT\"]\n[[route]]\npath = \"/a\"\nlease = \"9s\"\n";
+    let config = Given { env: &[TO], file, ..NOTHING }.config();
+    let settings = &config.route(&Method::DELETE, "/a").settings;
+    assert_eq!(settings.policy().lease(), Duration::from_secs(9));
+    assert!(settings.covers(&Method::PUT) && !settings.covers(&Method::DELETE));
+}
+
+#[test]
+fn the_reference_page_has_a_row_for_every_setting_as_it_is() {
+    let page = include_str!("../../../../docs/reference/configuration.md");
+    for setting in SETTINGS {
+        let mark = if setting.place == Place::Route { " †" } else { "" };
+        let default = match setting.default {
+            Fallback::Value(text) => format!("`{text}`"),
+            Fallback::Profile(text) => format!("by profile, `{text}` in ietf"),
+            Fallback::Nothing("") => "–".to_owned(),
+            Fallback::Nothing(words) => words.to_owned(),
+        };
+        let (name, value) = (setting.name, setting.value.replace('|', "&#124;"));
+        let help = setting.help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let row = format!("| `{name}`{mark} | `{value}` | {default} | {help} |\n");
+        assert!(page.contains(&row), "docs/reference/configuration.md lacks this row:\n{row}");
+    }
+    let rows = page.lines().filter(|line| line.starts_with("| `")).count();
+    assert_eq!(rows, SETTINGS.len());
+}
+
+#[test]
+fn the_example_on_the_reference_page_works() {
+    let page = include_str!("../../../../docs/reference/configuration.md");
+    let example = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let given = Given { file: example, ..NOTHING };
+    assert_eq!(given.problems(), [""; 0]);
+    assert_eq!(given.config().routes.len(), 3);
+}

@@ -1,0 +1,611 @@
+//! Reads values as people write them: durations and sizes with units, addresses, URLs, names of things.
+//!
+//! Every reader says what it was given and what is allowed; who said it and where is added by its caller.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use http::Method;
+use http::header::HeaderName;
+use http::uri::{Authority, Scheme, Uri};
+use oncegate_core::fingerprint::JsonPointer;
+use oncegate_core::{OnAbandoned, limits};
+use oncegate_http::{
+    CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
+};
+
+use super::problem::did_you_mean;
+
+type Read<T> = Result<T, String>;
+
+const MILLI: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Where records are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum StoreChoice {
+    /// In memory: nothing survives a restart.
+    Memory,
+    /// In this directory.
+    Directory(PathBuf),
+}
+
+/// The service behind the sidecar.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Upstream {
+    pub(crate) scheme: Scheme,
+    pub(crate) authority: Authority,
+}
+
+impl fmt::Display for Upstream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}://{}", self.scheme, self.authority)
+    }
+}
+
+/// How the service is spoken to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UpstreamProtocol {
+    /// HTTP/1.1 in the clear, whatever TLS agrees on otherwise.
+    Auto,
+    /// HTTP/1.1.
+    Http1,
+    /// HTTP/2; in the clear with prior knowledge.
+    Http2,
+}
+
+/// The password of the admin API. Shown nowhere.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct AdminToken(Box<str>);
+
+impl AdminToken {
+    pub(crate) const MIN: usize = 16;
+
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+impl fmt::Debug for AdminToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AdminToken")
+    }
+}
+
+pub(crate) fn admin_token(text: &str) -> Read<AdminToken> {
+    let text = text.trim();
+    let length = text.chars().count();
+    if length < AdminToken::MIN {
+        return Err(format!(
+            "the token has {length} characters; at least {} are needed, such as the output of `openssl rand -hex 32`",
+            AdminToken::MIN
+        ));
+    }
+    if !text.bytes().all(|b| b.is_ascii_graphic()) {
+        return Err(
+            "the token has a space or a character that is not ASCII; neither fits into a header field"
+                .to_owned(),
+        );
+    }
+    Ok(AdminToken(text.into()))
+}
+
+pub(crate) fn boolean(text: &str) -> Read<bool> {
+    match text {
+        "true" => Ok(true),
+        "false" => Ok(false),
+        _ => Err(format!("{text:?} is neither true nor false")),
+    }
+}
+
+pub(crate) fn duration(text: &str) -> Read<Duration> {
+    const ALLOWED: &str =
+        "write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"";
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let Ok(number) = number.parse::<u64>() else {
+        return Err(format!("{text:?} is not a duration; {ALLOWED}"));
+    };
+    let millis = match unit {
+        "" if number == 0 => Some(0),
+        "" => return Err(format!("{text:?} has no unit; {ALLOWED}")),
+        "ms" => Some(number),
+        "s" => number.checked_mul(1000),
+        "m" => number.checked_mul(60 * 1000),
+        "h" => number.checked_mul(60 * 60 * 1000),
+        "d" => number.checked_mul(24 * 60 * 60 * 1000),
+        _ => return Err(format!("{text:?} has the unit {unit:?}, which is none; {ALLOWED}")),
+    };
+    millis.map(Duration::from_millis).ok_or_else(|| format!("{text:?} is longer than time; {ALLOWED}"))
+}
+
+/// A duration as [`duration`] reads it, in the largest unit that holds it whole.
+pub(crate) fn duration_text(duration: Duration) -> String {
+    let millis = duration.as_millis();
+    let units = [("d", 24 * 60 * 60 * 1000), ("h", 60 * 60 * 1000), ("m", 60 * 1000), ("s", 1000)];
+    // A day is shown as 24h: it is how retentions are spoken of.
+    let found = units
+        .into_iter()
+        .find(|(unit, of)| millis >= *of && millis.is_multiple_of(*of) && !(*unit == "d" && millis == *of));
+    match found {
+        Some((unit, of)) => format!("{}{unit}", millis / of),
+        None if millis == 0 => "0s".to_owned(),
+        None => format!("{millis}ms"),
+    }
+}
+
+fn bounded(text: &str, min: Duration, max: Duration) -> Read<Duration> {
+    let value = duration(text)?;
+    if (min..=max).contains(&value) {
+        return Ok(value);
+    }
+    Err(format!(
+        "{text:?} is out of bounds; from {} to {} is allowed",
+        duration_text(min),
+        duration_text(max)
+    ))
+}
+
+pub(crate) fn lease(text: &str) -> Read<Duration> {
+    bounded(text, limits::LEASE_MIN, limits::LEASE_MAX)
+}
+
+pub(crate) fn retention(text: &str) -> Read<Duration> {
+    bounded(text, limits::RETENTION_MIN, limits::RETENTION_MAX)
+}
+
+pub(crate) fn wait(text: &str) -> Read<Duration> {
+    bounded(text, Duration::ZERO, limits::LEASE_MAX)
+}
+
+pub(crate) fn connect_timeout(text: &str) -> Read<Duration> {
+    bounded(text, MILLI, 600 * SECOND)
+}
+
+pub(crate) fn drain_timeout(text: &str) -> Read<Duration> {
+    bounded(text, Duration::ZERO, DAY)
+}
+
+/// `None` is for ever.
+pub(crate) fn upstream_timeout(text: &str) -> Read<Option<Duration>> {
+    if text == "none" {
+        return Ok(None);
+    }
+    bounded(text, MILLI, DAY).map(Some).map_err(|error| format!("{error}; or \"none\" for no limit"))
+}
+
+pub(crate) fn size(text: &str) -> Read<usize> {
+    const ALLOWED: &str = "write bytes, or a number and a unit (KB, KiB, MB, MiB, GB, GiB), such as \"64KiB\", \"2MiB\", \"10MB\"";
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let Ok(number) = number.parse::<usize>() else {
+        return Err(format!("{text:?} is not a size; {ALLOWED}"));
+    };
+    let of: usize = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kb" => 1000,
+        "kib" => 1 << 10,
+        "mb" => 1_000_000,
+        "mib" => 1 << 20,
+        "gb" => 1_000_000_000,
+        "gib" => 1 << 30,
+        _ => return Err(format!("{text:?} has the unit {unit:?}, which is none; {ALLOWED}")),
+    };
+    number.checked_mul(of).ok_or_else(|| format!("{text:?} is more than memory; {ALLOWED}"))
+}
+
+/// A size as [`size`] reads it, in the largest unit that holds it whole.
+pub(crate) fn size_text(bytes: u64) -> String {
+    let units = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    match units.into_iter().find(|(_, of)| bytes >= *of && bytes.is_multiple_of(*of)) {
+        Some((unit, of)) => format!("{}{unit}", bytes / of),
+        None => format!("{bytes} bytes"),
+    }
+}
+
+/// Largest request body that may be configured: it is held in memory while the request runs.
+const REQUEST_BODY_MAX: usize = 1 << 30;
+
+pub(crate) fn request_body(text: &str) -> Read<usize> {
+    at_most(text, REQUEST_BODY_MAX, "a request body is held in memory while it is executed")
+}
+
+pub(crate) fn response_body(text: &str) -> Read<usize> {
+    at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
+}
+
+fn at_most(text: &str, max: usize, why: &str) -> Read<usize> {
+    match size(text)? {
+        bytes if bytes > max => {
+            Err(format!("{text:?} is too much; at most {} is allowed: {why}", size_text(max as u64)))
+        }
+        bytes => Ok(bytes),
+    }
+}
+
+pub(crate) fn threads(text: &str) -> Read<usize> {
+    match text.parse() {
+        Ok(threads @ 1..=1024) => Ok(threads),
+        _ => Err(format!("{text:?} is not a number of threads; from 1 to 1024 is allowed")),
+    }
+}
+
+pub(crate) fn address(text: &str) -> Read<SocketAddr> {
+    if let Ok(address) = text.parse() {
+        return Ok(address);
+    }
+    if let Some(port) = text.strip_prefix("localhost:").and_then(|port| port.parse().ok()) {
+        return Ok(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
+    }
+    let port = text.strip_prefix(':').unwrap_or(text);
+    if port.parse::<u16>().is_ok() {
+        return Err(format!(
+            "{text:?} has no host; write \"127.0.0.1:{port}\" for this machine only, or \"0.0.0.0:{port}\" for all that can reach it"
+        ));
+    }
+    if text.trim_matches(['[', ']']).parse::<IpAddr>().is_ok() {
+        return Err(format!(
+            "{text:?} has no port; write IP:PORT, such as \"127.0.0.1:8080\" or \"[::1]:8080\""
+        ));
+    }
+    Err(format!(
+        "{text:?} is not an address to listen on; write IP:PORT, such as \"127.0.0.1:8080\", \"0.0.0.0:8080\" or \"[::1]:8080\""
+    ))
+}
+
+pub(crate) fn upstream(text: &str) -> Read<Upstream> {
+    // First of all, because the value must not be repeated.
+    if text.contains('@') {
+        return Err(
+            "the URL has a user name or password; requests keep the credentials that they come with, so \
+                    write only http://HOST:PORT or https://HOST:PORT"
+                .to_owned(),
+        );
+    }
+    const ALLOWED: &str =
+        "write http:// or https://, a host and where needed a port, such as \"http://127.0.0.1:3000\"";
+    let Some((scheme, rest)) = text.split_once("://") else {
+        let error = format!("{text:?} has no scheme; {ALLOWED}");
+        let meant = format!("http://{text}");
+        return Err(match upstream(&meant) {
+            Ok(_) => format!("{text:?} has no scheme; did you mean {meant:?}?"),
+            Err(_) => error,
+        });
+    };
+    if !["http", "https"].contains(&scheme.to_ascii_lowercase().as_str()) {
+        return Err(format!("{text:?} has the scheme {scheme:?}; {ALLOWED}"));
+    }
+    let none = |_| format!("{text:?} is not a URL; {ALLOWED}");
+    let uri: Uri = text.parse().map_err(none)?;
+    let (Some(scheme), Some(authority)) = (uri.scheme(), uri.authority()) else {
+        return Err(format!("{text:?} is not a URL; {ALLOWED}"));
+    };
+    let port = authority.as_str().strip_prefix(authority.host()).unwrap_or_default();
+    let port_is_none = !port.is_empty() && authority.port_u16().is_none();
+    if authority.host().is_empty() || rest.contains('#') || port_is_none {
+        return Err(format!("{text:?} is not a URL of a service; {ALLOWED}"));
+    }
+    if uri.path() != "/" || uri.query().is_some() {
+        return Err(format!(
+            "{text:?} has a path or a query; requests keep the path that they come with, so write only {:?}",
+            format!("{scheme}://{authority}")
+        ));
+    }
+    Ok(Upstream { scheme: scheme.clone(), authority: authority.clone() })
+}
+
+pub(crate) fn store(text: &str) -> Read<StoreChoice> {
+    match text {
+        "memory:" => Ok(StoreChoice::Memory),
+        "" => Err("\"\" is no directory; write a directory, or \"memory:\"".to_owned()),
+        "memory" => {
+            Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
+                .to_owned())
+        }
+        // Names of stores that need a server, not directories that look like one by accident.
+        _ if text.contains("://") => {
+            Err(format!("{text:?} is a URL; the stores there are are a directory, or \"memory:\""))
+        }
+        _ => Ok(StoreChoice::Directory(text.into())),
+    }
+}
+
+pub(crate) fn path(text: &str) -> Read<PathBuf> {
+    if text.is_empty() { Err("\"\" is no file".to_owned()) } else { Ok(text.into()) }
+}
+
+pub(crate) fn profile(text: &str) -> Read<Profile> {
+    Profile::named(text).ok_or_else(|| not_one_of(text, &Profile::all().map(|profile| profile.name)))
+}
+
+pub(crate) fn scope(text: &str) -> Read<CallerScope> {
+    const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\" or \"single-tenant\"";
+    match text.split_once(':') {
+        None if text == "single-tenant" => Ok(CallerScope::single_tenant()),
+        Some(("header", name)) => header_name(name).map(CallerScope::header),
+        Some(("required-header", name)) => header_name(name).map(CallerScope::required_header),
+        _ => Err(format!("{text:?} does not say how callers are told apart; {ALLOWED}")),
+    }
+}
+
+pub(crate) fn header_name(text: &str) -> Read<HeaderName> {
+    text.parse().map_err(|_| {
+        format!("{text:?} is not the name of a header field; letters, digits and dashes are allowed")
+    })
+}
+
+pub(crate) fn stored_header(text: &str) -> Read<HeaderName> {
+    let name = header_name(text)?;
+    match Settings::default().with_stored_header(name.clone()) {
+        Ok(_) => Ok(name),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+pub(crate) fn method(text: &str) -> Read<Method> {
+    let method = Method::from_bytes(text.as_bytes()).map_err(|_| format!("{text:?} is not a method"))?;
+    if method.as_str() != text.to_ascii_uppercase() {
+        let upper = text.to_ascii_uppercase();
+        return Err(format!("{text:?} is not a method that anybody sends; did you mean {upper:?}?"));
+    }
+    Settings::default().with_methods(vec![method.clone()]).map_err(|error| error.to_string())?;
+    Ok(method)
+}
+
+pub(crate) fn json_pointer(text: &str) -> Read<JsonPointer> {
+    text.parse()
+        .map_err(|error| format!("{text:?} is not a JSON pointer such as \"/meta/timestamp\": {error}"))
+}
+
+pub(crate) fn key_syntax(text: &str) -> Read<KeySyntax> {
+    one_of(text, &[("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict)])
+}
+
+pub(crate) fn key_format(text: &str) -> Read<KeyFormat> {
+    match text {
+        "any" => Ok(KeyFormat::Any),
+        "uuid" => Ok(KeyFormat::Uuid),
+        "ulid" => Ok(KeyFormat::Ulid),
+        _ => match text.strip_prefix("pattern:") {
+            Some("") => Err(format!("{text:?} has no pattern; write \"pattern:REGEX\"")),
+            Some(pattern) => KeyFormat::pattern(pattern).map_err(|error| error.to_string()),
+            None => Err(not_one_of(text, &["any", "uuid", "ulid", "pattern:REGEX"])),
+        },
+    }
+}
+
+pub(crate) fn key_scope(text: &str) -> Read<KeyScope> {
+    one_of(text, &[("endpoint", KeyScope::Endpoint), ("caller", KeyScope::Caller)])
+}
+
+pub(crate) fn on_abandoned(text: &str) -> Read<OnAbandoned> {
+    one_of(text, &[("park", OnAbandoned::Park), ("reexecute", OnAbandoned::Reexecute)])
+}
+
+pub(crate) fn server_errors(text: &str) -> Read<ServerErrors> {
+    one_of(text, &[("replay", ServerErrors::Replay), ("release", ServerErrors::Release)])
+}
+
+pub(crate) fn store_outage(text: &str) -> Read<StoreOutage> {
+    one_of(text, &[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)])
+}
+
+pub(crate) fn upstream_protocol(text: &str) -> Read<UpstreamProtocol> {
+    use UpstreamProtocol::{Auto, Http1, Http2};
+    one_of(text, &[("auto", Auto), ("http1", Http1), ("http2", Http2)])
+}
+
+fn one_of<T: Copy>(text: &str, table: &[(&str, T)]) -> Read<T> {
+    let found = table.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+    found.ok_or_else(|| not_one_of(text, &table.iter().map(|(name, _)| *name).collect::<Vec<_>>()))
+}
+
+/// `"x" is not one of a, b, c`, and which of them was meant.
+fn not_one_of(text: &str, names: &[&str]) -> String {
+    format!("{text:?} is not one of {}{}", names.join(", "), did_you_mean(text, names.iter().copied()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error<T>(read: Read<T>) -> String {
+        read.err().expect("this is refused")
+    }
+
+    #[test]
+    fn durations_have_units() {
+        for (text, millis) in [
+            ("500ms", 500),
+            ("30s", 30_000),
+            ("5m", 300_000),
+            ("24h", 86_400_000),
+            ("7d", 604_800_000),
+            ("0s", 0),
+            ("0", 0),
+        ] {
+            assert_eq!(duration(text), Ok(Duration::from_millis(millis)), "{text}");
+        }
+        for (text, why) in [
+            ("30", "\"30\" has no unit; write a number and a unit (ms, s, m, h, d), such as \"500ms\""),
+            ("30 s", "\"30 s\" has the unit \" s\", which is none"),
+            ("1.5h", "\"1.5h\" has the unit \".5h\", which is none"),
+            ("5min", "\"5min\" has the unit \"min\", which is none"),
+            ("", "\"\" is not a duration"),
+            ("s", "\"s\" is not a duration"),
+            ("-5s", "\"-5s\" is not a duration"),
+            ("99999999999999999999s", "is not a duration"),
+            ("18446744073709551615d", "is longer than time"),
+        ] {
+            assert!(error(duration(text)).contains(why), "{text}: {}", error(duration(text)));
+        }
+    }
+
+    #[test]
+    fn durations_are_shown_as_they_are_written() {
+        for text in ["500ms", "30s", "90s", "5m", "24h", "36h", "7d", "400d", "0s", "1001ms"] {
+            assert_eq!(duration_text(duration(text).unwrap()), text);
+        }
+    }
+
+    #[test]
+    fn durations_keep_their_bounds() {
+        assert_eq!(lease("100ms"), Ok(limits::LEASE_MIN));
+        assert_eq!(lease("1h"), Ok(limits::LEASE_MAX));
+        assert_eq!(error(lease("99ms")), "\"99ms\" is out of bounds; from 100ms to 1h is allowed");
+        assert_eq!(error(lease("3601s")), "\"3601s\" is out of bounds; from 100ms to 1h is allowed");
+        assert_eq!(error(retention("401d")), "\"401d\" is out of bounds; from 1s to 400d is allowed");
+        assert_eq!(error(wait("61m")), "\"61m\" is out of bounds; from 0s to 1h is allowed");
+        assert_eq!(upstream_timeout("none"), Ok(None));
+        assert_eq!(upstream_timeout("5s"), Ok(Some(5 * SECOND)));
+        let text = error(upstream_timeout("0s"));
+        assert_eq!(text, "\"0s\" is out of bounds; from 1ms to 24h is allowed; or \"none\" for no limit");
+    }
+
+    #[test]
+    fn sizes_are_bytes_or_have_units() {
+        for (text, bytes) in [
+            ("65536", 65_536),
+            ("0", 0),
+            ("10B", 10),
+            ("64KiB", 65_536),
+            ("64kib", 65_536),
+            ("10KB", 10_000),
+            ("2MiB", 2_097_152),
+            ("10MB", 10_000_000),
+            ("1GiB", 1 << 30),
+        ] {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for (text, why) in [
+            ("64K", "\"64K\" has the unit \"K\", which is none; write bytes, or a number and a unit"),
+            ("two", "\"two\" is not a size"),
+            ("-1", "\"-1\" is not a size"),
+            ("18446744073709551615GiB", "is more than memory"),
+        ] {
+            assert!(error(size(text)).contains(why), "{text}: {}", error(size(text)));
+        }
+        assert_eq!(response_body("64MiB"), Ok(limits::RESPONSE_MAX));
+        assert_eq!(
+            error(response_body("67108865")),
+            "\"67108865\" is too much; at most 64MiB is allowed: a record cannot hold more"
+        );
+        assert!(request_body("1GiB").is_ok());
+        assert!(error(request_body("1073741825")).contains("at most 1GiB"));
+    }
+
+    #[test]
+    fn addresses_have_host_and_port() {
+        assert_eq!(address("localhost:9090"), Ok("127.0.0.1:9090".parse().unwrap()));
+        assert_eq!(address("[::1]:8080"), Ok("[::1]:8080".parse().unwrap()));
+        for (text, why) in [
+            (":8080", "\":8080\" has no host; write \"127.0.0.1:8080\" for this machine only"),
+            ("8080", "\"8080\" has no host; write \"127.0.0.1:8080\""),
+            ("127.0.0.1", "\"127.0.0.1\" has no port"),
+            ("::1", "\"::1\" has no port"),
+            ("[::1]", "\"[::1]\" has no port"),
+            ("example.com:80", "is not an address to listen on"),
+            ("127.0.0.1:99999", "is not an address to listen on"),
+        ] {
+            assert!(error(address(text)).contains(why), "{text}: {}", error(address(text)));
+        }
+    }
+
+    #[test]
+    fn an_upstream_is_a_scheme_and_a_host() {
+        for (text, shown) in [
+            ("http://127.0.0.1:3000", "http://127.0.0.1:3000"),
+            ("http://127.0.0.1:3000/", "http://127.0.0.1:3000"),
+            ("https://api.internal", "https://api.internal"),
+            ("http://[::1]:3000", "http://[::1]:3000"),
+        ] {
+            assert_eq!(upstream(text).unwrap().to_string(), shown);
+        }
+        for (text, why) in [
+            ("127.0.0.1:3000", "\"127.0.0.1:3000\" has no scheme; did you mean \"http://127.0.0.1:3000\"?"),
+            ("ftp://host", "\"ftp://host\" has the scheme \"ftp\"; write http:// or https://"),
+            ("http://", "\"http://\" is not a URL"),
+            ("http://host:port", "is not a URL"),
+            ("http://host:", "is not a URL of a service"),
+            (
+                "http://host/base",
+                "has a path or a query; requests keep the path that they come with, so write only \"http://host\"",
+            ),
+            ("http://host?x", "has a path or a query"),
+            ("http://host/#x", "is not a URL of a service"),
+            ("", "\"\" has no scheme; write http:// or https://"),
+        ] {
+            assert!(error(upstream(text)).contains(why), "{text}: {}", error(upstream(text)));
+        }
+    }
+
+    #[test]
+    fn a_password_in_a_url_is_refused_and_not_repeated() {
+        let text = error(upstream("http://user:hunter2@host"));
+        assert!(text.contains("user name or password") && !text.contains("hunter2"), "{text}");
+    }
+
+    #[test]
+    fn words_are_checked_and_the_nearest_is_suggested() {
+        let table: [(&str, String); 12] = [
+            ("\"ietff\" is not one of ietf, seed, stripe; did you mean `ietf`?", error(profile("ietff"))),
+            (
+                "\"reexecut\" is not one of park, reexecute; did you mean `reexecute`?",
+                error(on_abandoned("reexecut")),
+            ),
+            ("\"maybe\" is not one of closed, open", error(store_outage("maybe"))),
+            (
+                "\"Replay\" is not one of replay, release; did you mean `replay`?",
+                error(server_errors("Replay")),
+            ),
+            ("\"yes\" is neither true nor false", error(boolean("yes"))),
+            (
+                "\"tenant\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\" or \"single-tenant\"",
+                error(scope("tenant")),
+            ),
+            (
+                "\"x y\" is not the name of a header field; letters, digits and dashes are allowed",
+                error(scope("header:x y")),
+            ),
+            (
+                "the header field set-cookie must not be stored and replayed",
+                error(stored_header("Set-Cookie")),
+            ),
+            ("\"post\" is not a method that anybody sends; did you mean \"POST\"?", error(method("post"))),
+            (
+                "the method GET cannot be covered: a key protects requests that change something",
+                error(method("GET")),
+            ),
+            (
+                "\"uuid4\" is not one of any, uuid, ulid, pattern:REGEX; did you mean `uuid`?",
+                error(key_format("uuid4")),
+            ),
+            ("\"0\" is not a number of threads; from 1 to 1024 is allowed", error(threads("0"))),
+        ];
+        for (expected, text) in table {
+            assert_eq!(text, expected);
+        }
+        assert!(error(key_format("pattern:[")).contains("key format \"[\""));
+        assert!(error(json_pointer("meta")).starts_with("\"meta\" is not a JSON pointer"));
+    }
+
+    #[test]
+    fn a_store_is_a_directory_or_memory() {
+        assert_eq!(store("memory:"), Ok(StoreChoice::Memory));
+        assert_eq!(store("./data"), Ok(StoreChoice::Directory("./data".into())));
+        assert!(error(store("memory")).contains("write \"memory:\""));
+        assert!(error(store("redis://host")).contains("is a URL"));
+    }
+
+    #[test]
+    fn a_token_is_long_and_never_shown() {
+        assert!(admin_token("0123456789abcdef\n").is_ok());
+        let text = error(admin_token("hunter2"));
+        assert!(text.contains("has 7 characters; at least 16 are needed") && !text.contains("hunter2"));
+        assert!(error(admin_token("0123456789 abcdef")).contains("a space"));
+        assert_eq!(format!("{:?}", admin_token("0123456789abcdef").unwrap()), "AdminToken");
+    }
+}

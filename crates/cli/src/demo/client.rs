@@ -1,0 +1,244 @@
+//! The customers' client: an ordinary, careful one.
+//!
+//! It makes one key per intent and sends it with every request for it, until there is a definite answer. It retries what
+//! broke and what it is told to retry, with backoff and jitter and no sooner than `Retry-After`; it stops where it is told
+//! to stop. It does the same in both runs: a service that knows nothing of keys ignores them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Request, Response, StatusCode, header};
+use http_body_util::Full;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+
+use super::exchange::exchange;
+use super::plan::{Click, Fault, Intent, Plan, SplitMix64};
+use super::service::PaymentRequest;
+use super::story::{Story, Tale};
+use super::tally::Tally;
+
+/// How long a client waits for an answer.
+pub(super) const TIMEOUT: Duration = Duration::from_millis(400);
+
+/// How many requests a client sends for one click before it gives up.
+const ATTEMPTS_MAX: usize = 60;
+
+const BACKOFF_FIRST: Duration = Duration::from_millis(40);
+const BACKOFF_MAX: Duration = Duration::from_millis(600);
+
+/// What `Retry-After` says is divided by this, so that nobody who watches has to wait for whole seconds.
+const HASTE: u32 = 4;
+
+/// How long a client that was told to stop waits to hear from the operator.
+const OPERATOR_PATIENCE: Duration = Duration::from_secs(20);
+
+/// What every client needs.
+pub(super) struct Clients {
+    pub(super) plan: Arc<Plan>,
+    pub(super) tally: Arc<Tally>,
+    pub(super) story: Arc<Story>,
+    /// The network's address: the only one that clients know.
+    pub(super) network: SocketAddr,
+    /// How many outcomes the operator has settled so far.
+    pub(super) settled: watch::Receiver<u64>,
+}
+
+/// How it ended for one click.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// The customer was told of this charge.
+    Charged(String),
+    /// The customer was told that there is none.
+    Refused(StatusCode),
+    /// The customer was told nothing.
+    GaveUp,
+}
+
+/// What a client does about an answer.
+#[derive(Debug, PartialEq, Eq)]
+enum Advice {
+    Believe(Ending),
+    Retry { after: Duration },
+    Stop,
+}
+
+impl Clients {
+    /// Pursues an intent until each of its clicks has ended.
+    pub(super) async fn pursue(&self, intent: &Intent) -> Vec<Ending> {
+        self.tally.begun.add();
+        let endings = match intent.clicks.as_slice() {
+            [first, second] => {
+                self.story.tell(Tale::DoubleClick { intent: &intent.name() });
+                let (first, second) =
+                    tokio::join!(self.pursue_click(intent, 0, first), self.pursue_click(intent, 1, second));
+                vec![first, second]
+            }
+            clicks => {
+                let mut endings = Vec::new();
+                for (number, click) in clicks.iter().enumerate() {
+                    endings.push(self.pursue_click(intent, number, click).await);
+                }
+                endings
+            }
+        };
+        self.tally.ended.add();
+        endings
+    }
+
+    async fn pursue_click(&self, intent: &Intent, number: usize, click: &Click) -> Ending {
+        sleep(click.after).await;
+        let mut jitter = self.plan.jitter(intent.number, number);
+        let mut settled = self.settled.clone();
+        for attempt in 0..ATTEMPTS_MAX {
+            self.tally.attempts.add();
+            settled.mark_unchanged();
+            let request = request(intent, number, attempt);
+            let answer = self.send(request, click, attempt).await;
+            let wait = match answer.map(|answer| self.judge(intent, &answer)) {
+                Some(Advice::Believe(ending)) => return ending,
+                Some(Advice::Stop) => {
+                    // Not to be retried before somebody has found out what happened, and has said so.
+                    let _in_vain = timeout(OPERATOR_PATIENCE, settled.changed()).await;
+                    Duration::ZERO
+                }
+                Some(Advice::Retry { after }) => after,
+                None => Duration::ZERO,
+            };
+            sleep(wait.max(backoff(attempt, &mut jitter))).await;
+        }
+        Ending::GaveUp
+    }
+
+    /// One request; `None` where no answer came.
+    async fn send(
+        &self,
+        request: Option<Request<Full<Bytes>>>,
+        click: &Click,
+        attempt: usize,
+    ) -> Option<Response<Bytes>> {
+        let exchange = exchange(self.network, request?);
+        if click.faults.get(attempt) == Some(&Fault::HangUp) {
+            let _unseen = timeout(click.patience, exchange).await;
+            return None;
+        }
+        timeout(TIMEOUT, exchange).await.ok()?.ok()
+    }
+
+    fn judge(&self, intent: &Intent, answer: &Response<Bytes>) -> Advice {
+        let name = intent.name();
+        let advice = advice(answer);
+        match (&advice, answer.status()) {
+            (Advice::Believe(Ending::Charged(charge)), _)
+                if answer.headers().contains_key("idempotent-replayed") =>
+            {
+                self.tally.replays.add();
+                self.story.tell(Tale::Replayed { intent: &name, charge });
+            }
+            (Advice::Retry { .. }, StatusCode::CONFLICT) => {
+                self.tally.in_progress.add();
+                self.story.tell(Tale::InProgress { intent: &name });
+            }
+            (Advice::Stop, _) => {
+                self.tally.outcome_unknown.add();
+                self.story.tell(Tale::OutcomeUnknown { intent: &name });
+            }
+            _ => {}
+        }
+        advice
+    }
+}
+
+/// `None` where the request cannot be made, which no plan brings about.
+fn request(intent: &Intent, click: usize, attempt: usize) -> Option<Request<Full<Bytes>>> {
+    let Intent { customer, cents, key, .. } = intent;
+    let payment = PaymentRequest { intent: intent.name(), customer: customer.clone(), cents: *cents };
+    Request::post("/payments")
+        .header(header::HOST, "payments.internal")
+        .header(header::CONNECTION, "close")
+        .header(header::CONTENT_TYPE, "application/json")
+        .header(header::AUTHORIZATION, format!("Bearer {customer}"))
+        .header("idempotency-key", key)
+        .header("x-request-id", intent.request_id(click, attempt))
+        .body(Full::from(serde_json::to_vec(&payment).ok()?))
+        .ok()
+}
+
+fn advice(answer: &Response<Bytes>) -> Advice {
+    let body: serde_json::Value = serde_json::from_slice(answer.body()).unwrap_or_default();
+    let text = |member: &str| body.get(member).and_then(serde_json::Value::as_str);
+    let status = answer.status();
+    if status.is_success() {
+        return match text("charge") {
+            Some(charge) => Advice::Believe(Ending::Charged(charge.to_owned())),
+            None => Advice::Believe(Ending::Refused(status)),
+        };
+    }
+    let retry = Advice::Retry { after: retry_after(answer.headers()) / HASTE };
+    match text("retry") {
+        Some("same-key") => retry,
+        // Of the server's errors, because nobody knows what happened; of the client's, because that is all there is to it.
+        Some("stop") if status.is_server_error() => Advice::Stop,
+        Some(_) => Advice::Believe(Ending::Refused(status)),
+        // Whoever answers does not say. Ordinary clients take these for passing.
+        None if matches!(status.as_u16(), 408 | 409 | 425 | 429 | 500..) => retry,
+        None => Advice::Believe(Ending::Refused(status)),
+    }
+}
+
+fn retry_after(headers: &HeaderMap) -> Duration {
+    let seconds = headers.get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(0))
+}
+
+/// Twice as long with each attempt, and of that between a half and the whole.
+fn backoff(attempt: usize, jitter: &mut SplitMix64) -> Duration {
+    let doubled = BACKOFF_FIRST * 2_u32.saturating_pow(attempt.min(16) as u32);
+    let half = doubled.min(BACKOFF_MAX) / 2;
+    half + Duration::from_micros(jitter.below(half.as_micros() as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(status: u16, retry_after: Option<&str>, body: &'static str) -> Response<Bytes> {
+        let mut answer = Response::builder().status(status);
+        if let Some(seconds) = retry_after {
+            answer = answer.header("retry-after", seconds);
+        }
+        answer.body(Bytes::from_static(body.as_bytes())).unwrap()
+    }
+
+    #[test]
+    fn the_client_does_as_it_is_told() {
+        let refused = |status| Advice::Believe(Ending::Refused(StatusCode::from_u16(status).unwrap()));
+        let retry = |seconds| Advice::Retry { after: Duration::from_secs(seconds) / HASTE };
+        for (status, after, body, expected) in [
+            (201, None, r#"{"charge":"ch-1"}"#, Advice::Believe(Ending::Charged("ch-1".into()))),
+            (200, None, "no charge", refused(200)),
+            (409, Some("2"), r#"{"retry":"same-key"}"#, retry(2)),
+            (503, Some("1"), r#"{"retry":"same-key"}"#, retry(1)),
+            (500, None, r#"{"retry":"stop"}"#, Advice::Stop),
+            (422, None, r#"{"retry":"stop"}"#, refused(422)),
+            (422, None, r#"{"retry":"new-key"}"#, refused(422)),
+            (400, None, r#"{"retry":"fix-request"}"#, refused(400)),
+            (502, None, "", retry(0)),
+            (404, None, "", refused(404)),
+        ] {
+            assert_eq!(advice(&answer(status, after, body)), expected, "{status}");
+        }
+    }
+
+    #[test]
+    fn backoff_grows_and_is_bounded() {
+        let mut jitter = Plan::draw(1, 1).jitter(1, 0);
+        for attempt in 0..ATTEMPTS_MAX {
+            let (wait, doubled) = (backoff(attempt, &mut jitter), BACKOFF_FIRST * (1 << attempt.min(10)));
+            let whole = doubled.min(BACKOFF_MAX);
+            assert!((whole / 2..=whole).contains(&wait), "{attempt}: {wait:?}");
+        }
+    }
+}

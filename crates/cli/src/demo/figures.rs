@@ -1,0 +1,153 @@
+//! What came of a run: the ledger against the plan.
+
+use std::collections::{HashMap, HashSet};
+
+use serde::Serialize;
+
+use super::client::Ending;
+use super::plan::{FaultCounts, Plan, name};
+use super::service::Charge;
+use super::tally::Tally;
+
+/// What came of a run.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct Figures {
+    pub(super) intents: u64,
+    pub(super) attempts: u64,
+    /// The faults that happened: those planned, less what had nothing to strike while the sidecar was away.
+    pub(super) faults: FaultCounts,
+    pub(super) replies_lost: u64,
+    pub(super) charges: u64,
+    /// Charges of an intent beyond its first.
+    pub(super) duplicates: u64,
+    /// Intents without a charge.
+    pub(super) missing: u64,
+    pub(super) cents_meant: u64,
+    pub(super) cents_charged: u64,
+    /// Intents whose customer was told of two charges, or of one that the ledger does not have.
+    pub(super) contradictions: u64,
+    /// Intents whose customer was not told of a charge, though told to try again until there is an answer.
+    pub(super) unanswered: u64,
+    pub(super) replays: u64,
+    pub(super) refused_in_progress: u64,
+    pub(super) refused_outcome_unknown: u64,
+    /// Records that the operator resolved: the charge was in the ledger.
+    pub(super) resolved_completed: u64,
+    /// Records that the operator resolved: there was no charge.
+    pub(super) resolved_released: u64,
+    pub(super) sidecar_kills: u64,
+    /// How many payments were with the service when the sidecar was killed.
+    pub(super) in_flight_at_kill: Option<usize>,
+    pub(super) milliseconds: u64,
+}
+
+impl Figures {
+    pub(super) fn count(plan: &Plan, tally: &Tally, ledger: &[Charge], endings: &[Vec<Ending>]) -> Self {
+        let mut by_intent: HashMap<&str, HashSet<&str>> = HashMap::new();
+        for charge in ledger {
+            by_intent.entry(&charge.intent).or_default().insert(&charge.charge);
+        }
+        let (mut missing, mut contradictions, mut unanswered) = (0, 0, 0);
+        for (at, intent) in plan.intents.iter().enumerate() {
+            let name = name(intent.number);
+            let charges = by_intent.get(name.as_str());
+            let endings = endings.get(at).map_or(&[][..], Vec::as_slice);
+            let told: HashSet<_> = endings
+                .iter()
+                .filter_map(
+                    |ending| if let Ending::Charged(charge) = ending { Some(charge.as_str()) } else { None },
+                )
+                .collect();
+            let unbacked = told.iter().any(|charge| charges.is_none_or(|charges| !charges.contains(charge)));
+            let silent = endings.is_empty() || endings.iter().any(|e| !matches!(e, Ending::Charged(_)));
+            missing += u64::from(charges.is_none());
+            contradictions += u64::from(told.len() > 1 || unbacked);
+            unanswered += u64::from(silent);
+        }
+        let faults = tally.faults();
+        Self {
+            intents: plan.intents.len() as u64,
+            attempts: tally.attempts.get(),
+            faults,
+            replies_lost: faults.replies_lost(),
+            charges: ledger.len() as u64,
+            duplicates: (ledger.len() - by_intent.len()) as u64,
+            missing,
+            cents_meant: plan.cents(),
+            cents_charged: ledger.iter().map(|charge| charge.cents).sum(),
+            contradictions,
+            unanswered,
+            replays: tally.replays.get(),
+            refused_in_progress: tally.in_progress.get(),
+            refused_outcome_unknown: tally.outcome_unknown.get(),
+            resolved_completed: tally.resolved_completed.get(),
+            resolved_released: tally.resolved_released.get(),
+            sidecar_kills: tally.kills.get(),
+            in_flight_at_kill: None,
+            milliseconds: 0,
+        }
+    }
+
+    /// Whether every intent has its one charge, of its own amount, and every customer was told of it.
+    pub(super) const fn is_clean(&self) -> bool {
+        self.charges == self.intents
+            && self.duplicates == 0
+            && self.missing == 0
+            && self.cents_charged == self.cents_meant
+            && self.contradictions == 0
+            && self.unanswered == 0
+    }
+
+    pub(super) const fn resolved(&self) -> u64 {
+        self.resolved_completed + self.resolved_released
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn charge(plan: &Plan, number: usize, charge: &str) -> Charge {
+        let intent = &plan.intents[number - 1];
+        Charge {
+            charge: charge.into(),
+            intent: intent.name(),
+            customer: intent.customer.clone(),
+            cents: intent.cents,
+            record: None,
+        }
+    }
+
+    fn told(charge: &str) -> Vec<Ending> {
+        vec![Ending::Charged(charge.into())]
+    }
+
+    #[test]
+    fn one_charge_for_each_intent_is_clean() {
+        let plan = Plan::draw(1, 2);
+        let ledger = [charge(&plan, 1, "a"), charge(&plan, 2, "b")];
+        let figures = Figures::count(&plan, &Tally::default(), &ledger, &[told("a"), told("b")]);
+        assert!(figures.is_clean(), "{figures:?}");
+    }
+
+    #[test]
+    fn whatever_is_wrong_is_counted() {
+        let plan = Plan::draw(1, 2);
+        let (a, b, c) = (charge(&plan, 1, "a"), charge(&plan, 2, "b"), charge(&plan, 1, "c"));
+        let strange = Charge { cents: b.cents + 1, ..b.clone() };
+        let two = vec![Ending::Charged("a".into()), Ending::Charged("c".into())];
+        for (ledger, endings, duplicates, missing, contradictions, unanswered) in [
+            (vec![a.clone(), b.clone(), c.clone()], vec![told("a"), told("b")], 1, 0, 0, 0),
+            (vec![a.clone(), b.clone(), c.clone()], vec![two, told("b")], 1, 0, 1, 0),
+            (vec![a.clone()], vec![told("a"), vec![Ending::GaveUp]], 0, 1, 0, 1),
+            (vec![a.clone(), c], vec![told("a"), told("b")], 1, 1, 1, 0),
+            (vec![a.clone(), b.clone()], vec![told("a"), vec![]], 0, 0, 0, 1),
+            (vec![a, strange], vec![told("a"), told("b")], 0, 0, 0, 0),
+        ] {
+            let figures = Figures::count(&plan, &Tally::default(), &ledger, &endings);
+            let counted = (figures.duplicates, figures.missing, figures.contradictions, figures.unanswered);
+            assert_eq!(counted, (duplicates, missing, contradictions, unanswered));
+            assert!(!figures.is_clean());
+        }
+    }
+}

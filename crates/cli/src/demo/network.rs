@@ -1,0 +1,249 @@
+//! The hostile network between the clients and whoever serves them.
+//!
+//! It takes one request per connection, looks up in the plan what happens to it, and does that. Both runs go through it.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::SockRef;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+
+use super::plan::{Fault, Plan};
+use super::story::{Story, Tale};
+use super::tally::Tally;
+
+/// Nothing in here takes longer on its own. Bounds what a connection that nobody ends can hold.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How much later than its client's end a late request arrives.
+const LATER: Duration = Duration::from_millis(15);
+
+/// More than any request or reply here has.
+const MESSAGE_MAX: usize = 64 * 1024;
+
+/// The running network. Stops when dropped.
+pub(super) struct Network {
+    pub(super) address: SocketAddr,
+    carrying: watch::Receiver<usize>,
+    accepting: AbortHandle,
+}
+
+struct Wires {
+    plan: Arc<Plan>,
+    to: SocketAddr,
+    tally: Arc<Tally>,
+    story: Arc<Story>,
+    carrying: watch::Sender<usize>,
+}
+
+impl Network {
+    /// Starts on a free port; everything that is not lost goes `to` there.
+    pub(super) async fn start(
+        plan: Arc<Plan>,
+        to: SocketAddr,
+        tally: Arc<Tally>,
+        story: Arc<Story>,
+    ) -> Result<Self, String> {
+        let cannot = |error| format!("cannot open a port for the hostile network: {error}");
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
+        let address = listener.local_addr().map_err(cannot)?;
+        let (sender, carrying) = watch::channel(0);
+        let wires = Arc::new(Wires { plan, to, tally, story, carrying: sender });
+        let accepting = tokio::spawn(accept(listener, wires)).abort_handle();
+        Ok(Self { address, carrying, accepting })
+    }
+
+    /// Waits until nothing is on its way any more: late requests arrive after all clients are done.
+    pub(super) async fn settle(&self) {
+        let mut carrying = self.carrying.clone();
+        // The sender lives as long as the accepting task, which `self` owns.
+        let _never_closed = carrying.wait_for(|carrying| *carrying == 0).await;
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn accept(listener: TcpListener, wires: Arc<Wires>) {
+    loop {
+        let Ok((stream, _)) = listener.accept().await else {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            continue;
+        };
+        wires.carrying.send_modify(|carrying| *carrying += 1);
+        let wires = wires.clone();
+        tokio::spawn(async move {
+            // A connection that breaks is what a client sees; there is nobody else to tell.
+            let _broken = timeout(PATIENCE, wires.carry(stream)).await;
+            wires.carrying.send_modify(|carrying| *carrying -= 1);
+        });
+    }
+}
+
+impl Wires {
+    async fn carry(&self, mut client: TcpStream) -> io::Result<()> {
+        let _best_effort = client.set_nodelay(true);
+        let request = read_request(&mut client).await?;
+        let fault = request_id(&request).and_then(|id| self.plan.fault(id));
+        match fault {
+            None => self.deliver(client, &request).await,
+            Some(fault) => self.spoil(client, &request, fault).await,
+        }
+    }
+
+    /// As a good network does.
+    async fn deliver(&self, mut client: TcpStream, request: &[u8]) -> io::Result<()> {
+        let reply = {
+            let gone = hung_up(&mut client);
+            tokio::select! {
+                reply = self.send(request) => reply,
+                () = gone => return Ok(()),
+            }
+        };
+        match reply {
+            Ok(reply) => client.write_all(&reply).await,
+            Err(error) => {
+                reset(client)?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn spoil(&self, mut client: TcpStream, request: &[u8], fault: Fault) -> io::Result<()> {
+        let reply = match fault {
+            Fault::RequestLost => {
+                self.suffered(fault);
+                return reset(client);
+            }
+            Fault::RequestLate => {
+                hung_up(&mut client).await;
+                tokio::time::sleep(LATER).await;
+                self.send(request).await
+            }
+            Fault::HangUp => {
+                let mut upstream = TcpStream::connect(self.to).await?;
+                upstream.write_all(request).await?;
+                hung_up(&mut client).await;
+                self.suffered(fault);
+                return Ok(());
+            }
+            Fault::ReplyLost | Fault::ReplyCut | Fault::ReplyLate => self.send(request).await,
+        };
+        let reply = match reply {
+            Ok(reply) => reply,
+            Err(error) => {
+                reset(client)?;
+                return Err(error);
+            }
+        };
+        self.suffered(fault);
+        match fault {
+            Fault::ReplyLate => hung_up(&mut client).await,
+            Fault::ReplyCut => client.write_all(first_half(&reply)).await?,
+            _ => return reset(client),
+        }
+        Ok(())
+    }
+
+    /// Sends the request over a connection of its own and takes the whole reply: clients ask for the connection to be
+    /// closed after it.
+    async fn send(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+        let mut upstream = TcpStream::connect(self.to).await?;
+        let _best_effort = upstream.set_nodelay(true);
+        upstream.write_all(request).await?;
+        let mut reply = Vec::new();
+        upstream.take(MESSAGE_MAX as u64).read_to_end(&mut reply).await?;
+        if head_length(&reply).is_none() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(reply)
+    }
+
+    fn suffered(&self, fault: Fault) {
+        self.tally.fault(fault);
+        self.story.tell(Tale::Fault(fault));
+    }
+}
+
+/// Closes with a reset instead of an orderly end.
+fn reset(stream: TcpStream) -> io::Result<()> {
+    SockRef::from(&stream).set_linger(Some(Duration::ZERO))
+}
+
+/// Waits until the client has closed its connection.
+async fn hung_up(client: &mut TcpStream) {
+    let mut rest = [0; 512];
+    while !matches!(client.read(&mut rest).await, Ok(0) | Err(_)) {}
+}
+
+async fn read_request(client: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let mut request = Vec::with_capacity(1024);
+    loop {
+        if client.read_buf(&mut request).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if let Some(length) = message_length(&request)
+            && request.len() >= length
+        {
+            return Ok(request);
+        }
+        if request.len() > MESSAGE_MAX {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+    }
+}
+
+/// How long the head is, once it is there.
+fn head_length(message: &[u8]) -> Option<usize> {
+    message.windows(4).position(|octets| octets == b"\r\n\r\n").map(|at| at + 4)
+}
+
+fn message_length(message: &[u8]) -> Option<usize> {
+    let head = head_length(message)?;
+    let body = field(message, "content-length").and_then(|length| length.parse::<usize>().ok());
+    Some(head + body.unwrap_or(0))
+}
+
+fn request_id(message: &[u8]) -> Option<&str> {
+    field(message, "x-request-id")
+}
+
+fn field<'a>(message: &'a [u8], name: &str) -> Option<&'a str> {
+    let head = std::str::from_utf8(message.get(..head_length(message)?)?).ok()?;
+    let fields = head.lines().filter_map(|line| line.split_once(':'));
+    fields.into_iter().find(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, value)| value.trim())
+}
+
+/// The head and half of the body.
+fn first_half(reply: &[u8]) -> &[u8] {
+    let head = head_length(reply).unwrap_or(0);
+    reply.get(..head + (reply.len() - head) / 2).unwrap_or(reply)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REQUEST: &[u8] = b"POST /payments HTTP/1.1\r\nX-Request-Id: 7/0/1\r\ncontent-length: 4\r\n\r\nabcd";
+
+    #[test]
+    fn a_request_is_whole_when_its_body_is() {
+        assert_eq!(message_length(REQUEST), Some(REQUEST.len()));
+        assert_eq!(message_length(&REQUEST[..40]), None);
+        assert_eq!(request_id(REQUEST), Some("7/0/1"));
+    }
+
+    #[test]
+    fn a_cut_reply_ends_in_the_middle_of_its_body() {
+        assert_eq!(first_half(REQUEST), &REQUEST[..REQUEST.len() - 2]);
+    }
+}

@@ -1,0 +1,316 @@
+//! What will happen, drawn from the seed before anything starts.
+//!
+//! Both runs follow the same plan: the same payments, the same double clicks, and for each request of each client the
+//! same fault on its way. A client's faults come first and its way is clear after them, so that every planned fault does
+//! happen and every client comes through in the end.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// What the network, or the client itself, does to one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Fault {
+    /// The connection is reset before the request reaches anybody.
+    RequestLost,
+    /// The request arrives after the client has given up waiting for its answer.
+    RequestLate,
+    /// The request is delivered; the connection is reset before the reply.
+    ReplyLost,
+    /// The request is delivered; the connection closes in the middle of the reply.
+    ReplyCut,
+    /// The request is delivered; the reply takes longer than the client waits.
+    ReplyLate,
+    /// The client hangs up before the reply, and comes back.
+    HangUp,
+}
+
+impl Fault {
+    pub(super) const ALL: [Self; 6] = [
+        Self::RequestLost,
+        Self::RequestLate,
+        Self::ReplyLost,
+        Self::ReplyCut,
+        Self::ReplyLate,
+        Self::HangUp,
+    ];
+
+    /// How often each is drawn: lost replies most of all, as they are what the demonstration is about.
+    const WEIGHTS: [(Self, u64); 6] = [
+        (Self::ReplyLost, 30),
+        (Self::HangUp, 18),
+        (Self::RequestLost, 16),
+        (Self::ReplyLate, 14),
+        (Self::ReplyCut, 12),
+        (Self::RequestLate, 10),
+    ];
+
+    fn draw(random: &mut SplitMix64) -> Self {
+        let total = Self::WEIGHTS.iter().map(|(_, weight)| weight).sum();
+        let mut left = random.below(total);
+        for (fault, weight) in Self::WEIGHTS {
+            if left < weight {
+                return fault;
+            }
+            left -= weight;
+        }
+        Self::ReplyLost
+    }
+}
+
+/// How many of each fault.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct FaultCounts {
+    pub(super) request_lost: u64,
+    pub(super) request_late: u64,
+    pub(super) reply_lost: u64,
+    pub(super) reply_cut: u64,
+    pub(super) reply_late: u64,
+    pub(super) hang_up: u64,
+}
+
+impl FaultCounts {
+    pub(super) fn of(mut count: impl FnMut(Fault) -> u64) -> Self {
+        Self {
+            request_lost: count(Fault::RequestLost),
+            request_late: count(Fault::RequestLate),
+            reply_lost: count(Fault::ReplyLost),
+            reply_cut: count(Fault::ReplyCut),
+            reply_late: count(Fault::ReplyLate),
+            hang_up: count(Fault::HangUp),
+        }
+    }
+
+    pub(super) const fn total(&self) -> u64 {
+        self.request_lost + self.replies_lost()
+    }
+
+    /// Replies that were given and not seen by the client.
+    pub(super) const fn replies_lost(&self) -> u64 {
+        self.request_late + self.reply_lost + self.reply_cut + self.reply_late + self.hang_up
+    }
+}
+
+/// One payment that a customer means to make, once.
+#[derive(Clone, Debug)]
+pub(super) struct Intent {
+    /// Counts from one.
+    pub(super) number: usize,
+    pub(super) customer: String,
+    pub(super) cents: u64,
+    /// The idempotency key: one per intent, the same in every request for it.
+    pub(super) key: String,
+    /// One, or two for a double click: each sends for itself, until it has an answer.
+    pub(super) clicks: Vec<Click>,
+}
+
+impl Intent {
+    /// What the payments service calls it.
+    pub(super) fn name(&self) -> String {
+        name(self.number)
+    }
+
+    /// The label of one request of it, as ordinary clients put one into `X-Request-Id`.
+    pub(super) fn request_id(&self, click: usize, attempt: usize) -> String {
+        format!("{}/{click}/{attempt}", self.number)
+    }
+}
+
+/// What the payments service calls the intent of this number.
+pub(super) fn name(number: usize) -> String {
+    format!("payment-{number}")
+}
+
+/// One press of the button.
+#[derive(Clone, Debug)]
+pub(super) struct Click {
+    /// How long after the first one.
+    pub(super) after: Duration,
+    /// What happens to its first requests, one each. Those that follow meet no fault.
+    pub(super) faults: Vec<Fault>,
+    /// How long the client stays on the line where the fault is that it hangs up.
+    pub(super) patience: Duration,
+}
+
+/// The whole of it.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) seed: u64,
+    pub(super) intents: Vec<Intent>,
+}
+
+impl Plan {
+    pub(super) fn draw(seed: u64, intents: usize) -> Self {
+        let intents = (1..=intents).map(|number| draw_intent(seed, number)).collect();
+        Self { seed, intents }
+    }
+
+    /// What happens to the request with this label; `None` for nothing, and for labels of nobody.
+    pub(super) fn fault(&self, request_id: &str) -> Option<Fault> {
+        let mut parts = request_id.split('/').map(str::parse::<usize>);
+        let (number, click, attempt) = (parts.next()?.ok()?, parts.next()?.ok()?, parts.next()?.ok()?);
+        let intent = self.intents.get(number.checked_sub(1)?)?;
+        intent.clicks.get(click)?.faults.get(attempt).copied()
+    }
+
+    /// How long the service takes for the `nth` request that it executes for an intent: 5 to 60 milliseconds.
+    pub(super) fn service_time(&self, intent: &str, nth: usize) -> Duration {
+        let label = intent.bytes().fold(nth as u64, |hash, byte| hash.wrapping_mul(31) ^ u64::from(byte));
+        Duration::from_micros(5_000 + SplitMix64::fork(self.seed, Stream::Service, label).below(55_000))
+    }
+
+    /// What a client's own choices are drawn from: the jitter of its backoff.
+    pub(super) fn jitter(&self, intent: usize, click: usize) -> SplitMix64 {
+        SplitMix64::fork(self.seed, Stream::Jitter, (intent * 2 + click) as u64)
+    }
+
+    pub(super) fn cents(&self) -> u64 {
+        self.intents.iter().map(|intent| intent.cents).sum()
+    }
+
+    pub(super) fn double_clicks(&self) -> usize {
+        self.intents.iter().filter(|intent| intent.clicks.len() > 1).count()
+    }
+
+    pub(super) fn faults(&self) -> FaultCounts {
+        let faults = || self.intents.iter().flat_map(|i| &i.clicks).flat_map(|click| &click.faults);
+        FaultCounts::of(|fault| faults().filter(|planned| **planned == fault).count() as u64)
+    }
+}
+
+fn draw_intent(seed: u64, number: usize) -> Intent {
+    let mut random = SplitMix64::fork(seed, Stream::Intent, number as u64);
+    let customer = format!("customer-{:02}", 1 + random.below(40));
+    let cents = 99 + random.below(25_000);
+    let key = uuid(&mut random);
+    let clicks = if random.below(100) < 15 { 2 } else { 1 };
+    let clicks = (0..clicks).map(|click| {
+        let after = Duration::from_millis(if click == 0 { 0 } else { random.below(25) });
+        let faults = match random.below(100) {
+            0..50 => 0,
+            50..82 => 1,
+            82..95 => 2,
+            _ => 3,
+        };
+        let faults = (0..faults).map(|_| Fault::draw(&mut random)).collect();
+        Click { after, faults, patience: Duration::from_millis(10 + random.below(30)) }
+    });
+    Intent { number, customer, cents, key, clicks: clicks.collect() }
+}
+
+/// A key as clients make them: a UUID of version 4, but from the seed.
+fn uuid(random: &mut SplitMix64) -> String {
+    let (a, b) = (random.next(), random.next());
+    format!(
+        "{:08x}-{:04x}-4{:03x}-{:04x}-{:012x}",
+        a >> 32,
+        (a >> 16) & 0xffff,
+        a & 0xfff,
+        0x8000 | (b >> 48) & 0x3fff,
+        b & 0xffff_ffff_ffff
+    )
+}
+
+/// What is drawn independently of what else is drawn.
+#[derive(Clone, Copy)]
+enum Stream {
+    Intent,
+    Service,
+    Jitter,
+}
+
+/// Small, fast, and the same on every machine (Steele, Lea and Flood, 2014). Nothing here is secret.
+pub(super) struct SplitMix64(u64);
+
+impl SplitMix64 {
+    fn fork(seed: u64, stream: Stream, label: u64) -> Self {
+        let mut random = Self(seed);
+        let mut random = Self(random.next() ^ stream as u64);
+        Self(random.next() ^ label)
+    }
+
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Below `bound`; as good as evenly, for bounds as small as those here.
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound.max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_generator_is_the_published_one() {
+        let mut random = SplitMix64(1_234_567);
+        assert_eq!(random.next(), 6_457_827_717_110_365_317);
+        assert_eq!(random.next(), 3_203_168_211_198_807_973);
+    }
+
+    #[test]
+    fn the_same_seed_is_the_same_plan_and_another_is_another() {
+        let text = |seed| format!("{:?}", Plan::draw(seed, 50).intents);
+        assert_eq!(text(7), text(7));
+        assert_ne!(text(7), text(8));
+    }
+
+    #[test]
+    fn a_longer_plan_begins_like_a_shorter_one() {
+        let (short, long) = (Plan::draw(3, 10), Plan::draw(3, 20));
+        assert_eq!(format!("{:?}", short.intents), format!("{:?}", &long.intents[..10]));
+    }
+
+    #[test]
+    fn every_key_is_another_and_looks_like_a_uuid() {
+        let plan = Plan::draw(1, 500);
+        let keys: std::collections::HashSet<_> = plan.intents.iter().map(|intent| &intent.key).collect();
+        assert_eq!(keys.len(), 500);
+        for key in keys {
+            let lengths: Vec<_> = key.split('-').map(str::len).collect();
+            assert_eq!(lengths, [8, 4, 4, 4, 12], "{key}");
+            assert_eq!(key.as_bytes()[14], b'4', "{key}");
+            assert!(b"89ab".contains(&key.as_bytes()[19]), "{key}");
+        }
+    }
+
+    #[test]
+    fn the_way_is_clear_after_the_planned_faults() {
+        let plan = Plan::draw(5, 200);
+        let mut seen = 0;
+        for intent in &plan.intents {
+            for (number, click) in intent.clicks.iter().enumerate() {
+                for attempt in 0..10 {
+                    let fault = plan.fault(&intent.request_id(number, attempt));
+                    assert_eq!(fault, click.faults.get(attempt).copied());
+                    seen += u64::from(fault.is_some());
+                }
+            }
+        }
+        assert_eq!(seen, plan.faults().total());
+        assert!(Fault::ALL.iter().all(|fault| FaultCounts::of(|f| u64::from(f == *fault)).total() == 1));
+    }
+
+    #[test]
+    fn labels_of_nobody_meet_no_fault() {
+        let plan = Plan::draw(5, 3);
+        for label in ["", "0/0/0", "4/0/0", "1/9/0", "1/0/99", "x/y/z", "1/0"] {
+            assert_eq!(plan.fault(label), None, "{label}");
+        }
+    }
+
+    #[test]
+    fn the_service_takes_five_to_sixty_milliseconds() {
+        let plan = Plan::draw(5, 1);
+        for nth in 0..500 {
+            let time = plan.service_time("payment-1", nth);
+            assert!((Duration::from_millis(5)..=Duration::from_millis(60)).contains(&time), "{time:?}");
+            assert_eq!(time, plan.service_time("payment-1", nth));
+        }
+    }
+}

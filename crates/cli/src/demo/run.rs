@@ -1,0 +1,244 @@
+//! One run of the traffic: straight to the service, or through the sidecar.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::client::{Clients, Ending};
+use super::figures::Figures;
+use super::network::Network;
+use super::operator::Operator;
+use super::plan::Plan;
+use super::screen::{Screen, Style};
+use super::service::{Charge, Service};
+use super::sidecar::Sidecar;
+use super::story::Story;
+use super::tally::Tally;
+
+/// How many intents are pursued at the same time.
+const CONCURRENCY: usize = 12;
+
+/// How many requests should be with the service when the sidecar is killed, and how long to wait for so many.
+const IN_FLIGHT_AT_KILL: usize = 3;
+const KILL_PATIENCE: Duration = Duration::from_millis(1_500);
+
+/// How long the sidecar is away.
+const OUTAGE: Duration = Duration::from_millis(300);
+
+/// How often the operator looks.
+const OPERATOR_ROUND: Duration = Duration::from_millis(100);
+
+/// What a run leaves behind.
+pub(super) struct Outcome {
+    pub(super) figures: Figures,
+    pub(super) ledger: Vec<Charge>,
+}
+
+/// What all parts of a run share.
+struct Stage {
+    plan: Arc<Plan>,
+    tally: Arc<Tally>,
+    story: Arc<Story>,
+    screen: Arc<Screen>,
+    service: Service,
+    started: Instant,
+}
+
+/// Clients → hostile network → service.
+pub(super) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Outcome, String> {
+    let stage = Stage::set(plan, screen).await?;
+    let network = stage.network(stage.service.address).await?;
+    let (_nobody, settled) = tokio::sync::watch::channel(0);
+    let clients = stage.clients(&network, settled);
+    let endings = stage.watched(pursue_all(clients)).await?;
+    stage.end(&network, &endings, None).await
+}
+
+/// Clients → hostile network → sidecar → service, and one kill -9 in the middle.
+pub(super) async fn with_oncegate(
+    plan: Arc<Plan>,
+    screen: Arc<Screen>,
+    dir: &Path,
+) -> Result<Outcome, String> {
+    let stage = Stage::set(plan, screen).await?;
+    let mut sidecar = Sidecar::start(stage.service.address, dir).await?;
+    let network = stage.network(sidecar.listen).await?;
+    let (settled, receiver) = tokio::sync::watch::channel(0);
+    let mut operator = Operator {
+        admin: sidecar.admin,
+        ledger: stage.service.ledger.clone(),
+        tally: stage.tally.clone(),
+        story: stage.story.clone(),
+        settled,
+        nothing_since: HashMap::new(),
+    };
+    let clients = stage.clients(&network, receiver);
+    let mut in_flight_at_kill = None;
+    let traffic = async {
+        tokio::select! {
+            endings = pursue_all(clients) => endings,
+            ended = stage.disturb(&mut sidecar, &mut operator, &mut in_flight_at_kill) => match ended? {},
+        }
+    };
+    let endings = stage.watched(traffic).await?;
+    let outcome = stage.end(&network, &endings, in_flight_at_kill).await;
+    sidecar.kill()?;
+    outcome
+}
+
+impl Stage {
+    async fn set(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Self, String> {
+        let story = Arc::new(Story::new(screen.clone()));
+        let service = Service::start(plan.clone(), story.clone()).await?;
+        Ok(Self { plan, tally: Arc::default(), story, screen, service, started: Instant::now() })
+    }
+
+    async fn network(&self, to: std::net::SocketAddr) -> Result<Network, String> {
+        Network::start(self.plan.clone(), to, self.tally.clone(), self.story.clone()).await
+    }
+
+    fn clients(&self, network: &Network, settled: tokio::sync::watch::Receiver<u64>) -> Clients {
+        Clients {
+            plan: self.plan.clone(),
+            tally: self.tally.clone(),
+            story: self.story.clone(),
+            network: network.address,
+            settled,
+        }
+    }
+
+    /// One kill in the middle; from then on, the operator's work.
+    async fn disturb(
+        &self,
+        sidecar: &mut Sidecar,
+        operator: &mut Operator,
+        in_flight_at_kill: &mut Option<usize>,
+    ) -> Result<Infallible, String> {
+        *in_flight_at_kill = Some(self.kill(sidecar).await?);
+        self.restart(sidecar).await?;
+        loop {
+            sidecar.check()?;
+            operator.round().await?;
+            sleep(OPERATOR_ROUND).await;
+        }
+    }
+
+    /// Kills the sidecar in the middle of the run, with requests in flight. Says how many were.
+    async fn kill(&self, sidecar: &mut Sidecar) -> Result<usize, String> {
+        let middle = (self.plan.intents.len() as u64 / 2).max(1);
+        while self.tally.begun.get() < middle {
+            sidecar.check()?;
+            sleep(Duration::from_millis(2)).await;
+        }
+        let mut running = self.service.running();
+        for wanted in [IN_FLIGHT_AT_KILL.min(self.plan.intents.len().div_ceil(4)), 1] {
+            if timeout(KILL_PATIENCE, running.wait_for(|running| *running >= wanted)).await.is_ok() {
+                break;
+            }
+        }
+        let in_flight = *running.borrow();
+        let pid = sidecar.pid();
+        sidecar.kill()?;
+        self.tally.kills.add();
+        let text = format!("kill -9 {pid}: the sidecar is gone, with {in_flight} payments in flight");
+        self.story.say("killed", Style::Bad, &text);
+        Ok(in_flight)
+    }
+
+    async fn restart(&self, sidecar: &mut Sidecar) -> Result<(), String> {
+        sleep(OUTAGE).await;
+        let restarting = Instant::now();
+        sidecar.restart().await?;
+        let text = format!(
+            "the same store, the same port; it listens after {} ms",
+            restarting.elapsed().as_millis()
+        );
+        self.story.say("restarted", Style::Good, &text);
+        Ok(())
+    }
+
+    /// Shows how far it is while it runs.
+    async fn watched<T>(&self, run: impl Future<Output = T>) -> T {
+        let mut run = std::pin::pin!(run);
+        let intents = self.plan.intents.len() as u64;
+        let (every, mut quarter) = (Duration::from_millis(100), 1);
+        let result = loop {
+            if let Ok(result) = timeout(every, &mut run).await {
+                break result;
+            }
+            let ended = self.tally.ended.get();
+            if self.screen.is_live() {
+                self.screen.status(&format!("  {} {}", bar(ended, intents), self.progress()));
+            } else if ended * 4 >= intents * quarter && ended < intents {
+                self.screen.line(&format!("  … {}", self.progress()));
+                quarter = ended * 4 / intents + 1;
+            }
+        };
+        self.screen.end_status();
+        result
+    }
+
+    fn progress(&self) -> String {
+        let (charges, duplicates) = self.service.ledger.count();
+        let (ended, intents) = (self.tally.ended.get(), self.plan.intents.len());
+        let attempts = self.tally.attempts.get();
+        format!(
+            "{ended} of {intents} payments answered · {attempts} requests · {charges} charges · {duplicates} duplicates"
+        )
+    }
+
+    /// Waits for what is still on its way, and counts.
+    async fn end(
+        &self,
+        network: &Network,
+        endings: &[Vec<Ending>],
+        in_flight_at_kill: Option<usize>,
+    ) -> Result<Outcome, String> {
+        network.settle().await;
+        let mut running = self.service.running();
+        let _never_closed = running.wait_for(|running| *running == 0).await;
+        let ledger = self.service.ledger.charges();
+        let mut figures = Figures::count(&self.plan, &self.tally, &ledger, endings);
+        figures.in_flight_at_kill = in_flight_at_kill;
+        figures.milliseconds = self.started.elapsed().as_millis() as u64;
+        self.screen.line(&format!("  {}", self.screen.paint(Style::Dim, &self.progress())));
+        Ok(Outcome { figures, ledger })
+    }
+}
+
+fn bar(done: u64, of: u64) -> String {
+    let filled = (done * 20 / of.max(1)) as usize;
+    format!("▕{}{}▏", "█".repeat(filled), "░".repeat(20 - filled.min(20)))
+}
+
+/// How it ended for every click of every intent, in the order of the plan.
+async fn pursue_all(clients: Clients) -> Result<Vec<Vec<Ending>>, String> {
+    let clients = Arc::new(clients);
+    let next = Arc::new(AtomicUsize::new(0));
+    let mut workers = JoinSet::new();
+    for _ in 0..CONCURRENCY {
+        let (clients, next) = (clients.clone(), next.clone());
+        workers.spawn(async move {
+            let mut endings = Vec::new();
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(intent) = clients.plan.intents.get(at) else {
+                    return endings;
+                };
+                endings.push((at, clients.pursue(intent).await));
+            }
+        });
+    }
+    let mut endings = Vec::new();
+    while let Some(worker) = workers.join_next().await {
+        endings.extend(worker.map_err(|error| format!("a client broke: {error}"))?);
+    }
+    endings.sort_unstable_by_key(|(at, _)| *at);
+    Ok(endings.into_iter().map(|(_, endings)| endings).collect())
+}

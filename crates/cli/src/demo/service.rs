@@ -1,0 +1,265 @@
+//! The payments service: an ordinary one, which charges whenever it is told to, and a ledger that shows every charge.
+//!
+//! It knows nothing of keys. What it was told twice it does twice, and the ledger says so: nothing in here removes a
+//! duplicate, or hides one.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use http::{HeaderMap, Method, Request, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use serde::{Deserialize, Serialize};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+use super::plan::Plan;
+use super::story::{Story, Tale};
+
+/// One line of the ledger.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Charge {
+    pub(super) charge: String,
+    pub(super) intent: String,
+    pub(super) customer: String,
+    pub(super) cents: u64,
+    /// Where the sidecar keeps what it knows of the request, as it says itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) record: Option<String>,
+}
+
+impl Charge {
+    /// What the service answers, and would answer again.
+    pub(super) fn receipt(&self) -> String {
+        let Self { charge, intent, cents, .. } = self;
+        serde_json::json!({ "charge": charge, "intent": intent, "cents": cents }).to_string()
+    }
+}
+
+/// What the service is asked for.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct PaymentRequest {
+    pub(super) intent: String,
+    pub(super) customer: String,
+    pub(super) cents: u64,
+}
+
+/// Every charge, in the order in which it was made.
+#[derive(Default)]
+pub(super) struct Ledger {
+    entries: Mutex<Entries>,
+}
+
+#[derive(Default)]
+struct Entries {
+    charges: Vec<Charge>,
+    /// How many requests for each intent have come in.
+    begun: HashMap<String, usize>,
+    /// How many requests under each record are being executed.
+    running: HashMap<String, usize>,
+}
+
+/// What the ledger says of a record of the sidecar.
+pub(super) enum Finding {
+    /// The customer was charged.
+    Charged(Charge),
+    /// A request under this record is still being executed.
+    StillRunning,
+    /// Nothing is known of it.
+    Nothing,
+}
+
+impl Ledger {
+    pub(super) fn charges(&self) -> Vec<Charge> {
+        self.lock().charges.clone()
+    }
+
+    /// How many charges there are, and how many of them are second ones.
+    pub(super) fn count(&self) -> (usize, usize) {
+        let entries = self.lock();
+        let intents: std::collections::HashSet<_> = entries.charges.iter().map(|c| &c.intent).collect();
+        (entries.charges.len(), entries.charges.len() - intents.len())
+    }
+
+    pub(super) fn find(&self, record: &str) -> Finding {
+        let entries = self.lock();
+        if entries.running.get(record).is_some_and(|running| *running > 0) {
+            return Finding::StillRunning;
+        }
+        let charge = entries.charges.iter().find(|charge| charge.record.as_deref() == Some(record));
+        charge.cloned().map_or(Finding::Nothing, Finding::Charged)
+    }
+
+    /// Notes that a request has come in, and says which one it is for its intent.
+    fn begin(&self, intent: &str, record: Option<&str>) -> usize {
+        let mut entries = self.lock();
+        if let Some(record) = record {
+            *entries.running.entry(record.to_owned()).or_default() += 1;
+        }
+        let begun = entries.begun.entry(intent.to_owned()).or_default();
+        *begun += 1;
+        *begun
+    }
+
+    /// Charges. Whether that was done before is nothing that this service asks itself.
+    fn insert(&self, payment: PaymentRequest, record: Option<String>) -> Charge {
+        let mut entries = self.lock();
+        if let Some(running) = record.as_ref().and_then(|record| entries.running.get_mut(record)) {
+            *running = running.saturating_sub(1);
+        }
+        let PaymentRequest { intent, customer, cents } = payment;
+        let charge = format!("ch-{:06}", entries.charges.len() + 1);
+        let charge = Charge { charge, intent, customer, cents, record };
+        entries.charges.push(charge.clone());
+        charge
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Entries> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The running service. Stops when dropped.
+pub(super) struct Service {
+    pub(super) address: SocketAddr,
+    pub(super) ledger: Arc<Ledger>,
+    running: watch::Receiver<usize>,
+    accepting: AbortHandle,
+}
+
+/// What every request needs.
+struct Desk {
+    plan: Arc<Plan>,
+    story: Arc<Story>,
+    ledger: Arc<Ledger>,
+    running: watch::Sender<usize>,
+}
+
+impl Service {
+    /// Starts on a free port.
+    pub(super) async fn start(plan: Arc<Plan>, story: Arc<Story>) -> Result<Self, String> {
+        let cannot = |error| format!("cannot open a port for the payments service: {error}");
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
+        let address = listener.local_addr().map_err(cannot)?;
+        let (sender, running) = watch::channel(0);
+        let ledger = Arc::new(Ledger::default());
+        let desk = Arc::new(Desk { plan, story, ledger: ledger.clone(), running: sender });
+        let accepting = tokio::spawn(accept(listener, desk)).abort_handle();
+        Ok(Self { address, ledger, running, accepting })
+    }
+
+    /// How many requests it is executing.
+    pub(super) fn running(&self) -> watch::Receiver<usize> {
+        self.running.clone()
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn accept(listener: TcpListener, desk: Arc<Desk>) {
+    loop {
+        let Ok((stream, _)) = listener.accept().await else {
+            // Too many open files, most likely: others have to close first.
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            continue;
+        };
+        let desk = desk.clone();
+        let service = service_fn(move |request| answer(desk.clone(), request));
+        let connection = hyper::server::conn::http1::Builder::new();
+        tokio::spawn(connection.serve_connection(TokioIo::new(stream), service));
+    }
+}
+
+/// A caller that hangs up does not stop what it has started, as in most services.
+fn answer(
+    desk: Arc<Desk>,
+    request: Request<Incoming>,
+) -> impl Future<Output = Result<Response<Full<Bytes>>, Infallible>> {
+    let task = tokio::spawn(async move { desk.answer(request).await });
+    async move { Ok(task.await.unwrap_or_else(|_| reply(StatusCode::INTERNAL_SERVER_ERROR, "{}".into()))) }
+}
+
+impl Desk {
+    async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        match (request.method(), request.uri().path()) {
+            (&Method::POST, "/payments") => self.charge(request).await,
+            (&Method::GET, "/ledger") => match serde_json::to_string(&self.ledger.charges()) {
+                Ok(ledger) => reply(StatusCode::OK, ledger),
+                Err(_) => reply(StatusCode::INTERNAL_SERVER_ERROR, "{}".into()),
+            },
+            _ => reply(StatusCode::NOT_FOUND, r#"{"error":"not found"}"#.into()),
+        }
+    }
+
+    async fn charge(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
+        let record = record_of(request.headers());
+        let body = Limited::new(request.into_body(), 16 * 1024).collect().await;
+        let payment = body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok());
+        let Some(payment): Option<PaymentRequest> = payment else {
+            return reply(StatusCode::BAD_REQUEST, r#"{"error":"not a payment"}"#.into());
+        };
+        self.running.send_modify(|running| *running += 1);
+        let nth = self.ledger.begin(&payment.intent, record.as_deref());
+        let time = self.plan.service_time(&payment.intent, nth);
+        // The charge is made on the way, so that a caller that goes away may miss it or not.
+        tokio::time::sleep(time / 2).await;
+        let charge = self.ledger.insert(payment, record);
+        if nth > 1 {
+            self.story.tell(Tale::ChargedAgain { intent: &charge.intent, charge: &charge.charge });
+        }
+        tokio::time::sleep(time / 2).await;
+        self.running.send_modify(|running| *running -= 1);
+        reply(StatusCode::CREATED, charge.receipt())
+    }
+}
+
+fn record_of(headers: &HeaderMap) -> Option<String> {
+    headers.get("oncegate-record")?.to_str().ok().map(str::to_owned)
+}
+
+fn reply(status: StatusCode, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    let json = header::HeaderValue::from_static("application/json");
+    response.headers_mut().insert(header::CONTENT_TYPE, json);
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn payment(intent: &str) -> PaymentRequest {
+        PaymentRequest { intent: intent.into(), customer: "customer-01".into(), cents: 100 }
+    }
+
+    #[test]
+    fn the_ledger_never_removes_a_duplicate() {
+        let ledger = Ledger::default();
+        for intent in ["payment-1", "payment-1", "payment-2", "payment-1"] {
+            ledger.insert(payment(intent), None);
+        }
+        assert_eq!(ledger.count(), (4, 2));
+    }
+
+    #[test]
+    fn a_record_is_found_once_nothing_runs_under_it() {
+        let ledger = Ledger::default();
+        assert!(matches!(ledger.find("a5"), Finding::Nothing));
+        assert_eq!(ledger.begin("payment-1", Some("a5")), 1);
+        assert!(matches!(ledger.find("a5"), Finding::StillRunning));
+        ledger.insert(payment("payment-1"), Some("a5".into()));
+        assert!(matches!(ledger.find("a5"), Finding::Charged(charge) if charge.charge == "ch-000001"));
+        assert_eq!(ledger.begin("payment-1", None), 2);
+    }
+}

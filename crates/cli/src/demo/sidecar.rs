@@ -1,0 +1,239 @@
+//! The sidecar, as a process of its own: this executable, told to be the proxy.
+
+use std::fs::File;
+use std::io::{self, BufRead as _, BufReader};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+/// How long a process that died without an answer keeps its keys blocked. Short, so that nobody who watches has to wait.
+pub(super) const LEASE: &str = "2s";
+
+/// How long it may take until it listens. It checks its whole store after a crash.
+const START_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How much of what it wrote is shown where it failed.
+const LOG_LINES: usize = 20;
+
+/// A running sidecar.
+pub(super) struct Sidecar {
+    pub(super) listen: SocketAddr,
+    pub(super) admin: SocketAddr,
+    to: SocketAddr,
+    dir: PathBuf,
+    process: Process,
+}
+
+/// A process that ends no later than this value.
+struct Process {
+    child: Child,
+    /// Kept open: a process that cannot write its standard output may end.
+    stdout: Option<BufReader<ChildStdout>>,
+}
+
+impl Sidecar {
+    /// Starts it on free ports in front of the service `to`, with its store and its log in `dir`.
+    pub(super) async fn start(to: SocketAddr, dir: &Path) -> Result<Self, String> {
+        let mut failure = String::new();
+        // Another process may take a port between the look and the start.
+        for _ in 0..3 {
+            let (listen, admin) = free_ports()?;
+            match launch(listen, admin, to, dir).await {
+                Ok(process) => return Ok(Self { listen, admin, to, dir: dir.to_owned(), process }),
+                Err(error) => failure = error,
+            }
+        }
+        Err(failure)
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.process.child.id()
+    }
+
+    /// Kills it as `kill -9` does, and waits until it is gone.
+    pub(super) fn kill(&mut self) -> Result<(), String> {
+        self.process.kill().map(|_| ()).map_err(|error| format!("cannot kill the sidecar: {error}"))
+    }
+
+    /// Starts it again, on the same directory and the same ports.
+    pub(super) async fn restart(&mut self) -> Result<(), String> {
+        self.process = launch(self.listen, self.admin, self.to, &self.dir).await?;
+        Ok(())
+    }
+
+    /// An error where it has ended by itself.
+    pub(super) fn check(&mut self) -> Result<(), String> {
+        match self.process.child.try_wait() {
+            Ok(None) => Ok(()),
+            Ok(Some(status)) => Err(ended(status, &self.dir)),
+            Err(error) => Err(format!("cannot see whether the sidecar still runs: {error}")),
+        }
+    }
+}
+
+impl Process {
+    /// Takes as long as the system needs to take a process down. Nothing happens to one that has ended already.
+    fn kill(&mut self) -> io::Result<ExitStatus> {
+        self.child.kill()?;
+        self.child.wait()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Waited for, too: the directory that it writes into is about to be removed.
+        let _gone_already = self.kill();
+    }
+}
+
+/// The directory of the store, within that of the demonstration.
+fn store(dir: &Path) -> PathBuf {
+    dir.join("store")
+}
+
+fn log(dir: &Path) -> PathBuf {
+    dir.join("sidecar.log")
+}
+
+async fn launch(
+    listen: SocketAddr,
+    admin: SocketAddr,
+    to: SocketAddr,
+    dir: &Path,
+) -> Result<Process, String> {
+    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
+    let log = File::options().create(true).append(true).open(log(dir));
+    let log = log.map_err(|error| format!("cannot write the sidecar's log in {}: {error}", dir.display()))?;
+    let mut command = Command::new(&program);
+    command
+        .arg("proxy")
+        .args(["--to", &format!("http://{to}")])
+        .args(["--listen", &listen.to_string()])
+        .args(["--admin", &admin.to_string()])
+        .arg("--store")
+        .arg(store(dir))
+        .args(["--lease", LEASE])
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(log);
+    // What is configured for others must not change what is shown here.
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("ONCEGATE_") {
+            command.env_remove(name);
+        }
+    }
+    let child = command.spawn().map_err(|error| format!("cannot start {}: {error}", program.display()))?;
+    let mut process = Process { child, stdout: None };
+    let stdout = process.child.stdout.take().ok_or("the sidecar has no standard output")?;
+    // The task ends with the process at the latest, as that has the other end.
+    let line = tokio::task::spawn_blocking(|| first_line(stdout));
+    let Ok(line) = timeout(START_PATIENCE, line).await else {
+        return Err(failed(
+            &format!("the sidecar did not listen within {} s", START_PATIENCE.as_secs()),
+            dir,
+        ));
+    };
+    let (line, stdout) = line
+        .map_err(io::Error::from)
+        .and_then(|line| line)
+        .map_err(|error| failed(&format!("cannot read what the sidecar says: {error}"), dir))?;
+    if line.is_empty() {
+        return Err(match process.kill() {
+            Ok(status) => ended(status, dir),
+            Err(error) => failed(&format!("the sidecar does not say where it listens: {error}"), dir),
+        });
+    }
+    if !line.contains(" listening on ") {
+        return Err(failed(
+            &format!("the sidecar said {:?} instead of where it listens", line.trim_end()),
+            dir,
+        ));
+    }
+    process.stdout = Some(stdout);
+    Ok(process)
+}
+
+fn first_line(stdout: ChildStdout) -> io::Result<(String, BufReader<ChildStdout>)> {
+    let (mut line, mut stdout) = (String::new(), BufReader::new(stdout));
+    stdout.read_line(&mut line)?;
+    Ok((line, stdout))
+}
+
+fn ended(status: ExitStatus, dir: &Path) -> String {
+    failed(&format!("the sidecar ended by itself ({status})"), dir)
+}
+
+/// What went wrong, and the last of what the sidecar wrote about it.
+fn failed(what: &str, dir: &Path) -> String {
+    let log = std::fs::read_to_string(log(dir)).unwrap_or_default();
+    let lines: Vec<_> = log.lines().collect();
+    if lines.is_empty() {
+        return format!("{what}; it wrote nothing about it");
+    }
+    let last = lines.get(lines.len().saturating_sub(LOG_LINES)..).unwrap_or_default();
+    format!("{what}; it wrote:\n  {}", last.join("\n  "))
+}
+
+/// Two free ports below those that systems hand out to outgoing connections: the same ones are needed again after the
+/// kill, and none of the many connections of the demonstration may have taken one by then.
+fn free_ports() -> Result<(SocketAddr, SocketAddr), String> {
+    let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let first = since.subsec_nanos() ^ std::process::id().rotate_left(16);
+    let mut candidates =
+        (0..PORTS).map(|n| FIRST_PORT + (first.wrapping_add(u32::from(n)) % u32::from(PORTS)) as u16);
+    let mut free = || {
+        candidates.find_map(|port| {
+            let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+            TcpListener::bind(address).is_ok().then_some(address)
+        })
+    };
+    match (free(), free()) {
+        (Some(listen), Some(admin)) => Ok((listen, admin)),
+        _ => Err(format!(
+            "no port from {FIRST_PORT} to {} on 127.0.0.1 is free for the sidecar",
+            FIRST_PORT + PORTS - 1
+        )),
+    }
+}
+
+const FIRST_PORT: u16 = 20_000;
+const PORTS: u16 = 12_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_free_and_different() {
+        let (listen, admin) = free_ports().unwrap();
+        assert_ne!(listen, admin);
+        assert!(TcpListener::bind(listen).is_ok() && TcpListener::bind(admin).is_ok());
+    }
+
+    #[test]
+    fn what_the_sidecar_wrote_is_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(failed("it ended", dir.path()), "it ended; it wrote nothing about it");
+        let written: String = (0..50).map(|n| format!("line {n}\n")).collect();
+        std::fs::write(log(dir.path()), written).unwrap();
+        let text = failed("it ended", dir.path());
+        assert!(
+            text.starts_with("it ended; it wrote:\n  line 30\n") && text.ends_with("  line 49"),
+            "{text}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_sidecar_that_does_not_start_says_why() {
+        let dir = tempfile::tempdir().unwrap();
+        // Here, the program that is to be the sidecar is the one that runs the tests, which knows no such flag.
+        let Err(error) = Sidecar::start(([127, 0, 0, 1], 9).into(), dir.path()).await else {
+            panic!("it started")
+        };
+        assert!(error.contains("the sidecar ended by itself") && error.contains("option"), "{error}");
+    }
+}

@@ -1,0 +1,69 @@
+//! What is counted while the traffic runs.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::plan::{Fault, FaultCounts};
+
+/// One number that many tasks add to.
+#[derive(Debug, Default)]
+pub(super) struct Count(AtomicU64);
+
+impl Count {
+    pub(super) fn add(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What is counted while the traffic runs. What the ledger says is counted from the ledger, afterwards.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    /// Intents that a client has begun with.
+    pub(super) begun: Count,
+    /// Intents whose clients all have a definite answer, or have given up.
+    pub(super) ended: Count,
+    /// Requests sent.
+    pub(super) attempts: Count,
+    /// Answers that were marked as given before.
+    pub(super) replays: Count,
+    /// 409: the first request is still being executed.
+    pub(super) in_progress: Count,
+    /// Refusals because nobody knows whether the first request took effect.
+    pub(super) outcome_unknown: Count,
+    /// Records that the operator resolved with the answer found in the ledger.
+    pub(super) resolved_completed: Count,
+    /// Records that the operator released, as the ledger has no charge.
+    pub(super) resolved_released: Count,
+    /// How often the sidecar was killed.
+    pub(super) kills: Count,
+    faults: [Count; Fault::ALL.len()],
+}
+
+impl Tally {
+    pub(super) fn fault(&self, fault: Fault) {
+        if let Some(count) = self.faults.get(fault as usize) {
+            count.add();
+        }
+    }
+
+    pub(super) fn faults(&self) -> FaultCounts {
+        FaultCounts::of(|fault| self.faults.get(fault as usize).map_or(0, Count::get))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_fault_has_a_place_of_its_own() {
+        for fault in Fault::ALL {
+            let tally = Tally::default();
+            tally.fault(fault);
+            assert_eq!(tally.faults(), FaultCounts::of(|f| u64::from(f == fault)));
+        }
+    }
+}

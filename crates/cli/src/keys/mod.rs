@@ -1,0 +1,418 @@
+//! `oncegate keys`: an operator's hands on the records of a running sidecar, through its admin API.
+//!
+//! Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
+
+mod client;
+mod print;
+#[cfg(test)]
+mod tests;
+
+use std::fs;
+use std::io::{self, Read as _, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use clap::{Args, Subcommand};
+use serde_json::{Map, Value, json};
+
+use self::client::Client;
+
+/// Looks at records of a running sidecar, and says what became of operations whose outcome is unknown.
+#[derive(Args, Debug)]
+pub(crate) struct KeysArgs {
+    #[command(flatten)]
+    access: Access,
+    #[command(subcommand)]
+    command: KeysCommand,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "The sidecar")]
+struct Access {
+    /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env: ONCEGATE_ADMIN]
+    #[arg(long, value_name = "URL", global = true)]
+    admin: Option<String>,
+    /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]
+    #[arg(long, value_name = "FILE", global = true)]
+    token_file: Option<PathBuf>,
+    /// Prints the answers of the admin API as JSON
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Subcommand, Debug)]
+enum KeysCommand {
+    /// Lists records
+    #[command(visible_alias = "list")]
+    Ls(Ls),
+    /// Shows one record, by its identifier or by key, method, path and caller
+    Show(Show),
+    /// Finds one record by key, method, path and caller
+    Find(Find),
+    /// Says what became of an operation whose outcome is unknown
+    Resolve(Resolve),
+    /// Frees a key: the next request with it executes
+    Release(Release),
+    /// Lists who resolved what, and why, newest first
+    Audit(Audit),
+}
+
+#[derive(Args, Debug)]
+struct Ls {
+    /// Only records in this state: in-progress, abandoned, unknown, completed, tombstone, released
+    #[arg(long, value_name = "STATE")]
+    state: Option<String>,
+    /// Only records of this caller, by the mark that a listing shows
+    #[arg(long, value_name = "MARK")]
+    caller: Option<String>,
+    /// Only records whose operation starts like this, such as "POST /payments"
+    #[arg(long, value_name = "TEXT")]
+    operation: Option<String>,
+    /// Only records that have been in their state for so long, such as 30s, 5m, 24h
+    #[arg(long, value_name = "DURATION")]
+    min_age: Option<String>,
+    /// How many, from 1 to 1000
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    limit: u32,
+    /// Goes on after a listing that says so
+    #[arg(long, value_name = "CURSOR")]
+    cursor: Option<String>,
+}
+
+#[derive(Args, Debug)]
+struct Show {
+    /// The record, as a listing shows it
+    #[arg(required_unless_present = "key", conflicts_with = "key")]
+    record: Option<String>,
+    #[command(flatten)]
+    request: Request,
+    /// Shows the stored body too
+    #[arg(long)]
+    body: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(group = clap::ArgGroup::new("sought").required(true).args(["key"]))]
+struct Find {
+    #[command(flatten)]
+    request: Request,
+    /// Shows the stored body too
+    #[arg(long)]
+    body: bool,
+}
+
+/// The request whose record is sought.
+#[derive(Args, Debug)]
+struct Request {
+    /// The key that the client sent
+    #[arg(long, value_name = "KEY", requires = "path")]
+    key: Option<String>,
+    /// The method of the request
+    #[arg(long, value_name = "METHOD", default_value = "POST")]
+    method: String,
+    /// The path of the request
+    #[arg(long, value_name = "PATH", requires = "key")]
+    path: Option<String>,
+    /// Reads the value of the header field that tells callers apart (such as "Bearer …") from this file; - is the
+    /// standard input. Not a flag of its own, because command lines can be seen by others
+    #[arg(long, value_name = "FILE", group = "whose")]
+    caller_file: Option<PathBuf>,
+    /// The client did not send that field
+    #[arg(long, group = "whose")]
+    anonymous: bool,
+    /// The route does not tell callers apart
+    #[arg(long, group = "whose")]
+    single_tenant: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(group = clap::ArgGroup::new("outcome").required(true).args(["status", "released", "tombstone"]))]
+struct Resolve {
+    /// The record, as a listing shows it
+    record: String,
+    /// It took place: retries get an answer with this status
+    #[arg(long, value_name = "STATUS")]
+    status: Option<u16>,
+    /// A header field of that answer, such as "Content-Type: application/json"; give it several times
+    #[arg(long, value_name = "NAME: VALUE", conflicts_with_all = ["released", "tombstone"])]
+    header: Vec<String>,
+    /// The body of that answer: the text itself, @FILE, or - for the standard input
+    #[arg(long, value_name = "TEXT|@FILE|-", allow_hyphen_values = true, conflicts_with_all = ["released", "tombstone"])]
+    body: Option<String>,
+    /// It took place, and its answer cannot be given: retries hear that it is done
+    #[arg(long)]
+    tombstone: bool,
+    /// It did not take place: the key is free again
+    #[arg(long)]
+    released: bool,
+    #[command(flatten)]
+    why: Why,
+}
+
+#[derive(Args, Debug)]
+struct Release {
+    /// The record, as a listing shows it
+    record: String,
+    /// Also where its owner may be alive. Its effect may happen all the same, beside that of the next request
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    why: Why,
+}
+
+/// What the audit trail keeps.
+#[derive(Args, Debug)]
+struct Why {
+    /// Why; kept in the audit trail
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+    /// Who; kept in the audit trail [default: the user's name]
+    #[arg(long, value_name = "NAME")]
+    actor: Option<String>,
+}
+
+#[derive(Args, Debug)]
+struct Audit {
+    /// How many, from 1 to 1000
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    limit: u32,
+    /// Goes on before the entry with this number
+    #[arg(long, value_name = "NUMBER")]
+    before: Option<u64>,
+}
+
+/// Why a command did not do what it was asked for.
+#[derive(Debug)]
+enum Failure {
+    /// The sidecar said no.
+    Refused(String),
+    /// What was asked for makes no sense.
+    Usage(String),
+    /// Nobody answered.
+    Unreachable(String),
+    /// The answer could not be written out.
+    Output(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Output(error)
+    }
+}
+
+/// Runs the command and says how it ended.
+pub(crate) fn run(args: &KeysArgs) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: cannot start a runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut out = io::stdout().lock();
+    let env = |name: &str| std::env::var(name).ok();
+    match runtime.block_on(execute(args, env, &mut out)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            let (words, code) = match failure {
+                Failure::Refused(words) => (words, 1),
+                Failure::Usage(words) => (words, 2),
+                Failure::Unreachable(words) => (words, 3),
+                // `oncegate keys ls | head` is no failure of ours.
+                Failure::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                    return ExitCode::SUCCESS;
+                }
+                Failure::Output(error) => (format!("cannot write the answer: {error}"), 1),
+            };
+            eprintln!("error: {words}");
+            ExitCode::from(code)
+        }
+    }
+}
+
+async fn execute(
+    args: &KeysArgs,
+    env: impl Fn(&str) -> Option<String>,
+    out: &mut impl Write,
+) -> Result<(), Failure> {
+    let client = args.access.client(&env)?;
+    let as_json = args.access.json;
+    match &args.command {
+        KeysCommand::Ls(ls) => ls.run(&client, as_json, out).await,
+        KeysCommand::Show(Show { record: Some(record), body, .. }) => {
+            let query = if *body { "?body=true" } else { "" };
+            let view = client.get(&format!("/v1/keys/{}{query}", escaped(record))).await?;
+            print::record(&view, as_json, out)
+        }
+        KeysCommand::Show(Show { request, body, .. }) | KeysCommand::Find(Find { request, body }) => {
+            let view = client.post("/v1/keys/find", &request.json(*body)?).await?;
+            print::record(&view, as_json, out)
+        }
+        KeysCommand::Resolve(resolve) => {
+            let path = format!("/v1/keys/{}/resolve", escaped(&resolve.record));
+            let view = client.post(&path, &resolve.json(&env)?).await?;
+            print::resolved(&view, as_json, out)
+        }
+        KeysCommand::Release(release) => {
+            let path = format!("/v1/keys/{}/release", escaped(&release.record));
+            let mut request = release.why.json(&env);
+            request.insert("force".to_owned(), release.force.into());
+            let view = client.post(&path, &request.into()).await?;
+            print::resolved(&view, as_json, out)
+        }
+        KeysCommand::Audit(audit) => {
+            let before = audit.before.map_or_else(String::new, |number| format!("&before={number}"));
+            let view = client.get(&format!("/v1/audit?limit={}{before}", audit.limit)).await?;
+            print::audit(&view, as_json, out)
+        }
+    }
+}
+
+impl Access {
+    fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
+        let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
+        let admin = admin.as_deref().unwrap_or("http://127.0.0.1:9090");
+        let token = match &self.token_file {
+            Some(file) => Some(
+                fs::read_to_string(file)
+                    .map_err(|error| Failure::Usage(format!("--token-file: {}: {error}", file.display())))?,
+            ),
+            None => env("ONCEGATE_ADMIN_TOKEN"),
+        };
+        Client::new(admin, token.as_deref().map(str::trim))
+    }
+}
+
+impl Ls {
+    /// A page of the store may be short, so pages are asked for until there are as many as were asked for.
+    async fn run(&self, client: &Client, as_json: bool, out: &mut impl Write) -> Result<(), Failure> {
+        if !(1..=1000).contains(&self.limit) {
+            return Err(Failure::Usage(format!("--limit {}: from 1 to 1000 is allowed", self.limit)));
+        }
+        let mut cursor = self.cursor.clone();
+        let mut records = Vec::new();
+        let mut unreadable = Vec::new();
+        loop {
+            let left = self.limit as usize - records.len();
+            let mut page = client.get(&self.path(left, cursor.as_deref())).await?;
+            let list = |page: &mut Value, name: &str| match page[name].take() {
+                Value::Array(items) => items,
+                _ => Vec::new(),
+            };
+            records.extend(list(&mut page, "records"));
+            unreadable.extend(list(&mut page, "unreadable"));
+            cursor = page["next"].as_str().map(str::to_owned);
+            if cursor.is_none() || records.len() >= self.limit as usize {
+                break;
+            }
+        }
+        let page = json!({"records": records, "unreadable": unreadable, "next": cursor});
+        print::page(&page, as_json, out)
+    }
+
+    fn path(&self, limit: usize, cursor: Option<&str>) -> String {
+        let mut path = format!("/v1/keys?limit={limit}");
+        let filters = [
+            ("state", self.state.as_deref()),
+            ("caller", self.caller.as_deref()),
+            ("operation", self.operation.as_deref()),
+            ("min_age", self.min_age.as_deref()),
+            ("cursor", cursor),
+        ];
+        for (name, value) in filters {
+            if let Some(value) = value {
+                path.extend(["&", name, "=", &escaped(value)]);
+            }
+        }
+        path
+    }
+}
+
+impl Request {
+    fn json(&self, body: bool) -> Result<Value, Failure> {
+        let caller = match (&self.caller_file, self.anonymous, self.single_tenant) {
+            (Some(file), ..) => json!({"value": read_line(file)?}),
+            (None, true, _) => "anonymous".into(),
+            (None, _, true) => "single-tenant".into(),
+            // The sidecar says what fits the route.
+            (None, false, false) => Value::Null,
+        };
+        Ok(json!({"key": self.key, "method": self.method, "path": self.path, "caller": caller, "body": body}))
+    }
+}
+
+impl Resolve {
+    fn json(&self, env: impl Fn(&str) -> Option<String>) -> Result<Value, Failure> {
+        let mut request = self.why.json(env);
+        let outcome = if self.released { "released" } else { "completed" };
+        request.insert("outcome".to_owned(), outcome.into());
+        if self.tombstone {
+            request.insert("tombstone".to_owned(), true.into());
+        }
+        if let Some(status) = self.status {
+            let headers = self.header.iter().map(|header| match header.split_once(':') {
+                Some((name, value)) => Ok(json!([name.trim(), value.trim()])),
+                None => Err(Failure::Usage(format!("--header {header:?}: write \"Name: value\""))),
+            });
+            request.insert("status".to_owned(), status.into());
+            request.insert("headers".to_owned(), headers.collect::<Result<Value, _>>()?);
+            request.insert("body_base64".to_owned(), STANDARD.encode(self.octets()?).into());
+        }
+        Ok(request.into())
+    }
+
+    fn octets(&self) -> Result<Vec<u8>, Failure> {
+        match self.body.as_deref() {
+            None => Ok(Vec::new()),
+            Some("-") => {
+                let mut octets = Vec::new();
+                let read = io::stdin().read_to_end(&mut octets);
+                read.map_err(|error| Failure::Usage(format!("--body -: {error}")))?;
+                Ok(octets)
+            }
+            Some(text) => match text.strip_prefix('@') {
+                Some(file) => {
+                    fs::read(file).map_err(|error| Failure::Usage(format!("--body @{file}: {error}")))
+                }
+                None => Ok(text.as_bytes().to_vec()),
+            },
+        }
+    }
+}
+
+impl Why {
+    fn json(&self, env: impl Fn(&str) -> Option<String>) -> Map<String, Value> {
+        let user =
+            || ["USER", "LOGNAME", "USERNAME"].into_iter().find_map(&env).filter(|user| !user.is_empty());
+        let mut request = Map::new();
+        request.insert("reason".to_owned(), self.reason.clone().into());
+        if let Some(actor) = self.actor.clone().or_else(user) {
+            request.insert("actor".to_owned(), actor.into());
+        }
+        request
+    }
+}
+
+/// What a file holds without the end of its line.
+fn read_line(file: &PathBuf) -> Result<String, Failure> {
+    let text =
+        if file.as_os_str() == "-" { io::read_to_string(io::stdin()) } else { fs::read_to_string(file) };
+    match text {
+        Ok(text) => Ok(text.trim_end_matches(['\r', '\n']).to_owned()),
+        Err(error) => Err(Failure::Usage(format!("--caller-file: {}: {error}", file.display()))),
+    }
+}
+
+/// Percent-encoded for one segment of a path, or one value of a query.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => escaped.push(byte.into()),
+            _ => escaped.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    escaped
+}

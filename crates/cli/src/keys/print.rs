@@ -1,0 +1,185 @@
+//! Shows the answers of the admin API to people.
+
+use std::io::Write;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::Failure;
+use crate::config::duration_text;
+
+type Printed = Result<(), Failure>;
+
+fn json(value: &Value, out: &mut impl Write) -> Printed {
+    let text = serde_json::to_string_pretty(value).unwrap_or_else(|_| value.to_string());
+    Ok(writeln!(out, "{text}")?)
+}
+
+pub(super) fn page(page: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(page, out);
+    }
+    let records = page["records"].as_array().map_or(&[][..], Vec::as_slice);
+    let mut rows = vec![["STATE", "AGE", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned)];
+    rows.extend(records.iter().map(|record| {
+        let age = Duration::from_secs(record["age_seconds"].as_u64().unwrap_or_default());
+        [
+            text(&record["state"]),
+            rough(age),
+            text(&record["attempts"]),
+            text(&record["caller"]),
+            text(&record["operation"]),
+            text(&record["record"]),
+        ]
+    }));
+    if records.is_empty() {
+        writeln!(out, "no records")?;
+    } else {
+        table(&rows, out)?;
+    }
+    for record in page["unreadable"].as_array().into_iter().flatten() {
+        writeln!(out, "cannot be read: {}", text(record))?;
+    }
+    if let Some(next) = page["next"].as_str() {
+        writeln!(out, "there may be more: --cursor {next}")?;
+    }
+    Ok(())
+}
+
+pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(view, out);
+    }
+    let fields = [
+        ("record", "record"),
+        ("state", "state"),
+        ("operation", "operation"),
+        ("caller", "caller"),
+        ("attempts", "attempts"),
+        ("token", "token"),
+        ("created", "created_at"),
+        ("changed", "changed_at"),
+        ("expires", "expires_at"),
+        ("lease until", "lease_until"),
+        ("after abandoned", "after_abandoned"),
+    ];
+    for (name, member) in fields {
+        if !view[member].is_null() {
+            writeln!(out, "{name:<16}{}", text(&view[member]))?;
+        }
+    }
+    let response = &view["response"];
+    if !response.is_null() {
+        writeln!(
+            out,
+            "{:<16}{}, {} bytes",
+            "answer",
+            text(&response["status"]),
+            text(&response["body_bytes"])
+        )?;
+        for (name, member) in [("header", "headers"), ("trailer", "trailers")] {
+            for field in response[member].as_array().into_iter().flatten() {
+                writeln!(out, "{name:<16}{}: {}", text(&field[0]), text(&field[1]))?;
+            }
+        }
+        if let Some(body) = response["body"].as_str() {
+            writeln!(out, "\n{}", printable(body, true))?;
+        }
+        if let Some(coded) = response["body_base64"].as_str() {
+            writeln!(out, "\nThe body is no text; in base64:\n{coded}")?;
+        }
+    }
+    if let Some(advice) = advice(view) {
+        writeln!(out, "\n{advice}")?;
+    }
+    Ok(())
+}
+
+/// What can be done about a record that waits for an operator.
+fn advice(view: &Value) -> Option<String> {
+    let record = text(&view["record"]);
+    match view["state"].as_str()? {
+        "unknown" | "abandoned" => Some(format!(
+            "Whether this took effect is not known. Find out, and then say so:\n  \
+             oncegate keys resolve {record} --status 201 --body @answer.json --reason \"…\"   it did, and retries get this\n  \
+             oncegate keys resolve {record} --tombstone --reason \"…\"   it did, and its answer is lost\n  \
+             oncegate keys resolve {record} --released --reason \"…\"    it did not, and the next request executes"
+        )),
+        _ => None,
+    }
+}
+
+pub(super) fn resolved(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(view, out);
+    }
+    let (record, from, to) = (text(&view["record"]), text(&view["from"]), text(&view["state"]));
+    Ok(writeln!(out, "{record}: {from} → {to}")?)
+}
+
+pub(super) fn audit(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(view, out);
+    }
+    let entries = view["entries"].as_array().map_or(&[][..], Vec::as_slice);
+    let mut rows = vec![["NUMBER", "WHEN", "WHO", "FROM", "TO", "RECORD", "WHY"].map(str::to_owned)];
+    rows.extend(entries.iter().map(|entry| {
+        ["number", "at", "actor", "from", "to", "record", "reason"].map(|name| text(&entry[name]))
+    }));
+    if entries.is_empty() {
+        writeln!(out, "no entries")?;
+    } else {
+        table(&rows, out)?;
+    }
+    if !view["next"].is_null() {
+        writeln!(out, "there are more: --before {}", view["next"])?;
+    }
+    Ok(())
+}
+
+/// Columns as wide as their widest text, with two spaces between; the last one is as long as it is.
+fn table<const N: usize>(rows: &[[String; N]], out: &mut impl Write) -> Printed {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, text) in widths.iter_mut().zip(row) {
+            *width = (*width).max(text.chars().count());
+        }
+    }
+    for row in rows {
+        let mut line = String::new();
+        for (width, text) in widths.iter().zip(row) {
+            line.push_str(&format!("{text:<width$}  "));
+        }
+        writeln!(out, "{}", line.trim_end())?;
+    }
+    Ok(())
+}
+
+/// A member as text for a terminal.
+fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => printable(text, false),
+        Value::Null => String::new(),
+        other => other.to_string(),
+    }
+}
+
+/// What a client or a service sent must not steer the terminal of who looks at it.
+fn printable(text: &str, with_lines: bool) -> String {
+    let mut printable = String::with_capacity(text.len());
+    for char in text.chars() {
+        match char {
+            '\n' | '\t' if with_lines => printable.push(char),
+            char if char.is_control() => printable.extend(char.escape_default()),
+            char => printable.push(char),
+        }
+    }
+    printable
+}
+
+/// The two largest units would be too exact for the eye; one is enough.
+fn rough(age: Duration) -> String {
+    let seconds = age.as_secs();
+    let unit = [24 * 3600, 3600, 60].into_iter().find(|unit| seconds >= 2 * unit).unwrap_or(1);
+    duration_text(Duration::from_secs(seconds / unit * unit))
+}

@@ -1,0 +1,248 @@
+//! The commands against an admin API on a socket.
+
+use clap::Parser;
+
+use super::*;
+use crate::admin::tests::{Sidecar, TOKEN};
+
+#[derive(Parser, Debug)]
+#[command(no_binary_name = true)]
+struct Line {
+    #[command(flatten)]
+    keys: KeysArgs,
+}
+
+/// What a command line comes to: what it prints, or how it fails.
+async fn keys(sidecar: &Sidecar, line: &[&str]) -> Result<String, Failure> {
+    let admin = sidecar.address.to_string();
+    let env = |name: &str| match name {
+        "ONCEGATE_ADMIN" => Some(admin.clone()),
+        "USER" => Some("ada".to_owned()),
+        _ => None,
+    };
+    run_with(line, env).await
+}
+
+async fn run_with(line: &[&str], env: impl Fn(&str) -> Option<String>) -> Result<String, Failure> {
+    let line = Line::try_parse_from(line).map_err(|error| Failure::Usage(error.to_string()))?;
+    let mut out = Vec::new();
+    execute(&line.keys, env, &mut out).await?;
+    Ok(String::from_utf8(out).unwrap())
+}
+
+fn refused(result: Result<String, Failure>) -> String {
+    match result {
+        Err(Failure::Refused(words)) => words,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn usage(result: Result<String, Failure>) -> String {
+    match result {
+        Err(Failure::Usage(words)) => words,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_command_is_sound() {
+    use clap::CommandFactory as _;
+    Line::command().debug_assert();
+}
+
+#[tokio::test]
+async fn a_listing_is_a_table() {
+    let sidecar = Sidecar::start().await;
+    assert_eq!(keys(&sidecar, &["ls"]).await.unwrap(), "no records\n");
+    let unknown = sidecar.unknown(1, "POST /pay").await.to_string();
+    let (busy, _) = sidecar.in_progress(2, "POST /refunds/\u{1b}[31m").await;
+    assert_eq!(
+        keys(&sidecar, &["ls"]).await.unwrap(),
+        format!(
+            "STATE        AGE  TRIES  CALLER            OPERATION                 RECORD\n\
+             unknown      0s   1      0000000000000000  POST /pay                 {unknown}\n\
+             in-progress  0s   1      0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n"
+        )
+    );
+    let one =
+        keys(&sidecar, &["ls", "--state", "unknown", "--operation", "POST /p", "--min-age", "0s"]).await;
+    assert_eq!(one.unwrap().lines().count(), 2);
+    let page = keys(&sidecar, &["ls", "--limit", "1"]).await.unwrap();
+    let next = page.lines().last().unwrap().strip_prefix("there may be more: --cursor ").unwrap();
+    assert_eq!(next, unknown);
+    let rest = keys(&sidecar, &["ls", "--cursor", next]).await.unwrap();
+    assert!(rest.contains("in-progress") && !rest.contains("unknown") && !rest.contains("more"), "{rest}");
+    let json = keys(&sidecar, &["ls", "--json"]).await.unwrap();
+    assert_eq!(serde_json::from_str::<Value>(&json).unwrap()["records"].as_array().unwrap().len(), 2);
+
+    // Pages of the store may be shorter than the listing.
+    sidecar.page.store(1, std::sync::atomic::Ordering::SeqCst);
+    let whole = keys(&sidecar, &["ls"]).await.unwrap();
+    assert!(whole.lines().count() == 3 && !whole.contains("more"), "{whole}");
+
+    let words = refused(keys(&sidecar, &["ls", "--state", "unknwon"]).await);
+    assert!(
+        words.contains("\"unknwon\" is not one of") && words.contains("did you mean `unknown`?"),
+        "{words}"
+    );
+    assert!(usage(keys(&sidecar, &["ls", "--limit", "1001"]).await).contains("from 1 to 1000"));
+}
+
+#[tokio::test]
+async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
+    let sidecar = Sidecar::start().await;
+    let body = b"line\n\x1b[31mred";
+    sidecar.call("/pay", &[("idempotency-key", "k"), ("authorization", "Bearer s")], body).await;
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("caller");
+    fs::write(&file, "Bearer s\n").unwrap();
+    let caller = ["--key", "k", "--path", "/pay", "--caller-file", file.to_str().unwrap()];
+    let shown = keys(&sidecar, &[&["show"], &caller[..]].concat()).await.unwrap();
+    assert!(shown.contains("state           completed\n"), "{shown}");
+    assert!(shown.contains("answer          201, 13 bytes\n"), "{shown}");
+    assert!(shown.contains("header          content-type: text/plain\n"), "{shown}");
+    assert!(!shown.contains("red"), "{shown}");
+    let with_body = keys(&sidecar, &[&["find", "--body"], &caller[..]].concat()).await.unwrap();
+    assert!(with_body.ends_with("\nline\n\\u{1b}[31mred\n"), "{with_body}");
+
+    let record = shown.lines().next().unwrap().strip_prefix("record          ").unwrap();
+    assert_eq!(keys(&sidecar, &["show", record]).await.unwrap(), shown);
+    assert_eq!(keys(&sidecar, &["show", record, "--body"]).await.unwrap(), with_body);
+    let json = keys(&sidecar, &["--json", "show", record, "--body"]).await.unwrap();
+    assert_eq!(serde_json::from_str::<Value>(&json).unwrap()["response"]["body"], "line\n\u{1b}[31mred");
+
+    let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay", "--anonymous"]).await);
+    assert!(words.starts_with("There is no such record: "), "{words}");
+    let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);
+    assert!(words.contains("caller: on this route it must be"), "{words}");
+    let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/tenant"]).await);
+    assert!(words.starts_with("There is no such record: "), "{words}");
+    let words = refused(keys(&sidecar, &["show", "../audit"]).await);
+    assert!(words.contains("\"../audit\" is not a record"), "{words}");
+}
+
+#[tokio::test]
+async fn an_unknown_outcome_is_resolved_and_the_trail_tells_by_whom() {
+    let sidecar = Sidecar::start().await;
+    let [first, second, third] = [
+        sidecar.unknown(1, "POST /pay").await.to_string(),
+        sidecar.unknown(2, "POST /pay").await.to_string(),
+        sidecar.unknown(3, "POST /pay").await.to_string(),
+    ];
+    let shown = keys(&sidecar, &["show", &first]).await.unwrap();
+    assert!(shown.contains(&format!("oncegate keys resolve {first} --status 201")), "{shown}");
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("answer");
+    fs::write(&file, b"\xff{}").unwrap();
+    let body = format!("@{}", file.display());
+    let line = [
+        &["resolve", &first, "--status", "201", "--header", "Content-Type: application/json"][..],
+        &["--header", "Location:/payments/7", "--body", &body, "--reason", "in the ledger"],
+    ];
+    assert_eq!(keys(&sidecar, &line.concat()).await.unwrap(), format!("{first}: unknown → completed\n"));
+    let shown = keys(&sidecar, &["show", &first, "--body"]).await.unwrap();
+    assert!(shown.contains("answer          201, 3 bytes\n"), "{shown}");
+    assert!(shown.contains("header          location: /payments/7\n"), "{shown}");
+    assert!(shown.contains("in base64:\n/3t9\n"), "{shown}");
+
+    let line = ["resolve", &second, "--tombstone", "--reason", "done", "--actor", "grace"];
+    assert_eq!(keys(&sidecar, &line).await.unwrap(), format!("{second}: unknown → tombstone\n"));
+    let line = ["resolve", &third, "--released", "--reason", "never sent"];
+    assert_eq!(keys(&sidecar, &line).await.unwrap(), format!("{third}: unknown → released\n"));
+    let words = refused(keys(&sidecar, &["resolve", &first, "--released", "--reason", "again"]).await);
+    assert!(words.contains("It is completed") && words.contains(&first), "{words}");
+
+    let (busy, _) = sidecar.in_progress(4, "POST /pay").await;
+    let line = ["release", &busy.to_string(), "--reason", "host burnt down"];
+    assert!(refused(keys(&sidecar, &line).await).contains("release it with force"));
+    let forced = keys(&sidecar, &[&line[..], &["--force"]].concat()).await.unwrap();
+    assert_eq!(forced, format!("{busy}: in-progress → released\n"));
+
+    let trail = keys(&sidecar, &["audit"]).await.unwrap();
+    let lines: Vec<_> = trail.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
+    assert_eq!(lines[0], ["NUMBER", "WHEN", "WHO", "FROM", "TO", "RECORD", "WHY"]);
+    assert_eq!(
+        (lines[1][2], lines[1][4], &lines[1][6..]),
+        ("ada", "released", &["host", "burnt", "down"][..])
+    );
+    assert_eq!(lines[3][2], "grace");
+    assert_eq!(lines.len(), 5);
+    let first = keys(&sidecar, &["audit", "--limit", "1"]).await.unwrap();
+    assert!(first.ends_with("there are more: --before 4\n"), "{first}");
+    assert_eq!(keys(&sidecar, &["audit", "--before", "2"]).await.unwrap().lines().count(), 2);
+}
+
+#[tokio::test]
+async fn what_makes_no_sense_is_not_sent() {
+    let sidecar = Sidecar::start().await;
+    let id = sidecar.unknown(1, "POST /pay").await.to_string();
+    for (line, expected) in [
+        (&["resolve", &id, "--reason", "r"][..], "required"),
+        (&["resolve", &id, "--status", "201", "--released", "--reason", "r"], "cannot be used with"),
+        (&["resolve", &id, "--released", "--body", "x", "--reason", "r"], "cannot be used with"),
+        (&["resolve", &id, "--tombstone", "--header", "a: b", "--reason", "r"], "cannot be used with"),
+        (&["resolve", &id, "--released"], "--reason"),
+        (
+            &["resolve", &id, "--status", "201", "--header", "x", "--reason", "r"],
+            "--header \"x\": write \"Name: value\"",
+        ),
+        (
+            &["resolve", &id, "--status", "201", "--body", "@/nowhere", "--reason", "r"],
+            "--body @/nowhere: No such file",
+        ),
+        (&["show"], "required"),
+        (&["show", &id, "--key", "k"], "cannot be used with"),
+        (&["show", "--key", "k"], "--path"),
+        (&["find", "--path", "/pay"], "--key"),
+        (&["find", "--key", "k", "--path", "/pay", "--anonymous", "--single-tenant"], "cannot be used with"),
+        (&["ls", "--admin", "http://host/path"], "write only scheme, host and port"),
+        (&["ls", "--admin", "ftp://host"], "the scheme must be http or https"),
+        (&["ls", "--admin", "http://a b"], "write a URL such as"),
+        (&["ls", "--token-file", "/nowhere"], "--token-file: /nowhere: No such file"),
+    ] {
+        let words = usage(keys(&sidecar, line).await);
+        assert!(words.contains(expected), "{line:?}: {words}");
+    }
+    assert!(keys(&sidecar, &["audit"]).await.unwrap().starts_with("no entries"));
+}
+
+#[tokio::test]
+async fn a_token_comes_from_a_file_or_the_environment() {
+    let sidecar = Sidecar::with_token(Some(TOKEN)).await;
+    let words = refused(keys(&sidecar, &["ls"]).await);
+    assert!(words.starts_with("The admin token is missing or wrong: "), "{words}");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("token");
+    fs::write(&file, format!("{TOKEN}\n")).unwrap();
+    let line = ["ls", "--token-file", file.to_str().unwrap()];
+    assert_eq!(keys(&sidecar, &line).await.unwrap(), "no records\n");
+    let admin = format!("http://{}/", sidecar.address);
+    let env = |name: &str| (name == "ONCEGATE_ADMIN_TOKEN").then(|| TOKEN.to_owned());
+    assert_eq!(run_with(&["ls", "--admin", &admin], env).await.unwrap(), "no records\n");
+}
+
+#[tokio::test]
+async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
+    let unreachable = |result| match result {
+        Err(Failure::Unreachable(words)) => words,
+        other => panic!("{other:?}"),
+    };
+    // Bound, so that nobody else takes it, and not listening.
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let nobody = socket.local_addr().unwrap().to_string();
+    let words = unreachable(run_with(&["ls", "--admin", &nobody], |_| None).await);
+    assert!(
+        words.starts_with(&format!("cannot reach the sidecar at http://{nobody}: Connection refused")),
+        "{words}"
+    );
+
+    // Somebody, but no admin API.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let other = listener.local_addr().unwrap().to_string();
+    let router = axum::Router::new().fallback(async || "hello");
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    let words = unreachable(run_with(&["ls", "--admin", &other], |_| None).await);
+    assert!(words.contains("the answer (200 OK) is not that of an admin API"), "{words}");
+}

@@ -1,0 +1,85 @@
+//! `oncegate`: the sidecar and the tools of Oncegate.
+
+mod admin;
+mod check;
+mod config;
+mod demo;
+#[cfg(feature = "failpoints")]
+mod failpoint;
+mod keys;
+mod proxy;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use config::ProxyArgs;
+use demo::DemoArgs;
+use keys::KeysArgs;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Makes retries safe: one key, one effect.
+#[derive(Parser)]
+#[command(version, about, long_about = None, propagate_version = true)]
+struct Oncegate {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs the sidecar: a reverse proxy that makes retries of requests with an Idempotency-Key safe.
+    ///
+    /// Every setting can be given as a flag, as an environment variable (ONCEGATE_LISTEN for --listen), or in a TOML file
+    /// (--config). Flags win over the environment, the environment over the file.
+    Proxy(ProxyArgs),
+    /// Says what is wrong with a configuration and its store, line by line; the exit code is 1 where something is.
+    ///
+    /// Takes the flags of the sidecar. Nothing is started, listened on or sent. A store that no process has open is read
+    /// from end to end; one that was not stopped cleanly is brought in order first, as the sidecar would.
+    Check(ProxyArgs),
+    /// Shows what it is for: the same payments over a hostile network, without Oncegate and with it.
+    ///
+    /// Starts a payments service with a ledger, customers whose requests and replies get lost, and the sidecar, which is
+    /// killed with kill -9 in the middle. Ends with a table of what the ledger says, and with the exit code 1 if with
+    /// Oncegate any payment was charged twice or not at all. Takes some ten seconds, and nothing but this program.
+    Demo(DemoArgs),
+    /// Lists, shows and resolves records of a running sidecar.
+    ///
+    /// Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
+    Keys(KeysArgs),
+}
+
+fn main() -> ExitCode {
+    let result = match Oncegate::parse().command {
+        Command::Proxy(args) => proxy::run(&args),
+        Command::Check(args) => return check::run(&args),
+        Command::Demo(args) => return demo::run(&args),
+        Command::Keys(args) => return keys::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            for line in error.lines() {
+                eprintln!("error: {line}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Logs to the standard error, as `ONCEGATE_LOG` says: `info`, `debug`, `oncegate_engine=debug`.
+fn log() {
+    let filter = tracing_subscriber::EnvFilter::builder()
+        .with_default_directive(tracing::level_filters::LevelFilter::INFO.into())
+        .with_env_var("ONCEGATE_LOG")
+        .from_env_lossy();
+    let terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    // Set once, by the command that was asked for.
+    let _first = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none())
+        .try_init();
+}

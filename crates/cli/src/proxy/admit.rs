@@ -1,0 +1,206 @@
+//! What comes before everything else: requests that no gateway may pass on are refused, and what HTTP/1.1 and HTTP/2 say
+//! in different ways is said in one.
+
+use http::header::{self, HeaderMap, HeaderValue};
+use http::uri::Authority;
+use http::{Method, Request, Response, StatusCode, Version};
+
+use super::body::ProxyBody;
+use super::forward::own;
+
+/// Afterwards there is one valid `Host`, or none where the client need not say any, and one line of cookies.
+///
+/// # Errors
+/// The answer for a request that goes no further.
+pub(super) fn admit<B>(request: &mut Request<B>) -> Result<(), Box<Response<ProxyBody>>> {
+    match check(request) {
+        Ok(host) => {
+            if let Some(host) = host {
+                request.headers_mut().insert(header::HOST, host);
+            }
+            if request.version() == Version::HTTP_2 {
+                join_cookies(request.headers_mut());
+            }
+            Ok(())
+        }
+        Err(refused) => {
+            tracing::debug!(detail = refused.detail, "request refused");
+            Err(Box::new(refused.into_response(request.version())))
+        }
+    }
+}
+
+struct Refused {
+    status: StatusCode,
+    slug: &'static str,
+    title: &'static str,
+    detail: &'static str,
+}
+
+const fn malformed(detail: &'static str) -> Refused {
+    let title = "The request is malformed";
+    Refused { status: StatusCode::BAD_REQUEST, slug: "request-malformed", title, detail }
+}
+
+const fn unsupported(detail: &'static str) -> Refused {
+    let title = "The request asks for what this proxy does not do";
+    Refused { status: StatusCode::NOT_IMPLEMENTED, slug: "request-unsupported", title, detail }
+}
+
+impl Refused {
+    fn into_response(self, version: Version) -> Response<ProxyBody> {
+        let mut response = own(self.status, self.slug, self.title, "fix-request", self.detail);
+        if version != Version::HTTP_2 {
+            // Whoever sends such a thing may disagree with this proxy about where the next request begins.
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        response
+    }
+}
+
+/// Finds what is wrong; otherwise the host, where another place than `Host` says it.
+fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
+    if request.method() == Method::CONNECT {
+        return Err(unsupported("This is no proxy for CONNECT."));
+    }
+    let headers = request.headers();
+    let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
+    if let Some(coding) = codings.next()
+        && (!coding.as_bytes().eq_ignore_ascii_case(b"chunked") || codings.next().is_some())
+    {
+        // RFC 9112, 6.1. The service would not learn that something is left to be undone.
+        return Err(unsupported("The one transfer coding that is understood is chunked."));
+    }
+    // RFC 9112, 3.2: otherwise two that read it could take it for requests to different hosts.
+    let mut hosts = headers.get_all(header::HOST).iter();
+    match (hosts.next(), hosts.next()) {
+        (Some(_), Some(_)) => return Err(malformed("There are several Host fields.")),
+        (Some(host), None) if !is_host(host.as_bytes()) => {
+            return Err(malformed("The Host field is none."));
+        }
+        (None, _) if request.version() == Version::HTTP_11 => {
+            return Err(malformed("There is no Host field."));
+        }
+        _ => {}
+    }
+    let Some(authority) = request.uri().authority() else { return Ok(None) };
+    // RFC 9112, 3.2.2; RFC 9113, 8.3.1: what the target says counts.
+    match HeaderValue::try_from(authority.as_str()) {
+        Ok(host) if is_host(host.as_bytes()) => Ok(Some(host)),
+        _ => Err(malformed("The target's authority is no host.")),
+    }
+}
+
+/// A host and perhaps a port, or nothing at all, which is what a client says where its target has no authority.
+fn is_host(octets: &[u8]) -> bool {
+    let plain = |octet: &u8| octet.is_ascii_alphanumeric() || matches!(octet, b'.' | b'-');
+    let name = octets.iter().position(|octet| !plain(octet)).unwrap_or(octets.len());
+    match octets.split_at(name).1 {
+        // Nearly all are, at a glance.
+        [] => true,
+        [b':', port @ ..] if port.iter().all(u8::is_ascii_digit) => true,
+        _ => Authority::try_from(octets).is_ok_and(|authority| {
+            // Whoever stands in front of the host is not part of it.
+            let behind = authority.as_str().strip_prefix(authority.host());
+            let port = behind.map(|behind| behind.strip_prefix(':').unwrap_or(behind));
+            port.is_some_and(|port| port.bytes().all(|octet| octet.is_ascii_digit()))
+        }),
+    }
+}
+
+/// RFC 9113, 8.2.3: HTTP/2 may split what everybody else expects in one line.
+fn join_cookies(headers: &mut HeaderMap) {
+    let mut lines = headers.get_all(header::COOKIE).iter();
+    if let (Some(_), Some(_)) = (lines.next(), lines.next()) {
+        let all: Vec<_> = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect();
+        if let Ok(joined) = HeaderValue::from_bytes(&all.join(&b"; "[..])) {
+            headers.insert(header::COOKIE, joined);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn admitted(
+        method: &str,
+        target: &str,
+        version: Version,
+        fields: &[(&str, &str)],
+    ) -> Result<HeaderMap, u16> {
+        let mut request = Request::builder().method(method).uri(target).version(version);
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        let mut request = request.body(()).unwrap();
+        match admit(&mut request) {
+            Ok(()) => Ok(request.headers().clone()),
+            Err(response) => Err(response.status().as_u16()),
+        }
+    }
+
+    #[test]
+    fn the_table_of_hosts() {
+        let (one, one_0, two) = (Version::HTTP_11, Version::HTTP_10, Version::HTTP_2);
+        for (target, version, hosts, expected) in [
+            ("/", one, &["a.test"][..], Ok(Some("a.test"))),
+            ("/", one, &["a.test:8080"], Ok(Some("a.test:8080"))),
+            ("/", one, &["[::1]:8080"], Ok(Some("[::1]:8080"))),
+            ("/", one, &[""], Ok(Some(""))),
+            ("/", one, &["a_b.test"], Ok(Some("a_b.test"))),
+            ("/", one, &["a.test:80a"], Err(400)),
+            ("/", one, &["[::1"], Err(400)),
+            ("/", one, &[], Err(400)),
+            ("/", one, &["a.test", "a.test"], Err(400)),
+            ("/", one, &["a.test, b.test"], Err(400)),
+            ("/", one, &["a.test/b"], Err(400)),
+            ("/", one, &["a.test#b"], Err(400)),
+            ("/", one, &["me@a.test"], Err(400)),
+            ("http://b.test/", one, &["a.test"], Ok(Some("b.test"))),
+            ("http://b.test/", one, &[], Err(400)),
+            ("http://me@b.test/", one, &["b.test"], Err(400)),
+            ("/", one_0, &[], Ok(None)),
+            ("/", one_0, &["a.test", "b.test"], Err(400)),
+            ("http://b.test/", two, &[], Ok(Some("b.test"))),
+            ("http://b.test/", two, &["a.test"], Ok(Some("b.test"))),
+            ("http://b.test/", two, &["b.test", "a.test"], Err(400)),
+            ("/", two, &["a.test"], Ok(Some("a.test"))),
+            ("/", two, &[], Ok(None)),
+        ] {
+            let fields: Vec<_> = hosts.iter().map(|host| ("host", *host)).collect();
+            let got = admitted("GET", target, version, &fields)
+                .map(|headers| headers.get("host").map(|host| host.to_str().unwrap().to_owned()));
+            assert_eq!(
+                got.as_ref().map(|host| host.as_deref()).map_err(|e| *e),
+                expected,
+                "{target} {hosts:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_a_gateway_does_not_do() {
+        let host = ("host", "a.test");
+        let coded = |codings: &[&'static str]| {
+            let mut fields = vec![host];
+            fields.extend(codings.iter().map(|coding| ("transfer-encoding", *coding)));
+            admitted("POST", "/", Version::HTTP_11, &fields).map(|_| ())
+        };
+        assert_eq!(coded(&["Chunked"]), Ok(()));
+        for codings in
+            [&["gzip, chunked"][..], &["chunked", "chunked"], &["gzip"], &["chunked;a=1"], &["\tchunked,"]]
+        {
+            assert_eq!(coded(codings), Err(501), "{codings:?}");
+        }
+        assert_eq!(admitted("CONNECT", "a.test:1", Version::HTTP_11, &[host]).unwrap_err(), 501);
+        assert_eq!(admitted("CONNECT", "a.test:1", Version::HTTP_2, &[]).unwrap_err(), 501);
+    }
+
+    #[test]
+    fn cookies_of_http_2_are_one_line() {
+        let cookies = [("cookie", "a=1"), ("cookie", "b=2; c=3")];
+        let headers = admitted("GET", "http://a.test/", Version::HTTP_2, &cookies).unwrap();
+        assert_eq!(headers.get_all("cookie").iter().collect::<Vec<_>>(), ["a=1; b=2; c=3"]);
+    }
+}

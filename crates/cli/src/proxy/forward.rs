@@ -1,0 +1,232 @@
+//! Sends one request to the upstream and brings its answer back.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::header::{self, HeaderValue};
+use http::uri::Authority;
+use http::{Request, Response, StatusCode, Version};
+use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioIo;
+use oncegate_http::{IdempotencyContext, Relayed, RequestBody, StoreDirective, Unanswered};
+use tower_service::Service;
+
+use super::body::{Activity, NotedBody, ProxyBody};
+use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
+use super::tls::ToService;
+use crate::admin::{Metrics, UpstreamResult};
+use crate::config::Config;
+
+pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<Incoming>>>;
+
+/// What every connection of one thread shares.
+pub(super) struct Upstream {
+    pub(super) client: UpstreamClient,
+    /// For upgrades, which HTTP/2 does not have, where `client` may speak it.
+    pub(super) http1: Option<UpstreamClient>,
+    pub(super) config: Arc<Config>,
+    pub(super) metrics: Metrics,
+}
+
+/// The service behind the layer: one connection's way to the upstream.
+#[derive(Clone)]
+pub(super) struct Forward {
+    upstream: Arc<Upstream>,
+    peer: Arc<Peer>,
+}
+
+impl Forward {
+    pub(super) const fn new(upstream: Arc<Upstream>, peer: Arc<Peer>) -> Self {
+        Self { upstream, peer }
+    }
+}
+
+impl Service<Request<RequestBody<Incoming>>> for Forward {
+    type Response = Response<ProxyBody>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<RequestBody<Incoming>>) -> Self::Future {
+        let this = self.clone();
+        Box::pin(async move { Ok(this.forward(request).await) })
+    }
+}
+
+impl Forward {
+    async fn forward(self, mut request: Request<RequestBody<Incoming>>) -> Response<ProxyBody> {
+        let config = &self.upstream.config;
+        let timeout = config.route(request.method(), request.uri().path()).upstream_timeout;
+        let keyed = IdempotencyContext::from_extensions(request.extensions()).is_some();
+        let upgrade = prepare(&mut request, &self.peer);
+        let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
+        let mut client = &self.upstream.client;
+        let mut host = None;
+        if let (Some(protocol), Some(_)) = (upgrade, &client_side) {
+            ask_upgrade(request.headers_mut(), protocol);
+            client = self.upstream.http1.as_ref().unwrap_or(client);
+        } else if config.may_speak_http2() {
+            host = take_host(request.headers_mut());
+        } else if request.headers().contains_key(header::TE) {
+            // RFC 9110, 10.1.4. HTTP/2 has no such field.
+            request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("te"));
+        }
+        *request.uri_mut() = rewrite(&config.to, request.uri(), host);
+        *request.version_mut() = Version::HTTP_11;
+        let activity = Activity::new();
+        let request = request.map(|body| NotedBody::new(body, activity.clone()));
+        let asked = Instant::now();
+        let answer = tokio::select! {
+            answer = client.request(request) => Some(answer),
+            () = silence(&activity, timeout) => None,
+        };
+        let (result, response) = match answer {
+            Some(Ok(response)) => match Self::bring_back(response, client_side, timeout) {
+                Some(response) => (UpstreamResult::Answered, response),
+                None => {
+                    tracing::warn!("upstream switched protocols unasked");
+                    (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY))
+                }
+            },
+            None => {
+                tracing::warn!(?timeout, "upstream did not answer in time");
+                (UpstreamResult::TimedOut, unanswered(keyed, StatusCode::GATEWAY_TIMEOUT))
+            }
+            // No request was sent without a connection.
+            Some(Err(error)) if error.is_connect() => {
+                tracing::warn!(error = %chain(&error), "upstream is unreachable");
+                (UpstreamResult::Unreached, unreachable_upstream())
+            }
+            Some(Err(error)) => {
+                tracing::warn!(error = %chain(&error), "upstream broke off");
+                (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY))
+            }
+        };
+        self.upstream.metrics.observe_upstream(result, asked.elapsed());
+        response
+    }
+
+    /// `None` where it says what cannot be said to the client.
+    fn bring_back(
+        mut response: Response<Incoming>,
+        client_side: Option<OnUpgrade>,
+        timeout: Option<Duration>,
+    ) -> Option<Response<ProxyBody>> {
+        let protocol = remove_hop_by_hop(response.headers_mut());
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            let (protocol, client_side) = (protocol?, client_side?);
+            ask_upgrade(response.headers_mut(), protocol);
+            let upstream_side = hyper::upgrade::on(&mut response);
+            tokio::spawn(tunnel(client_side, upstream_side));
+        }
+        response.extensions_mut().insert(Relayed);
+        Some(response.map(|body| ProxyBody::upstream(body, timeout)))
+    }
+}
+
+/// Takes the host off, for the address. An empty one stays: no address has it.
+fn take_host(headers: &mut http::HeaderMap) -> Option<Authority> {
+    let host = Authority::try_from(headers.get(header::HOST)?.as_bytes()).ok()?;
+    headers.remove(header::HOST);
+    Some(host)
+}
+
+fn ask_upgrade(headers: &mut http::HeaderMap, protocol: HeaderValue) {
+    headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(header::UPGRADE, protocol);
+}
+
+/// Carries octets both ways until both sides are done.
+async fn tunnel(client: OnUpgrade, upstream: OnUpgrade) {
+    match tokio::try_join!(client, upstream) {
+        Ok((client, upstream)) => {
+            let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
+            if let Err(error) = tokio::io::copy_bidirectional(&mut client, &mut upstream).await {
+                tracing::debug!(%error, "tunnel closed");
+            }
+        }
+        Err(error) => tracing::debug!(%error, "upgrade failed"),
+    }
+}
+
+/// Ends when nothing has moved towards the upstream for `patience`.
+async fn silence(activity: &Activity, patience: Option<Duration>) {
+    let Some(patience) = patience else { return std::future::pending().await };
+    loop {
+        let until = activity.last() + patience;
+        tokio::time::sleep_until(until).await;
+        if activity.last() + patience <= until {
+            return;
+        }
+    }
+}
+
+/// The request was sent, at least in part, and there is no answer: whether it took effect is not known.
+fn unanswered(keyed: bool, status: StatusCode) -> Response<ProxyBody> {
+    let mut response = own(
+        status,
+        "upstream-unanswered",
+        "The service gave no answer",
+        if keyed { "stop" } else { "unprotected" },
+        "The request was sent to the service, and no whole answer came. It may have taken effect.",
+    );
+    response.extensions_mut().insert(Unanswered(status));
+    response
+}
+
+/// Nothing was sent.
+fn unreachable_upstream() -> Response<ProxyBody> {
+    let mut response = own(
+        StatusCode::BAD_GATEWAY,
+        "upstream-unreachable",
+        "The service is unreachable",
+        "same-key",
+        "The request did not reach the service. Send it again, with the same key if it has one.",
+    );
+    response.extensions_mut().insert(StoreDirective::Release);
+    response
+}
+
+pub(super) fn own(
+    status: StatusCode,
+    slug: &str,
+    title: &str,
+    retry: &str,
+    detail: &str,
+) -> Response<ProxyBody> {
+    let body = serde_json::json!({
+        "type": format!("urn:oncegate:problem:{slug}"),
+        "title": title,
+        "status": status.as_u16(),
+        "detail": detail,
+        "retry": retry,
+    });
+    let mut response = Response::new(ProxyBody::own(Bytes::from(body.to_string())));
+    *response.status_mut() = status;
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+/// An error with all that caused it.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    text
+}

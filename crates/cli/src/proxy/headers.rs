@@ -1,0 +1,304 @@
+//! What a proxy does to header fields: RFC 9110 (7.6) and RFC 7239.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Mutex, PoisonError};
+
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::uri::{Authority, PathAndQuery};
+use http::{Request, Uri, Version};
+use oncegate_http::IdempotencyContext;
+
+use crate::config::Upstream;
+
+const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
+const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
+const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
+
+/// Who is at the other end of a connection, as the upstream is told.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    address: HeaderValue,
+    /// The beginning of a `Forwarded` element: all but the host.
+    forwarded: String,
+    scheme: HeaderValue,
+    /// The host of the last request and the whole element for it: nearly always that of the next one too.
+    last: Mutex<Option<(HeaderValue, HeaderValue)>>,
+}
+
+impl Peer {
+    pub(crate) fn new(address: SocketAddr, tls: bool) -> Self {
+        let ip = address.ip().to_canonical();
+        let scheme = if tls { "https" } else { "http" };
+        let node = match ip {
+            IpAddr::V4(ip) => ip.to_string(),
+            IpAddr::V6(ip) => format!("\"[{ip}]\""),
+        };
+        Self {
+            // An address is visible ASCII.
+            address: HeaderValue::try_from(ip.to_string()).unwrap_or(HeaderValue::from_static("unknown")),
+            forwarded: format!("for={node};proto={scheme}"),
+            scheme: HeaderValue::from_static(scheme),
+            last: Mutex::new(None),
+        }
+    }
+
+    /// The element of `Forwarded` for a request to this host.
+    fn element(&self, host: Option<&HeaderValue>) -> Option<HeaderValue> {
+        let Some(host) = host else { return HeaderValue::try_from(&self.forwarded).ok() };
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, element)) = last.as_ref().filter(|(last, _)| last == host) {
+            return Some(element.clone());
+        }
+        let name = host.to_str().ok()?.replace(['"', '\\'], "");
+        let element = HeaderValue::try_from(format!("{};host=\"{name}\"", self.forwarded)).ok()?;
+        *last = Some((host.clone(), element.clone()));
+        Some(element)
+    }
+}
+
+/// Takes off the fields that belong to one connection. Returns what an upgrade asks for.
+pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    let mut upgrade = None;
+    let trailers = has_token(headers, &header::TE, b"trailers");
+    if headers.contains_key(header::CONNECTION) {
+        let mut nominated = Vec::new();
+        for value in headers.get_all(header::CONNECTION) {
+            for token in value.as_bytes().split(|b| *b == b',').map(<[u8]>::trim_ascii) {
+                if token.eq_ignore_ascii_case(b"upgrade") {
+                    upgrade = upgrade_of(headers);
+                } else if let Ok(name) = HeaderName::from_bytes(token) {
+                    nominated.push(name);
+                }
+            }
+        }
+        headers.remove(header::CONNECTION);
+        // Whom these fields concern is not for a client to take off.
+        for name in nominated.iter().filter(|name| !PROTECTED.contains(*name)) {
+            headers.remove(name);
+        }
+    }
+    for name in [KEEP_ALIVE, PROXY_CONNECTION, header::PROXY_AUTHORIZATION, header::UPGRADE, header::TE] {
+        headers.remove(name);
+    }
+    if headers.remove(header::TRANSFER_ENCODING).is_some() {
+        // RFC 9112, 6.3: the length of a message that has both is not what it says.
+        headers.remove(header::CONTENT_LENGTH);
+    }
+    if trailers {
+        // What gRPC asks for, and this proxy passes them on.
+        headers.insert(header::TE, HeaderValue::from_static("trailers"));
+    }
+    upgrade
+}
+
+/// What may be upgraded to: not HTTP/2, in which requests would pass this proxy without being seen.
+fn upgrade_of(headers: &HeaderMap) -> Option<HeaderValue> {
+    let upgrade = headers.get(header::UPGRADE)?;
+    (!has_token(headers, &header::UPGRADE, b"h2c")).then(|| upgrade.clone())
+}
+
+/// Whether a list field has this member, in any case.
+fn has_token(headers: &HeaderMap, name: &HeaderName, token: &[u8]) -> bool {
+    let mut members = headers.get_all(name).iter().flat_map(|line| line.as_bytes().split(|b| *b == b','));
+    members.any(|member| member.trim_ascii().eq_ignore_ascii_case(token))
+}
+
+/// Fields that no client can have removed by naming them in `Connection`.
+const PROTECTED: [HeaderName; 5] =
+    [header::HOST, header::AUTHORIZATION, header::CONTENT_LENGTH, header::CONTENT_TYPE, header::COOKIE];
+
+/// Makes the request of a client one to the upstream.
+pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<HeaderValue> {
+    let context = request.extensions().get::<IdempotencyContext>().map(|context| context.attempt().clone());
+    let via = via(request.version());
+    let headers = request.headers_mut();
+    let upgrade = remove_hop_by_hop(headers);
+    // The client's expectation was met by this proxy, which asked for the body itself.
+    headers.remove(header::EXPECT);
+    forward(headers, peer);
+    headers.append(header::VIA, via);
+    remove_ours(headers);
+    if let Some(attempt) = context {
+        if let Ok(record) = HeaderValue::try_from(attempt.record_id().to_string()) {
+            headers.insert(RECORD, record);
+        }
+        headers.insert(TOKEN, HeaderValue::from(attempt.token().get()));
+        headers.insert(ATTEMPT, HeaderValue::from(attempt.number()));
+    }
+    upgrade
+}
+
+/// Only this proxy says which attempt it is. Many services do not tell `_` from `-`.
+fn remove_ours(headers: &mut HeaderMap) {
+    const OURS: &[u8] = b"oncegate";
+    let is_ours = |name: &HeaderName| {
+        let name = name.as_str().as_bytes();
+        name.starts_with(OURS) && matches!(name.get(OURS.len()), Some(b'-' | b'_'))
+    };
+    while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
+        headers.remove(name);
+    }
+}
+
+const fn via(version: Version) -> HeaderValue {
+    HeaderValue::from_static(match version {
+        Version::HTTP_10 => "1.0 oncegate",
+        Version::HTTP_2 => "2 oncegate",
+        _ => "1.1 oncegate",
+    })
+}
+
+fn forward(headers: &mut HeaderMap, peer: &Peer) {
+    let host = headers.get(header::HOST).cloned();
+    if let Some(element) = peer.element(host.as_ref()) {
+        let forwarded = match list(headers, &header::FORWARDED) {
+            None => Some(element),
+            Some(before) => {
+                HeaderValue::try_from(format!("{before}, {}", element.to_str().unwrap_or_default())).ok()
+            }
+        };
+        if let Some(forwarded) = forwarded {
+            headers.insert(header::FORWARDED, forwarded);
+        }
+    }
+    let address = match list(headers, &X_FORWARDED_FOR) {
+        None => Some(peer.address.clone()),
+        Some(before) => {
+            let address = peer.address.to_str().unwrap_or_default();
+            HeaderValue::try_from(format!("{before}, {address}")).ok()
+        }
+    };
+    if let Some(address) = address {
+        headers.insert(X_FORWARDED_FOR, address);
+    }
+    // What the hop in front said of the first client stays.
+    headers.entry(X_FORWARDED_PROTO).or_insert_with(|| peer.scheme.clone());
+    if let Some(host) = host {
+        headers.entry(X_FORWARDED_HOST).or_insert(host);
+    }
+}
+
+/// All lines of a list field as one.
+fn list(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+    if !headers.contains_key(name) {
+        return None;
+    }
+    let lines: Vec<_> = headers.get_all(name).iter().filter_map(|line| line.to_str().ok()).collect();
+    (!lines.is_empty()).then(|| lines.join(", "))
+}
+
+/// The address of the request at the upstream. Its authority is the service's own, or in HTTP/2, where the address is the
+/// place for it, the host that the client asked for.
+pub(crate) fn rewrite(to: &Upstream, asked: &Uri, host: Option<Authority>) -> Uri {
+    let mut parts = http::uri::Parts::default();
+    parts.scheme = Some(to.scheme.clone());
+    parts.authority = Some(host.unwrap_or_else(|| to.authority.clone()));
+    parts.path_and_query = asked.path_and_query().cloned().or_else(|| Some(PathAndQuery::from_static("/")));
+    // The halves of two addresses make one.
+    Uri::from_parts(parts).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(fields: &[(&str, &str)]) -> Request<()> {
+        let mut request = Request::new(());
+        for (name, value) in fields {
+            request
+                .headers_mut()
+                .append(HeaderName::from_bytes(name.as_bytes()).unwrap(), value.parse().unwrap());
+        }
+        request
+    }
+
+    fn peer() -> Peer {
+        Peer::new("192.0.2.7:1234".parse().unwrap(), false)
+    }
+
+    #[test]
+    fn fields_of_one_connection_are_taken_off() {
+        let mut request = request(&[
+            ("connection", "close, X-Secret, Authorization"),
+            ("x-secret", "1"),
+            ("authorization", "Bearer t"),
+            ("keep-alive", "timeout=5"),
+            ("te", "gzip"),
+            ("transfer-encoding", "chunked"),
+            ("upgrade", "h2c"),
+            ("x-kept", "1"),
+        ]);
+        assert_eq!(remove_hop_by_hop(request.headers_mut()), None);
+        let mut left: Vec<_> = request.headers().keys().map(HeaderName::as_str).collect();
+        left.sort_unstable();
+        assert_eq!(left, ["authorization", "x-kept"]);
+    }
+
+    #[test]
+    fn an_upgrade_is_found_and_trailers_are_asked_for_on() {
+        let mut request =
+            request(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket"), ("te", "trailers")]);
+        assert_eq!(remove_hop_by_hop(request.headers_mut()).unwrap(), "websocket");
+        assert_eq!(request.headers()["te"], "trailers");
+    }
+
+    #[test]
+    fn the_upstream_is_told_who_asked() {
+        let mut request = request(&[("host", "api.example:8080")]);
+        prepare(&mut request, &peer());
+        let headers = request.headers();
+        assert_eq!(headers["forwarded"], "for=192.0.2.7;proto=http;host=\"api.example:8080\"");
+        assert_eq!(headers["x-forwarded-for"], "192.0.2.7");
+        assert_eq!(headers["x-forwarded-proto"], "http");
+        assert_eq!(headers["x-forwarded-host"], "api.example:8080");
+        assert_eq!(headers["via"], "1.1 oncegate");
+    }
+
+    #[test]
+    fn what_hops_in_front_said_is_kept() {
+        let mut request = request(&[
+            ("host", "inner"),
+            ("x-forwarded-for", "198.51.100.1"),
+            ("x-forwarded-for", "203.0.113.2"),
+            ("x-forwarded-proto", "https"),
+            ("x-forwarded-host", "outer"),
+            ("forwarded", "for=198.51.100.1"),
+        ]);
+        let v6 = Peer::new("[2001:db8::1]:1".parse().unwrap(), true);
+        prepare(&mut request, &v6);
+        let headers = request.headers();
+        assert_eq!(headers["x-forwarded-for"], "198.51.100.1, 203.0.113.2, 2001:db8::1");
+        assert_eq!(headers["x-forwarded-proto"], "https");
+        assert_eq!(headers["x-forwarded-host"], "outer");
+        assert_eq!(
+            headers["forwarded"],
+            "for=198.51.100.1, for=\"[2001:db8::1]\";proto=https;host=\"inner\""
+        );
+    }
+
+    #[test]
+    fn a_client_cannot_say_which_attempt_it_is() {
+        let mut request =
+            request(&[("oncegate-token", "9"), ("oncegate-record", "x"), ("oncegate-attempt", "1")]);
+        prepare(&mut request, &peer());
+        assert!(request.headers().keys().all(|name| !name.as_str().starts_with("oncegate-")));
+    }
+
+    #[test]
+    fn addresses_are_rewritten_to_the_upstream() {
+        let to = Upstream { scheme: http::uri::Scheme::HTTP, authority: "up:1".parse().unwrap() };
+        for (asked, expected) in [
+            ("/a?b=1", "http://up:1/a?b=1"),
+            ("http://down/a", "http://up:1/a"),
+            ("/", "http://up:1/"),
+            ("/%2e%2e/x", "http://up:1/%2e%2e/x"),
+        ] {
+            assert_eq!(rewrite(&to, &asked.parse().unwrap(), None).to_string(), expected);
+        }
+    }
+}

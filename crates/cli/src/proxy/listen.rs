@@ -1,0 +1,165 @@
+//! Takes connections: one single-threaded runtime per core, each with a listener of its own on the same address.
+//!
+//! A connection lives on one core, its upstream connections too, and nothing of it is handed between threads.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use http_body_util::Either;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::GracefulShutdown;
+use oncegate_http::IdempotencyLayer;
+use rustls::ServerConfig;
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+use tower_layer::Layer;
+use tower_service::Service as _;
+
+use super::admit::admit;
+use super::forward::{Forward, Upstream};
+use super::headers::Peer;
+
+/// How long a client may take for a TLS handshake, and for the head of a request.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Sockets on one address, as many as there are threads.
+pub(crate) fn bind(
+    address: SocketAddr,
+    threads: usize,
+) -> io::Result<(SocketAddr, Vec<std::net::TcpListener>)> {
+    // Sockets that share an address would be shared with another process of the same user as well; so this one first
+    // finds out whether the address is free.
+    let first = listener(address, false)?;
+    let address = first.local_addr()?;
+    if threads == 1 {
+        return Ok((address, vec![first]));
+    }
+    drop(first);
+    let sockets = (0..threads).map(|_| listener(address, true)).collect::<io::Result<_>>()?;
+    Ok((address, sockets))
+}
+
+fn listener(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    #[cfg(unix)]
+    socket.set_reuse_port(shared)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(4096)?;
+    Ok(socket.into())
+}
+
+/// What one thread serves.
+pub(super) struct Front {
+    pub(super) layer: IdempotencyLayer,
+    pub(super) upstream: Arc<Upstream>,
+    pub(super) tls: Option<Arc<ServerConfig>>,
+}
+
+impl Front {
+    /// Serves until `stop` turns true; then stops accepting and finishes what runs, for `drain` at the longest. Returns
+    /// when that time is over.
+    pub(super) async fn serve(
+        self,
+        socket: std::net::TcpListener,
+        mut stop: watch::Receiver<bool>,
+        drain: Duration,
+    ) -> io::Result<Instant> {
+        let listener = TcpListener::from_std(socket)?;
+        let mut builder = auto::Builder::new(TokioExecutor::new());
+        builder.http1().timer(TokioTimer::new()).header_read_timeout(PATIENCE);
+        builder.http2().timer(TokioTimer::new()).max_concurrent_streams(1024).keep_alive_interval(PATIENCE);
+        let builder = Arc::new(builder);
+        let graceful = GracefulShutdown::new();
+        let acceptor = self.tls.map(TlsAcceptor::from);
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                _ = stop.wait_for(|stop| *stop) => break,
+            };
+            let (stream, address) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    // Too many open files, most likely: others have to close first.
+                    tracing::warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            let _best_effort = stream.set_nodelay(true);
+            let peer = Arc::new(Peer::new(address, acceptor.is_some()));
+            let service = Mutex::new(self.layer.layer(Forward::new(self.upstream.clone(), peer)));
+            // One connection's requests are taken by one thread: nobody ever waits for this lock.
+            let begun = Arc::new(AtomicBool::new(false));
+            let requests = begun.clone();
+            let service = service_fn(move |mut request| {
+                requests.store(true, Ordering::Relaxed);
+                let admitted = admit(&mut request).map(|()| lock(&service).call(request));
+                async move {
+                    match admitted {
+                        Ok(answer) => answer.await.map(|response| response.map(Either::Left)),
+                        Err(refusal) => Ok(refusal.map(Either::Right)),
+                    }
+                }
+            });
+            let (builder, watcher) = (builder.clone(), graceful.watcher());
+            match acceptor.clone() {
+                None => {
+                    let connection =
+                        builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
+                    tokio::spawn(run(watcher.watch(connection), begun));
+                }
+                Some(acceptor) => {
+                    tokio::spawn(async move {
+                        match tokio::time::timeout(PATIENCE, acceptor.accept(stream)).await {
+                            Ok(Ok(stream)) => {
+                                let connection =
+                                    builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+                                run(watcher.watch(connection), begun).await;
+                            }
+                            Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
+                            Err(_) => tracing::debug!("handshake took too long"),
+                        }
+                    });
+                }
+            }
+        }
+        drop(listener);
+        let until = Instant::now() + drain;
+        if tokio::time::timeout_at(until.into(), graceful.shutdown()).await.is_err() {
+            tracing::warn!(?drain, "connections are still open");
+        }
+        Ok(until)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Serves a connection to its end, or until its first request has not come in time: before it is known which version a
+/// client speaks, nobody else looks at the clock.
+async fn run<E: fmt::Display>(connection: impl Future<Output = Result<(), E>>, begun: Arc<AtomicBool>) {
+    let silent = async {
+        tokio::time::sleep(PATIENCE).await;
+        if begun.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+    };
+    tokio::select! {
+        biased;
+        result = connection => if let Err(error) = result {
+            tracing::debug!(%error, "connection closed");
+        },
+        () = silent => tracing::debug!("no request came in time"),
+    }
+}

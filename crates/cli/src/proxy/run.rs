@@ -1,0 +1,140 @@
+//! `oncegate proxy`: from the configuration to a process that serves, and back out of it.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::{MemoryStore, Store};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
+use oncegate_engine::Engine;
+use rustix::process::{Resource, getrlimit, setrlimit};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{oneshot, watch};
+
+use super::{DataPath, bind, server_config};
+use crate::admin::{self, AdminState, Draining, Metrics};
+use crate::config::{Config, ProxyArgs, StoreChoice};
+
+/// Runs the sidecar until it is told to stop.
+pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
+    let config = Config::load(args).map_err(|problems| problems.to_string())?;
+    crate::log();
+    for warning in &config.warnings {
+        tracing::warn!("{warning}");
+    }
+    tracing::info!(config = config.safe_summary(), "starting");
+    allow_many_files();
+    let control = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("control")
+        .enable_all()
+        .build()
+        .map_err(|error| format!("cannot start a runtime: {error}"))?;
+    let result = control.block_on(serve(config));
+    control.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+/// Every request in flight takes two: what systems allow a process at first is soon used up.
+fn allow_many_files() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::debug!(%error, "the limit of open files stays");
+    }
+}
+
+async fn serve(config: Config) -> Result<(), String> {
+    let store = open(&config.store)?;
+    let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
+    let threads = config.threads.unwrap_or_else(cores);
+    let (listen, sockets) = bind(config.listen, threads)
+        .map_err(|error| format!("cannot listen on {}: {error}", config.listen))?;
+    let admin = tokio::net::TcpListener::bind(config.admin)
+        .await
+        .map_err(|error| format!("cannot listen on the admin address {}: {error}", config.admin))?;
+    let admin_address = admin.local_addr().map_err(|error| error.to_string())?;
+
+    let metrics = Metrics::new(store.capabilities());
+    let builder = Engine::builder(metrics.measured(store)).with_runtime(tokio::runtime::Handle::current());
+    #[cfg(feature = "failpoints")]
+    let builder = builder.with_observer((metrics.clone(), crate::failpoint::Failpoint::from_env()));
+    #[cfg(not(feature = "failpoints"))]
+    let builder = builder.with_observer(metrics.clone());
+    let engine = builder.build();
+    let layer =
+        config.layer(engine.clone()).map_err(|error| error.to_string())?.with_observer(metrics.clone());
+
+    let (stop, stopped) = watch::channel(false);
+    let draining = Draining::default();
+    let state = AdminState {
+        engine: engine.clone(),
+        layer: layer.clone(),
+        metrics: metrics.clone(),
+        token: config.admin_token.clone(),
+        draining: draining.clone(),
+    };
+    let (close, closed) = oneshot::channel::<()>();
+    let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let upstream = config.to.to_string();
+    let line = format!(
+        "oncegate listening on {scheme}://{listen}, admin http://{admin_address}, upstream {upstream}, store {}",
+        name(&config.store)
+    );
+    let drain = config.drain_timeout;
+    let path = DataPath { engine, layer, metrics, config: Arc::new(config), tls };
+    // Before anybody can know that it runs, and end it.
+    let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
+    let serving = path.serve(sockets, &stopped)?;
+    // The one line on the standard output; whoever does not read it loses nothing.
+    let _unread = writeln!(std::io::stdout(), "{line}");
+
+    let mut ended = tokio::task::spawn_blocking(move || serving.join());
+    tokio::select! {
+        result = &mut ended => return flatten(result),
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tracing::info!(?drain, "stopping; running requests are finished");
+    draining.begin();
+    let _nobody_listens = stop.send(true);
+    tokio::select! {
+        result = ended => {
+            // Last, so that somebody can watch it drain.
+            drop(close);
+            let _cancelled = admin.await;
+            flatten(result)
+        }
+        _ = terminate.recv() => Err("stopped at once, by a second signal".into()),
+        _ = interrupt.recv() => Err("stopped at once, by a second signal".into()),
+    }
+}
+
+fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result<(), String> {
+    result.unwrap_or_else(|error| Err(error.to_string()))
+}
+
+fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
+    Ok(match choice {
+        StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
+        StoreChoice::Directory(directory) => Arc::new(open_directory(directory)?),
+    })
+}
+
+fn open_directory(directory: &Path) -> Result<EmbeddedStore, String> {
+    EmbeddedStore::open(EmbeddedOptions::new(directory)).map_err(|error| error.to_string())
+}
+
+fn name(choice: &StoreChoice) -> String {
+    match choice {
+        StoreChoice::Memory => "memory:".to_owned(),
+        StoreChoice::Directory(directory) => directory.display().to_string(),
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get)
+}

@@ -1,0 +1,87 @@
+//! TLS on both sides, by rustls.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::Uri;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::connect::HttpConnector;
+use rustls::ServerConfig;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tower_service::Service;
+
+use super::headers::rewrite;
+use crate::config::{Upstream, UpstreamProtocol};
+
+/// Reads a certificate chain and its key, in PEM, for the listener. HTTP/2 and HTTP/1.1 are offered.
+pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>, String> {
+    let say = |path: &Path, what: &str, error: &dyn std::fmt::Display| {
+        format!("{}: {what}: {error}", path.display())
+    };
+    let chain: Vec<_> = CertificateDer::pem_file_iter(certificate)
+        .and_then(Iterator::collect)
+        .map_err(|error| say(certificate, "cannot read certificates", &error))?;
+    if chain.is_empty() {
+        return Err(format!("{}: there is no certificate in it", certificate.display()));
+    }
+    let private =
+        PrivateKeyDer::from_pem_file(key).map_err(|error| say(key, "cannot read the private key", &error))?;
+    let mut config = ServerConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?
+        .with_no_client_auth()
+        .with_single_cert(chain, private)
+        .map_err(|error| say(certificate, "the certificate does not fit the key", &error))?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(Arc::new(config))
+}
+
+/// Connects to the service, whatever host a request asks for.
+#[derive(Clone)]
+pub(crate) struct ToService {
+    connector: HttpsConnector<HttpConnector>,
+    to: Uri,
+}
+
+impl Service<Uri> for ToService {
+    type Response = <HttpsConnector<HttpConnector> as Service<Uri>>::Response;
+    type Error = <HttpsConnector<HttpConnector> as Service<Uri>>::Error;
+    type Future = <HttpsConnector<HttpConnector> as Service<Uri>>::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Service::poll_ready(&mut self.connector, cx)
+    }
+
+    fn call(&mut self, _: Uri) -> Self::Future {
+        Service::call(&mut self.connector, self.to.clone())
+    }
+}
+
+/// Connects to the upstream; `https` is verified against the system's certificates.
+pub(crate) fn connector(
+    to: &Upstream,
+    protocol: UpstreamProtocol,
+    connect_timeout: Duration,
+) -> Result<ToService, String> {
+    let mut http = HttpConnector::new();
+    http.enforce_http(false);
+    http.set_nodelay(true);
+    http.set_connect_timeout(Some(connect_timeout));
+    let builder = HttpsConnectorBuilder::new()
+        .with_provider_and_native_roots(provider())
+        .map_err(|error| format!("cannot read the system's certificates: {error}"))?
+        .https_or_http();
+    let connector = match protocol {
+        UpstreamProtocol::Auto => builder.enable_all_versions().wrap_connector(http),
+        UpstreamProtocol::Http1 => builder.enable_http1().wrap_connector(http),
+        UpstreamProtocol::Http2 => builder.enable_http2().wrap_connector(http),
+    };
+    Ok(ToService { connector, to: rewrite(to, &Uri::default(), None) })
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+}

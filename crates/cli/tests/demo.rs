@@ -1,0 +1,137 @@
+//! `oncegate demo`, as people run it.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+fn demo(directory: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.arg("demo").args(arguments).env("TMPDIR", directory).stdin(Stdio::null());
+    command
+}
+
+fn output(directory: &Path, arguments: &[&str]) -> Output {
+    demo(directory, arguments).output().unwrap()
+}
+
+fn text(octets: &[u8]) -> String {
+    String::from_utf8(octets.to_vec()).unwrap()
+}
+
+fn entries(directory: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+/// Processes that have this directory in their command line.
+#[cfg(target_os = "linux")]
+fn processes_on(directory: &Path) -> usize {
+    let wanted = directory.to_str().unwrap();
+    let lines = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
+        let line = std::fs::read(entry.ok()?.path().join("cmdline")).ok()?;
+        Some(String::from_utf8_lossy(&line).contains(wanted))
+    });
+    lines.filter(|found| *found).count()
+}
+
+#[test]
+fn the_same_seed_is_the_same_plan_and_only_without_oncegate_are_there_duplicates() {
+    let directory = tempfile::tempdir().unwrap();
+    let [first, second] = [(); 2].map(|()| {
+        let output = output(directory.path(), &["--seed", "11", "--intents", "24", "--json"]);
+        let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{}\n{stdout}\n{stderr}", output.status);
+        assert_eq!(entries(directory.path()), [""; 0], "something is left behind");
+        serde_json::from_str::<Value>(&stdout).unwrap()
+    });
+    assert_eq!(first["seed"], 11);
+    assert_eq!(first["plan"]["intents"], 24);
+    assert!(first["plan"]["faults"]["reply_lost"].as_u64() > Some(0), "{first}");
+    assert_eq!(first["plan"], second["plan"]);
+    for report in [first, second] {
+        let (without, with) = (&report["without_oncegate"], &report["with_oncegate"]);
+        let number = |side: &Value, member: &str| match side[member].as_u64() {
+            Some(number) => number,
+            None => panic!("{member} is no number in {side}"),
+        };
+        assert!(number(without, "duplicates") > 0, "{without}");
+        assert!(number(without, "cents_charged") > number(without, "cents_meant"), "{without}");
+        // All that was planned happens where nothing is killed.
+        assert_eq!(without["faults"], report["plan"]["faults"]);
+        assert_eq!(without["sidecar_kills"], 0);
+        for (member, expected) in [
+            ("intents", 24),
+            ("charges", 24),
+            ("duplicates", 0),
+            ("missing", 0),
+            ("contradictions", 0),
+            ("unanswered", 0),
+            ("sidecar_kills", 1),
+        ] {
+            assert_eq!(number(with, member), expected, "{member} in {with}");
+        }
+        assert_eq!(with["cents_charged"], report["plan"]["cents"]);
+        assert!(number(with, "replays") > 0, "{with}");
+        assert_eq!(report["clean"], true);
+    }
+}
+
+#[test]
+fn without_a_terminal_it_writes_plain_lines_and_keeps_what_it_is_told_to_keep() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = output(directory.path(), &["--seed", "3", "--intents", "8", "--keep"]);
+    let stdout = text(&output.stdout);
+    assert!(output.status.success(), "{stdout}\n{}", text(&output.stderr));
+    assert!(!stdout.contains('\x1b'), "{stdout}");
+    for line in
+        ["Seed 3.", "1 of 2  Without Oncegate", "2 of 2  With Oncegate", "killed ", "charges in the ledger"]
+    {
+        assert!(stdout.contains(line), "{line} is not in:\n{stdout}");
+    }
+    let kept = entries(directory.path());
+    assert_eq!(kept.len(), 1, "{kept:?}");
+    let kept = directory.path().join(&kept[0]);
+    assert!(stdout.contains(&format!("Kept: {}", kept.display())), "{stdout}");
+    for name in ["store", "sidecar.log", "ledger-without.jsonl", "ledger-with.jsonl"] {
+        assert!(kept.join(name).exists(), "{name}");
+    }
+    let ledger = std::fs::read_to_string(kept.join("ledger-with.jsonl")).unwrap();
+    assert_eq!(ledger.lines().count(), 8);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_interrupted_demonstration_leaves_nothing_behind() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = demo(directory.path(), &["--seed", "5", "--intents", "120"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    // The second run is longer than it takes to get there, and by its first fault its sidecar is there.
+    assert!(lines.any(|line| line.starts_with("2 of 2")), "there is no second run");
+    assert!(lines.any(|line| line.starts_with("  ")), "nothing happens in the second run");
+    assert_eq!(processes_on(directory.path()), 1, "the sidecar");
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    assert_eq!(lines.last().as_deref(), Some("Interrupted. The sidecar is stopped."));
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(processes_on(directory.path()), 0, "the sidecar goes on");
+    assert_eq!(entries(directory.path()), [""; 0]);
+}
+
+#[test]
+fn what_cannot_be_done_is_said() {
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing");
+    let failed = output(&missing, &[]);
+    assert_eq!(failed.status.code(), Some(1));
+    let stderr = text(&failed.stderr);
+    assert!(stderr.starts_with("error: cannot make a temporary directory: "), "{stderr}");
+    for intents in ["0", "10001", "many"] {
+        let failed = output(directory.path(), &["--intents", intents]);
+        assert_eq!(failed.status.code(), Some(2), "{intents}");
+        let stderr = text(&failed.stderr);
+        assert!(stderr.contains(intents) && stderr.contains("--intents"), "{stderr}");
+    }
+}

@@ -1,0 +1,195 @@
+//! What the sidecar is told, and what it says where that is wrong.
+
+use std::fs;
+
+use tokio::process::Command;
+
+use crate::support::{Process, Service, Sidecar, request, sidecar};
+use crate::{KEY, OK};
+
+/// Runs it, and gives its exit code and what it said on the standard error.
+async fn refused(command: &mut Command) -> (i32, String) {
+    let mut process = Process::start(command);
+    let code = process.ended().await.code().expect("an exit code");
+    assert_eq!(process.output().await, [""; 0]);
+    (code, process.errors().await)
+}
+
+#[tokio::test]
+async fn what_is_unknown_is_an_error_with_a_suggestion() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    let to = "http://127.0.0.1:9";
+
+    let (code, said) = refused(sidecar(to).arg("--leese=5s")).await;
+    assert_eq!(code, 2);
+    assert!(said.contains("--leese") && said.contains("--lease"), "{said}");
+
+    let (code, said) = refused(sidecar(to).arg("--store=memory:").env("ONCEGATE_RETENTON", "1h")).await;
+    assert_eq!(code, 1);
+    assert!(said.contains("ONCEGATE_RETENTON") && said.contains("ONCEGATE_RETENTION"), "{said}");
+
+    fs::write(&file, "store = \"memory:\"\nserver-erors = \"replay\"\n").unwrap();
+    let (code, said) = refused(sidecar(to).arg("--config").arg(&file)).await;
+    assert_eq!(code, 1);
+    for word in ["oncegate.toml:2", "server-erors", "server-errors"] {
+        assert!(said.contains(word), "no {word} in {said}");
+    }
+
+    fs::write(&file, "store = \"memory:\"\n[[route]]\npath = \"/a\"\nrequire_key = true\n").unwrap();
+    let (code, said) = refused(sidecar(to).arg("--config").arg(&file)).await;
+    assert_eq!(code, 1);
+    for word in ["oncegate.toml:4", "require_key", "require-key"] {
+        assert!(said.contains(word), "no {word} in {said}");
+    }
+}
+
+#[tokio::test]
+async fn every_mistake_is_named_at_once() {
+    let mut command = sidecar("http://127.0.0.1:9");
+    command.args([
+        "--store=memory:",
+        "--lease=soon",
+        "--wait=-1s",
+        "--scope=everybody",
+        "--tls-cert=/nowhere.pem",
+    ]);
+    let (code, said) = refused(&mut command).await;
+    assert_eq!(code, 1);
+    for word in ["--lease", "soon", "--wait", "--scope", "everybody", "tls-key"] {
+        assert!(said.contains(word), "no {word} in {said}");
+    }
+    let (code, said) = refused(Command::new(env!("CARGO_BIN_EXE_oncegate")).arg("proxy")).await;
+    assert!(code != 0 && said.contains("--to"), "{said}");
+}
+
+#[tokio::test]
+async fn a_store_in_use_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().join("store").display());
+    let service = Service::new().await;
+    let _first = Sidecar::start(service.address, &[&store]).await;
+    let (code, said) = refused(sidecar("http://127.0.0.1:9").arg(&store)).await;
+    assert_eq!(code, 1);
+    assert!(said.contains(directory.path().to_str().unwrap()), "{said}");
+    assert!(said.contains("in use") || said.contains("another process"), "{said}");
+}
+
+#[tokio::test]
+async fn an_address_in_use_is_named() {
+    let service = Service::new().await;
+    for threads in ["--threads=1", "--threads=2"] {
+        let first = Sidecar::start(service.address, &[threads]).await;
+        for (flag, address) in [("--listen", first.address), ("--admin", first.admin)] {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+            command.args(["proxy", "--to=http://127.0.0.1:9", "--store=memory:", threads]);
+            let other = if flag == "--listen" { "--admin=127.0.0.1:0" } else { "--listen=127.0.0.1:0" };
+            let (code, said) = refused(command.arg(format!("{flag}={address}")).arg(other)).await;
+            assert_eq!(code, 1);
+            assert!(said.contains(&address.to_string()) && said.contains("in use"), "{said}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn files_of_tls_that_are_none_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let (empty, garbage) = (file("empty.pem", ""), file("garbage.pem", "-----BEGIN CERTIFICATE-----\n!\n"));
+    let missing = directory.path().join("missing.pem").display().to_string();
+    for path in [empty, garbage, missing] {
+        let mut command = sidecar("http://127.0.0.1:9");
+        command.args(["--store=memory:", "--tls-cert", &path, "--tls-key", &path]);
+        let (code, said) = refused(&mut command).await;
+        assert_eq!(code, 1);
+        assert!(said.contains(&path), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn one_line_says_where_it_listens() {
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = Sidecar::start(service.address, &[]).await;
+    sidecar.ask(&request("POST", "/", &[KEY], "{}")).await.has_status(200);
+    let line = sidecar.process.first_line().await;
+    for part in [sidecar.address, sidecar.admin, service.address] {
+        assert!(line.contains(&format!("http://{part}")), "{line}");
+    }
+    assert!(line.ends_with("store memory:"), "{line}");
+    sidecar.process.signal(rustix::process::Signal::TERM);
+    assert!(sidecar.process.ended().await.success());
+    assert_eq!(sidecar.process.output().await, [line]);
+}
+
+#[tokio::test]
+async fn a_key_is_never_logged() {
+    let service = Service::new().await.answers(OK);
+    let mut command = sidecar(&format!("http://{}", service.address));
+    let mut sidecar = Sidecar::run(command.arg("--store=memory:").env("ONCEGATE_LOG", "trace")).await;
+    let secrets = ["Idempotency-Key: whisper-1", "Authorization: Bearer whisper-2"];
+    for body in ["whisper-3", "whisper-3", "whisper-4"] {
+        sidecar.ask(&request("POST", "/", &secrets, body)).await;
+    }
+    sidecar.process.kill().await;
+    let said = sidecar.process.errors().await;
+    let ours: Vec<_> = said.lines().filter(|line| line.contains("whisper")).collect();
+    assert!(ours.is_empty(), "{ours:#?}");
+}
+
+#[tokio::test]
+async fn routes_have_their_own_ways() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    let routes = r#"
+        store = "memory:"
+
+        [[route]]
+        path = "/payments/{id}/capture"
+        require-key = true
+
+        [[route]]
+        path = "/v1/{*rest}"
+        profile = "stripe"
+
+        [[route]]
+        methods = ["PUT"]
+        path = "/documents/{id}"
+
+        [[route]]
+        path = "/uploads"
+        max-request-body = "4"
+
+        [[route]]
+        path = "/slow"
+        upstream-timeout = "200ms"
+    "#;
+    fs::write(&file, routes).unwrap();
+    let service = Service::new().await.answers(OK);
+    let mut command = sidecar(&format!("http://{}", service.address));
+    let sidecar = Sidecar::run(command.arg("--config").arg(&file)).await;
+    let ask = async |method: &str, target: &str, fields: &[&str], body: &str| {
+        sidecar.ask(&request(method, target, fields, body)).await
+    };
+
+    ask("POST", "/payments/7/capture", &[], "{}").await.is_problem(400, "key-missing");
+    ask("POST", "/payments/7/capture", &[KEY], "{}").await.has_status(200);
+    ask("POST", "/payments/7", &[], "{}").await.has_status(200);
+
+    ask("POST", "/v1/charges", &[KEY], "a=1").await.has_status(200);
+    let mismatch = ask("POST", "/v1/charges", &[KEY], "a=2").await;
+    assert_eq!(mismatch.has_status(400).json()["error"]["type"], "idempotency_error");
+    ask("POST", "/other", &[KEY], "a=1").await.has_status(200);
+    ask("POST", "/other", &[KEY], "a=2").await.is_problem(422, "key-reused");
+
+    for (target, replays) in [("/documents/7", true), ("/elsewhere/7", false)] {
+        assert!(!ask("PUT", target, &[KEY], "{}").await.has_status(200).is_replay());
+        assert_eq!(ask("PUT", target, &[KEY], "{}").await.has_status(200).is_replay(), replays, "{target}");
+    }
+
+    ask("POST", "/uploads", &[KEY], "12345").await.is_problem(413, "request-too-large");
+    ask("POST", "/uploads", &[KEY], "1234").await.has_status(200);
+}

@@ -1,0 +1,193 @@
+//! How it ends: what runs is finished, for a bounded time, and what was finished is there afterwards.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use tempfile::TempDir;
+use tokio::net::TcpStream;
+
+use crate::support::{Message, Service, Sidecar, Wire, request, until};
+use crate::{KEY, OK};
+
+/// A sidecar with a durable store, and the service that the test plays.
+struct World {
+    directory: TempDir,
+    service: Service,
+    sidecar: Sidecar,
+}
+
+impl World {
+    async fn start(flags: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let service = Service::new().await;
+        let sidecar = protect(&directory, &service, flags).await;
+        Self { directory, service, sidecar }
+    }
+
+    async fn restart(&mut self, flags: &[&str]) {
+        self.sidecar = protect(&self.directory, &self.service, flags).await;
+    }
+
+    /// Sends a request under a key, and waits until the service has it.
+    async fn ask(&self) -> (Wire, Wire) {
+        let mut client = self.sidecar.connect().await;
+        client.send(asked()).await;
+        let mut wire = self.service.accept().await;
+        wire.message().await;
+        (client, wire)
+    }
+
+    async fn retry(&self) -> Message {
+        self.sidecar.ask(&asked()).await
+    }
+
+    /// Asks it to end, and waits until it takes no more connections.
+    async fn terminate(&self) {
+        self.sidecar.process.signal(Signal::TERM);
+        until("no more connections are taken", async || {
+            TcpStream::connect(self.sidecar.address).await.is_err()
+        })
+        .await;
+    }
+}
+
+async fn protect(directory: &TempDir, service: &Service, flags: &[&str]) -> Sidecar {
+    let store = format!("--store={}", directory.path().join("store").display());
+    Sidecar::start(service.address, &[&[&*store], flags].concat()).await
+}
+
+fn asked() -> String {
+    request("POST", "/orders", &[KEY], "{}")
+}
+
+#[tokio::test]
+async fn what_runs_is_finished_and_durable() {
+    for threads in ["--threads=1", "--threads=4"] {
+        let mut world = World::start(&[threads]).await;
+        let (mut client, mut wire) = world.ask().await;
+        world.terminate().await;
+        wire.send(OK).await;
+        assert_eq!(client.message().await.has_status(200).text(), "ok");
+        client.ends().await;
+        assert!(world.sidecar.process.ended().await.success());
+        world.restart(&[threads]).await;
+        let replay = world.retry().await;
+        assert!(replay.has_status(200).is_replay());
+        assert_eq!(replay.text(), "ok");
+        world.service.stays_alone().await;
+    }
+}
+
+#[tokio::test]
+async fn a_request_without_a_key_is_finished_too() {
+    let mut world = World::start(&[]).await;
+    let mut client = world.sidecar.connect().await;
+    client.send(request("GET", "/", &[], "")).await;
+    let mut wire = world.service.accept().await;
+    wire.message().await;
+    wire.send("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab").await;
+    client.head().await;
+    world.terminate().await;
+    wire.send("cd").await;
+    assert_eq!(client.rest().await, b"abcd");
+    assert!(world.sidecar.process.ended().await.success());
+}
+
+#[tokio::test]
+async fn whoever_hung_up_before_gets_the_answer_after_the_restart() {
+    let mut world = World::start(&[]).await;
+    let (client, mut wire) = world.ask().await;
+    drop(client);
+    world.terminate().await;
+    wire.send(OK).await;
+    assert!(world.sidecar.process.ended().await.success());
+    world.restart(&[]).await;
+    assert!(world.retry().await.has_status(200).is_replay());
+    world.service.stays_alone().await;
+}
+
+#[tokio::test]
+async fn a_call_goes_on_though_its_client_hung_up() {
+    let world = World::start(&[]).await;
+    let (client, mut wire) = world.ask().await;
+    drop(client);
+    world.retry().await.is_problem(409, "request-in-progress");
+    wire.send(OK).await;
+    let mut answer = Message::default();
+    until("the answer is stored", async || {
+        answer = world.retry().await;
+        answer.status() != 409
+    })
+    .await;
+    assert!(answer.has_status(200).is_replay());
+}
+
+#[tokio::test]
+async fn a_call_without_a_key_ends_when_its_client_hangs_up() {
+    let world = World::start(&[]).await;
+    let mut client = world.sidecar.connect().await;
+    client.send(request("POST", "/", &[], "{}")).await;
+    let mut wire = world.service.accept().await;
+    wire.message().await;
+    drop(client);
+    wire.ends().await;
+}
+
+#[tokio::test]
+async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
+    let flags = ["--drain-timeout=3s", "--lease=1s"];
+    let mut world = World::start(&flags).await;
+    let (mut client, mut wire) = world.ask().await;
+    let begun = Instant::now();
+    world.terminate().await;
+    // Nothing comes from the service. The time-out is the whole time, whatever there is to wait for.
+    world.sidecar.process.ended().await;
+    let took = begun.elapsed();
+    assert!(took > Duration::from_millis(2500) && took < Duration::from_millis(5500), "{took:?}");
+    assert_eq!(client.rest().await, b"");
+    wire.ends().await;
+    world.restart(&flags).await;
+    let mut answer = Message::default();
+    until("the lease ends", async || {
+        answer = world.retry().await;
+        answer.status() != 409
+    })
+    .await;
+    answer.is_problem(500, "outcome-unknown");
+    world.service.stays_alone().await;
+}
+
+#[tokio::test]
+async fn a_second_signal_ends_it_at_once() {
+    let mut world = World::start(&["--drain-timeout=10m"]).await;
+    let (mut client, _wire) = world.ask().await;
+    world.terminate().await;
+    world.sidecar.process.signal(Signal::TERM);
+    assert_eq!(world.sidecar.process.ended().await.code(), Some(1));
+    assert_eq!(client.rest().await, b"");
+    assert!(world.sidecar.process.errors().await.contains("second signal"));
+}
+
+#[tokio::test]
+async fn idle_connections_and_upgraded_ones_do_not_hold_it_up() {
+    let mut world = World::start(&["--drain-timeout=10m"]).await;
+    let mut fresh = world.sidecar.connect().await;
+    let mut half = world.sidecar.connect().await;
+    half.send("GET / HT").await;
+    let mut idle = world.sidecar.connect().await;
+    idle.send(request("GET", "/", &[], "")).await;
+    let mut wire = world.service.accept().await;
+    wire.message().await;
+    wire.send(OK).await;
+    idle.message().await.has_status(200);
+    let mut chat = world.sidecar.connect().await;
+    chat.send(request("GET", "/", &["Connection: upgrade", "Upgrade: websocket"], "")).await;
+    (wire, _) = world.service.next(wire).await;
+    wire.send("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n").await;
+    assert_eq!(chat.head().await.status(), 101);
+    world.terminate().await;
+    for connection in [&mut fresh, &mut idle, &mut half] {
+        connection.rest().await;
+    }
+    assert!(world.sidecar.process.ended().await.success());
+}

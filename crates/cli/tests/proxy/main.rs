@@ -1,0 +1,15 @@
+//! What a reverse proxy has to do besides keys, from outside: the real process, real sockets.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod config;
+mod fields;
+mod framing;
+mod lifecycle;
+mod protocols;
+mod streams;
+
+/// What a service says where it does not matter.
+const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+const KEY: &str = "Idempotency-Key: intent-1";

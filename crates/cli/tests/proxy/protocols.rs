@@ -1,0 +1,412 @@
+//! HTTP/1.1 and HTTP/2, in the clear and over TLS, on both sides.
+
+use std::convert::Infallible;
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Request, Response, Version};
+use http_body_util::{BodyExt as _, Full, StreamBody, combinators::BoxBody};
+use hyper::body::{Frame, Incoming};
+use hyper::client::conn::http2::SendRequest;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::support::{Service, Sidecar, Stream, Wire, request, sidecar, within};
+use crate::{KEY, OK};
+
+type Body = BoxBody<Bytes, Infallible>;
+
+fn text(text: &'static str) -> Body {
+    Full::from(text).boxed()
+}
+
+fn with_trailers(text: &'static str, name: &'static str, value: &'static str) -> Body {
+    let mut trailers = HeaderMap::new();
+    trailers.insert(name, HeaderValue::from_static(value));
+    let frames = [Ok(Frame::data(Bytes::from(text))), Ok(Frame::trailers(trailers))];
+    StreamBody::new(futures_util::stream::iter(frames)).boxed()
+}
+
+/// A client of HTTP/2 on this connection.
+async fn http2(stream: impl Stream + 'static) -> SendRequest<Body> {
+    let handshake = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream));
+    let (client, connection) = within("an HTTP/2 connection", handshake).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+async fn send(
+    client: &mut SendRequest<Body>,
+    request: Request<Body>,
+) -> (http::response::Parts, Bytes, HeaderMap) {
+    let response = within("an answer", client.send_request(request)).await.unwrap();
+    let (parts, body) = response.into_parts();
+    let body = within("a body", body.collect()).await.unwrap();
+    let trailers = body.trailers().cloned().unwrap_or_default();
+    (parts, body.to_bytes(), trailers)
+}
+
+/// A service that speaks HTTP/2 only: it answers with what it saw.
+async fn serve_http2(stream: impl Stream + 'static) {
+    let service = service_fn(|request: Request<Incoming>| async move {
+        let (parts, body) = request.into_parts();
+        let body = body.collect().await.unwrap();
+        let mut response = Response::new(with_trailers("from the service", "grpc-status", "0"));
+        let headers = response.headers_mut();
+        let mut say = |name, value: &str| headers.append(name, HeaderValue::from_str(value).unwrap());
+        say("x-version", &format!("{:?}", parts.version));
+        say("x-method", parts.method.as_str());
+        say("x-target", &parts.uri.to_string());
+        for host in parts.headers.get_all("host") {
+            say("x-host", host.to_str().unwrap());
+        }
+        for te in parts.headers.get_all("te") {
+            say("x-te", te.to_str().unwrap());
+        }
+        for name in parts.headers.keys().filter(|name| name.as_str().starts_with("oncegate-")) {
+            say("x-attempt", name.as_str());
+        }
+        if let Some(trailers) = body.trailers() {
+            say("x-trailers", &format!("{trailers:?}"));
+        }
+        say("x-length", &body.to_bytes().len().to_string());
+        Ok::<_, Infallible>(response)
+    });
+    let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+    // A connection that the sidecar ends is no concern of the service.
+    let _ended = server.serve_connection(TokioIo::new(stream), service).await;
+}
+
+/// A certificate authority, and a certificate by it for `localhost`.
+struct Authority {
+    directory: tempfile::TempDir,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let mut authority = CertificateParams::new([]).unwrap();
+        authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let names = ["localhost".to_owned(), "127.0.0.1".to_owned()];
+        let certificate = CertificateParams::new(names).unwrap().signed_by(&key, &issuer).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
+        write("ca.pem", &issuer.pem());
+        write("cert.pem", &certificate.pem());
+        write("key.pem", &key.serialize_pem());
+        Self { directory }
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.directory.path().join(name).display().to_string()
+    }
+
+    fn client(&self, protocols: &[&[u8]]) -> TlsConnector {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(self.file("ca.pem")).unwrap()).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config =
+            ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let mut config = config.with_root_certificates(roots).with_no_client_auth();
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+        TlsConnector::from(Arc::new(config))
+    }
+
+    fn server(&self, protocols: &[&[u8]]) -> TlsAcceptor {
+        let chain = vec![CertificateDer::from_pem_file(self.file("cert.pem")).unwrap()];
+        let key = PrivateKeyDer::from_pem_file(self.file("key.pem")).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config =
+            ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let mut config = config.with_no_client_auth().with_single_cert(chain, key).unwrap();
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+        TlsAcceptor::from(Arc::new(config))
+    }
+}
+
+#[tokio::test]
+async fn a_client_may_speak_http_2_in_the_clear() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let mut client = http2(TcpStream::connect(sidecar.address).await.unwrap()).await;
+    let asked = Request::post("http://shop.test/orders?a=1")
+        .header("idempotency-key", "intent-1")
+        .header("cookie", "a=1")
+        .header("cookie", "b=2")
+        .body(text("{}"));
+    let answer = tokio::spawn(async move {
+        let first = send(&mut client, asked.unwrap()).await;
+        let again = Request::post("http://shop.test/orders?a=1").header("idempotency-key", "intent-1");
+        (first, send(&mut client, again.body(text("{}")).unwrap()).await)
+    });
+    let mut wire = service.accept().await;
+    let seen = wire.message().await;
+    assert_eq!(seen.head.line, "POST /orders?a=1 HTTP/1.1");
+    assert_eq!((seen.get("host"), seen.text()), (Some("shop.test"), "{}"));
+    assert_eq!(seen.get("via"), Some("2 oncegate"));
+    assert_eq!(seen.get("x-forwarded-host"), Some("shop.test"));
+    // RFC 9113, 8.2.3: on the way to HTTP/1.1 these are one line again.
+    assert_eq!(seen.get("cookie"), Some("a=1; b=2"));
+    wire.send("HTTP/1.1 201 Created\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\nContent-Length: 2\r\n\r\nok").await;
+    let ((first, body, _), (second, again, _)) = within("both answers", answer).await.unwrap();
+    assert_eq!((first.status.as_u16(), first.version, &body[..]), (201, Version::HTTP_2, &b"ok"[..]));
+    assert_eq!((second.status.as_u16(), &again[..]), (201, &b"ok"[..]));
+    assert_eq!(
+        (first.headers.get("idempotent-replayed"), &second.headers["idempotent-replayed"]),
+        (None, &"true".parse().unwrap())
+    );
+}
+
+#[tokio::test]
+async fn many_streams_of_one_http_2_connection_run_at_once() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let client = http2(TcpStream::connect(sidecar.address).await.unwrap()).await;
+    let asked: Vec<_> = (0..20)
+        .map(|n| {
+            let mut client = client.clone();
+            let asked = Request::post("http://shop.test/").header("idempotency-key", format!("k{n}"));
+            tokio::spawn(async move { send(&mut client, asked.body(text("{}")).unwrap()).await.0.status })
+        })
+        .collect();
+    // None is answered before all were asked.
+    let mut wires = Vec::new();
+    for _ in 0..20 {
+        let mut wire = service.accept().await;
+        wire.message().await;
+        wires.push(wire);
+    }
+    for wire in &mut wires {
+        wire.send(OK).await;
+    }
+    for status in asked {
+        assert_eq!(within("an answer", status).await.unwrap(), 200);
+    }
+}
+
+#[tokio::test]
+async fn a_client_may_speak_tls_with_either_version() {
+    let authority = Authority::new();
+    let service = Service::new().await;
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command.args([
+        "--store=memory:",
+        "--threads=1",
+        "--tls-cert",
+        &authority.file("cert.pem"),
+        "--tls-key",
+        &authority.file("key.pem"),
+    ]);
+    let sidecar = Sidecar::run(&mut command).await;
+    let service = service.answers(OK);
+    let offers: [(&[&[u8]], _); 4] = [
+        (&[b"h2", b"http/1.1"], Some(&b"h2"[..])),
+        (&[b"h2"], Some(b"h2")),
+        (&[b"http/1.1"], Some(b"http/1.1")),
+        (&[], None),
+    ];
+    for (offered, agreed) in offers {
+        let stream = TcpStream::connect(sidecar.address).await.unwrap();
+        let name = ServerName::try_from("localhost").unwrap();
+        let stream = within("a handshake", authority.client(offered).connect(name, stream)).await.unwrap();
+        assert_eq!(stream.get_ref().1.alpn_protocol(), agreed);
+        if agreed == Some(b"h2") {
+            let asked = Request::get("https://localhost/").body(text("")).unwrap();
+            assert_eq!(send(&mut http2(stream).await, asked).await.0.status, 200);
+        } else {
+            let mut wire = Wire::new(stream);
+            wire.send(request("GET", "/", &[], "")).await;
+            wire.message().await.has_status(200);
+        }
+    }
+    assert_eq!((service.requests(), service.connections()), (4, 1));
+    // Who does not speak TLS gets no answer, and keeps nobody else from getting one.
+    let mut plain = sidecar.connect().await;
+    plain.send(request("GET", "/", &[], "")).await;
+    let answer = plain.rest().await;
+    assert!(!answer.starts_with(b"HTTP/"), "{answer:?}");
+}
+
+#[tokio::test]
+async fn the_service_hears_that_tls_was_spoken() {
+    let authority = Authority::new();
+    let service = Service::new().await;
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command.args([
+        "--store=memory:",
+        "--tls-cert",
+        &authority.file("cert.pem"),
+        "--tls-key",
+        &authority.file("key.pem"),
+    ]);
+    let sidecar = Sidecar::run(&mut command).await;
+    let stream = TcpStream::connect(sidecar.address).await.unwrap();
+    let name = ServerName::try_from("localhost").unwrap();
+    let mut client = Wire::new(authority.client(&[]).connect(name, stream).await.unwrap());
+    client.send(request("GET", "/", &[], "")).await;
+    let seen = service.accept().await.message().await;
+    assert_eq!(seen.get("x-forwarded-proto"), Some("https"));
+    assert_eq!(seen.get("forwarded"), Some(r#"for=127.0.0.1;proto=https;host="orders.test""#));
+}
+
+fn said(parts: &http::response::Parts, name: &str) -> String {
+    parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap()).collect::<Vec<_>>().join(", ")
+}
+
+#[tokio::test]
+async fn a_service_may_speak_http_2_in_the_clear() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1", "--upstream-protocol=http2"]).await;
+    let listener = service.into_listener();
+    let connections = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let counter = connections.clone();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            tokio::spawn(serve_http2(stream));
+        }
+    });
+    // From HTTP/1.1 to HTTP/2.
+    let mut client = sidecar.connect().await;
+    client
+        .send(request(
+            "POST",
+            "/orders?a=1",
+            &[KEY, "Connection: keep-alive", "Keep-Alive: timeout=5"],
+            "abc",
+        ))
+        .await;
+    let got = client.message().await;
+    assert_eq!(got.has_status(200).text(), "from the service");
+    assert_eq!(got.get("x-version"), Some("HTTP/2.0"));
+    assert_eq!((got.get("x-method"), got.get("x-length")), (Some("POST"), Some("3")));
+    // RFC 9113, 8.3.1: the authority is what the client asked for, and no `Host` says otherwise.
+    assert_eq!(got.get("x-target"), Some("http://orders.test/orders?a=1"));
+    assert!(matches!(got.get("x-host"), None | Some("orders.test")), "{:?}", got.head);
+    assert_eq!(got.head.all("x-attempt").len(), 3);
+
+    // From HTTP/2 to HTTP/2, as gRPC does it.
+    let mut client = http2(TcpStream::connect(sidecar.address).await.unwrap()).await;
+    let asked = Request::post("http://orders.test/grpc.Orders/Make").header("te", "trailers");
+    let asked = asked.body(with_trailers("abc", "x-sum", "1")).unwrap();
+    let (parts, body, trailers) = send(&mut client, asked).await;
+    assert_eq!((parts.status.as_u16(), &body[..]), (200, &b"from the service"[..]));
+    assert_eq!(trailers["grpc-status"], "0");
+    assert_eq!(said(&parts, "x-te"), "trailers");
+    assert_eq!(said(&parts, "x-trailers"), r#"{"x-sum": "1"}"#);
+    assert_eq!(said(&parts, "x-target"), "http://orders.test/grpc.Orders/Make");
+    assert_eq!(connections.load(std::sync::atomic::Ordering::Relaxed), 1);
+}
+
+/// A sidecar in front of a service with TLS, that trusts this authority, or none.
+async fn before_tls(port: u16, trusted: &Path, flags: &[&str]) -> Sidecar {
+    let mut command = sidecar(&format!("https://localhost:{port}"));
+    command.args(["--store=memory:", "--threads=1"]).args(flags);
+    Sidecar::run(command.env("SSL_CERT_FILE", trusted).env_remove("SSL_CERT_DIR")).await
+}
+
+#[tokio::test]
+async fn a_service_may_speak_tls_with_either_version() {
+    let authority = Authority::new();
+    let trusted = authority.file("ca.pem");
+    type Case = (&'static [&'static [u8]], &'static [&'static str], Option<&'static [u8]>);
+    let cases: [Case; 5] = [
+        (&[b"h2", b"http/1.1"], &[], Some(b"h2")),
+        (&[b"http/1.1"], &[], Some(b"http/1.1")),
+        (&[], &[], None),
+        (&[b"h2", b"http/1.1"], &["--upstream-protocol=http1"], None),
+        (&[b"h2", b"http/1.1"], &["--upstream-protocol=http2"], Some(b"h2")),
+    ];
+    for (offered, flags, agreed) in cases {
+        let service = Service::new().await;
+        let sidecar = before_tls(service.address.port(), Path::new(&trusted), flags).await;
+        let mut client = sidecar.connect().await;
+        client.send(request("POST", "/orders", &[KEY], "abc")).await;
+        let (stream, _) = within("a connection", service.into_listener().accept()).await.unwrap();
+        let stream = within("a handshake", authority.server(offered).accept(stream)).await.unwrap();
+        let session = stream.get_ref().1;
+        // The name is the service's own, whatever host the client asked for.
+        assert_eq!(session.server_name(), Some("localhost"));
+        assert_eq!(session.alpn_protocol(), agreed, "{flags:?}");
+        if agreed == Some(b"h2") {
+            tokio::spawn(serve_http2(stream));
+            let got = client.message().await;
+            assert_eq!(got.has_status(200).get("x-target"), Some("https://orders.test/orders"));
+            assert!(matches!(got.get("x-host"), None | Some("orders.test")), "{:?}", got.head);
+        } else {
+            let mut wire = Wire::new(stream);
+            let seen = wire.message().await;
+            assert_eq!(seen.head.line, "POST /orders HTTP/1.1");
+            assert_eq!((seen.get("host"), seen.text()), (Some("orders.test"), "abc"));
+            wire.send(OK).await;
+            client.message().await.has_status(200);
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_upgrade_is_asked_for_in_http_1_though_tls_would_agree_on_2() {
+    let authority = Authority::new();
+    let service = Service::new().await;
+    let sidecar = before_tls(service.address.port(), Path::new(&authority.file("ca.pem")), &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("GET", "/chat", &["Connection: upgrade", "Upgrade: websocket"], "")).await;
+    let (stream, _) = within("a connection", service.into_listener().accept()).await.unwrap();
+    let stream = within("a handshake", authority.server(&[b"h2", b"http/1.1"]).accept(stream)).await.unwrap();
+    assert_ne!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    let mut wire = Wire::new(stream);
+    let seen = wire.message().await;
+    assert_eq!((seen.get("host"), seen.get("upgrade")), (Some("orders.test"), Some("websocket")));
+    wire.send("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n").await;
+    assert_eq!(client.head().await.status(), 101);
+    client.send("ping").await;
+    assert_eq!(wire.take(4).await, b"ping");
+}
+
+#[tokio::test]
+async fn a_lost_connection_in_http_2_is_noticed() {
+    let service = Service::new().await;
+    let flags = ["--threads=1", "--upstream-protocol=http2", "--upstream-timeout=1h"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/", &[KEY], "abc")).await;
+    let mut lost = service.accept().await;
+    // An empty SETTINGS frame, an acknowledgement of theirs, and nothing any more.
+    lost.send([0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 0, 0, 0, 0]).await;
+    client.message().await.is_problem(502, "outcome-unknown");
+    client.send(request("GET", "/", &[], "")).await;
+    let (stream, _) = within("another connection", service.into_listener().accept()).await.unwrap();
+    tokio::spawn(serve_http2(stream));
+    client.message().await.has_status(200);
+    drop(lost);
+}
+
+#[tokio::test]
+async fn a_service_with_a_certificate_of_nobody_is_not_spoken_to() {
+    let (authority, other) = (Authority::new(), Authority::new());
+    let service = Service::new().await;
+    let trusted = other.file("ca.pem");
+    let sidecar = before_tls(service.address.port(), Path::new(&trusted), &[]).await;
+    let listener = service.into_listener();
+    let handshakes = async {
+        for _ in 0..2 {
+            let (stream, _) = listener.accept().await.unwrap();
+            assert!(authority.server(&[]).accept(stream).await.is_err());
+        }
+    };
+    let asked = async {
+        for _ in 0..2 {
+            // Nothing was sent, so the key is free again.
+            sidecar.ask(&request("POST", "/", &[KEY], "abc")).await.is_problem(502, "upstream-unreachable");
+        }
+    };
+    tokio::join!(handshakes, asked);
+}

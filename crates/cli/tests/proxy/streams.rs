@@ -1,0 +1,476 @@
+//! What has no end, or is too large to be held: it goes on at the pace of whoever reads it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use rustix::process::{Resource, getrlimit, setrlimit};
+use tokio::process::Command;
+
+use crate::support::{Message, Service, Sidecar, Wire, request, within};
+use crate::{KEY, OK};
+
+const MIB: usize = 1024 * 1024;
+const LARGE: usize = 64 * MIB;
+/// What the sidecar may hold of a body of [`LARGE`] octets, besides what it has anyway.
+const HELD: u64 = 16 * MIB as u64;
+
+#[tokio::test]
+async fn events_arrive_one_by_one() {
+    for fields in [&[][..], &[KEY]] {
+        let service = Service::new().await;
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        let sent = request("POST", "/events", fields, "{}");
+        let mut client = sidecar.connect().await;
+        client.send(&sent).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        wire.send("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+            .await;
+        assert_eq!(client.head().await.get("content-type"), Some("text/event-stream"));
+        for n in 0..5 {
+            // The service does not go on before the client has it.
+            let event = format!("data: {n}\n\n");
+            wire.send(format!("{:x}\r\n{event}\r\n", event.len())).await;
+            assert_eq!(client.chunk().await.0, event.as_bytes());
+        }
+        wire.send("0\r\n\r\n").await;
+        assert_eq!(client.chunk().await.0, b"");
+        if !fields.is_empty() {
+            sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_ends_a_stream_without_a_key() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("GET", "/events", &[], "")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        .await;
+    client.head().await;
+    drop(client);
+    wire.ends().await;
+}
+
+const UPGRADE: [&str; 4] = [
+    "Connection: keep-alive, Upgrade",
+    "Upgrade: websocket",
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    "Sec-WebSocket-Version: 13",
+];
+const SWITCHING: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                         Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
+
+async fn upgraded(sidecar: &Sidecar, service: &Service, sent: &str) -> (Wire, Wire) {
+    let mut client = sidecar.connect().await;
+    client.send(sent).await;
+    let mut wire = service.accept().await;
+    let seen = wire.message().await;
+    assert_eq!(seen.get("connection").map(str::to_ascii_lowercase).as_deref(), Some("upgrade"));
+    assert_eq!(seen.get("upgrade"), Some("websocket"));
+    assert_eq!(seen.get("sec-websocket-key"), Some("dGhlIHNhbXBsZSBub25jZQ=="));
+    // The first frame comes in one packet with the answer.
+    wire.send(format!("{SWITCHING}\u{1}first")).await;
+    let head = client.head().await;
+    assert_eq!(head.status(), 101);
+    assert_eq!(head.get("upgrade"), Some("websocket"));
+    assert_eq!(head.get("connection").map(str::to_ascii_lowercase).as_deref(), Some("upgrade"));
+    assert_eq!(head.get("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+    assert_eq!((head.get("content-length"), head.get("transfer-encoding")), (None, None));
+    assert_eq!(client.take(6).await, b"\x01first");
+    (client, wire)
+}
+
+#[tokio::test]
+async fn an_upgraded_connection_carries_octets_both_ways_until_either_side_closes() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    for client_closes in [true, false] {
+        let (mut client, mut wire) =
+            upgraded(&sidecar, &service, &request("GET", "/chat", &UPGRADE, "")).await;
+        for n in 0..100_u8 {
+            client.send([0x81, n, 0, 0xff]).await;
+            assert_eq!(wire.take(4).await, [0x81, n, 0, 0xff]);
+            wire.send([0x82, n]).await;
+            assert_eq!(client.take(2).await, [0x82, n]);
+        }
+        let (mut one, mut other) = if client_closes { (client, wire) } else { (wire, client) };
+        // Either side may say its last words after the other's.
+        one.finish().await;
+        other.ends().await;
+        other.send("bye").await;
+        assert_eq!(one.take(3).await, b"bye");
+        other.finish().await;
+        one.ends().await;
+    }
+}
+
+#[tokio::test]
+async fn an_upgrade_under_a_key_happens_once() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let sent = request("POST", "/chat", &[&UPGRADE[..], &[KEY]].concat(), "");
+    let (mut client, mut wire) = upgraded(&sidecar, &service, &sent).await;
+    client.send("ping").await;
+    assert_eq!(wire.take(4).await, b"ping");
+    sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
+    service.stays_alone().await;
+}
+
+#[tokio::test]
+async fn a_refused_upgrade_is_an_answer_like_any_other() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("GET", "/chat", &UPGRADE, "")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(
+        "HTTP/1.1 426 Upgrade Required\r\nConnection: upgrade\r\nUpgrade: foo\r\nContent-Length: 2\r\n\r\nno",
+    )
+    .await;
+    assert_eq!(client.message().await.has_status(426).text(), "no");
+}
+
+#[tokio::test]
+async fn nobody_gets_past_the_keys_by_an_upgrade_to_http_2() {
+    let service = Service::new().await;
+    for protocol in ["h2c", "H2C", "websocket, h2c"] {
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        let mut client = sidecar.connect().await;
+        let upgrade = format!("Upgrade: {protocol}");
+        let fields = ["Connection: Upgrade, HTTP2-Settings", &upgrade, "HTTP2-Settings: AAMAAABkAAQAAP__"];
+        client.send(request("GET", "/", &fields, "")).await;
+        let mut wire = service.accept().await;
+        let seen = wire.message().await;
+        for name in ["upgrade", "connection", "http2-settings"] {
+            assert_eq!(seen.get(name), None, "{protocol}");
+        }
+        wire.send(OK).await;
+        client.message().await.has_status(200);
+    }
+}
+
+#[tokio::test]
+async fn a_body_is_asked_for_when_it_is_wanted() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-request-body=1KiB"]).await;
+    for fields in [&[][..], &[KEY]] {
+        let mut client = sidecar.connect().await;
+        client
+            .send(request(
+                "POST",
+                "/",
+                &[fields, &["Expect: 100-continue", "Content-Length: 3"]].concat(),
+                "",
+            ))
+            .await;
+        assert_eq!(client.head().await.status(), 100);
+        client.send("abc").await;
+        let mut wire = service.accept().await;
+        let seen = wire.message().await;
+        assert_eq!((seen.text(), seen.get("expect")), ("abc", None));
+        wire.send(OK).await;
+        client.message().await.has_status(200);
+    }
+    for (key, length, status, slug) in
+        [("k2", 1025, 413, "request-too-large"), ("", 3, 400, "key-invalid"), ("a b", 3, 400, "key-invalid")]
+    {
+        let mut client = sidecar.connect().await;
+        let fields = [format!("Idempotency-Key: {key}"), format!("Content-Length: {length}")];
+        client.send(request("POST", "/", &["Expect: 100-continue", &fields[0], &fields[1]], "")).await;
+        // No 100 before it, and the connection does not wait for a body that nobody wants.
+        client.message().await.is_problem(status, slug);
+        client.ends().await;
+    }
+    service.stays_alone().await;
+}
+
+#[tokio::test]
+async fn a_body_of_unknown_length_is_refused_where_it_grows_too_large() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-request-body=1KiB"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/", &[KEY, "Transfer-Encoding: chunked"], "")).await;
+    client.send(format!("400\r\n{}\r\n", "a".repeat(1024))).await;
+    client.stays_silent().await;
+    client.send("1\r\na\r\n").await;
+    client.message().await.is_problem(413, "request-too-large");
+    service.stays_alone().await;
+}
+
+/// Sends so much, and counts what was taken.
+fn pour(mut wire: Wire, octets: usize) -> (Arc<AtomicUsize>, tokio::task::JoinHandle<Wire>) {
+    let poured = Arc::new(AtomicUsize::new(0));
+    let counter = poured.clone();
+    let task = tokio::spawn(async move {
+        let piece = vec![b'x'; MIB / 16];
+        while counter.load(Ordering::Relaxed) < octets {
+            wire.try_send(&piece).await.expect("the other side reads on");
+            counter.fetch_add(piece.len(), Ordering::Relaxed);
+        }
+        wire
+    });
+    (poured, task)
+}
+
+/// Waits until nothing moves any more.
+async fn stands_still(poured: &AtomicUsize) -> usize {
+    let mut before = usize::MAX;
+    loop {
+        let now = poured.load(Ordering::Relaxed);
+        if now == before {
+            return now;
+        }
+        before = now;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_large_upload_streams_and_is_not_held() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let before = sidecar.resident();
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/", &[&format!("Content-Length: {LARGE}")], "")).await;
+    client.send([b'x'; 1]).await;
+    // The service has the first octet before the client sends the second.
+    let mut wire = service.accept().await;
+    assert_eq!(wire.head().await.get("content-length"), Some(LARGE.to_string().as_str()));
+    assert_eq!(wire.take(1).await, b"x");
+    client.send(vec![b'x'; MIB / 16 - 1]).await;
+    let (poured, task) = pour(client, LARGE - MIB / 16);
+    assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the client back");
+    let held = sidecar.resident().saturating_sub(before);
+    assert!(held < HELD, "{held} octets are held");
+    let mut left = LARGE - 1;
+    while left > 0 {
+        left -= wire.take(left.min(MIB)).await.len();
+    }
+    wire.send(OK).await;
+    let mut client = within("the end of the upload", task).await.unwrap();
+    client.message().await.has_status(200);
+    // What passed through is not there; of what was freed on the way the allocator may keep some for later.
+    let kept = sidecar.resident().saturating_sub(before);
+    assert!(kept < LARGE as u64 / 2, "{kept} octets were kept");
+}
+
+#[tokio::test]
+async fn a_large_download_streams_and_is_not_held() {
+    for fields in [&[][..], &[KEY]] {
+        let service = Service::new().await;
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        let before = sidecar.resident();
+        let sent = request("POST", "/", fields, "{}");
+        let mut client = sidecar.connect().await;
+        client.send(&sent).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE}\r\n\r\n")).await;
+        let (poured, task) = pour(wire, LARGE);
+        assert_eq!(client.head().await.get("content-length"), Some(LARGE.to_string().as_str()));
+        assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the service back");
+        let held = sidecar.resident().saturating_sub(before);
+        assert!(held < HELD, "{held} octets are held, {fields:?}");
+        let mut left = LARGE;
+        while left > 0 {
+            left -= client.take(left.min(MIB)).await.len();
+        }
+        within("the end of the download", task).await.unwrap();
+        if !fields.is_empty() {
+            sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
+        }
+    }
+}
+
+#[tokio::test]
+async fn both_directions_run_at_once() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/echo", &["Transfer-Encoding: chunked"], "")).await;
+    let mut wire = service.accept().await;
+    wire.head().await;
+    wire.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").await;
+    assert_eq!(client.head().await.status(), 200);
+    for n in 0..10 {
+        let chunk = format!("2\r\n{n:02}\r\n");
+        client.send(&chunk).await;
+        assert_eq!(wire.chunk().await.0, format!("{n:02}").as_bytes());
+        wire.send(&chunk).await;
+        assert_eq!(client.chunk().await.0, format!("{n:02}").as_bytes());
+    }
+    client.send("0\r\n\r\n").await;
+    assert_eq!(wire.chunk().await.0, b"");
+    wire.send("0\r\n\r\n").await;
+    assert_eq!(client.chunk().await.0, b"");
+}
+
+#[tokio::test]
+async fn an_answer_before_the_end_of_the_upload_reaches_the_client() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/", &["Content-Length: 100000"], "")).await;
+    client.send("x").await;
+    let mut wire = service.accept().await;
+    wire.head().await;
+    wire.send("HTTP/1.1 413 Content Too Large\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno").await;
+    drop(wire);
+    assert_eq!(client.message().await.has_status(413).text(), "no");
+}
+
+#[tokio::test]
+async fn requests_follow_each_other_on_a_connection_and_may_be_sent_ahead() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let mut client = sidecar.connect().await;
+    let requests: String = (0..5)
+        .map(|n| {
+            let key = format!("Idempotency-Key: k{n}");
+            if n % 2 == 0 {
+                request("GET", &format!("/{n}"), &[], "")
+            } else {
+                request("POST", &format!("/{n}"), &[&key], "{}")
+            }
+        })
+        .collect();
+    client.send(requests).await;
+    let mut wire = service.accept().await;
+    for n in 0..5 {
+        let seen;
+        (wire, seen) = service.next(wire).await;
+        assert!(seen.head.line.contains(&format!(" /{n} ")), "{:?}", seen.head.line);
+        wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n{n}")).await;
+    }
+    for n in 0..5 {
+        assert_eq!(client.message().await.has_status(200).text(), n.to_string());
+    }
+    client.send(request("GET", "/last", &["Connection: close"], "")).await;
+    (wire, _) = service.next(wire).await;
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+    client.ends().await;
+}
+
+#[tokio::test]
+async fn few_connections_to_the_service_carry_many_requests() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--threads=2"]).await;
+    for n in 0..100 {
+        let key = format!("Idempotency-Key: k{n}");
+        // Whatever connection it comes on, and whatever host it asks for.
+        let text = request("POST", "/", &[&key], "{}").replace("orders.test", &format!("h{n}.test"));
+        sidecar.ask(&text).await.has_status(200);
+    }
+    assert_eq!(service.requests(), 100);
+    assert!(service.connections() <= 2, "{} connections", service.connections());
+}
+
+#[tokio::test]
+async fn an_idle_connection_that_the_service_closes_harms_nobody() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let mut client = sidecar.connect().await;
+    for n in 0..10 {
+        let key = format!("Idempotency-Key: k{n}");
+        client.send(request("POST", "/", &[&key], "{}")).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        wire.send(OK).await;
+        client.message().await.has_status(200);
+        wire.finish().await;
+        // It has taken notice.
+        wire.ends().await;
+    }
+}
+
+#[tokio::test]
+async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--upstream-timeout=2s"]).await;
+    for (fields, slug) in [(&[][..], "upstream-unanswered"), (&[KEY], "outcome-unknown")] {
+        let mut client = sidecar.connect().await;
+        client.send(request("POST", "/silent", fields, "{}")).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        client.message().await.is_problem(504, slug);
+        wire.ends().await;
+    }
+    // Longer than the time-out as a whole, never silent for so long.
+    let mut client = sidecar.connect().await;
+    client.send(request("GET", "/slow", &[], "")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send("HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n").await;
+    for octet in 0..6 {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        wire.send([b'0' + octet]).await;
+    }
+    assert_eq!(client.message().await.has_status(200).text(), "012345");
+    // One that begins and does not go on.
+    client.send(request("GET", "/stuck", &[], "")).await;
+    (wire, _) = service.next(wire).await;
+    wire.send("HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n012").await;
+    client.head().await;
+    assert_eq!(client.rest().await, b"012");
+}
+
+#[tokio::test]
+async fn a_thousand_idle_connections_are_no_burden() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let service = Service::new().await.answers(OK);
+    // It helps itself where it is allowed few open files at first, as systemd does.
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -Sn 256; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
+    command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
+    let sidecar = Sidecar::run(command.arg(format!("--to=http://{}", service.address))).await;
+    let mut clients = Vec::new();
+    for _ in 0..1000 {
+        clients.push(sidecar.connect().await);
+    }
+    for round in 0..2 {
+        for (n, client) in clients.iter_mut().enumerate() {
+            let key = format!("Idempotency-Key: k{n}");
+            client.send(request("POST", "/", &[&key], "{}")).await;
+        }
+        for client in &mut clients {
+            let got: Message = client.message().await;
+            assert_eq!(got.has_status(200).is_replay(), round == 1);
+        }
+    }
+    sidecar.ask(&request("GET", "/", &[], "")).await.has_status(200);
+    assert_eq!(service.requests(), 1001);
+}
+
+/// Longer than the half minute that clients are given.
+const SLOW: Duration = Duration::from_secs(60);
+
+#[tokio::test]
+async fn who_does_not_come_to_the_point_is_sent_away() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let beginnings =
+        ["", "G", "PRI * HTTP", "GET / HTTP/1.1\r\nHost: a\r\n", "GET / HTTP/1.1\r\nHost: a\r\nX-A: "];
+    let mut waiting = Vec::new();
+    for beginning in beginnings {
+        let mut client = sidecar.connect().await;
+        client.send(beginning).await;
+        waiting.push((
+            beginning,
+            tokio::spawn(tokio::time::timeout(SLOW, async move { client.raw_rest().await })),
+        ));
+    }
+    for (beginning, end) in waiting {
+        assert!(end.await.unwrap().is_ok(), "{beginning:?} keeps a connection");
+    }
+    service.stays_alone().await;
+}

@@ -1,0 +1,522 @@
+//! Processes and connections for the tests from outside: what is sent is sent octet by octet, and what comes is read
+//! strictly.
+
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::{
+    AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader,
+};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// How long anything is waited for. Far longer than everything takes, so that a test that fails has a reason.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What comes of this in time.
+pub(crate) async fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(PATIENCE, future).await {
+        Ok(output) => output,
+        Err(_) => panic!("waited in vain: {what}"),
+    }
+}
+
+/// Waits until this is so.
+pub(crate) async fn until(what: impl fmt::Display, mut holds: impl AsyncFnMut() -> bool) {
+    let give_up = Instant::now() + PATIENCE;
+    while !holds().await {
+        assert!(Instant::now() < give_up, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// A program that runs. It is killed when this is dropped.
+pub(crate) struct Process {
+    child: Child,
+    stdout: watch::Receiver<Vec<String>>,
+    stderr: watch::Receiver<Vec<String>>,
+}
+
+impl Process {
+    pub(crate) fn start(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let stdout = lines(child.stdout.take().unwrap());
+        let stderr = lines(child.stderr.take().unwrap());
+        Self { child, stdout, stderr }
+    }
+
+    /// The first line on the standard output.
+    pub(crate) async fn first_line(&mut self) -> String {
+        let came = within("a line of a program that starts", self.stdout.wait_for(|lines| !lines.is_empty()));
+        let line = came.await.ok().map(|lines| lines[0].clone());
+        match line {
+            Some(line) => line,
+            None => panic!("it ended without a word: {}", self.errors().await),
+        }
+    }
+
+    /// Everything on the standard output; it has ended.
+    pub(crate) async fn output(&mut self) -> Vec<String> {
+        within("the end of the output", closed(&mut self.stdout)).await
+    }
+
+    /// Everything on the standard error; it has ended.
+    pub(crate) async fn errors(&mut self) -> String {
+        within("the end of the errors", closed(&mut self.stderr)).await.join("\n")
+    }
+
+    /// Waits for a line on the standard error with this text.
+    pub(crate) async fn says(&mut self, text: &str) {
+        let said = |lines: &Vec<String>| lines.iter().any(|line| line.contains(text));
+        let came = within(format!("the line {text:?}"), self.stderr.wait_for(said)).await.is_ok();
+        assert!(came, "it ended and never said {text:?}");
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id().expect("it runs")
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw).expect("a process");
+        kill_process(pid, signal).expect("a process of ours");
+    }
+
+    /// Ends it as a power cut would.
+    pub(crate) async fn kill(&mut self) {
+        self.child.kill().await.expect("a child of ours");
+    }
+
+    pub(crate) async fn ended(&mut self) -> ExitStatus {
+        within("the end of a program", self.child.wait()).await.expect("a child of ours")
+    }
+}
+
+fn lines(pipe: impl AsyncRead + Send + Unpin + 'static) -> watch::Receiver<Vec<String>> {
+    let (send, receive) = watch::channel(Vec::new());
+    tokio::spawn(async move {
+        let mut lines = BufReader::new(pipe).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            send.send_modify(|all| all.push(line));
+        }
+    });
+    receive
+}
+
+async fn closed(lines: &mut watch::Receiver<Vec<String>>) -> Vec<String> {
+    while lines.changed().await.is_ok() {}
+    lines.borrow().clone()
+}
+
+/// The command line of a sidecar, on free ports.
+pub(crate) fn sidecar(to: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--to", to]);
+    command
+}
+
+/// A sidecar that listens.
+pub(crate) struct Sidecar {
+    pub(crate) process: Process,
+    pub(crate) address: SocketAddr,
+    pub(crate) admin: SocketAddr,
+}
+
+impl Sidecar {
+    /// In front of this service, with these flags besides.
+    pub(crate) async fn start(to: SocketAddr, flags: &[&str]) -> Self {
+        let memory =
+            if flags.iter().any(|flag| flag.starts_with("--store")) { "" } else { "--store=memory:" };
+        Self::run(sidecar(&format!("http://{to}")).args(flags).args(Some(memory).filter(|f| !f.is_empty())))
+            .await
+    }
+
+    pub(crate) async fn run(command: &mut Command) -> Self {
+        let mut process = Process::start(command);
+        let line = process.first_line().await;
+        let address = |before: &str| {
+            let rest = line.split_once(before).unwrap_or_else(|| panic!("no {before:?} in {line:?}")).1;
+            rest.split(',').next().unwrap().parse().unwrap()
+        };
+        let scheme = if line.contains("listening on https") { "https" } else { "http" };
+        let listening = address(&format!("listening on {scheme}://"));
+        Self { address: listening, admin: address("admin http://"), process }
+    }
+
+    pub(crate) async fn connect(&self) -> Wire {
+        Wire::connect(self.address).await
+    }
+
+    /// One request on a connection of its own, and its answer.
+    pub(crate) async fn ask(&self, request: &str) -> Message {
+        ask(self.address, request).await
+    }
+
+    /// How much memory it has resident, in octets.
+    pub(crate) fn resident(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.pid())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+    }
+}
+
+/// A request with `Host` and, where there is a body, `Content-Length`; `fields` are whole lines.
+pub(crate) fn request(method: &str, target: &str, fields: &[&str], body: &str) -> String {
+    let mut text = format!("{method} {target} HTTP/1.1\r\nHost: orders.test\r\n");
+    for field in fields {
+        text.push_str(&format!("{field}\r\n"));
+    }
+    if !body.is_empty() {
+        text.push_str(&format!("Content-Length: {}\r\n", body.len()));
+    }
+    text + "\r\n" + body
+}
+
+/// One request on a connection of its own, and its answer.
+pub(crate) async fn ask(address: SocketAddr, request: &str) -> Message {
+    let mut wire = Wire::connect(address).await;
+    wire.send(request).await;
+    if request.starts_with("HEAD") { Message::of(wire.head().await) } else { wire.message().await }
+}
+
+/// A service that a test plays itself.
+pub(crate) struct Service {
+    listener: TcpListener,
+    pub(crate) address: SocketAddr,
+}
+
+impl Service {
+    pub(crate) async fn new() -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        Self { listener, address }
+    }
+
+    pub(crate) async fn accept(&self) -> Wire {
+        let (stream, _) = within("a connection to the service", self.listener.accept()).await.unwrap();
+        Wire::new(stream)
+    }
+
+    /// The next request, on this connection or on another one, and the connection that it came on: which of them is for
+    /// the sidecar to say.
+    pub(crate) async fn next(&self, mut wire: Wire) -> (Wire, Message) {
+        let head = tokio::select! {
+            head = wire.try_head() => head,
+            other = self.accept() => {
+                wire = other;
+                Some(wire.head().await)
+            }
+        };
+        let head = match head {
+            Some(head) => head,
+            None => {
+                wire = self.accept().await;
+                wire.head().await
+            }
+        };
+        let message = wire.body(head).await;
+        (wire, message)
+    }
+
+    pub(crate) fn into_listener(self) -> TcpListener {
+        self.listener
+    }
+
+    /// From now on, answers every request in this way.
+    pub(crate) fn answers(self, answer: &'static str) -> Answering {
+        let answering =
+            Answering { address: self.address, connections: Arc::default(), requests: Arc::default() };
+        let (connections, requests) = (answering.connections.clone(), answering.requests.clone());
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = self.listener.accept().await {
+                connections.fetch_add(1, Ordering::Relaxed);
+                let requests = requests.clone();
+                tokio::spawn(async move {
+                    let mut wire = Wire::new(stream);
+                    while let Some(head) = wire.try_head().await {
+                        wire.body(head).await;
+                        requests.fetch_add(1, Ordering::Relaxed);
+                        if wire.try_send(answer).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        answering
+    }
+
+    /// Nobody connects to it, in the time that somebody would need.
+    pub(crate) async fn stays_alone(&self) {
+        let came = tokio::time::timeout(Duration::from_millis(200), self.listener.accept()).await;
+        assert!(came.is_err(), "the service was asked");
+    }
+}
+
+/// A service that always says the same.
+pub(crate) struct Answering {
+    pub(crate) address: SocketAddr,
+    connections: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
+}
+
+impl Answering {
+    pub(crate) fn connections(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn requests(&self) -> usize {
+        self.requests.load(Ordering::Relaxed)
+    }
+}
+
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// One side of an HTTP/1.1 connection.
+pub(crate) struct Wire {
+    stream: Box<dyn Stream>,
+    read: Vec<u8>,
+}
+
+/// The start line and the field lines of a message.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Head {
+    pub(crate) line: String,
+    pub(crate) fields: Vec<(String, String)>,
+}
+
+/// A whole message.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Message {
+    pub(crate) head: Head,
+    pub(crate) body: Vec<u8>,
+    pub(crate) trailers: Vec<(String, String)>,
+}
+
+impl Wire {
+    pub(crate) fn new(stream: impl Stream + 'static) -> Self {
+        Self { stream: Box::new(stream), read: Vec::new() }
+    }
+
+    pub(crate) async fn connect(address: SocketAddr) -> Self {
+        let stream = within("a connection", TcpStream::connect(address)).await.unwrap();
+        stream.set_nodelay(true).unwrap();
+        Self::new(stream)
+    }
+
+    pub(crate) async fn send(&mut self, octets: impl AsRef<[u8]>) {
+        within("room to send", self.stream.write_all(octets.as_ref())).await.expect("the other side reads");
+        within("room to send", self.stream.flush()).await.expect("the other side reads");
+    }
+
+    /// Sends as far as the other side reads.
+    pub(crate) async fn try_send(&mut self, octets: impl AsRef<[u8]>) -> std::io::Result<()> {
+        self.stream.write_all(octets.as_ref()).await
+    }
+
+    /// Says that nothing more will be sent.
+    pub(crate) async fn finish(&mut self) {
+        self.stream.shutdown().await.unwrap();
+    }
+
+    /// Reads more; false at the end.
+    async fn more(&mut self) -> bool {
+        let got = within("octets", self.stream.read_buf(&mut self.read)).await;
+        // A reset is an end as well.
+        !matches!(got, Ok(0) | Err(_))
+    }
+
+    /// Takes octets until after this text; `None` if the connection ends before.
+    async fn take_until(&mut self, text: &[u8]) -> Option<Vec<u8>> {
+        loop {
+            if let Some(at) = self.read.windows(text.len()).position(|window| window == text) {
+                return Some(self.read.drain(..at + text.len()).collect());
+            }
+            if !self.more().await {
+                return None;
+            }
+        }
+    }
+
+    /// So many octets.
+    pub(crate) async fn take(&mut self, count: usize) -> Vec<u8> {
+        while self.read.len() < count {
+            assert!(self.more().await, "the connection ended: {:?}", String::from_utf8_lossy(&self.read));
+        }
+        self.read.drain(..count).collect()
+    }
+
+    /// The next head, if there is one before the connection ends.
+    pub(crate) async fn try_head(&mut self) -> Option<Head> {
+        let octets = self.take_until(b"\r\n\r\n").await?;
+        let text = String::from_utf8(octets).expect("a head in ASCII");
+        let mut lines = text.trim_end_matches("\r\n").split("\r\n");
+        let line = lines.next().unwrap().to_owned();
+        Some(Head { line, fields: lines.map(field).collect() })
+    }
+
+    pub(crate) async fn head(&mut self) -> Head {
+        match self.try_head().await {
+            Some(head) => head,
+            None => panic!("the connection ended: {:?}", String::from_utf8_lossy(&self.read)),
+        }
+    }
+
+    /// The next chunk and its trailers, if it is the last.
+    pub(crate) async fn chunk(&mut self) -> (Vec<u8>, Vec<(String, String)>) {
+        let line = self.take_until(b"\r\n").await.expect("a chunk");
+        let size = String::from_utf8(line).unwrap();
+        let size =
+            usize::from_str_radix(size.trim_end(), 16).unwrap_or_else(|_| panic!("a chunk of {size:?}"));
+        let data = self.take(size).await;
+        let mut trailers = Vec::new();
+        if size > 0 {
+            assert_eq!(self.take(2).await, b"\r\n");
+            return (data, trailers);
+        }
+        loop {
+            let line =
+                String::from_utf8(self.take_until(b"\r\n").await.expect("the end of the chunks")).unwrap();
+            if line == "\r\n" {
+                return (data, trailers);
+            }
+            trailers.push(field(line.trim_end_matches("\r\n")));
+        }
+    }
+
+    /// What follows this head. Not for answers to HEAD.
+    pub(crate) async fn body(&mut self, head: Head) -> Message {
+        let mut message = Message::of(head);
+        let (chunked, length) = (message.get("transfer-encoding"), message.get("content-length"));
+        assert!(chunked.is_none() || length.is_none(), "two lengths: {:?}", message.head);
+        let is_answer = message.head.line.starts_with("HTTP/");
+        let length: Option<usize> = length.map(|length| length.parse().unwrap());
+        if chunked.is_some() {
+            assert_eq!(chunked, Some("chunked"));
+            loop {
+                let (data, trailers) = self.chunk().await;
+                message.body.extend_from_slice(&data);
+                if data.is_empty() {
+                    message.trailers = trailers;
+                    return message;
+                }
+            }
+        } else if let Some(length) = length.filter(|_| !is_answer || message.status() != 304) {
+            message.body = self.take(length).await;
+        } else if is_answer && !matches!(message.status(), 100..200 | 204 | 304) {
+            while self.more().await {}
+            message.body = std::mem::take(&mut self.read);
+        }
+        message
+    }
+
+    /// The next message, whole.
+    pub(crate) async fn message(&mut self) -> Message {
+        let head = self.head().await;
+        self.body(head).await
+    }
+
+    /// Everything until the end of the connection.
+    pub(crate) async fn rest(&mut self) -> Vec<u8> {
+        while self.more().await {}
+        std::mem::take(&mut self.read)
+    }
+
+    /// As [`Self::rest`], however long it takes.
+    pub(crate) async fn raw_rest(&mut self) -> Vec<u8> {
+        // A reset is an end as well.
+        let _ended = self.stream.read_to_end(&mut self.read).await;
+        std::mem::take(&mut self.read)
+    }
+
+    /// Waits for the end of the connection; nothing may come before.
+    pub(crate) async fn ends(&mut self) {
+        while self.more().await {}
+        assert!(self.read.is_empty(), "and more: {:?}", String::from_utf8_lossy(&self.read));
+    }
+
+    /// Nothing comes, in the time that something would need.
+    pub(crate) async fn stays_silent(&mut self) {
+        let came =
+            tokio::time::timeout(Duration::from_millis(200), self.stream.read_buf(&mut self.read)).await;
+        assert!(came.is_err(), "{came:?} {:?}", String::from_utf8_lossy(&self.read));
+        assert!(self.read.is_empty(), "{:?}", String::from_utf8_lossy(&self.read));
+    }
+}
+
+fn field(line: &str) -> (String, String) {
+    let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("no field line: {line:?}"));
+    (name.to_ascii_lowercase(), value.trim().to_owned())
+}
+
+impl Head {
+    /// The value of the one field line of this name, if there is one.
+    pub(crate) fn get(&self, name: &str) -> Option<&str> {
+        let all = self.all(name);
+        assert!(all.len() <= 1, "several field lines {name}: {self:?}");
+        all.first().copied()
+    }
+
+    /// The values of all field lines of this name.
+    pub(crate) fn all(&self, name: &str) -> Vec<&str> {
+        self.fields.iter().filter(|(n, _)| n == name).map(|(_, value)| value.as_str()).collect()
+    }
+
+    pub(crate) fn status(&self) -> u16 {
+        let word = self.line.split(' ').nth(1).unwrap_or_else(|| panic!("no answer: {:?}", self.line));
+        word.parse().unwrap_or_else(|_| panic!("no answer: {:?}", self.line))
+    }
+}
+
+impl Message {
+    pub(crate) fn of(head: Head) -> Self {
+        Self { head, ..Self::default() }
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&str> {
+        self.head.get(name)
+    }
+
+    pub(crate) fn status(&self) -> u16 {
+        self.head.status()
+    }
+
+    pub(crate) fn text(&self) -> &str {
+        std::str::from_utf8(&self.body).expect("a text")
+    }
+
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
+    }
+
+    /// Asserts the status, and shows the rest where it is another.
+    #[track_caller]
+    pub(crate) fn has_status(&self, status: u16) -> &Self {
+        assert_eq!(self.status(), status, "{:?} {:?}", self.head, String::from_utf8_lossy(&self.body));
+        self
+    }
+
+    /// Asserts that this is a refusal of this kind.
+    #[track_caller]
+    pub(crate) fn is_problem(&self, status: u16, slug: &str) -> &Self {
+        self.has_status(status);
+        assert_eq!(self.get("content-type"), Some("application/problem+json"));
+        let kind = self.json()["type"].as_str().unwrap_or_default().to_owned();
+        assert!(kind.ends_with(slug), "{kind} is not {slug}: {}", self.text());
+        self
+    }
+
+    pub(crate) fn is_replay(&self) -> bool {
+        self.get("idempotent-replayed") == Some("true")
+    }
+}

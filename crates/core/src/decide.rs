@@ -1,0 +1,423 @@
+//! The whole protocol as one pure function.
+//!
+//! [`decide`] takes a record as a store holds it, a [`Command`] and the store's time, and says what to write and what to
+//! answer. It does no I/O, reads no clock and draws no random number. The memory and the embedded store call it inside
+//! their own transaction; a store with a language of its own translates it, and one suite holds each of them to it.
+//!
+//! ```text
+//!            claim                complete                   retention ends
+//!  absent ──────────▶ in progress ─────────▶ completed ─────────────────────▶ absent
+//!                      │  ▲   │  ▲                ▲
+//!              release │  │   │  │ claim          │ complete (same token), resolve
+//!                      ▼  │   │  │ (reexecute,    │
+//!               released ─┘   │  │  reconcile)    │
+//!                      ▲ claim│  │                │
+//!                      │      ▼  │  claim (park)  │
+//!                      │   past its lease ─────▶ unknown
+//!                      └────────── resolve ───────┘
+//! ```
+//!
+//! The rules that every line below keeps:
+//! 1. `renew`, `complete` and `release` compare the token; a stale owner hears [`Outcome::Fenced`] and changes nothing.
+//! 2. A fingerprint that differs is [`Outcome::Mismatch`] whatever the state, and changes nothing. A released key has no
+//!    fingerprint to differ from: it is free.
+//! 3. A completed record never changes before it expires, but for one answer that its own owner may add
+//!    ([`Answer::Awaited`]).
+//! 4. A command that is sent again because its answer was lost gets the answer that it lost.
+//! 5. A record past its retention is absent, whether it was purged yet or not.
+
+use std::time::Duration;
+
+use crate::clock::Timestamp;
+use crate::fingerprint::Fingerprint;
+use crate::id::{AttemptId, FencingToken};
+use crate::record::{Answer, Label, Record, State, StateName};
+use crate::response::StoredResponse;
+
+/// What a store can be told to do to one record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Command {
+    /// Ask to execute. Answers: `Execute`, `Replay`, `InProgress`, `Mismatch`, `Unknown`, `Unreplayable`.
+    Claim(Claim),
+    /// Keep the ownership. Answers: `Renewed`, `Fenced`.
+    Renew(Renew),
+    /// End the attempt with what came of it. Answers: `Completed`, `Fenced`.
+    Complete(Complete),
+    /// End the attempt and free the key, because nothing was decided. Answers: `Released`, `Fenced`.
+    Release(Release),
+    /// An operator says what came of it. Answers: `Resolved`, `NotResolvable`.
+    Resolve(Resolve),
+    /// Remove the record if its retention is over. Answers: `Purged`, `Kept`.
+    Purge,
+}
+
+/// A claim. Sent again, with the same `attempt`, it is the same claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Random, new for each claim that is not sent again.
+    pub attempt: AttemptId,
+    /// What makes two requests the same request.
+    pub fingerprint: Fingerprint,
+    /// How long the ownership lasts without a renewal.
+    pub lease: Duration,
+    /// How long a record is kept after its lease, or after it turned unknown.
+    pub retention: Duration,
+    /// What to do where an earlier owner's lease ran out.
+    pub on_abandoned: OnAbandoned,
+    /// What an operator sees of the record.
+    pub label: Label,
+}
+
+/// What a claim finds where a lease ran out and no completion came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum OnAbandoned {
+    /// The outcome is unknown until an operator says: at most one execution.
+    #[default]
+    Park,
+    /// Executes again under a new token: at least one execution.
+    Reexecute,
+    /// Gives ownership under a new token to whoever asks the service what became of the earlier attempt.
+    Reconcile,
+}
+
+/// A renewal of a lease.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Renew {
+    /// The owner's token.
+    pub token: FencingToken,
+    /// How long the ownership lasts from now.
+    pub lease: Duration,
+    /// How long the record is kept after the lease.
+    pub retention: Duration,
+}
+
+/// The end of an attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Complete {
+    /// The owner's token.
+    pub token: FencingToken,
+    /// What came of the attempt.
+    pub completion: Completion,
+    /// How long the record is kept from now.
+    pub retention: Duration,
+}
+
+/// What came of an attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Completion {
+    /// The operation took place, and this is its answer.
+    Replayable(StoredResponse),
+    /// The operation took place; its owner may add the answer.
+    Awaited,
+    /// The operation took place, and its answer can never be replayed.
+    Tombstone,
+    /// The owner itself does not know (a timeout after sending, a panic).
+    Unknown,
+}
+
+/// The end of an attempt that decided nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Release {
+    /// The owner's token.
+    pub token: FencingToken,
+    /// How long the released record is remembered for its token.
+    pub retention: Duration,
+}
+
+/// An operator's word on a record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Resolve {
+    /// What became of the operation.
+    pub resolution: Resolution,
+    /// How long the record is kept from now.
+    pub retention: Duration,
+    /// Also release a record whose owner may be alive. The owner is fenced; its effect may have happened all the same.
+    pub force: bool,
+    /// Who says so.
+    pub actor: String,
+    /// Why. Kept in the audit trail.
+    pub reason: String,
+}
+
+/// What an operator found out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Resolution {
+    /// The operation took place; this is the answer to replay, or none can be given.
+    Complete(Option<StoredResponse>),
+    /// The operation did not take place: the key is free again.
+    Release,
+}
+
+/// What a store answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// The claimant owns the record and may execute.
+    Execute(Grant),
+    /// Completed: this is the answer.
+    Replay(StoredResponse),
+    /// Somebody else owns the record.
+    InProgress {
+        /// What is left of the owner's lease.
+        lease_left: Duration,
+    },
+    /// The key was used for another request.
+    Mismatch,
+    /// It is not known whether the operation took place.
+    Unknown,
+    /// Completed, but the answer cannot be replayed.
+    Unreplayable,
+    /// The lease was renewed.
+    Renewed {
+        /// When it ends now.
+        lease_until: Timestamp,
+    },
+    /// The attempt is completed.
+    Completed,
+    /// The key is free again.
+    Released,
+    /// The sender does not own the record (any more). Nothing was changed.
+    Fenced,
+    /// The operator's word was taken.
+    Resolved {
+        /// The state before.
+        from: StateName,
+    },
+    /// The operator's word does not fit the record's state. Nothing was changed.
+    NotResolvable {
+        /// The state; `None` where there is no record.
+        state: Option<StateName>,
+    },
+    /// The record was removed.
+    Purged,
+    /// There was no record, or its retention is not over.
+    Kept,
+}
+
+/// Ownership, as a claim gives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// The number to show with every write.
+    pub token: FencingToken,
+    /// How many attempts this record has seen, this one included.
+    pub attempts: u32,
+    /// When the ownership ends by the store's clock.
+    pub lease_until: Timestamp,
+    /// Whether an earlier attempt was abandoned, so that its effect may have happened.
+    pub after_abandoned: bool,
+}
+
+/// What a store writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Write {
+    /// Nothing.
+    Keep,
+    /// This record, in place of what was there.
+    Put(Record),
+    /// Nothing is to be there any more.
+    Delete,
+}
+
+/// What [`decide`] says: the answer, and what to write before it is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The answer.
+    pub outcome: Outcome,
+    /// What to write first.
+    pub write: Write,
+}
+
+impl Decision {
+    const fn keep(outcome: Outcome) -> Self {
+        Self { outcome, write: Write::Keep }
+    }
+
+    const fn put(outcome: Outcome, record: Record) -> Self {
+        Self { outcome, write: Write::Put(record) }
+    }
+}
+
+/// The whole protocol: what `command` does to `record` at `now`, and what its sender hears.
+#[must_use]
+pub fn decide(record: Option<&Record>, command: &Command, now: Timestamp) -> Decision {
+    // Rule 5: a record past its retention is absent. Only its token is still looked at, so that it goes on growing.
+    let last_token = record.map(|r| r.token);
+    let live = record.filter(|r| !r.is_expired(now));
+    match command {
+        Command::Claim(claim) => decide_claim(live, last_token, claim, now),
+        Command::Renew(renew) => decide_renew(live, renew, now),
+        Command::Complete(complete) => decide_complete(live, complete, now),
+        Command::Release(release) => decide_release(live, release, now),
+        Command::Resolve(resolve) => decide_resolve(live, resolve, now),
+        Command::Purge => match (record, live) {
+            (Some(_), None) => Decision { outcome: Outcome::Purged, write: Write::Delete },
+            _ => Decision::keep(Outcome::Kept),
+        },
+    }
+}
+
+fn decide_claim(
+    live: Option<&Record>,
+    last_token: Option<FencingToken>,
+    claim: &Claim,
+    now: Timestamp,
+) -> Decision {
+    let Some(record) = live else {
+        return execute(None, last_token, claim, now, false);
+    };
+    if record.state != State::Released && record.fingerprint != claim.fingerprint {
+        return Decision::keep(Outcome::Mismatch); // I5: changes no record
+    }
+    match &record.state {
+        State::Released => execute(live, last_token, claim, now, false),
+        State::InProgress { attempt, .. } if *attempt == claim.attempt => {
+            same_claim_again(record, claim, now)
+        }
+        State::InProgress { lease_until, .. } if now < *lease_until => {
+            Decision::keep(Outcome::InProgress { lease_left: lease_until.since(now) })
+        }
+        State::InProgress { .. } => match claim.on_abandoned {
+            OnAbandoned::Park => Decision::put(
+                Outcome::Unknown,
+                Record {
+                    state: State::Unknown,
+                    changed_at: now,
+                    expires_at: now.after(claim.retention),
+                    ..record.clone()
+                },
+            ),
+            OnAbandoned::Reexecute | OnAbandoned::Reconcile => execute(live, last_token, claim, now, true),
+        },
+        State::Unknown => Decision::keep(Outcome::Unknown),
+        State::Completed(Answer::Replayable(response)) => Decision::keep(Outcome::Replay(response.clone())),
+        State::Completed(Answer::Awaited | Answer::Tombstone) => Decision::keep(Outcome::Unreplayable),
+    }
+}
+
+/// Gives ownership under a token greater than every one before (I6).
+fn execute(
+    live: Option<&Record>,
+    last_token: Option<FencingToken>,
+    claim: &Claim,
+    now: Timestamp,
+    after_abandoned: bool,
+) -> Decision {
+    let token = FencingToken::new(last_token.map_or(0, |t| t.get().saturating_add(1)).max(now.as_millis()));
+    let lease_until = now.after(claim.lease);
+    let attempts = live.map_or(0, |r| r.attempts).saturating_add(1);
+    let record = Record {
+        fingerprint: claim.fingerprint,
+        token,
+        attempts,
+        state: State::InProgress { attempt: claim.attempt, lease_until, after_abandoned },
+        label: claim.label.clone(),
+        created_at: live.map_or(now, |r| r.created_at),
+        changed_at: now,
+        expires_at: lease_until.after(claim.retention),
+    };
+    Decision::put(Outcome::Execute(Grant { token, attempts, lease_until, after_abandoned }), record)
+}
+
+/// The same claim, sent again because its answer was lost: the same token, and the lease counts from now (rule 4).
+fn same_claim_again(record: &Record, claim: &Claim, now: Timestamp) -> Decision {
+    let State::InProgress { attempt, after_abandoned, .. } = record.state else {
+        return Decision::keep(Outcome::Fenced);
+    };
+    let lease_until = now.after(claim.lease);
+    let grant = Grant { token: record.token, attempts: record.attempts, lease_until, after_abandoned };
+    let record = Record {
+        state: State::InProgress { attempt, lease_until, after_abandoned },
+        expires_at: lease_until.after(claim.retention),
+        ..record.clone()
+    };
+    Decision::put(Outcome::Execute(grant), record)
+}
+
+/// A lease that ran out but was taken by nobody is renewed: its owner is alive, and to treat it as dead would only make
+/// an unknown outcome of one that will be known.
+fn decide_renew(live: Option<&Record>, renew: &Renew, now: Timestamp) -> Decision {
+    match live {
+        Some(record) if record.token == renew.token => match record.state {
+            State::InProgress { attempt, after_abandoned, .. } => {
+                let lease_until = now.after(renew.lease);
+                let record = Record {
+                    state: State::InProgress { attempt, lease_until, after_abandoned },
+                    expires_at: lease_until.after(renew.retention),
+                    ..record.clone()
+                };
+                Decision::put(Outcome::Renewed { lease_until }, record)
+            }
+            _ => Decision::keep(Outcome::Fenced),
+        },
+        _ => Decision::keep(Outcome::Fenced),
+    }
+}
+
+fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -> Decision {
+    let Some(record) = live.filter(|r| r.token == complete.token) else {
+        return Decision::keep(Outcome::Fenced); // I6: a stale owner never overwrites
+    };
+    let state = match &complete.completion {
+        Completion::Replayable(response) => State::Completed(Answer::Replayable(response.clone())),
+        Completion::Awaited => State::Completed(Answer::Awaited),
+        Completion::Tombstone => State::Completed(Answer::Tombstone),
+        Completion::Unknown => State::Unknown,
+    };
+    match (&record.state, &state) {
+        // Unknown became known after all: the owner under the current token says what happened.
+        (State::InProgress { .. }, _) | (State::Unknown, State::Completed(_)) => {}
+        // The answer that the owner's own transaction left out, added once.
+        (State::Completed(Answer::Awaited), State::Completed(Answer::Replayable(_) | Answer::Tombstone)) => {}
+        (before, after) if before == after => return Decision::keep(Outcome::Completed), // rule 4
+        _ => return Decision::keep(Outcome::Fenced),
+    }
+    let record =
+        Record { state, changed_at: now, expires_at: now.after(complete.retention), ..record.clone() };
+    Decision::put(Outcome::Completed, record)
+}
+
+fn decide_release(live: Option<&Record>, release: &Release, now: Timestamp) -> Decision {
+    match live {
+        Some(record) if record.token == release.token => match record.state {
+            State::InProgress { .. } | State::Unknown => {
+                Decision::put(Outcome::Released, released(record, release.retention, now))
+            }
+            State::Released => Decision::keep(Outcome::Released), // rule 4
+            State::Completed(_) => Decision::keep(Outcome::Fenced),
+        },
+        _ => Decision::keep(Outcome::Fenced),
+    }
+}
+
+fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> Decision {
+    let Some(record) = live else {
+        return Decision::keep(Outcome::NotResolvable { state: None });
+    };
+    let from = record.state_name(now);
+    let may = match from {
+        StateName::Unknown | StateName::Abandoned => true,
+        StateName::InProgress => resolve.force && resolve.resolution == Resolution::Release,
+        StateName::Completed | StateName::Tombstone | StateName::Released => false, // I8, rule 3
+    };
+    if !may {
+        return Decision::keep(Outcome::NotResolvable { state: Some(from) });
+    }
+    let record = match &resolve.resolution {
+        Resolution::Complete(response) => Record {
+            state: State::Completed(response.clone().map_or(Answer::Tombstone, Answer::Replayable)),
+            changed_at: now,
+            expires_at: now.after(resolve.retention),
+            ..record.clone()
+        },
+        Resolution::Release => released(record, resolve.retention, now),
+    };
+    Decision::put(Outcome::Resolved { from }, record)
+}
+
+fn released(record: &Record, retention: Duration, now: Timestamp) -> Record {
+    Record { state: State::Released, changed_at: now, expires_at: now.after(retention), ..record.clone() }
+}

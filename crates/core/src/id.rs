@@ -1,0 +1,358 @@
+//! Identifiers: what the caller sends, what it is unique within, and what the store is asked for.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+
+use crate::limits;
+
+/// The caller's token for one intent: 1 to 255 octets, opaque and case-sensitive.
+///
+/// It is parsed where it enters (an HTTP field, a message header); inside, only its length counts. `Debug` does not
+/// show it, because people put customer data in keys.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct IdempotencyKey(Box<[u8]>);
+
+/// Why octets are not an [`IdempotencyKey`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KeyError {
+    /// There was no octet.
+    Empty,
+    /// There were more than [`limits::KEY_MAX`] octets.
+    TooLong {
+        /// How many there were.
+        octets: usize,
+    },
+}
+
+impl fmt::Display for KeyError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => f.write_str("the key is empty; send 1 to 255 octets"),
+            Self::TooLong { octets } => {
+                write!(f, "the key has {octets} octets; at most {} are allowed", limits::KEY_MAX)
+            }
+        }
+    }
+}
+
+impl std::error::Error for KeyError {}
+
+impl IdempotencyKey {
+    /// Takes the octets as they are.
+    ///
+    /// # Errors
+    /// [`KeyError`] where there are none, or more than [`limits::KEY_MAX`].
+    pub fn new(octets: impl Into<Box<[u8]>>) -> Result<Self, KeyError> {
+        let octets = octets.into();
+        match octets.len() {
+            0 => Err(KeyError::Empty),
+            n if n > limits::KEY_MAX => Err(KeyError::TooLong { octets: n }),
+            _ => Ok(Self(octets)),
+        }
+    }
+
+    /// The octets.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for IdempotencyKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "IdempotencyKey({} octets)", self.0.len())
+    }
+}
+
+/// A short, stable mark of a caller that tells callers apart without saying who they are: the first eight octets of the
+/// SHA-256 of the caller's identity. All zero where there is only one tenant.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct CallerTag([u8; 8]);
+
+impl CallerTag {
+    /// The mark itself, as a store read it back.
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 8]) -> Self {
+        Self(bytes)
+    }
+
+    /// The octets of the mark.
+    #[must_use]
+    pub const fn as_bytes(&self) -> &[u8; 8] {
+        &self.0
+    }
+
+    /// Reads the sixteen hexadecimal digits that `Display` writes.
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<Self> {
+        hex_to_array(text).map(Self)
+    }
+}
+
+impl fmt::Display for CallerTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(f, &self.0)
+    }
+}
+
+impl fmt::Debug for CallerTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// What a key is unique within: a caller, and an operation where keys belong to operations.
+///
+/// The caller's identity (a credential, a subject, a tenant) is hashed at once and kept nowhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scope {
+    caller: [u8; 32],
+    operation: Vec<Box<[u8]>>,
+}
+
+impl Scope {
+    /// The scope of one caller, told apart by `identity`, whose `kind` (such as `header:authorization`) keeps equal
+    /// identities of different kinds apart.
+    #[must_use]
+    pub fn caller(kind: &str, identity: &[u8]) -> Self {
+        let mut hash = Sha256::new();
+        part(&mut hash, b"oncegate-caller-1");
+        part(&mut hash, kind.as_bytes());
+        part(&mut hash, identity);
+        Self { caller: hash.finalize().into(), operation: Vec::new() }
+    }
+
+    /// The scope of a service that has one caller only, or whose callers may share keys.
+    #[must_use]
+    pub const fn single_tenant() -> Self {
+        Self { caller: [0; 32], operation: Vec::new() }
+    }
+
+    /// Narrows the scope to an operation, such as a method and a path. Called again it narrows further.
+    #[must_use]
+    pub fn within(mut self, part: impl Into<Box<[u8]>>) -> Self {
+        self.operation.push(part.into());
+        self
+    }
+
+    /// The caller's mark for listings.
+    #[must_use]
+    pub fn caller_tag(&self) -> CallerTag {
+        let mut tag = [0; 8];
+        for (to, from) in tag.iter_mut().zip(self.caller) {
+            *to = from;
+        }
+        CallerTag(tag)
+    }
+}
+
+/// Where a record is found: SHA-256 over the length-prefixed parts of its scope and its key.
+///
+/// The parts are never joined into a string, so no separator inside a key can make two records meet. The layout is
+/// published in `vectors/record_ids.json`:
+/// `SHA-256( lp("oncegate-record-1") lp(caller digest) u64(number of operation parts) lp(part)* lp(key) )` with
+/// `lp(x) = u64 big-endian length, then x`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RecordId([u8; 32]);
+
+impl RecordId {
+    /// Derives the place of the record for `key` in `scope`.
+    #[must_use]
+    pub fn derive(scope: &Scope, key: &IdempotencyKey) -> Self {
+        let mut hash = Sha256::new();
+        part(&mut hash, b"oncegate-record-1");
+        part(&mut hash, &scope.caller);
+        hash.update((scope.operation.len() as u64).to_be_bytes());
+        for operation in &scope.operation {
+            part(&mut hash, operation);
+        }
+        part(&mut hash, key.as_bytes());
+        Self(hash.finalize().into())
+    }
+
+    /// The key to send along with a call to somebody else's API that is made on behalf of this record, so that this call
+    /// takes effect once however often it is made. Another one for each `step`, the same for each attempt.
+    ///
+    /// A UUID of version 8 (RFC 9562), 36 characters, which every known API takes: the first 16 octets of
+    /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set.
+    #[must_use]
+    pub fn downstream_key(&self, step: &str) -> String {
+        let mut hash = Sha256::new();
+        part(&mut hash, b"oncegate-downstream-1");
+        part(&mut hash, &self.0);
+        part(&mut hash, step.as_bytes());
+        let digest: [u8; 32] = hash.finalize().into();
+        let mut bits = u128::from_be_bytes(*digest.first_chunk().unwrap_or(&[0; 16]));
+        bits = bits & !(0xf << 76) | 8 << 76; // version
+        bits = bits & !(0b11 << 62) | 0b10 << 62; // variant
+        let hex = format!("{bits:032x}");
+        let mut uuid = String::with_capacity(36);
+        for (at, digit) in hex.chars().enumerate() {
+            if matches!(at, 8 | 12 | 16 | 20) {
+                uuid.push('-');
+            }
+            uuid.push(digit);
+        }
+        uuid
+    }
+
+    /// The identifier itself, as a store read it back.
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// The octets.
+    #[must_use]
+    pub const fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// Reads the 64 hexadecimal digits that `Display` writes.
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<Self> {
+        hex_to_array(text).map(Self)
+    }
+}
+
+impl fmt::Display for RecordId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(f, &self.0)
+    }
+}
+
+/// The first four octets: enough to find a line in a log, too little to ask the store with.
+impl fmt::Debug for RecordId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(f, self.0.first_chunk::<4>().unwrap_or(&[0; 4]))
+    }
+}
+
+/// A number that grows with every claim of a record, over its whole life and beyond it.
+///
+/// The first claim takes the store's clock in milliseconds, each further one the greater of the clock and the previous
+/// token plus one. So a token still grows when the record in between was purged, or when the store lost it, and a
+/// resource that refuses smaller tokens than the greatest it has seen (`WHERE token <= $1`) is never locked out by a
+/// counter that started again at one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FencingToken(u64);
+
+impl FencingToken {
+    /// The token with this number.
+    #[must_use]
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// The number, below 2^53 for all clocks before the year 287396, so that JSON can hold it.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for FencingToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A random number that one claim carries, so that the store recognises the same claim when it is sent again because
+/// its answer was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttemptId(u128);
+
+impl AttemptId {
+    /// An identifier from 128 random bits. The caller brings the randomness.
+    #[must_use]
+    pub const fn new(random: u128) -> Self {
+        Self(random)
+    }
+
+    /// The bits.
+    #[must_use]
+    pub const fn get(self) -> u128 {
+        self.0
+    }
+}
+
+/// Feeds one length-prefixed part to a hash.
+fn part(hash: &mut Sha256, bytes: &[u8]) {
+    hash.update((bytes.len() as u64).to_be_bytes());
+    hash.update(bytes);
+}
+
+pub(crate) fn write_hex(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
+    bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+}
+
+pub(crate) fn hex_to_array<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let digits = text.as_bytes();
+    if digits.len() != 2 * N {
+        return None;
+    }
+    let mut bytes = [0; N];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        let [high, low] = pair else { return None };
+        let value = char::from(*high).to_digit(16)? << 4 | char::from(*low).to_digit(16)?;
+        *byte = u8::try_from(value).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_has_1_to_255_octets() {
+        assert_eq!(IdempotencyKey::new([]).unwrap_err(), KeyError::Empty);
+        assert!(IdempotencyKey::new([b'k'; 1]).is_ok());
+        assert!(IdempotencyKey::new([b'k'; limits::KEY_MAX]).is_ok());
+        assert_eq!(
+            IdempotencyKey::new([b'k'; limits::KEY_MAX + 1]).unwrap_err(),
+            KeyError::TooLong { octets: 256 }
+        );
+    }
+
+    #[test]
+    fn no_separator_inside_a_part_makes_two_records_meet() {
+        let id = |parts: &[&str], key: &str| {
+            let scope = parts.iter().fold(Scope::single_tenant(), |s, p| s.within(p.as_bytes()));
+            RecordId::derive(&scope, &IdempotencyKey::new(key.as_bytes()).unwrap())
+        };
+        let ids = [
+            id(&["POST", "/a"], "b"),
+            id(&["POST", "/ab"], "b"),
+            id(&["POST/a"], "b"),
+            id(&["POST"], "/ab"),
+            id(&["POST", "/a", ""], "b"),
+            id(&["POST", "/a"], ":b"),
+            id(&["POST:", "/a"], "b"),
+        ];
+        let distinct: std::collections::HashSet<_> = ids.iter().collect();
+        assert_eq!(distinct.len(), ids.len());
+    }
+
+    #[test]
+    fn callers_of_different_kinds_with_equal_identities_are_apart() {
+        assert_ne!(Scope::caller("header:x-tenant", b"7"), Scope::caller("header:authorization", b"7"));
+    }
+
+    #[test]
+    fn hex_reads_back_what_it_wrote_and_nothing_else() {
+        let id = RecordId::from_bytes([0xa5; 32]);
+        assert_eq!(RecordId::from_hex(&id.to_string()), Some(id));
+        assert_eq!(RecordId::from_hex("a5"), None);
+        assert_eq!(RecordId::from_hex(&"g".repeat(64)), None);
+    }
+
+    #[test]
+    fn debug_output_shows_neither_key_nor_whole_id() {
+        let key = IdempotencyKey::new(*b"customer-4711").unwrap();
+        assert!(!format!("{key:?}").contains("4711"));
+        assert_eq!(format!("{:?}", RecordId::from_bytes([0xab; 32])), "abababab");
+    }
+}

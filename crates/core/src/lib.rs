@@ -1,0 +1,64 @@
+//! The vocabulary and the one pure function of Oncegate: one key, one effect.
+//!
+//! A caller that got no reply must retry, and a retry of `POST /payments` charges twice. Here is what decides that it does
+//! not: [`decide`] says for a record, a [`Command`] and a time what is written and what is answered. Everything else in
+//! Oncegate drives this function: the engine as futures, the doors (HTTP, functions, messages) from their own side, the
+//! stores inside their transactions.
+//!
+//! This crate does no I/O, reads no clock, draws no random number and knows no async runtime and no HTTP library.
+//!
+//! ```
+//! use std::time::Duration;
+//! use oncegate_core::{
+//!     AttemptId, Claim, Command, Fingerprint, Label, OnAbandoned, Outcome, Timestamp, Write, decide,
+//! };
+//!
+//! let claim = |attempt, input: &[u8]| Command::Claim(Claim {
+//!     attempt: AttemptId::new(attempt),
+//!     fingerprint: Fingerprint::of_parts("example", &[input]),
+//!     lease: Duration::from_secs(30),
+//!     retention: Duration::from_secs(86_400),
+//!     on_abandoned: OnAbandoned::Park,
+//!     label: Label::default(),
+//! });
+//! let now = Timestamp::from_millis(1_000);
+//!
+//! let first = decide(None, &claim(1, b"pay 5"), now);
+//! assert!(matches!(first.outcome, Outcome::Execute(_)));
+//! let Write::Put(record) = first.write else { panic!("a claim is written down") };
+//!
+//! // The same request again, while the first one runs; and another request under the same key.
+//! assert!(matches!(decide(Some(&record), &claim(2, b"pay 5"), now).outcome, Outcome::InProgress { .. }));
+//! assert_eq!(decide(Some(&record), &claim(3, b"pay 9"), now).outcome, Outcome::Mismatch);
+//! // Its owner is gone: nobody knows whether it paid.
+//! let later = now.after(Duration::from_secs(31));
+//! assert_eq!(decide(Some(&record), &claim(4, b"pay 5"), later).outcome, Outcome::Unknown);
+//! ```
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
+mod clock;
+pub mod codec;
+mod decide;
+pub mod fingerprint;
+mod id;
+pub mod limits;
+mod memory;
+mod record;
+mod response;
+mod store;
+
+pub use clock::{Clock, Timestamp};
+pub use decide::{
+    Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, Release, Renew, Resolution,
+    Resolve, Write, decide,
+};
+pub use fingerprint::{Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError};
+pub use id::{AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, RecordId, Scope};
+pub use memory::MemoryStore;
+pub use record::{Answer, Label, Record, State, StateName};
+pub use response::{ResponseError, StoredResponse};
+pub use store::{
+    AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreErrorKind,
+    StoreFuture,
+};

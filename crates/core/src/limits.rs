@@ -1,0 +1,46 @@
+//! Every bound of Oncegate in one place, each with its reason. Each is tested at the limit and one beyond it.
+
+use std::time::Duration;
+
+/// Longest key in octets. Stripe, ACP and most published APIs stop at 255; RFC 9651 lets a field definition
+/// constrain its strings.
+pub const KEY_MAX: usize = 255;
+
+/// Longest operation name (method and path) that is kept beside a record so that an operator can read it. Longer ones
+/// are cut at a character boundary: the name is for eyes, the [`RecordId`](crate::RecordId) holds the whole.
+pub const OPERATION_MAX: usize = 256;
+
+/// Shortest lease. Below this a renewal cannot be relied on to arrive in time.
+pub const LEASE_MIN: Duration = Duration::from_millis(100);
+
+/// Longest lease. A crashed owner blocks its key for this long at the most.
+pub const LEASE_MAX: Duration = Duration::from_secs(60 * 60);
+
+/// Shortest retention. Shorter than the lease of a retrying client it would protect nothing.
+pub const RETENTION_MIN: Duration = Duration::from_secs(1);
+
+/// Longest retention: 400 days, a year and a margin. The store is not an archive.
+pub const RETENTION_MAX: Duration = Duration::from_secs(400 * 24 * 60 * 60);
+
+/// Largest response, headers and body, that a record may hold, whatever is configured. A store commits it in one
+/// transaction.
+pub const RESPONSE_MAX: usize = 64 * 1024 * 1024;
+
+/// Most header fields, and most trailer fields, in a stored response.
+pub const FIELDS_MAX: usize = 128;
+
+/// Most records in one page of a listing, and most records that one purge step removes.
+pub const PAGE_MAX: usize = 1000;
+
+/// Longest reason and longest actor name in an audit entry, in octets.
+pub const AUDIT_TEXT_MAX: usize = 1000;
+
+/// Most audit entries that a store keeps; the oldest go first.
+pub const AUDIT_ENTRIES_MAX: u64 = 100_000;
+
+/// Most requests that wait for one owner's answer. One more hears at once that the request is in progress.
+pub const WAITERS_MAX: usize = 1000;
+
+/// Most completions that an engine goes on trying to write in the background while its store is out of reach; each holds
+/// a response in memory.
+pub const DEFERRED_MAX: usize = 1024;

@@ -1,0 +1,283 @@
+//! The store that keeps records in memory: the executable specification, and good enough for one process whose records
+//! need not survive it.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::clock::{Clock, Timestamp};
+use crate::decide::{Command, Decision, Outcome, Write, decide};
+use crate::id::RecordId;
+use crate::limits;
+use crate::record::Record;
+use crate::store::{
+    AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreFuture,
+};
+
+/// Records in memory. Nothing survives the process; within it, everything the protocol promises holds.
+pub struct MemoryStore<C> {
+    clock: C,
+    shards: [Mutex<Shard>; SHARDS],
+    audit: Mutex<Audit>,
+    capacity_per_shard: usize,
+}
+
+/// Enough that two threads seldom meet, few enough that an empty store is small.
+const SHARDS: usize = 64;
+
+#[derive(Default)]
+struct Shard {
+    records: HashMap<RecordId, Box<Record>, BuildHasherDefault<IdHasher>>,
+    /// When to look at a record again, in coarse steps, so that purging reads only what is due. A record is in here once
+    /// per claim; if it lives longer than it was noted for (a renewal, a completion), it is noted again when it is due.
+    due: BTreeMap<u64, Vec<RecordId>>,
+}
+
+#[derive(Default)]
+struct Audit {
+    entries: VecDeque<AuditEntry>,
+    last: u64,
+}
+
+impl<C: Clock> MemoryStore<C> {
+    /// An empty store that holds ten million records at the most.
+    pub fn new(clock: C) -> Self {
+        Self::with_capacity(clock, 10_000_000)
+    }
+
+    /// An empty store that holds about `records` records at the most. A claim of one more is refused as unavailable:
+    /// records are never pushed out, because that would free their keys.
+    pub fn with_capacity(clock: C, records: usize) -> Self {
+        Self {
+            clock,
+            shards: std::array::from_fn(|_| Mutex::default()),
+            audit: Mutex::default(),
+            capacity_per_shard: records.div_ceil(SHARDS),
+        }
+    }
+
+    /// How many records there are, expired ones included.
+    pub fn len(&self) -> usize {
+        self.shards.iter().map(|shard| lock(shard).records.len()).sum()
+    }
+
+    /// Whether there is no record.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn shard(&self, id: &RecordId) -> MutexGuard<'_, Shard> {
+        let [first, ..] = *id.as_bytes();
+        match self.shards.get(usize::from(first) % SHARDS).or(self.shards.first()) {
+            Some(shard) => lock(shard),
+            None => unreachable!("there are {SHARDS} shards"),
+        }
+    }
+
+    fn apply_now(&self, id: RecordId, command: &Command) -> Result<Outcome, StoreError> {
+        let now = self.clock.now();
+        let mut shard = self.shard(&id);
+        let Decision { outcome, write } = decide(shard.records.get(&id).map(Box::as_ref), command, now);
+        match write {
+            Write::Keep => {}
+            Write::Put(record) => {
+                if matches!(command, Command::Claim(_)) {
+                    if !shard.records.contains_key(&id) && shard.records.len() >= self.capacity_per_shard {
+                        return Err(StoreError::unavailable("the memory store is full"));
+                    }
+                    shard.note(due_step(record.expires_at), id);
+                }
+                if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
+                    lock(&self.audit).add(AuditEntry {
+                        number: 0,
+                        at: now,
+                        id,
+                        from: *from,
+                        to: record.state_name(now),
+                        actor: resolve.actor.clone(),
+                        reason: resolve.reason.clone(),
+                    });
+                }
+                match shard.records.get_mut(&id) {
+                    Some(place) => **place = record,
+                    None => drop(shard.records.insert(id, Box::new(record))),
+                }
+            }
+            Write::Delete => drop(shard.records.remove(&id)),
+        }
+        Ok(outcome)
+    }
+
+    fn list_now(&self, query: &ListQuery) -> ListPage {
+        let now = self.clock.now();
+        let mut records = Vec::new();
+        for shard in &self.shards {
+            let shard = lock(shard);
+            records.extend(
+                shard
+                    .records
+                    .iter()
+                    .filter(|(id, record)| {
+                        query.after.is_none_or(|after| **id > after) && query.matches(record, now)
+                    })
+                    .map(|(id, record)| (*id, (**record).clone())),
+            );
+        }
+        records.sort_unstable_by_key(|(id, _)| *id);
+        let limit = query.bounded_limit();
+        let more = records.len() > limit;
+        records.truncate(limit);
+        let next = records.last().map(|(id, _)| *id).filter(|_| more);
+        ListPage { records, unreadable: Vec::new(), next }
+    }
+
+    fn purge_now(&self, limit: usize) -> usize {
+        let now = self.clock.now();
+        let mut purged = 0;
+        for shard in &self.shards {
+            let mut shard = lock(shard);
+            while purged < limit {
+                let Some(id) = shard.next_due(now) else { break };
+                match shard.records.get(&id).map(|record| (record.is_expired(now), record.expires_at)) {
+                    Some((true, _)) => {
+                        shard.records.remove(&id);
+                        purged += 1;
+                    }
+                    Some((false, expires_at)) => shard.note(due_step(expires_at), id),
+                    None => {}
+                }
+            }
+        }
+        purged
+    }
+}
+
+impl<C: Clock> Store for MemoryStore<C> {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let outcome = self.apply_now(id, &command);
+        Box::pin(std::future::ready(outcome))
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        let now = self.clock.now();
+        let record = self.shard(&id).records.get(&id).filter(|r| !r.is_expired(now)).map(|r| (**r).clone());
+        Box::pin(std::future::ready(Ok(record)))
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        Box::pin(async move { Ok(self.list_now(&query)) })
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        Box::pin(async move { Ok(self.purge_now(limit)) })
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        let audit = lock(&self.audit);
+        let newest_first = audit.entries.iter().rev();
+        let entries =
+            newest_first.filter(|e| before.is_none_or(|b| e.number < b)).take(limit).cloned().collect();
+        Box::pin(std::future::ready(Ok(entries)))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("memory", Durability::Volatile, Fencing::Monotonic)
+    }
+}
+
+impl<C> fmt::Debug for MemoryStore<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryStore").finish_non_exhaustive()
+    }
+}
+
+impl Shard {
+    fn note(&mut self, step: u64, id: RecordId) {
+        self.due.entry(step).or_default().push(id);
+    }
+
+    /// Takes the next record off the notes that is to be looked at by now.
+    fn next_due(&mut self, now: Timestamp) -> Option<RecordId> {
+        loop {
+            let mut first = self.due.first_entry().filter(|first| *first.key() <= now.as_millis())?;
+            match first.get_mut().pop() {
+                Some(id) => return Some(id),
+                None => drop(first.remove()),
+            }
+        }
+    }
+}
+
+impl Audit {
+    fn add(&mut self, entry: AuditEntry) {
+        self.last += 1;
+        self.entries.push_back(AuditEntry { number: self.last, ..entry });
+        if self.entries.len() as u64 > limits::AUDIT_ENTRIES_MAX {
+            self.entries.pop_front();
+        }
+    }
+}
+
+/// A record is due in the first step of two seconds that starts at its expiry or after it.
+fn due_step(expires_at: Timestamp) -> u64 {
+    expires_at.as_millis().div_ceil(2000).saturating_mul(2000)
+}
+
+/// A panic while a lock was held left the map whole: every change is one call. So the lock may be taken again.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Record identifiers are SHA-256 digests: eight of their octets are as good a hash as any.
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        // The last octets: the first one already chose the shard.
+        if let Some(last) = bytes.last_chunk() {
+            self.0 = u64::from_ne_bytes(*last);
+        }
+    }
+
+    fn write_usize(&mut self, _length_prefix: usize) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::StateName;
+
+    #[test]
+    fn of_more_audit_entries_than_are_kept_the_oldest_go() {
+        let mut audit = Audit::default();
+        let entry = AuditEntry {
+            number: 0,
+            at: Timestamp::default(),
+            id: RecordId::from_bytes([0; 32]),
+            from: StateName::Unknown,
+            to: StateName::Released,
+            actor: String::new(),
+            reason: String::new(),
+        };
+        for _ in 0..=limits::AUDIT_ENTRIES_MAX {
+            audit.add(entry.clone());
+        }
+        assert_eq!(audit.entries.len() as u64, limits::AUDIT_ENTRIES_MAX);
+        assert_eq!(audit.entries.front().map(|entry| entry.number), Some(2));
+        assert_eq!(audit.entries.back().map(|entry| entry.number), Some(limits::AUDIT_ENTRIES_MAX + 1));
+    }
+}

@@ -1,0 +1,193 @@
+//! What a store holds for a [`RecordId`](crate::RecordId).
+
+use std::fmt;
+
+use crate::clock::Timestamp;
+use crate::fingerprint::Fingerprint;
+use crate::id::{AttemptId, CallerTag, FencingToken};
+use crate::limits;
+use crate::response::StoredResponse;
+
+/// What a store holds for a [`RecordId`](crate::RecordId).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Record {
+    /// What made two requests the same request when this record was claimed.
+    pub fingerprint: Fingerprint,
+    /// The token of the newest claim.
+    pub token: FencingToken,
+    /// How many attempts were granted, the newest included.
+    pub attempts: u32,
+    /// Where the record is in its life.
+    pub state: State,
+    /// What an operator sees of it in a listing.
+    pub label: Label,
+    /// When the record was first claimed.
+    pub created_at: Timestamp,
+    /// When it entered its state.
+    pub changed_at: Timestamp,
+    /// From when on it counts as absent and may be purged. Moves ahead with each renewal; counts from the completion
+    /// once it is completed.
+    pub expires_at: Timestamp,
+}
+
+/// The states of a record. Expired and abandoned are derived from the clock and never stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum State {
+    /// An attempt owns the record, until `lease_until` unless it renews.
+    InProgress {
+        /// The attempt that owns it.
+        attempt: AttemptId,
+        /// When the ownership ends.
+        lease_until: Timestamp,
+        /// Whether an earlier attempt was abandoned, so that its effect may have happened.
+        after_abandoned: bool,
+    },
+    /// Whether the effect took place is not known, and an operator has to say.
+    Unknown,
+    /// The operation took place and this is what is known of its answer.
+    Completed(Answer),
+    /// The key is free again. The record stays so that its token continues to grow.
+    Released,
+}
+
+/// What a completed record can say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Answer {
+    /// The answer, to be replayed.
+    Replayable(StoredResponse),
+    /// Completed by its owner inside a transaction of its own, without the answer, which the same owner may add once.
+    Awaited,
+    /// The answer cannot be replayed (too large, streamed, secret): the operation is never run again all the same.
+    Tombstone,
+}
+
+/// The names of the states, as listings, metrics and documents spell them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum StateName {
+    /// In progress, and its owner's lease lasts.
+    InProgress,
+    /// In progress by its record, but the lease ran out.
+    Abandoned,
+    /// The outcome is not known.
+    Unknown,
+    /// Completed with an answer to replay.
+    Completed,
+    /// Completed without an answer to replay.
+    Tombstone,
+    /// Free again.
+    Released,
+}
+
+impl StateName {
+    /// Every name.
+    pub const ALL: [Self; 6] =
+        [Self::InProgress, Self::Abandoned, Self::Unknown, Self::Completed, Self::Tombstone, Self::Released];
+
+    /// The name in words.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::InProgress => "in-progress",
+            Self::Abandoned => "abandoned",
+            Self::Unknown => "unknown",
+            Self::Completed => "completed",
+            Self::Tombstone => "tombstone",
+            Self::Released => "released",
+        }
+    }
+
+    /// The state with this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|state| state.as_str() == name)
+    }
+}
+
+impl fmt::Display for StateName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl Record {
+    /// Whether the record is past its retention and counts as absent.
+    #[must_use]
+    pub fn is_expired(&self, now: Timestamp) -> bool {
+        now >= self.expires_at
+    }
+
+    /// The state as seen at `now`.
+    #[must_use]
+    pub fn state_name(&self, now: Timestamp) -> StateName {
+        match &self.state {
+            State::InProgress { lease_until, .. } if now >= *lease_until => StateName::Abandoned,
+            State::InProgress { .. } => StateName::InProgress,
+            State::Unknown => StateName::Unknown,
+            State::Completed(Answer::Replayable(_)) => StateName::Completed,
+            State::Completed(Answer::Awaited | Answer::Tombstone) => StateName::Tombstone,
+            State::Released => StateName::Released,
+        }
+    }
+}
+
+/// What an operator sees of a record: who, in a mark that does not tell the identity, and which operation.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct Label {
+    caller: CallerTag,
+    operation: Box<str>,
+}
+
+impl Label {
+    /// A label. An operation longer than [`limits::OPERATION_MAX`] octets is cut.
+    #[must_use]
+    pub fn new(caller: CallerTag, operation: impl Into<String>) -> Self {
+        let mut operation = operation.into();
+        if operation.len() > limits::OPERATION_MAX {
+            let end = (0..=limits::OPERATION_MAX).rev().find(|at| operation.is_char_boundary(*at));
+            operation.truncate(end.unwrap_or(0));
+        }
+        Self { caller, operation: operation.into_boxed_str() }
+    }
+
+    /// The caller's mark.
+    #[must_use]
+    pub const fn caller(&self) -> CallerTag {
+        self.caller
+    }
+
+    /// The operation, such as `POST /payments`.
+    #[must_use]
+    pub fn operation(&self) -> &str {
+        &self.operation
+    }
+}
+
+impl fmt::Debug for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.caller, self.operation)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_operation_is_cut_at_a_character_boundary() {
+        let cut = |text: String| Label::new(CallerTag::default(), text).operation().len();
+        assert_eq!(cut("a".repeat(limits::OPERATION_MAX)), limits::OPERATION_MAX);
+        assert_eq!(cut("a".repeat(limits::OPERATION_MAX + 1)), limits::OPERATION_MAX);
+        assert_eq!(cut(format!("{}é", "a".repeat(limits::OPERATION_MAX - 1))), limits::OPERATION_MAX - 1);
+    }
+
+    #[test]
+    fn state_names_read_back() {
+        for state in StateName::ALL {
+            assert_eq!(StateName::from_name(state.as_str()), Some(state));
+        }
+    }
+}

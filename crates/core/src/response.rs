@@ -1,0 +1,237 @@
+//! The answer that a record keeps.
+
+use std::fmt;
+
+use bytes::{BufMut, Bytes, BytesMut};
+
+use crate::limits;
+
+/// An answer as it is kept: a status, header fields, a body and trailer fields, in one allocation of exactly their size.
+///
+/// One allocation, because a record must not pin the network buffers that its parts came in. The octets are published
+/// (`vectors/responses.json`), since a store keeps them as they are:
+///
+/// ```text
+/// u8 version = 1 | u16 status | u16 header fields | u16 trailer fields
+/// | (u16 name length, u32 value length, name, value)*  headers, then trailers
+/// | body, to the end                                     all numbers big-endian
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct StoredResponse {
+    encoded: Bytes,
+    /// Where the body starts in `encoded`.
+    body_at: usize,
+}
+
+/// Why an answer cannot be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ResponseError {
+    /// More than [`limits::FIELDS_MAX`] header or trailer fields.
+    TooManyFields,
+    /// A field's name is longer than 65 535 octets.
+    FieldTooLong,
+    /// Larger than [`limits::RESPONSE_MAX`] octets in all.
+    TooLarge,
+}
+
+impl fmt::Display for ResponseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooManyFields => write!(f, "more than {} header or trailer fields", limits::FIELDS_MAX),
+            Self::FieldTooLong => f.write_str("a field name is longer than 65535 octets"),
+            Self::TooLarge => write!(f, "larger than {} octets", limits::RESPONSE_MAX),
+        }
+    }
+}
+
+impl std::error::Error for ResponseError {}
+
+const VERSION: u8 = 1;
+const HEAD: usize = 1 + 2 + 2 + 2;
+const FIELD_HEAD: usize = 2 + 4;
+
+impl StoredResponse {
+    /// Copies an answer into one allocation. `body` is a list of chunks in their order.
+    ///
+    /// # Errors
+    /// [`ResponseError`] where it is beyond a limit.
+    pub fn new(
+        status: u16,
+        headers: &[(&str, &[u8])],
+        body: &[Bytes],
+        trailers: &[(&str, &[u8])],
+    ) -> Result<Self, ResponseError> {
+        if headers.len() > limits::FIELDS_MAX || trailers.len() > limits::FIELDS_MAX {
+            return Err(ResponseError::TooManyFields);
+        }
+        let fields = || headers.iter().chain(trailers);
+        if fields().any(|(name, _)| name.len() > usize::from(u16::MAX)) {
+            return Err(ResponseError::FieldTooLong);
+        }
+        let fields_len: usize = fields().map(|(name, value)| FIELD_HEAD + name.len() + value.len()).sum();
+        let body_len: usize = body.iter().map(Bytes::len).sum();
+        let total = HEAD.saturating_add(fields_len).saturating_add(body_len);
+        if total > limits::RESPONSE_MAX {
+            return Err(ResponseError::TooLarge);
+        }
+        let mut to = BytesMut::with_capacity(total);
+        to.put_u8(VERSION);
+        to.put_u16(status);
+        // All four numbers fit: they were held against the limits above.
+        to.put_u16(headers.len() as u16);
+        to.put_u16(trailers.len() as u16);
+        for (name, value) in fields() {
+            to.put_u16(name.len() as u16);
+            to.put_u32(value.len() as u32);
+            to.put_slice(name.as_bytes());
+            to.put_slice(value);
+        }
+        for chunk in body {
+            to.put_slice(chunk);
+        }
+        Ok(Self { encoded: to.freeze(), body_at: HEAD + fields_len })
+    }
+
+    /// Reads the published octets back. `None` where they are not such octets, whole and of a known version.
+    #[must_use]
+    pub fn decode(encoded: Bytes) -> Option<Self> {
+        if *encoded.first()? != VERSION || encoded.len() > limits::RESPONSE_MAX {
+            return None;
+        }
+        let fields = usize::from(u16_at(&encoded, 3)?) + usize::from(u16_at(&encoded, 5)?);
+        if fields > 2 * limits::FIELDS_MAX {
+            return None;
+        }
+        let mut at = HEAD;
+        for _ in 0..fields {
+            let (_, _, next) = field_at(&encoded, at)?;
+            at = next;
+        }
+        Some(Self { encoded, body_at: at })
+    }
+
+    /// The published octets.
+    #[must_use]
+    pub const fn as_encoded(&self) -> &Bytes {
+        &self.encoded
+    }
+
+    /// The status code. Doors that are not HTTP give it their own meaning.
+    #[must_use]
+    pub fn status(&self) -> u16 {
+        u16_at(&self.encoded, 1).unwrap_or_default()
+    }
+
+    /// The header fields in their order.
+    pub fn headers(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.fields().take(self.count(3))
+    }
+
+    /// The trailer fields in their order.
+    pub fn trailers(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.fields().skip(self.count(3)).take(self.count(5))
+    }
+
+    /// The body, sharing this answer's allocation.
+    #[must_use]
+    pub fn body(&self) -> Bytes {
+        self.encoded.slice(self.body_at.min(self.encoded.len())..)
+    }
+
+    fn count(&self, at: usize) -> usize {
+        usize::from(u16_at(&self.encoded, at).unwrap_or_default())
+    }
+
+    fn fields(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        let mut at = HEAD;
+        std::iter::from_fn(move || {
+            let (name, value, next) = field_at(&self.encoded, at)?;
+            at = next;
+            Some((name, value))
+        })
+    }
+}
+
+/// Shows no header value and no body.
+impl fmt::Debug for StoredResponse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoredResponse")
+            .field("status", &self.status())
+            .field("body_len", &(self.encoded.len().saturating_sub(self.body_at)))
+            .finish_non_exhaustive()
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    bytes.get(at..)?.first_chunk().map(|b| u16::from_be_bytes(*b))
+}
+
+/// The field that starts at `at`, and where the next one starts.
+fn field_at(bytes: &[u8], at: usize) -> Option<(&str, &[u8], usize)> {
+    let name_len = usize::from(u16_at(bytes, at)?);
+    let value_len = u32::from_be_bytes(*bytes.get(at.checked_add(2)?..)?.first_chunk()?);
+    let name_at = at.checked_add(FIELD_HEAD)?;
+    let value_at = name_at.checked_add(name_len)?;
+    let end = value_at.checked_add(usize::try_from(value_len).ok()?)?;
+    let name = std::str::from_utf8(bytes.get(name_at..value_at)?).ok()?;
+    Some((name, bytes.get(value_at..end)?, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADERS: [(&str, &[u8]); 2] = [("content-type", b"application/json"), ("x-raw", b"\xff\x00")];
+    const TRAILERS: [(&str, &[u8]); 1] = [("grpc-status", b"0")];
+
+    fn response() -> StoredResponse {
+        let body = [Bytes::from_static(b"\x00\xff"), Bytes::from_static(b"tail")];
+        StoredResponse::new(201, &HEADERS, &body, &TRAILERS).unwrap()
+    }
+
+    #[test]
+    fn reads_back_what_it_was_given_octet_for_octet() {
+        let read = StoredResponse::decode(response().as_encoded().clone()).unwrap();
+        assert_eq!(read, response());
+        assert_eq!(read.status(), 201);
+        assert_eq!(read.headers().collect::<Vec<_>>(), HEADERS);
+        assert_eq!(read.trailers().collect::<Vec<_>>(), TRAILERS);
+        assert_eq!(read.body(), &b"\x00\xfftail"[..]);
+    }
+
+    #[test]
+    fn takes_one_allocation_of_exactly_its_size() {
+        let encoded = response().encoded;
+        assert_eq!(encoded.len(), HEAD + 3 * FIELD_HEAD + 12 + 16 + 5 + 2 + 11 + 1 + 6);
+    }
+
+    #[test]
+    fn refuses_octets_that_are_cut_before_the_body_or_of_another_version() {
+        let whole = response().encoded;
+        let body_at = response().body_at;
+        for end in 0..body_at {
+            assert_eq!(StoredResponse::decode(whole.slice(..end)), None, "cut at {end}");
+        }
+        let mut other = whole.to_vec();
+        other[0] = 2;
+        assert_eq!(StoredResponse::decode(other.into()), None);
+    }
+
+    #[test]
+    fn is_bounded_in_fields_and_size() {
+        let fields = |n| vec![("a", &b"b"[..]); n];
+        assert!(StoredResponse::new(200, &fields(limits::FIELDS_MAX), &[], &[]).is_ok());
+        let beyond = StoredResponse::new(200, &fields(limits::FIELDS_MAX + 1), &[], &[]);
+        assert_eq!(beyond, Err(ResponseError::TooManyFields));
+        let fits = Bytes::from(vec![0; limits::RESPONSE_MAX - HEAD]);
+        assert!(StoredResponse::new(200, &[], &[fits], &[]).is_ok());
+        let beyond = Bytes::from(vec![0; limits::RESPONSE_MAX - HEAD + 1]);
+        assert_eq!(StoredResponse::new(200, &[], &[beyond], &[]), Err(ResponseError::TooLarge));
+    }
+
+    #[test]
+    fn debug_output_shows_no_content() {
+        assert_eq!(format!("{:?}", response()), "StoredResponse { status: 201, body_len: 6, .. }");
+    }
+}

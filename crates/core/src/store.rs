@@ -1,0 +1,265 @@
+//! What a store must do.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use crate::clock::Timestamp;
+use crate::decide::{Command, Outcome};
+use crate::id::{CallerTag, RecordId};
+use crate::limits;
+use crate::record::{Record, StateName};
+
+/// What a store method returns: boxed, so that a store can be chosen when the program starts.
+pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
+
+/// Where records live.
+///
+/// A store applies [`decide`](crate::decide()) to one record at a time, atomically, by its own clock, and answers only
+/// after what it wrote is as durable as [`Capabilities::durability`] says. Everything else that keeps the promises
+/// follows from the function; a store adds none of its own rules. A store must answer within a bounded time: a caller
+/// that waits for it holds a request.
+pub trait Store: Send + Sync + 'static {
+    /// Applies one command to the record with this identifier.
+    ///
+    /// # Errors
+    /// [`StoreErrorKind::Unavailable`] where it is not known whether the command was applied; it may be sent again.
+    /// [`StoreErrorKind::Corrupt`] where the record cannot be read; nothing was changed.
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome>;
+
+    /// Reads a record; absent where its retention is over.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`].
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>>;
+
+    /// Lists records in the order of their identifiers. Reads at most a bounded number of records per call, so a page may
+    /// be short or empty and have a cursor all the same.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`]; a record that cannot be read is listed as such and is no error.
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage>;
+
+    /// Removes at most `limit` records whose retention is over, without reading the others, and says how many. The answer
+    /// is smaller than `limit` when there are no more for now.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`].
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize>;
+
+    /// The audit trail, newest first, from before the entry number `before` where one is given, `limit` entries at most.
+    /// Every [`Outcome::Resolved`] has exactly one entry, written in the same transaction.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`].
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>>;
+
+    /// Whether the store can be reached and would take a write now.
+    ///
+    /// # Errors
+    /// Why not.
+    fn check(&self) -> StoreFuture<'_, ()>;
+
+    /// The store's clock, which leases and retentions are measured by.
+    fn now(&self) -> Timestamp;
+
+    /// What the store promises.
+    fn capabilities(&self) -> Capabilities;
+}
+
+/// What a store promises, as the table in GUARANTEES.md spells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// The store's name in messages and metrics.
+    pub name: &'static str,
+    /// What survives.
+    pub durability: Durability,
+    /// How far tokens can be trusted.
+    pub fencing: Fencing,
+    /// Whether a completion can commit together with the effect.
+    pub atomic_with_effect: bool,
+}
+
+impl Capabilities {
+    /// The promises of a store with this name.
+    #[must_use]
+    pub const fn new(name: &'static str, durability: Durability, fencing: Fencing) -> Self {
+        Self { name, durability, fencing, atomic_with_effect: false }
+    }
+}
+
+/// What survives of an acknowledged write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Durability {
+    /// Nothing survives the process.
+    Volatile,
+    /// An acknowledged write may be lost in a crash or a failover.
+    Buffered,
+    /// On disk before it is acknowledged.
+    Synced,
+}
+
+/// How far tokens can be trusted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fencing {
+    /// Equal only if it is the same attempt.
+    Equality,
+    /// Each is greater than all before it.
+    Monotonic,
+}
+
+/// What to list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ListQuery {
+    /// Only records in this state.
+    pub state: Option<StateName>,
+    /// Only records of this caller.
+    pub caller: Option<CallerTag>,
+    /// Only records whose operation starts like this.
+    pub operation: Option<String>,
+    /// Only records that have been in their state for at least so long.
+    pub min_age: Duration,
+    /// Only records after this one: the cursor of the page before.
+    pub after: Option<RecordId>,
+    /// How many, [`limits::PAGE_MAX`] at most.
+    pub limit: usize,
+}
+
+impl Default for ListQuery {
+    fn default() -> Self {
+        Self { state: None, caller: None, operation: None, min_age: Duration::ZERO, after: None, limit: 100 }
+    }
+}
+
+impl ListQuery {
+    /// Whether the record is one of those asked for.
+    #[must_use]
+    pub fn matches(&self, record: &Record, now: Timestamp) -> bool {
+        !record.is_expired(now)
+            && self.state.is_none_or(|state| state == record.state_name(now))
+            && self.caller.is_none_or(|caller| caller == record.label.caller())
+            && self.operation.as_deref().is_none_or(|prefix| record.label.operation().starts_with(prefix))
+            && now.since(record.changed_at) >= self.min_age
+    }
+
+    /// The limit within its bounds.
+    #[must_use]
+    pub fn bounded_limit(&self) -> usize {
+        self.limit.clamp(1, limits::PAGE_MAX)
+    }
+}
+
+/// A page of a listing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ListPage {
+    /// The records, in the order of their identifiers.
+    pub records: Vec<(RecordId, Record)>,
+    /// Records that cannot be read.
+    pub unreadable: Vec<RecordId>,
+    /// Where the next page starts; `None` after the last one.
+    pub next: Option<RecordId>,
+}
+
+/// One operator's act.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditEntry {
+    /// Grows by one with each entry.
+    pub number: u64,
+    /// When, by the store's clock.
+    pub at: Timestamp,
+    /// On which record.
+    pub id: RecordId,
+    /// The state before.
+    pub from: StateName,
+    /// The state after.
+    pub to: StateName,
+    /// Who.
+    pub actor: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// Why a store did not answer.
+#[derive(Debug)]
+pub struct StoreError {
+    kind: StoreErrorKind,
+    message: String,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// What a caller can do about a [`StoreError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum StoreErrorKind {
+    /// Out of reach, full, or failing: it is not known whether the command was applied. Try again later.
+    Unavailable,
+    /// A record is damaged or of an unknown version. An operator has to look; it must never be executed.
+    Corrupt,
+    /// The configuration or the format does not fit this program. Fix it; trying again does not help.
+    Invalid,
+}
+
+impl StoreError {
+    /// Out of reach, full, or failing.
+    #[must_use]
+    pub fn unavailable(message: impl Into<String>) -> Self {
+        Self { kind: StoreErrorKind::Unavailable, message: message.into(), source: None }
+    }
+
+    /// A damaged record, or one of an unknown version.
+    #[must_use]
+    pub fn corrupt(message: impl Into<String>) -> Self {
+        Self { kind: StoreErrorKind::Corrupt, message: message.into(), source: None }
+    }
+
+    /// A configuration or format that does not fit.
+    #[must_use]
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self { kind: StoreErrorKind::Invalid, message: message.into(), source: None }
+    }
+
+    /// Adds what caused it.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// What a caller can do about it.
+    #[must_use]
+    pub const fn kind(&self) -> StoreErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        self.source.as_ref().map_or(Ok(()), |source| write!(f, ": {source}"))
+    }
+}
+
+impl StdError for StoreError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.source.as_ref().map(|s| &**s as &(dyn StdError + 'static))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_bounded() {
+        let bounded = |limit| ListQuery { limit, ..ListQuery::default() }.bounded_limit();
+        assert_eq!(bounded(0), 1);
+        assert_eq!(bounded(limits::PAGE_MAX), limits::PAGE_MAX);
+        assert_eq!(bounded(limits::PAGE_MAX + 1), limits::PAGE_MAX);
+    }
+}

@@ -1,0 +1,57 @@
+//! The published vectors: what a program in another language has to agree with.
+
+use bytes::Bytes;
+use oncegate_core::{IdempotencyKey, RecordId, Scope, StoredResponse};
+use serde_json::Value;
+
+fn vectors(name: &str) -> Value {
+    let path = format!("{}/vectors/{name}", env!("CARGO_MANIFEST_DIR"));
+    serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap()
+}
+
+fn octets(hex: &Value) -> Vec<u8> {
+    let hex = hex.as_str().unwrap();
+    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+}
+
+#[test]
+fn record_ids_and_downstream_keys() {
+    let vectors = vectors("record_ids.json");
+    let cases = vectors["cases"].as_array().unwrap();
+    assert!(cases.len() >= 10);
+    for case in cases {
+        let scope = match case["caller"].as_object() {
+            None => Scope::single_tenant(),
+            Some(caller) => Scope::caller(caller["kind"].as_str().unwrap(), &octets(&caller["identity_hex"])),
+        };
+        let parts = case["operation_hex"].as_array().unwrap();
+        let scope = parts.iter().fold(scope, |scope, part| scope.within(octets(part)));
+        let id = RecordId::derive(&scope, &IdempotencyKey::new(octets(&case["key_hex"])).unwrap());
+        assert_eq!(id.to_string(), case["record_id"], "{}", case["name"]);
+        assert_eq!(scope.caller_tag().to_string(), case["caller_tag"], "{}", case["name"]);
+        for (step, key) in case["downstream_keys"].as_object().unwrap() {
+            assert_eq!(id.downstream_key(step), *key, "{} {step}", case["name"]);
+        }
+    }
+}
+
+#[test]
+fn stored_responses() {
+    for case in vectors("responses.json")["cases"].as_array().unwrap() {
+        let fields = |name: &str| -> Vec<(String, Vec<u8>)> {
+            let list = case[name].as_array().unwrap();
+            list.iter().map(|field| (field[0].as_str().unwrap().to_owned(), octets(&field[1]))).collect()
+        };
+        let (headers, trailers) = (fields("headers"), fields("trailers"));
+        let borrowed = |fields: &'static [(String, Vec<u8>)]| -> Vec<(&'static str, &'static [u8])> {
+            fields.iter().map(|(name, value)| (name.as_str(), value.as_slice())).collect()
+        };
+        let status = u16::try_from(case["status"].as_u64().unwrap()).unwrap();
+        let body = [Bytes::from(octets(&case["body_hex"]))];
+        let headers = borrowed(headers.leak());
+        let trailers = borrowed(trailers.leak());
+        let response = StoredResponse::new(status, &headers, &body, &trailers).unwrap();
+        assert_eq!(response.as_encoded(), &octets(&case["encoded_hex"]), "{}", case["name"]);
+        assert_eq!(StoredResponse::decode(octets(&case["encoded_hex"]).into()), Some(response));
+    }
+}

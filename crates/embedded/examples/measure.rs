@@ -1,0 +1,302 @@
+//! Measures the store against the disk and against bare redb, all in one run, and prints one line of JSON.
+//!
+//! ```text
+//! cargo run --release -p oncegate-embedded --example measure [-- <directory> [<seconds for each figure>]]
+//! ```
+//!
+//! - `fdatasync_per_s`: 4 KiB overwritten in a preallocated file and flushed, one thread.
+//! - `pairs_per_s`: a claim and a completion with a response of 1 KiB, each on disk before it is answered, by 1, 64 and
+//!   256 clients; `bare_pairs_per_s`: the same octets, read and put by a group-commit loop over bare redb with
+//!   two-phase commit. The two are measured in turns, and the medians are printed.
+//! - `replays_per_s`: claims of completed records, two threads.
+//!
+//! Absolute figures wander with the machine; only ratios within one line mean something.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use oncegate_core::{
+    AttemptId, CallerTag, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome,
+    RecordId, Store, StoredResponse, codec,
+};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
+use redb::{Database, Durability, ReadableTable as _, TableDefinition};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+
+const CLIENTS: [usize; 3] = [1, 64, 256];
+const ROUNDS: usize = 3;
+
+fn main() {
+    let mut args = std::env::args().skip(1);
+    let dir = args.next().map_or_else(std::env::temp_dir, Into::into);
+    let seconds = args.next().map_or(2.0, |text| text.parse().expect("seconds as a number"));
+    let span = Duration::from_secs_f64(seconds);
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+
+    let mut syncs = vec![fdatasync_rate(&dir, span)];
+    let mut rows = Vec::new();
+    for clients in CLIENTS {
+        let (mut ours, mut bare) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            ours.push(store_pairs(&runtime, &dir, clients, span));
+            bare.push(bare_pairs(&runtime, &dir, clients, span));
+            syncs.push(fdatasync_rate(&dir, span / 4));
+        }
+        rows.push((clients, median(ours), median(bare)));
+    }
+    let sync = median(syncs.into_iter().map(|per_s| Rate { per_s, ..Rate::default() }).collect()).per_s;
+    let replays = replay_rate(&dir, span);
+
+    let rows: Vec<_> = rows
+        .into_iter()
+        .map(|(clients, ours, bare)| {
+            format!(
+                "{{\"clients\":{clients},\"pairs_per_s\":{:.0},\"p50_ms\":{:.2},\"p99_ms\":{:.2},\
+                 \"bare_pairs_per_s\":{:.0},\"of_bare\":{:.3},\"writes_of_fdatasync\":{:.2}}}",
+                ours.per_s,
+                ours.p50_ms,
+                ours.p99_ms,
+                bare.per_s,
+                ours.per_s / bare.per_s,
+                2.0 * ours.per_s / sync
+            )
+        })
+        .collect();
+    println!(
+        "{{\"bench\":\"embedded\",\"fdatasync_per_s\":{sync:.0},\"rows\":[{}],\"replays_per_s\":{replays:.0}}}",
+        rows.join(",")
+    );
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Rate {
+    per_s: f64,
+    p50_ms: f64,
+    p99_ms: f64,
+}
+
+fn median(mut rates: Vec<Rate>) -> Rate {
+    rates.sort_by(|a, b| a.per_s.total_cmp(&b.per_s));
+    rates[rates.len() / 2]
+}
+
+fn fdatasync_rate(dir: &Path, span: Duration) -> f64 {
+    const LEN: u64 = 16 * 1024 * 1024;
+    let dir = tempfile::tempdir_in(dir).expect("a directory");
+    let file = File::create(dir.path().join("sync")).expect("a file");
+    file.write_all_at(&vec![1; LEN as usize], 0).and_then(|()| file.sync_all()).expect("preallocation");
+    let (start, mut count) = (Instant::now(), 0_u64);
+    while start.elapsed() < span {
+        file.write_all_at(&[count as u8; 4096], count * 4096 % LEN).expect("a write");
+        file.sync_data().expect("a flush");
+        count += 1;
+    }
+    count as f64 / start.elapsed().as_secs_f64()
+}
+
+/// Runs `pair` over and over in so many tasks.
+fn run_clients<F>(runtime: &Runtime, clients: usize, span: Duration, pair: impl Fn(u64) -> F) -> Rate
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let next = Arc::new(AtomicU64::new(0));
+    let start = Instant::now();
+    let pair = &pair;
+    let latencies: Vec<f64> = runtime.block_on(async {
+        // Each client is one chain of pairs; the futures are made ahead, one at a time, by the client itself.
+        let (done, mut results) = tokio::sync::mpsc::unbounded_channel();
+        let launch = |n: u64| {
+            let (done, work) = (done.clone(), pair(n));
+            let begun = Instant::now();
+            tokio::spawn(async move {
+                work.await;
+                let _ = done.send(begun.elapsed().as_secs_f64() * 1000.0);
+            });
+        };
+        (0..clients).for_each(|_| launch(next.fetch_add(1, Ordering::Relaxed)));
+        let (mut latencies, mut running) = (Vec::new(), clients);
+        while running > 0 {
+            latencies.push(results.recv().await.expect("a client's result"));
+            if start.elapsed() < span {
+                launch(next.fetch_add(1, Ordering::Relaxed));
+            } else {
+                running -= 1;
+            }
+        }
+        latencies
+    });
+    let elapsed = start.elapsed().as_secs_f64();
+    let mut sorted = latencies;
+    sorted.sort_by(f64::total_cmp);
+    let at = |share: f64| sorted[((sorted.len() - 1) as f64 * share) as usize];
+    Rate { per_s: sorted.len() as f64 / elapsed, p50_ms: at(0.5), p99_ms: at(0.99) }
+}
+
+fn store_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> Rate {
+    let dir = tempfile::tempdir_in(dir).expect("a directory");
+    let store = Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).expect("a store"));
+    run_clients(runtime, clients, span, |n| {
+        let store = store.clone();
+        async move { pair(&store, n).await }
+    })
+}
+
+/// A claim and its completion.
+async fn pair(store: &EmbeddedStore, n: u64) {
+    let outcome = store.apply(id(n), claim(n)).await.expect("an answer");
+    let Outcome::Execute(grant) = outcome else { panic!("not executed: {outcome:?}") };
+    let completion = Completion::Replayable(response());
+    let complete = Complete { token: grant.token, completion, retention: DAY };
+    store.apply(id(n), Command::Complete(complete)).await.expect("an answer");
+}
+
+/// What the bare loop is asked to put, and who waits for it.
+type Put = (RecordId, Arc<[u8]>, oneshot::Sender<()>);
+
+fn bare_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> Rate {
+    let (claimed, completed) = encoded();
+    let dir = tempfile::tempdir_in(dir).expect("a directory");
+    let database = Database::builder()
+        .set_cache_size(64 * 1024 * 1024)
+        .create(dir.path().join("bare.redb"))
+        .expect("a database");
+    let (puts, queue) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || bare_loop(&database, &queue));
+        let rate = run_clients(runtime, clients, span, |n| {
+            let (puts, claimed, completed) = (puts.clone(), claimed.clone(), completed.clone());
+            async move {
+                for octets in [claimed, completed] {
+                    let (done, wait) = oneshot::channel();
+                    puts.send((id(n), octets, done)).expect("the loop runs");
+                    wait.await.expect("an answer");
+                }
+            }
+        });
+        drop(puts);
+        rate
+    })
+}
+
+fn bare_loop(database: &Database, queue: &mpsc::Receiver<Put>) {
+    const TABLE: TableDefinition<'_, &[u8; 32], &[u8]> = TableDefinition::new("records");
+    while let Ok(first) = queue.recv() {
+        let batch: Vec<Put> = std::iter::once(first).chain(queue.try_iter().take(1023)).collect();
+        let mut txn = database.begin_write().expect("a transaction");
+        txn.set_durability(Durability::Immediate).expect("durability");
+        txn.set_two_phase_commit(true);
+        {
+            let mut table = txn.open_table(TABLE).expect("the table");
+            for (id, octets, _) in &batch {
+                let before = table.get(id.as_bytes()).expect("a read").map(|octets| octets.value().len());
+                assert!(before.is_none_or(|len| len < octets.len()), "claimed, then completed");
+                table.insert(id.as_bytes(), &**octets).expect("a put");
+            }
+        }
+        txn.commit().expect("a commit");
+        for (_, _, done) in batch {
+            let _ = done.send(());
+        }
+    }
+}
+
+fn replay_rate(dir: &Path, span: Duration) -> f64 {
+    const RECORDS: u64 = 10_000;
+    let dir = tempfile::tempdir_in(dir).expect("a directory");
+    let store = Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).expect("a store"));
+    let runtime = Builder::new_multi_thread().worker_threads(2).build().expect("a runtime");
+    let next = Arc::new(AtomicU64::new(0));
+    let fill = || {
+        let (store, next) = (store.clone(), next.clone());
+        async move {
+            loop {
+                let n = next.fetch_add(1, Ordering::Relaxed);
+                if n >= RECORDS {
+                    return;
+                }
+                pair(&store, n).await;
+            }
+        }
+    };
+    runtime.block_on(async {
+        let fillers: Vec<_> = (0..256).map(|_| tokio::spawn(fill())).collect();
+        for filler in fillers {
+            filler.await.expect("no panic");
+        }
+    });
+    let start = Instant::now();
+    let count: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..2_u64)
+            .map(|thread| {
+                let store = &*store;
+                scope.spawn(move || {
+                    let runtime = Builder::new_current_thread().build().expect("a runtime");
+                    runtime.block_on(async {
+                        let mut n = thread * 7919;
+                        while start.elapsed() < span {
+                            for _ in 0..100 {
+                                n += 7919;
+                                let outcome = store.apply(id(n % RECORDS), claim(n)).await;
+                                assert!(matches!(outcome, Ok(Outcome::Replay(_))), "{outcome:?}");
+                            }
+                        }
+                        (n - thread * 7919) / 7919
+                    })
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+    });
+    count as f64 / start.elapsed().as_secs_f64()
+}
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn id(n: u64) -> RecordId {
+    // Spread like the digests that identifiers are.
+    let mut octets = [0; 32];
+    for (at, chunk) in octets.chunks_mut(8).enumerate() {
+        let mixed = (n + 1 + at as u64 * 0x1234_5678).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        chunk.copy_from_slice(&(mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9).to_be_bytes());
+    }
+    RecordId::from_bytes(octets)
+}
+
+fn claim(n: u64) -> Command {
+    Command::Claim(Claim {
+        attempt: AttemptId::new(u128::from(n)),
+        fingerprint: Fingerprint::of_parts("measure", &[b"input"]),
+        lease: Duration::from_secs(30),
+        retention: DAY,
+        on_abandoned: OnAbandoned::Park,
+        label: Label::new(CallerTag::default(), "POST /payments"),
+    })
+}
+
+fn response() -> StoredResponse {
+    let body = [Bytes::from(vec![b'x'; 1024])];
+    StoredResponse::new(201, &[("content-type", &b"application/json"[..])], &body, &[])
+        .expect("within the limits")
+}
+
+/// The octets of a claimed and of a completed record.
+fn encoded() -> (Arc<[u8]>, Arc<[u8]>) {
+    let store = oncegate_core::MemoryStore::new(oncegate_embedded::SystemClock::new());
+    let runtime = Builder::new_current_thread().build().expect("a runtime");
+    runtime.block_on(async {
+        let Ok(Outcome::Execute(grant)) = store.apply(id(0), claim(0)).await else { panic!("not executed") };
+        let claimed = store.lookup(id(0)).await.expect("an answer").expect("a record");
+        let complete =
+            Complete { token: grant.token, completion: Completion::Replayable(response()), retention: DAY };
+        store.apply(id(0), Command::Complete(complete)).await.expect("an answer");
+        let completed = store.lookup(id(0)).await.expect("an answer").expect("a record");
+        (codec::encode(&id(0), &claimed).into(), codec::encode(&id(0), &completed).into())
+    })
+}

@@ -1,0 +1,102 @@
+//! The check of a store that is not running.
+
+use std::collections::BTreeMap;
+
+use oncegate_core::{Clock as _, RecordId, StateName, codec};
+use redb::{Database, ReadableDatabase as _, ReadableTable as _};
+
+use crate::clock::SystemClock;
+use crate::database::{self, FileMedium, Medium as _, Unverified, guard};
+use crate::error::OpenError;
+use crate::options::EmbeddedOptions;
+use crate::schema::{AUDIT, RECORDS, decode_audit};
+
+/// What [`check`] found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CheckReport {
+    /// The size of the file.
+    pub bytes: u64,
+    /// How many records are in each state, those past their retention left out.
+    pub records: BTreeMap<StateName, u64>,
+    /// How many records are past their retention and wait for a purge.
+    pub expired: u64,
+    /// Records that are there and cannot be read.
+    pub unreadable: Vec<RecordId>,
+    /// How many audit entries can be read.
+    pub audit_entries: u64,
+    /// The numbers of audit entries that are there and cannot be read.
+    pub unreadable_audit: Vec<u64>,
+    /// What is wrong with the file as a whole. Records may be missing then without being named above.
+    pub damage: Option<String>,
+}
+
+impl CheckReport {
+    /// Whether everything that was ever written can be read.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        self.damage.is_none() && self.unreadable.is_empty() && self.unreadable_audit.is_empty()
+    }
+}
+
+/// Reads every record and verifies every page of a store that no process has open.
+///
+/// A store that was not stopped cleanly is brought in order first, as when it is opened.
+///
+/// # Errors
+/// [`OpenError`] where it is in use or cannot be opened at all.
+pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
+    let medium = FileMedium::own(&options.dir)?;
+    let path = medium.path();
+    database::check_format(&path, medium.peek_format())?;
+    let Unverified { mut database, bytes, .. } = guard(&path, || {
+        let opened = database::open_unverified(&medium, options.cache_bytes)?;
+        database::check_format(&path, Some(database::read_format(&path, &opened.database)?))?;
+        Ok(opened)
+    })?;
+    medium.read_ahead()();
+    let mut report = CheckReport { bytes, ..CheckReport::default() };
+    let read = |report: &mut CheckReport| {
+        read_all(&database, report).map_err(|error| database::error_of(&path, error))
+    };
+    report.damage = damage(guard(&path, || read(&mut report)))?;
+    report.damage = damage(guard(&path, || database::verify(&path, &mut database)))?.or(report.damage);
+    // Closing a damaged file may make no more sense than reading it.
+    let closed = guard(&path, || {
+        drop(database);
+        Ok(())
+    });
+    report.damage = report.damage.or(damage(closed)?);
+    Ok(report)
+}
+
+/// Damage is what the check is about; any other error ends it.
+fn damage(result: Result<(), OpenError>) -> Result<Option<String>, OpenError> {
+    match result {
+        Ok(()) => Ok(None),
+        Err(OpenError::Damaged { what, .. }) => Ok(Some(what)),
+        Err(error) => Err(error),
+    }
+}
+
+fn read_all(database: &Database, report: &mut CheckReport) -> Result<(), redb::Error> {
+    let now = SystemClock::new().now();
+    let txn = database.begin_read()?;
+    for entry in txn.open_table(RECORDS)?.iter()? {
+        let (id, octets) = entry?;
+        let id = RecordId::from_bytes(*id.value());
+        match codec::decode(&id, octets.value()) {
+            Ok(record) if record.is_expired(now) => report.expired += 1,
+            Ok(record) => *report.records.entry(record.state_name(now)).or_default() += 1,
+            Err(_) => report.unreadable.push(id),
+        }
+    }
+    for entry in txn.open_table(AUDIT)?.iter()? {
+        let (number, octets) = entry?;
+        match decode_audit(number.value(), octets.value()) {
+            Some(_) => report.audit_entries += 1,
+            None => report.unreadable_audit.push(number.value()),
+        }
+    }
+    Ok(())
+}

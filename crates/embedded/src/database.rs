@@ -1,0 +1,363 @@
+//! How the file is made and opened.
+
+use std::cell::Cell;
+use std::fmt;
+use std::io::{self, BufReader, Read as _};
+use std::ops::Bound;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use oncegate_core::Timestamp;
+use redb::backends::FileBackend;
+use redb::{
+    BackendError, Builder, Database, DatabaseError, Durability, ReadableDatabase as _, ReadableTable as _,
+    RepairSession, StorageBackend, WriteTransaction,
+};
+use tracing::{info, warn};
+
+use crate::directory::Directory;
+use crate::error::OpenError;
+use crate::schema::{
+    AUDIT, CLOCK_STEP, EXPIRY, FORMAT, META, META_CLOCK, META_FORMAT, META_OPENED, OPENED_SHIFT, RECORDS,
+};
+
+/// Where the octets of the file are.
+pub(crate) trait Medium: Send + Sync + 'static {
+    /// A new handle on them. The one before is closed.
+    fn open(&self) -> io::Result<Backend>;
+
+    /// A cheap proof that they may be written again, before the whole file is verified for it.
+    fn probe(&self) -> io::Result<()>;
+
+    /// The file and its directory, for messages.
+    fn path(&self) -> PathBuf;
+
+    /// Has everything read once, in order, before it is verified page by page, which from a disk takes several times as
+    /// long.
+    fn read_ahead(&self) -> Box<dyn Fn()> {
+        Box::new(|| ())
+    }
+
+    /// The format version, where it can be read without changing anything.
+    fn peek_format(&self) -> Option<u64> {
+        None
+    }
+}
+
+/// Octets for redb, wherever they are.
+#[derive(Debug)]
+pub(crate) struct Backend(pub(crate) Box<dyn StorageBackend>);
+
+/// What is opened how.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpenSettings {
+    pub(crate) cache_bytes: usize,
+    pub(crate) verify_bytes: u64,
+}
+
+/// An opened file.
+pub(crate) struct Opened {
+    pub(crate) database: Database,
+    /// Every write so far was made before this time by the store's clock.
+    pub(crate) clock_floor: Timestamp,
+    /// The number for the next entry of the expiry index.
+    pub(crate) next_number: u64,
+}
+
+/// Beyond this, it is likely that what was read ahead would be gone again when it is verified.
+const READ_AHEAD_BYTES: u64 = 4 << 30;
+
+/// A file in a directory that this process owns.
+pub(crate) struct FileMedium {
+    directory: Directory,
+}
+
+impl FileMedium {
+    /// Takes the directory, and makes the file where there is none.
+    pub(crate) fn own(dir: &Path) -> Result<Self, OpenError> {
+        let directory = Directory::own(dir)?;
+        let created = directory.create_records(|path| {
+            let file = FileBackend::new(open_file(path).map_err(OpenError::io("open the new file"))?);
+            let file = file.map_err(|error| open_error(path, error))?;
+            create(path, Backend(Box::new(file)))
+        })?;
+        if created {
+            info!(dir = %dir.display(), "created a new store");
+        }
+        Ok(Self { directory })
+    }
+}
+
+impl Medium for FileMedium {
+    fn open(&self) -> io::Result<Backend> {
+        let file = FileBackend::new(open_file(&self.directory.records())?);
+        Ok(Backend(Box::new(file.map_err(io::Error::other)?)))
+    }
+
+    fn probe(&self) -> io::Result<()> {
+        self.directory.probe()
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.records()
+    }
+
+    fn read_ahead(&self) -> Box<dyn Fn()> {
+        let path = self.directory.records();
+        Box::new(move || {
+            // What fails here fails again where it matters.
+            let read = open_file(&path).and_then(|file| {
+                io::copy(&mut BufReader::with_capacity(1 << 20, file.take(READ_AHEAD_BYTES)), &mut io::sink())
+            });
+            drop(read);
+        })
+    }
+
+    fn peek_format(&self) -> Option<u64> {
+        let path = self.directory.records();
+        let peek = || {
+            let database = Builder::new().set_cache_size(0).open_read_only(&path).ok()?;
+            let meta = database.begin_read().ok()?.open_table(META).ok()?;
+            meta.get(META_FORMAT).ok()?.map(|version| version.value())
+        };
+        // Where it cannot be read, it will be told when the file is opened for good.
+        guard(&path, || Ok(peek())).ok().flatten()
+    }
+}
+
+fn open_file(path: &Path) -> io::Result<std::fs::File> {
+    std::fs::OpenOptions::new().read(true).write(true).open(path)
+}
+
+/// Makes a new file with empty tables.
+pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), OpenError> {
+    let database = Builder::new().create_with_backend(backend).map_err(|error| open_error(path, error))?;
+    let tables = |txn: &WriteTransaction| -> Result<(), redb::Error> {
+        txn.open_table(RECORDS)?;
+        txn.open_table(EXPIRY)?;
+        txn.open_table(AUDIT)?;
+        txn.open_table(META)?.insert(META_FORMAT, FORMAT)?;
+        Ok(())
+    };
+    write(&database, tables).map_err(|error| error_of(path, error))
+}
+
+/// Opens the file, and proves by a durable commit that it can be written.
+///
+/// That commit is also what makes it safe to go on after a failed one. When a flush to disk fails, the operating system
+/// may drop what it could not write and show it all the same to whoever reads the file; the next flush then succeeds
+/// without having written it. With two-phase commits, all that the header names was flushed by an earlier, successful
+/// flush, so the header is the only page that can be shown without being on disk, and this commit writes it anew.
+pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened, OpenError> {
+    guard(&medium.path(), || open_and_mark(medium, settings))
+}
+
+fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened, OpenError> {
+    let path = medium.path();
+    check_format(&path, medium.peek_format())?;
+    let Unverified { mut database, bytes, repaired } = open_unverified(medium, settings.cache_bytes)?;
+    check_format(&path, Some(read_format(&path, &database)?))?;
+    if !repaired && bytes <= settings.verify_bytes {
+        medium.read_ahead()();
+        verify(&path, &mut database)?;
+    }
+    let (clock, opened) = write(&database, |txn| {
+        let mut meta = txn.open_table(META)?;
+        let opened = meta.get(META_OPENED)?.map_or(0, |n| n.value()).saturating_add(1);
+        meta.insert(META_OPENED, opened)?;
+        let clock = meta.get(META_CLOCK)?.map_or(0, |millis| millis.value().saturating_add(CLOCK_STEP));
+        Ok((clock, opened))
+    })
+    .map_err(|error| error_of(&path, error))?;
+    let next_number = opened << OPENED_SHIFT;
+    Ok(Opened { database, clock_floor: Timestamp::from_millis(clock), next_number })
+}
+
+/// A file as redb opens it.
+pub(crate) struct Unverified {
+    pub(crate) database: Database,
+    pub(crate) bytes: u64,
+    /// Whether it was not stopped cleanly. Then every page was verified.
+    pub(crate) repaired: bool,
+}
+
+/// Opens the file as redb does.
+pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result<Unverified, OpenError> {
+    let path = medium.path();
+    let backend = medium.open().map_err(OpenError::io(format!("open {}", path.display())))?;
+    let bytes = backend.0.len().map_err(OpenError::io(format!("read {}", path.display())))?;
+    if bytes == 0 {
+        // redb would take it for a new one.
+        return Err(OpenError::Damaged { file: path, what: "it is empty".to_owned() });
+    }
+    let repaired = Rc::new(Cell::new(false));
+    let on_repair = {
+        let (repaired, path, read_ahead) = (repaired.clone(), path.clone(), medium.read_ahead());
+        move |_: &mut RepairSession| {
+            if !repaired.replace(true) {
+                info!(file = %path.display(), bytes, "not stopped cleanly: verifying the whole file");
+                read_ahead();
+            }
+        }
+    };
+    let database = Builder::new()
+        .set_cache_size(cache_bytes)
+        .set_repair_callback(on_repair)
+        .create_with_backend(backend)
+        .map_err(|error| open_error(&path, error))?;
+    Ok(Unverified { database, bytes, repaired: repaired.get() })
+}
+
+/// Verifies every page of the file.
+pub(crate) fn verify(path: &Path, database: &mut Database) -> Result<(), OpenError> {
+    if !database.check_integrity().map_err(|error| open_error(path, error))? {
+        warn!(file = %path.display(), "the list of free pages did not fit the records and was made anew");
+    }
+    Ok(())
+}
+
+/// What redb makes of a page that was damaged is sometimes a panic. Whoever opens a file shall hear of damage instead.
+pub(crate) fn guard<T>(path: &Path, run: impl FnOnce() -> Result<T, OpenError>) -> Result<T, OpenError> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+        Err(OpenError::Damaged {
+            file: path.to_owned(),
+            what: "its pages make no sense to the database".to_owned(),
+        })
+    })
+}
+
+/// Runs `change` in a transaction and commits it durably.
+pub(crate) fn write<T>(
+    database: &Database,
+    change: impl FnOnce(&WriteTransaction) -> Result<T, redb::Error>,
+) -> Result<T, redb::Error> {
+    let txn = begin_write(database)?;
+    let changed = change(&txn)?;
+    txn.commit()?;
+    Ok(changed)
+}
+
+/// A transaction whose commit is on disk when it returns.
+///
+/// Without redb's quick repair, which writes the list of free pages with every commit: it would make each commit of a
+/// single command nearly twice as expensive, and open a file after a crash without having looked at it.
+pub(crate) fn begin_write(database: &Database) -> Result<WriteTransaction, redb::Error> {
+    let mut txn = database.begin_write()?;
+    txn.set_durability(Durability::Immediate)?;
+    txn.set_two_phase_commit(true);
+    Ok(txn)
+}
+
+pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, OpenError> {
+    let read = || -> Result<Option<u64>, redb::Error> {
+        let txn = database.begin_read()?;
+        txn.open_table(RECORDS)?;
+        txn.open_table(EXPIRY)?;
+        txn.open_table(AUDIT)?;
+        Ok(txn.open_table(META)?.get(META_FORMAT)?.map(|version| version.value()))
+    };
+    match read() {
+        Ok(Some(version)) => Ok(version),
+        Ok(None) | Err(redb::Error::TableDoesNotExist(_)) => Err(OpenError::Damaged {
+            file: path.to_owned(),
+            what: "it is a database, but not one of this program's stores".to_owned(),
+        }),
+        Err(error) => Err(error_of(path, error)),
+    }
+}
+
+pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), OpenError> {
+    match found {
+        Some(found) if found > FORMAT => Err(OpenError::NewerFormat {
+            dir: path.parent().unwrap_or(path).to_owned(),
+            found,
+            known: FORMAT,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// What an error of redb means for whoever opens the file.
+pub(crate) fn open_error(path: &Path, error: DatabaseError) -> OpenError {
+    error_of(path, error.into())
+}
+
+pub(crate) fn error_of(path: &Path, error: redb::Error) -> OpenError {
+    let file = path.to_owned();
+    match error {
+        redb::Error::DatabaseAlreadyOpen => {
+            OpenError::InUse { dir: path.parent().unwrap_or(path).to_owned(), pid: None }
+        }
+        redb::Error::Io(source) if !tells_of_damage(&source) => {
+            OpenError::Io { what: format!("read or write {}", file.display()), source }
+        }
+        redb::Error::PreviousIo => OpenError::Io {
+            what: format!("read or write {}", file.display()),
+            source: io::Error::other("an earlier read or write failed"),
+        },
+        other => OpenError::Damaged { file, what: other.to_string() },
+    }
+}
+
+/// A file that ends before the page that is named in it.
+fn tells_of_damage(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData)
+}
+
+impl fmt::Debug for FileMedium {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileMedium({})", self.directory.path().display())
+    }
+}
+
+/// Hands everything on.
+impl StorageBackend for Backend {
+    fn len(&self) -> io::Result<u64> {
+        self.0.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset, out)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.0.set_len(len)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.0.write(offset, data)
+    }
+
+    fn close(&self) -> io::Result<()> {
+        self.0.close()
+    }
+
+    fn try_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
+        self.0.try_lock_range(start, end)
+    }
+
+    fn try_lock_shared_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
+        self.0.try_lock_shared_range(start, end)
+    }
+
+    fn lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
+        self.0.lock_range(start, end)
+    }
+
+    fn lock_shared_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
+        self.0.lock_shared_range(start, end)
+    }
+
+    fn unlock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
+        self.0.unlock_range(start, end)
+    }
+
+    fn query_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
+        self.0.query_lock_range(start, end)
+    }
+}

@@ -1,0 +1,114 @@
+//! The thread that reads much: listings and the audit trail.
+//!
+//! A thread of its own, because a page of a listing may take tens of milliseconds of reading, which must hold up neither
+//! the caller's executor (the store knows no runtime whose blocking pool it could use) nor the writer; and one only, so
+//! that any number of operators slow the machine down by one thread at the most.
+
+use std::sync::Arc;
+
+use oncegate_core::{AuditEntry, Clock as _, ListPage, ListQuery, RecordId, StoreError, codec, limits};
+use redb::{Database, ReadableDatabase as _};
+
+use crate::queue::Taken;
+use crate::schema::{AUDIT, RECORDS, decode_audit};
+use crate::shared::{Scan, Shared, closed};
+
+/// The most records that one call looks at.
+const LIST_VISITS: usize = 10_000;
+
+/// The most octets of records in one page, but for one record that is larger.
+const LIST_BYTES: usize = 16 * 1024 * 1024;
+
+/// Until the queue is closed and empty.
+pub(crate) fn run(shared: &Arc<Shared>) {
+    let _last = Last(shared.clone());
+    loop {
+        match shared.scans.take(1, usize::MAX, |_| 1, None) {
+            Taken::Jobs(scans) => scans.into_iter().for_each(|scan| answer(shared, scan)),
+            Taken::Nothing => {}
+            Taken::Closed => return,
+        }
+    }
+}
+
+fn answer(shared: &Shared, scan: Scan) {
+    // Nobody may be waiting any more.
+    match scan {
+        Scan::List { query, reply } => {
+            drop(reply.send(shared.read(|database| list(shared, database, &query))));
+        }
+        Scan::Audit { before, limit, reply } => {
+            let read = shared.read(|database| audit(database, before, limit));
+            drop(reply.send(read.and_then(|page| page)));
+        }
+    }
+}
+
+fn list(shared: &Shared, database: &Database, query: &ListQuery) -> Result<ListPage, redb::Error> {
+    let txn = database.begin_read()?;
+    let records = txn.open_table(RECORDS)?;
+    let now = shared.clock.now();
+    let mut page = ListPage::default();
+    let mut bytes = 0;
+    let from = query.after.map_or([0; 32], |after| *after.as_bytes());
+    for (visited, entry) in records.range::<&[u8; 32]>(&from..)?.enumerate() {
+        let (id, octets) = entry?;
+        let (id, octets) = (RecordId::from_bytes(*id.value()), octets.value());
+        if query.after == Some(id) {
+            continue;
+        }
+        match codec::decode(&id, octets) {
+            Ok(record) if query.matches(&record, now) => {
+                bytes += octets.len();
+                page.records.push((id, record));
+            }
+            Ok(_) => {}
+            Err(_) => page.unreadable.push(id),
+        }
+        let full = page.records.len() + page.unreadable.len() >= query.bounded_limit();
+        if full || bytes >= LIST_BYTES || visited + 1 >= LIST_VISITS {
+            page.next = Some(id);
+            break;
+        }
+    }
+    Ok(page)
+}
+
+fn audit(
+    database: &Database,
+    before: Option<u64>,
+    limit: usize,
+) -> Result<Result<Vec<AuditEntry>, StoreError>, redb::Error> {
+    let txn = database.begin_read()?;
+    let audit = txn.open_table(AUDIT)?;
+    let mut entries = Vec::new();
+    for entry in audit.range(..before.unwrap_or(u64::MAX))?.rev().take(limit.min(limits::PAGE_MAX)) {
+        let (number, octets) = entry?;
+        let number = number.value();
+        match decode_audit(number, octets.value()) {
+            Some(entry) => entries.push(entry),
+            // What is older can be read from before it.
+            None if entries.is_empty() => {
+                return Ok(Err(StoreError::corrupt(format!("audit entry {number} cannot be read"))));
+            }
+            None => break,
+        }
+    }
+    Ok(Ok(entries))
+}
+
+struct Last(Arc<Shared>);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        self.0.scans.close();
+        while let Taken::Jobs(scans) = self.0.scans.take(usize::MAX, usize::MAX, |_| 1, None) {
+            for scan in scans {
+                match scan {
+                    Scan::List { reply, .. } => drop(reply.send(Err(closed()))),
+                    Scan::Audit { reply, .. } => drop(reply.send(Err(closed()))),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! The store itself: what callers hold.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Clock as _, Command, Durability, Fencing, ListPage, ListQuery, Outcome, Record,
+    RecordId, Store, StoreError, StoreFuture, Timestamp, Write, codec, decide,
+};
+use redb::{Database, ReadableDatabase as _};
+use tokio::sync::oneshot;
+use tracing::warn;
+
+use crate::clock::StoreClock;
+use crate::database::{self, FileMedium, Medium, OpenSettings, Opened};
+use crate::error::OpenError;
+use crate::options::EmbeddedOptions;
+use crate::reader;
+use crate::schema::RECORDS;
+use crate::shared::{Job, Reply, Scan, Shared, closed, refused};
+use crate::writer::{Writer, unreadable};
+
+/// The durable store of one node: a file in a directory of its own, no server. See the [crate's page](crate).
+pub struct EmbeddedStore {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl EmbeddedStore {
+    /// Opens the store, creating the directory and the file if they are missing.
+    ///
+    /// Blocks for as long as the disk takes, and after a stop that was not clean until the whole file is verified.
+    ///
+    /// # Errors
+    /// [`OpenError`] where another process has it, the file is damaged or of a newer format, or the disk fails.
+    pub fn open(options: EmbeddedOptions) -> Result<Self, OpenError> {
+        let medium = FileMedium::own(&options.dir)?;
+        Self::open_medium(Box::new(medium), options)
+    }
+
+    /// Opens the store on whatever keeps its octets.
+    pub(crate) fn open_medium(medium: Box<dyn Medium>, options: EmbeddedOptions) -> Result<Self, OpenError> {
+        let settings = OpenSettings { cache_bytes: options.cache_bytes, verify_bytes: options.verify_bytes };
+        let Opened { database, clock_floor, next_number } = database::open(&*medium, settings)?;
+        let clock = StoreClock::new(options.clock);
+        clock.wait_for(clock_floor);
+        let behind = clock.not_before(clock_floor);
+        if behind.as_secs() > 60 {
+            warn!(
+                seconds = behind.as_secs(),
+                "the clock is behind the last write; the store's time goes on from that write"
+            );
+        }
+        let shared = Arc::new(Shared::new(database, clock, options.max_batch));
+        let store = Self { shared: shared.clone(), threads: Mutex::default() };
+        let writer = Writer {
+            shared: shared.clone(),
+            medium,
+            settings,
+            max_batch: options.max_batch,
+            clock_floor,
+            next_number,
+            purges: std::collections::VecDeque::new(),
+        };
+        store.spawn("oncegate-writer", move || writer.run())?;
+        store.spawn("oncegate-reader", move || reader::run(&shared))?;
+        Ok(store)
+    }
+
+    fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), OpenError> {
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(run);
+        let thread = thread.map_err(OpenError::io("start a thread"))?;
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
+    }
+
+    /// Carries out what is waiting, closes the file and gives the directory back. Blocks until that is done, which is
+    /// about as long as one commit takes. Commands that come later are refused as unavailable. Dropping the store does
+    /// the same.
+    pub fn close(&self) {
+        self.shared.jobs.close();
+        self.shared.scans.close();
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
+            // A thread that panicked has closed its queue.
+            let _ = thread.join();
+        }
+    }
+
+    /// The answer to a claim that changes nothing, from what is on disk already: a replay, a conflict, a mismatch.
+    fn claim_by_reading(&self, id: &RecordId, command: &Command) -> Result<Option<Outcome>, StoreError> {
+        let now = self.shared.clock.now();
+        let record = self.read_record(id)?;
+        let decision = decide(record.as_ref(), command, now);
+        Ok((decision.write == Write::Keep).then_some(decision.outcome))
+    }
+
+    fn read_record(&self, id: &RecordId) -> Result<Option<Record>, StoreError> {
+        let read = |database: &Database| -> Result<_, redb::Error> {
+            let records = database.begin_read()?.open_table(RECORDS)?;
+            let octets = records.get(id.as_bytes())?;
+            Ok(octets.map(|octets| codec::decode(id, octets.value())))
+        };
+        self.shared.read(read)?.transpose().map_err(|error| unreadable(id, error))
+    }
+
+    async fn submit<T>(&self, job: impl FnOnce(Reply<T>) -> Job) -> Result<T, StoreError> {
+        self.shared.state().database()?;
+        let (reply, answer) = oneshot::channel();
+        self.shared.jobs.push(job(reply)).map_err(refused)?;
+        // Once more: had the file failed in between, after the writer refused all that waited, the command would wait
+        // until the file is open again.
+        self.shared.state().database()?;
+        answer.await.unwrap_or_else(|_| Err(closed()))
+    }
+
+    async fn scan<T>(&self, scan: impl FnOnce(Reply<T>) -> Scan) -> Result<T, StoreError> {
+        let (reply, answer) = oneshot::channel();
+        self.shared.scans.push(scan(reply)).map_err(refused)?;
+        answer.await.unwrap_or_else(|_| Err(closed()))
+    }
+}
+
+impl Store for EmbeddedStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        Box::pin(async move {
+            if matches!(command, Command::Claim(_))
+                && let Some(outcome) = self.claim_by_reading(&id, &command)?
+            {
+                return Ok(outcome);
+            }
+            self.submit(|reply| Job::Apply { id, command, reply }).await
+        })
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        Box::pin(async move {
+            let now = self.shared.clock.now();
+            Ok(self.read_record(&id)?.filter(|record| !record.is_expired(now)))
+        })
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        Box::pin(self.scan(|reply| Scan::List { query, reply }))
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        Box::pin(self.submit(move |reply| Job::Purge { limit, purged: 0, reply }))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        Box::pin(self.scan(move |reply| Scan::Audit { before, limit, reply }))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(self.submit(|reply| Job::Check { reply }))
+    }
+
+    fn now(&self) -> Timestamp {
+        self.shared.clock.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic)
+    }
+}
+
+impl Drop for EmbeddedStore {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for EmbeddedStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EmbeddedStore").finish_non_exhaustive()
+    }
+}

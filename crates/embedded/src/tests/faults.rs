@@ -1,0 +1,142 @@
+//! The disk fails at every operation of a run, for once or for a while: nothing acknowledged is lost, nobody hears
+//! anything but that the store is unavailable, and it goes on by itself when the fault ends.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Clock as _, Store as _, StoreErrorKind};
+use oncegate_testkit::block_on;
+
+use super::disk::{Disk, Fault, Operation};
+use super::script::Script;
+use super::{claim, id, open};
+use crate::EmbeddedStore;
+
+const ENOSPC: i32 = 28;
+const EIO: i32 = 5;
+const STEPS: usize = 25;
+
+fn wait_until_usable(store: &EmbeddedStore) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while let Err(error) = block_on(store.check()) {
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+        assert!(Instant::now() < deadline, "still not usable: {error}");
+        std::thread::yield_now();
+    }
+}
+
+fn run_with(fault: Fault) -> bool {
+    let disk = Disk::with_new_store();
+    let mut script = Script::new(5);
+    let store = open(&disk, script.clock.clone()).unwrap();
+    disk.fail(fault);
+    let mut failed = false;
+    for _ in 0..STEPS {
+        if script.step(&store).is_err() {
+            failed = true;
+            wait_until_usable(&store);
+            script.check(&store);
+        }
+    }
+    let struck = disk.heal();
+    wait_until_usable(&store);
+    script.check(&store);
+    // And all of it is on the disk, not only shown: the power goes now.
+    let lost = disk.after_power_loss();
+    drop(store);
+    let store = open(&lost, script.clock.clone()).unwrap();
+    script.ahead = store.now().since(script.clock.now());
+    script.check(&store);
+    script.claim_all_again(&store);
+    assert!(!failed || struck, "no failure without a fault");
+    failed
+}
+
+#[test]
+fn a_failed_flush_loses_nothing_acknowledged() {
+    let failed = (0..40).filter(|after| run_with(fault(Operation::Sync, *after, 1, EIO))).count();
+    assert!(failed > 30, "{failed} of 40 faults struck");
+}
+
+#[test]
+fn a_failed_write_loses_nothing_acknowledged() {
+    let failed = (0..60).filter(|n| run_with(fault(Operation::Write, n * 3, 1, ENOSPC))).count();
+    assert!(failed > 40, "{failed} of 60 faults struck");
+}
+
+#[test]
+fn a_file_that_cannot_grow_loses_nothing_acknowledged() {
+    let failed = (0..3).filter(|after| run_with(fault(Operation::SetLen, *after, 2, ENOSPC))).count();
+    assert!(failed > 0, "the file grew");
+}
+
+#[test]
+fn a_fault_that_lasts_through_several_attempts_to_open_again_ends_all_the_same() {
+    for on in [Operation::Write, Operation::Sync] {
+        assert!(run_with(fault(on, 20, 4, EIO)));
+    }
+}
+
+#[test]
+fn a_failed_read_is_unavailable_and_not_an_absent_record() {
+    let disk = Disk::with_new_store();
+    let mut script = Script::new(6);
+    // Without a cache each read goes to the disk.
+    let options = crate::EmbeddedOptions::new("not a directory").with_clock(script.clock.clone());
+    let store = super::open_with(&disk, options.with_cache_bytes(0)).unwrap();
+    (0..STEPS).for_each(|_| script.step(&store).unwrap());
+    for after in 0..12 {
+        disk.fail(fault(Operation::Read, after, 1, EIO));
+        for n in 0..4 {
+            if let Err(error) = block_on(store.lookup(id(n))) {
+                assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+                break;
+            }
+        }
+        disk.heal();
+        wait_until_usable(&store);
+        script.check(&store);
+    }
+}
+
+#[test]
+fn while_the_disk_fails_everything_is_refused_at_once_and_then_it_goes_on() {
+    let disk = Disk::with_new_store();
+    let script = Script::new(7);
+    let store = open(&disk, script.clock.clone()).unwrap();
+    block_on(store.apply(id(1), claim(1))).unwrap();
+    disk.fail(fault(Operation::Write, 0, u64::MAX, ENOSPC));
+    let start = Instant::now();
+    for _ in 0..3 {
+        for refused in [
+            block_on(store.apply(id(2), claim(2))).map(drop),
+            block_on(store.apply(id(1), claim(3))).map(drop),
+            block_on(store.lookup(id(1))).map(drop),
+            block_on(store.list(Default::default())).map(drop),
+            block_on(store.purge(1)).map(drop),
+            block_on(store.audit(None, 1)).map(drop),
+            block_on(store.check()),
+        ] {
+            assert_eq!(refused.unwrap_err().kind(), StoreErrorKind::Unavailable);
+        }
+    }
+    assert!(start.elapsed() < Duration::from_secs(2), "at once");
+    disk.heal();
+    wait_until_usable(&store);
+    assert!(block_on(store.lookup(id(1))).unwrap().is_some());
+    block_on(store.apply(id(2), claim(2))).unwrap();
+}
+
+#[test]
+fn a_store_whose_disk_fails_can_be_closed() {
+    let disk = Disk::with_new_store();
+    let store = open(&disk, Script::new(8).clock).unwrap();
+    disk.fail(fault(Operation::Sync, 0, u64::MAX, EIO));
+    assert!(block_on(store.apply(id(1), claim(1))).is_err());
+    let start = Instant::now();
+    store.close();
+    assert!(start.elapsed() < Duration::from_secs(2));
+}
+
+const fn fault(on: Operation, after: u64, times: u64, errno: i32) -> Fault {
+    Fault { on, after, times, errno }
+}

@@ -1,0 +1,102 @@
+//! Tests on a disk of their own making, which can crash, tear, fail and hold still.
+
+mod batches;
+mod crash;
+mod damage;
+mod disk;
+mod faults;
+mod script;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    AttemptId, CallerTag, Claim, Clock, Command, Complete, Completion, FencingToken, Fingerprint, Label,
+    OnAbandoned, Outcome, RecordId, StoredResponse,
+};
+use oncegate_testkit::ManualClock;
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+
+use crate::{EmbeddedOptions, EmbeddedStore, OpenError};
+use disk::{Disk, DiskMedium};
+
+#[test]
+fn the_store_conforms_on_a_disk_in_memory() {
+    Suite::new().with_cases(150).check(|| {
+        let disk = Disk::with_new_store();
+        move |clock: Arc<ManualClock>| open(&disk, clock).unwrap()
+    });
+}
+
+#[test]
+fn one_of_many_claimants_executes() {
+    let store = open(&Disk::with_new_store(), Arc::new(ManualClock::at_millis(1))).unwrap();
+    check_concurrent_claims(&store, 20, 8);
+}
+
+fn open(disk: &Disk, clock: Arc<dyn Clock>) -> Result<EmbeddedStore, OpenError> {
+    open_with(disk, EmbeddedOptions::new("not a directory").with_clock(clock))
+}
+
+fn open_with(disk: &Disk, options: EmbeddedOptions) -> Result<EmbeddedStore, OpenError> {
+    EmbeddedStore::open_medium(Box::new(DiskMedium(disk.clone())), options)
+}
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn id(n: u64) -> RecordId {
+    let mut octets = [0; 32];
+    octets[..8].copy_from_slice(&(n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
+    octets[8..16].copy_from_slice(&n.to_be_bytes());
+    RecordId::from_bytes(octets)
+}
+
+fn claim(attempt: u128) -> Command {
+    Command::Claim(Claim {
+        attempt: AttemptId::new(attempt),
+        fingerprint: Fingerprint::of_parts("test", &[b"input"]),
+        lease: Duration::from_secs(30),
+        retention: DAY,
+        on_abandoned: OnAbandoned::Park,
+        label: Label::new(CallerTag::default(), "POST /payments"),
+    })
+}
+
+fn complete(token: FencingToken, response: StoredResponse) -> Command {
+    Command::Complete(Complete { token, completion: Completion::Replayable(response), retention: DAY })
+}
+
+/// A response whose body says which it is, octet by octet.
+fn response(n: u64, len: usize) -> StoredResponse {
+    let body: Vec<u8> = n.to_be_bytes().into_iter().cycle().take(len).collect();
+    StoredResponse::new(201, &[("content-type", &b"application/json"[..])], &[Bytes::from(body)], &[])
+        .unwrap()
+}
+
+fn token(outcome: &Outcome) -> FencingToken {
+    match outcome {
+        Outcome::Execute(grant) => grant.token,
+        other => panic!("not executed: {other:?}"),
+    }
+}
+
+/// A small generator: the same seed, the same run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+}

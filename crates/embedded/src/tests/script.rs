@@ -1,0 +1,170 @@
+//! A run that the crash and the fault tests repeat, and what must be there after each of its steps.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::{
+    Clock as _, Command, Complete, Completion, FencingToken, Outcome, Record, RecordId, Release, Renew,
+    Resolution, Resolve, Store as _, StoreError, StoreErrorKind, Write, decide,
+};
+use oncegate_testkit::{ManualClock, block_on};
+
+use super::{DAY, Random, claim, complete, id, response};
+use crate::EmbeddedStore;
+
+/// Commands on a few records, and the records as they must be after those that were acknowledged.
+pub(super) struct Script {
+    random: Random,
+    pub(super) clock: Arc<ManualClock>,
+    pub(super) held: BTreeMap<RecordId, Record>,
+    /// What the commands that were not acknowledged would have made of their records.
+    pub(super) in_doubt: BTreeMap<RecordId, Option<Record>>,
+    pub(super) greatest_token: BTreeMap<RecordId, FencingToken>,
+    pub(super) acknowledged: usize,
+    attempts: u128,
+    /// How far the store's clock is ahead of `clock`.
+    pub(super) ahead: Duration,
+}
+
+const RECORDS: usize = 12;
+
+impl Script {
+    pub(super) fn new(seed: u64) -> Self {
+        Self {
+            random: Random(seed),
+            clock: Arc::new(ManualClock::at_millis(1_700_000_000_000)),
+            held: BTreeMap::new(),
+            in_doubt: BTreeMap::new(),
+            greatest_token: BTreeMap::new(),
+            acknowledged: 0,
+            attempts: 0,
+            ahead: Duration::ZERO,
+        }
+    }
+
+    /// Some commands at once, each on a record of its own. Stops at the first that is not acknowledged.
+    pub(super) fn step(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
+        self.clock.advance(Duration::from_millis(7));
+        if self.random.one_in(10) {
+            self.clock.advance(Duration::from_secs(31));
+        }
+        if self.random.one_in(12) {
+            self.clock.advance(2 * DAY);
+            return self.purge(store);
+        }
+        let mut commands: BTreeMap<RecordId, Command> = BTreeMap::new();
+        for _ in 0..=self.random.below(4) {
+            let (id, command) = self.command();
+            commands.insert(id, command);
+        }
+        self.apply_all(store, commands)
+    }
+
+    fn apply_all(
+        &mut self,
+        store: &EmbeddedStore,
+        commands: BTreeMap<RecordId, Command>,
+    ) -> Result<(), StoreError> {
+        let now = self.clock.now().after(self.ahead);
+        let decisions: Vec<_> =
+            commands.iter().map(|(id, command)| (*id, decide(self.held.get(id), command, now))).collect();
+        // Started together, so that they may stand in one transaction.
+        let answers: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = commands
+                .into_iter()
+                .map(|(id, command)| scope.spawn(move || block_on(store.apply(id, command))))
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut failed = Ok(());
+        for ((id, decision), answer) in decisions.into_iter().zip(answers) {
+            let after = match decision.write {
+                Write::Keep => self.held.get(&id).cloned(),
+                Write::Put(record) => Some(record),
+                Write::Delete => None,
+            };
+            match answer {
+                Ok(outcome) => {
+                    assert_eq!(outcome, decision.outcome);
+                    self.acknowledged += 1;
+                    if let Outcome::Execute(grant) = outcome {
+                        self.greatest_token.insert(id, grant.token);
+                    }
+                    match after {
+                        Some(record) => drop(self.held.insert(id, record)),
+                        None => drop(self.held.remove(&id)),
+                    }
+                }
+                Err(error) => {
+                    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+                    self.in_doubt.insert(id, after);
+                    failed = Err(error);
+                }
+            }
+        }
+        failed
+    }
+
+    fn purge(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
+        let expired: Vec<_> = {
+            let now = self.clock.now().after(self.ahead);
+            self.held.iter().filter(|(_, record)| record.is_expired(now)).map(|(id, _)| *id).collect()
+        };
+        let purged = block_on(store.purge(1000));
+        // Absent from here on either way: only a purge could tell the difference.
+        expired.iter().for_each(|id| drop(self.held.remove(id)));
+        purged.map(|_| ())
+    }
+
+    fn command(&mut self) -> (RecordId, Command) {
+        let id = id(self.random.below(RECORDS) as u64);
+        let token = self.greatest_token.get(&id).copied().unwrap_or(FencingToken::new(1));
+        self.attempts += 1;
+        let len = [20, 300, 3000, 20_000][self.random.below(4)];
+        let command = match self.random.below(10) {
+            0..=3 => claim(self.attempts),
+            4 | 5 => complete(token, response(self.attempts as u64, len)),
+            6 => Command::Complete(Complete { token, completion: Completion::Unknown, retention: DAY }),
+            7 => Command::Release(Release { token, retention: DAY }),
+            8 => Command::Renew(Renew { token, lease: Duration::from_secs(30), retention: DAY }),
+            _ => Command::Resolve(Resolve {
+                resolution: Resolution::Complete(Some(response(self.attempts as u64, len))),
+                retention: DAY,
+                force: true,
+                actor: "an operator".to_owned(),
+                reason: "r".repeat(len.min(400)),
+            }),
+        };
+        (id, command)
+    }
+
+    /// Every acknowledged effect is there whole, and of the others all or nothing. What is in doubt is settled by that.
+    pub(super) fn check(&mut self, store: &EmbeddedStore) {
+        let now = self.clock.now().after(self.ahead);
+        for n in 0..RECORDS as u64 {
+            let id = id(n);
+            let live = |record: Option<&Record>| record.filter(|r| !r.is_expired(now)).cloned();
+            let found = block_on(store.lookup(id)).unwrap();
+            let acknowledged = live(self.held.get(&id));
+            match self.in_doubt.remove(&id) {
+                Some(after) if found == live(after.as_ref()) => match after {
+                    Some(record) => drop(self.held.insert(id, record)),
+                    None => drop(self.held.remove(&id)),
+                },
+                _ => assert_eq!(found, acknowledged, "record {n}"),
+            }
+        }
+    }
+
+    /// Claims go on, with greater tokens than any before.
+    pub(super) fn claim_all_again(&mut self, store: &EmbeddedStore) {
+        self.clock.advance(3 * DAY);
+        for n in 0..RECORDS as u64 {
+            self.attempts += 1;
+            let outcome = block_on(store.apply(id(n), claim(self.attempts))).unwrap();
+            let token = super::token(&outcome);
+            assert!(self.greatest_token.get(&id(n)).is_none_or(|before| *before < token), "I6: record {n}");
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! The embedded store, held to the suite that every store is held to, on a real file.
+
+use std::sync::Arc;
+
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
+use oncegate_testkit::ManualClock;
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+
+#[test]
+fn the_embedded_store_conforms() {
+    Suite::new().with_cases(48).check(|| {
+        let dir = tempfile::tempdir().unwrap();
+        move |clock: Arc<ManualClock>| {
+            EmbeddedStore::open(EmbeddedOptions::new(dir.path()).with_clock(clock)).unwrap()
+        }
+    });
+}
+
+#[test]
+fn one_of_many_claimants_executes() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
+    check_concurrent_claims(&store, 20, 8);
+}

@@ -1,0 +1,214 @@
+//! The directory and the file: who may open them, how they come to be, and when they are refused.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use oncegate_core::{
+    AttemptId, Claim, Command, Complete, Completion, Fingerprint, Label, OnAbandoned, Outcome, RecordId,
+    Resolution, Resolve, StateName, Store as _,
+};
+use oncegate_embedded::{CheckReport, EmbeddedOptions, EmbeddedStore, OpenError, check};
+use oncegate_testkit::block_on;
+use redb::{Database, ReadableDatabase as _, ReadableTableMetadata as _, TableDefinition};
+
+const DAY: Duration = Duration::from_secs(86_400);
+const RECORDS: TableDefinition<'_, &[u8; 32], &[u8]> = TableDefinition::new("records");
+const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
+const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
+
+fn open(dir: &Path) -> Result<EmbeddedStore, OpenError> {
+    EmbeddedStore::open(EmbeddedOptions::new(dir))
+}
+
+fn claim() -> Command {
+    Command::Claim(Claim {
+        attempt: AttemptId::new(1),
+        fingerprint: Fingerprint::of_parts("test", &[]),
+        lease: Duration::from_secs(30),
+        retention: DAY,
+        on_abandoned: OnAbandoned::Park,
+        label: Label::default(),
+    })
+}
+
+fn claim_as(store: &EmbeddedStore, n: u8) -> oncegate_core::FencingToken {
+    match block_on(store.apply(RecordId::from_bytes([n; 32]), claim())).unwrap() {
+        Outcome::Execute(grant) => grant.token,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn complete(store: &EmbeddedStore, n: u8, completion: Completion) {
+    let token = claim_as(store, n);
+    let complete = Command::Complete(Complete { token, completion, retention: DAY });
+    assert_eq!(block_on(store.apply(RecordId::from_bytes([n; 32]), complete)).unwrap(), Outcome::Completed);
+}
+
+fn resolve() -> Command {
+    Command::Resolve(Resolve {
+        resolution: Resolution::Complete(None),
+        retention: DAY,
+        force: false,
+        actor: "an operator".to_owned(),
+        reason: "the bank says so".to_owned(),
+    })
+}
+
+fn write(dir: &Path, change: impl FnOnce(&redb::WriteTransaction)) {
+    let database = Database::open(dir.join("records.redb")).unwrap();
+    let txn = database.begin_write().unwrap();
+    change(&txn);
+    txn.commit().unwrap();
+}
+
+#[test]
+fn is_made_for_its_owner_only_and_opens_again() {
+    let parent = tempfile::tempdir().unwrap();
+    let dir = parent.path().join("a/b");
+    let store = open(&dir).unwrap();
+    claim_as(&store, 1);
+    drop(store);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+        assert_eq!(fs::metadata(dir.join("records.redb")).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+    let mut names: Vec<_> = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["lock", "records.redb"]);
+    let store = open(&dir).unwrap();
+    assert!(block_on(store.lookup(RecordId::from_bytes([1; 32]))).unwrap().is_some());
+}
+
+#[test]
+fn is_refused_while_it_is_open_and_free_when_it_is_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path()).unwrap();
+    let error = open(dir.path()).unwrap_err();
+    assert!(matches!(error, OpenError::InUse { pid: Some(pid), .. } if pid == std::process::id()), "{error}");
+    assert!(error.to_string().contains("this process"), "{error}");
+    assert!(matches!(check(&EmbeddedOptions::new(dir.path())), Err(OpenError::InUse { .. })));
+    store.close();
+    // Closed, but not dropped: the directory is free all the same.
+    drop(open(dir.path()).unwrap());
+    drop(store);
+}
+
+#[test]
+fn a_file_that_a_crash_left_half_made_is_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("records.redb.new"), b"half").unwrap();
+    drop(open(dir.path()).unwrap());
+    assert!(!dir.path().join("records.redb.new").exists());
+}
+
+#[test]
+fn a_file_that_is_empty_or_something_else_is_refused_and_left_alone() {
+    for octets in [&b""[..], b"records of something else", &[0; 4096]] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("records.redb");
+        fs::write(&file, octets).unwrap();
+        let error = open(dir.path()).unwrap_err();
+        assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
+        for words in ["damaged", "oncegate check", "restore", "records.redb"] {
+            assert!(error.to_string().contains(words), "{words}: {error}");
+        }
+        assert_eq!(fs::read(&file).unwrap(), octets);
+    }
+}
+
+#[test]
+fn a_database_of_another_program_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(Database::create(dir.path().join("records.redb")).unwrap());
+    let error = open(dir.path()).unwrap_err();
+    assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
+    assert!(error.to_string().contains("not one of this program's stores"), "{error}");
+}
+
+#[test]
+fn a_newer_format_is_refused_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(open(dir.path()).unwrap());
+    write(dir.path(), |txn| drop(txn.open_table(META).unwrap().insert("format", 2).unwrap()));
+    let before = fs::read(dir.path().join("records.redb")).unwrap();
+    let error = open(dir.path()).unwrap_err();
+    assert!(matches!(error, OpenError::NewerFormat { found: 2, known: 1, .. }), "{error}");
+    assert!(error.to_string().contains("newer version of the program"), "{error}");
+    let error = check(&EmbeddedOptions::new(dir.path())).unwrap_err();
+    assert!(matches!(error, OpenError::NewerFormat { .. }), "{error}");
+    assert!(fs::read(dir.path().join("records.redb")).unwrap() == before);
+}
+
+#[test]
+fn a_check_counts_the_records_and_names_the_unreadable_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path()).unwrap();
+    claim_as(&store, 1);
+    complete(&store, 2, Completion::Tombstone);
+    complete(&store, 3, Completion::Unknown);
+    complete(&store, 4, Completion::Unknown);
+    let resolved = block_on(store.apply(RecordId::from_bytes([4; 32]), resolve())).unwrap();
+    assert!(matches!(resolved, Outcome::Resolved { .. }));
+    drop(store);
+
+    let bytes = fs::metadata(dir.path().join("records.redb")).unwrap().len();
+    let sound = check(&EmbeddedOptions::new(dir.path())).unwrap();
+    assert!(sound.is_sound());
+    let counts = [(StateName::InProgress, 1), (StateName::Unknown, 1), (StateName::Tombstone, 2)];
+    assert_eq!(sound.records, counts.into_iter().collect());
+    assert_eq!((sound.audit_entries, sound.expired), (1, 0));
+    assert_eq!(sound.bytes, bytes);
+
+    write(dir.path(), |txn| {
+        txn.open_table(RECORDS).unwrap().insert(&[3; 32], &b"rubbish"[..]).unwrap();
+        txn.open_table(AUDIT).unwrap().insert(2, &b"rubbish"[..]).unwrap();
+    });
+    let report: CheckReport = check(&EmbeddedOptions::new(dir.path())).unwrap();
+    assert!(!report.is_sound());
+    assert_eq!(report.unreadable, [RecordId::from_bytes([3; 32])]);
+    assert_eq!(report.unreadable_audit, [2]);
+    assert_eq!(report.damage, None);
+    let store = open(dir.path()).unwrap();
+    assert!(block_on(store.audit(None, 10)).is_err());
+    assert_eq!(block_on(store.audit(Some(2), 10)).unwrap().len(), 1);
+}
+
+#[test]
+fn a_check_of_a_damaged_page_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path()).unwrap();
+    (0..200).for_each(|n| complete(&store, n, Completion::Tombstone));
+    drop(store);
+    let file = dir.path().join("records.redb");
+    let mut octets = fs::read(&file).unwrap();
+    // Every page, a little: whichever are in use, some are damaged.
+    octets.iter_mut().skip(4096 + 2000).step_by(4096).for_each(|octet| *octet ^= 1);
+    fs::write(&file, octets).unwrap();
+    match check(&EmbeddedOptions::new(dir.path())) {
+        Ok(report) => assert!(report.damage.is_some() && !report.is_sound(), "{report:?}"),
+        Err(error) => assert!(matches!(error, OpenError::Damaged { .. }), "{error}"),
+    }
+}
+
+#[test]
+fn the_audit_trail_keeps_its_newest_entries() {
+    let dir = tempfile::tempdir().unwrap();
+    drop(open(dir.path()).unwrap());
+    let most = oncegate_core::limits::AUDIT_ENTRIES_MAX;
+    write(dir.path(), |txn| {
+        let mut audit = txn.open_table(AUDIT).unwrap();
+        (1..=most).for_each(|number| drop(audit.insert(number, &b"older"[..]).unwrap()));
+    });
+    let store = open(dir.path()).unwrap();
+    complete(&store, 4, Completion::Unknown);
+    block_on(store.apply(RecordId::from_bytes([4; 32]), resolve())).unwrap();
+    assert_eq!(block_on(store.audit(None, 1)).unwrap()[0].number, most + 1);
+    drop(store);
+    let database = Database::open(dir.path().join("records.redb")).unwrap();
+    let audit = database.begin_read().unwrap().open_table(AUDIT).unwrap();
+    assert_eq!(audit.len().unwrap(), most);
+    assert!(audit.get(1).unwrap().is_none());
+}

@@ -1,0 +1,334 @@
+//! One execution under one token: what a handler may know of it, and the permit that ends it.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use oncegate_core::{
+    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError,
+    StoreErrorKind, limits,
+};
+use tokio::sync::Notify;
+use tokio::time::{Duration, Instant};
+
+use crate::engine::Inner;
+use crate::event::{Event, EventKind};
+use crate::flight::{Landing, Leader, lock};
+use crate::policy::Policy;
+
+/// One execution under one token, as its handler sees it. Cheap to clone.
+#[derive(Clone)]
+pub struct Attempt(pub(crate) Arc<AttemptInner>);
+
+pub(crate) struct AttemptInner {
+    pub(crate) id: RecordId,
+    pub(crate) grant: Grant,
+    pub(crate) policy: Policy,
+    /// Tells attempts with the same due time apart in the keeper.
+    pub(crate) number: u64,
+    /// When the keeper looks at it next; `None` once it is settled. Guarded by the keeper's lock.
+    pub(crate) due: Mutex<Option<Instant>>,
+    /// When the lease ends by this process's clock, counted from before the claim was sent: never too late.
+    pub(crate) lease_until: Mutex<Instant>,
+    lost: AtomicBool,
+    lost_notify: Notify,
+}
+
+impl Attempt {
+    pub(crate) fn new(id: RecordId, grant: Grant, policy: Policy, number: u64, claimed_at: Instant) -> Self {
+        Self(Arc::new(AttemptInner {
+            id,
+            grant,
+            policy,
+            number,
+            due: Mutex::new(None),
+            lease_until: Mutex::new(claimed_at + policy.lease),
+            lost: AtomicBool::new(false),
+            lost_notify: Notify::new(),
+        }))
+    }
+
+    /// The record that this attempt owns.
+    #[must_use]
+    pub fn record_id(&self) -> RecordId {
+        self.0.id
+    }
+
+    /// The token to show to a resource that refuses stale owners: greater than that of every earlier attempt.
+    #[must_use]
+    pub fn token(&self) -> FencingToken {
+        self.0.grant.token
+    }
+
+    /// Which attempt this is, from 1.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.0.grant.attempts
+    }
+
+    /// Whether an earlier attempt was abandoned, so that its effect may have happened.
+    #[must_use]
+    pub fn is_after_abandoned(&self) -> bool {
+        self.0.grant.after_abandoned
+    }
+
+    /// Whether, as far as this process knows, the attempt still owns its record: its lease lasts and nobody took over.
+    #[must_use]
+    pub fn is_owner(&self) -> bool {
+        !self.0.lost.load(Ordering::Acquire) && Instant::now() < *lock(&self.0.lease_until)
+    }
+
+    /// Waits until somebody else owns the record. A handler that can still stop should stop then. For most attempts this
+    /// never happens.
+    pub async fn lost(&self) {
+        loop {
+            let notified = self.0.lost_notify.notified();
+            tokio::pin!(notified);
+            notified.as_mut().enable();
+            if self.0.lost.load(Ordering::Acquire) {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// The key to send along with a call to somebody else's API, so that this call, too, takes effect once. The same for
+    /// every attempt at this record; another one for each `step`. See [`RecordId::downstream_key`].
+    #[must_use]
+    pub fn downstream_key(&self, step: &str) -> String {
+        self.0.id.downstream_key(step)
+    }
+
+    pub(crate) fn set_lost(&self) {
+        self.0.lost.store(true, Ordering::Release);
+        self.0.lost_notify.notify_waiters();
+    }
+}
+
+impl fmt::Debug for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attempt")
+            .field("record", &self.0.id)
+            .field("token", &self.0.grant.token.get())
+            .field("number", &self.0.grant.attempts)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The right to execute once.
+///
+/// It comes only from [`Engine::claim`](crate::Engine::claim), cannot be copied, and is used up by
+/// [`complete`](Self::complete) or [`release`](Self::release). While it lives its lease is renewed. Dropping it leaves the
+/// record in progress until the lease ends, and then to its abandon policy: dropping never frees the key, because the
+/// effect may have happened.
+#[must_use = "a permit that is dropped leaves its record to the abandon policy"]
+pub struct Permit(Option<Held>);
+
+/// A permit that was not used up yet.
+struct Held {
+    inner: Arc<Inner>,
+    attempt: Attempt,
+    leader: Leader,
+}
+
+/// What became of the end of an attempt.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Settled {
+    /// The store has it.
+    Done,
+    /// Somebody else owns the record; nothing was changed. The effect of this attempt may stand beside the other's.
+    Fenced,
+    /// The store is out of reach. The engine goes on trying until the lease ends; if that fails too, the record ends as
+    /// abandoned.
+    Deferred(StoreError),
+}
+
+impl Permit {
+    pub(crate) fn new(inner: Arc<Inner>, attempt: Attempt, leader: Leader) -> Self {
+        leader.set_executing(*lock(&attempt.0.lease_until));
+        inner.keeper.keep(&attempt);
+        Self(Some(Held { inner, attempt, leader }))
+    }
+
+    /// What the handler may know. `None` never, except after a panic inside this type.
+    #[must_use]
+    pub fn attempt(&self) -> Attempt {
+        match &self.0 {
+            Some(held) => held.attempt.clone(),
+            None => unreachable!("a permit is used up by value"),
+        }
+    }
+
+    /// Ends the attempt with what came of it. Answers after the store made it durable.
+    ///
+    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    pub async fn complete(mut self, completion: Completion) -> Settled {
+        match self.0.take() {
+            Some(held) => held.settle(Ending::Complete(completion)).await,
+            None => Settled::Fenced,
+        }
+    }
+
+    /// Takes back a claim whose sender is gone: nothing was begun.
+    pub(crate) async fn cancel(mut self) {
+        if let Some(held) = self.0.take() {
+            held.cancel().await;
+        }
+    }
+
+    /// Ends the attempt and frees the key. Only where it is certain that nothing was decided.
+    pub async fn release(mut self) -> Settled {
+        match self.0.take() {
+            Some(held) => held.settle(Ending::Release).await,
+            None => Settled::Fenced,
+        }
+    }
+}
+
+impl fmt::Debug for Permit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Permit").field(&self.0.as_ref().map(|held| &held.attempt)).finish()
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        if let Some(held) = self.0.take() {
+            held.inner.keeper.forget(&held.attempt);
+            held.emit(EventKind::Abandoned);
+        }
+    }
+}
+
+enum Ending {
+    Complete(Completion),
+    Release,
+}
+
+impl Ending {
+    fn command(&self, attempt: &Attempt) -> Command {
+        let (token, retention) = (attempt.token(), attempt.0.policy.retention);
+        match self {
+            Self::Complete(completion) => {
+                Command::Complete(Complete { token, completion: completion.clone(), retention })
+            }
+            Self::Release => Command::Release(Release { token, retention }),
+        }
+    }
+
+    const fn event(&self) -> EventKind {
+        match self {
+            Self::Complete(Completion::Replayable(_)) => EventKind::Completed,
+            Self::Complete(Completion::Unknown) => EventKind::Parked,
+            Self::Complete(_) => EventKind::Tombstoned,
+            Self::Release => EventKind::Released,
+        }
+    }
+
+    /// What those hear who came along with the same request.
+    fn landing(self) -> Landing {
+        match self {
+            Self::Complete(Completion::Replayable(response)) => Landing::Replay(response),
+            Self::Complete(Completion::Unknown) => Landing::Unknown,
+            Self::Complete(_) => Landing::Unreplayable,
+            Self::Release => Landing::AskAgain,
+        }
+    }
+}
+
+impl Held {
+    fn emit(&self, kind: EventKind) {
+        self.inner.emit(Event::new(self.attempt.record_id(), Some(self.attempt.token()), kind));
+    }
+
+    async fn cancel(self) {
+        if self.attempt.is_after_abandoned() {
+            // Nothing was begun under this claim, but under an earlier one: to free the key would forget that.
+            self.inner.keeper.forget(&self.attempt);
+            return self.emit(EventKind::Abandoned);
+        }
+        match self.try_settle(&Ending::Release).await {
+            Err(Some(_)) => self.defer(Ending::Release),
+            _ => {
+                self.inner.keeper.forget(&self.attempt);
+                self.emit(EventKind::ClaimCancelled);
+            }
+        }
+    }
+
+    async fn settle(self, ending: Ending) -> Settled {
+        self.emit(EventKind::Executed);
+        match self.try_settle(&ending).await {
+            Ok(()) => {
+                self.land(ending);
+                Settled::Done
+            }
+            Err(None) => {
+                self.fenced();
+                Settled::Fenced
+            }
+            Err(Some(error)) => {
+                self.emit(EventKind::SettlementDeferred(error.kind()));
+                self.defer(ending);
+                Settled::Deferred(error)
+            }
+        }
+    }
+
+    /// Asks the store once. `Err(None)` means fenced.
+    async fn try_settle(&self, ending: &Ending) -> Result<(), Option<StoreError>> {
+        let command = ending.command(&self.attempt);
+        match self.inner.store.apply(self.attempt.record_id(), command).await {
+            Ok(Outcome::Completed | Outcome::Released) => Ok(()),
+            Ok(Outcome::Fenced) => Err(None),
+            Ok(other) => Err(Some(StoreError::invalid(format!(
+                "the store answered {other:?} to the end of an attempt"
+            )))),
+            Err(error) => Err(Some(error)),
+        }
+    }
+
+    fn land(self, ending: Ending) {
+        self.inner.keeper.forget(&self.attempt);
+        self.emit(ending.event());
+        self.leader.land(ending.landing());
+    }
+
+    fn fenced(self) {
+        self.inner.keeper.forget(&self.attempt);
+        self.attempt.set_lost();
+        self.emit(EventKind::Fenced);
+    }
+
+    /// Goes on trying in the background until the lease ends, which is no longer renewed. Until then everybody else in
+    /// this process hears that the request is in progress.
+    fn defer(self, ending: Ending) {
+        self.inner.keeper.forget(&self.attempt);
+        let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
+            return self.emit(EventKind::SettlementLost);
+        };
+        let inner = self.inner.clone();
+        inner.tasks.spawn(async move {
+            let _place = place;
+            let give_up = *lock(&self.attempt.0.lease_until);
+            let mut pause = Duration::from_millis(50);
+            loop {
+                let again = (Instant::now() + pause).min(give_up);
+                tokio::time::sleep_until(again).await;
+                match self.try_settle(&ending).await {
+                    Ok(()) => return self.land(ending),
+                    Err(None) => return self.fenced(),
+                    Err(Some(error)) if error.kind() != StoreErrorKind::Unavailable || again >= give_up => {
+                        tracing::error!(record = ?self.attempt.record_id(), %error, "completion lost, outcome unknown");
+                        return self.emit(EventKind::SettlementLost);
+                    }
+                    Err(Some(_)) => pause = (pause * 2).min(Duration::from_secs(2)),
+                }
+            }
+        });
+    }
+}
+
+/// How many completions may be tried again in the background at a time.
+pub(crate) const DEFERRED: usize = limits::DEFERRED_MAX;

@@ -1,0 +1,461 @@
+//! Claims, and what they come to.
+
+use std::fmt;
+use std::future::Future;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use oncegate_core::{
+    AttemptId, Claim, Command, Fingerprint, Label, Outcome, RecordId, Release, Store, StoreError,
+    StoreErrorKind, StoredResponse,
+};
+use tokio::runtime::Handle;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tokio_util::task::TaskTracker;
+
+use crate::attempt::{Attempt, DEFERRED, Permit};
+use crate::event::{Event, EventKind, Observer};
+use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
+use crate::keeper::Keeper;
+use crate::policy::Policy;
+
+/// Drives one store: claims, renews, waits, completes. Cheap to clone; all clones are one engine.
+#[derive(Clone)]
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) keeper: Keeper,
+    pub(crate) tasks: TaskTracker,
+    pub(crate) deferred: Arc<Semaphore>,
+    flights: Arc<Flights>,
+    /// Random, drawn once: the upper half of every attempt's identifier.
+    origin: u64,
+    /// How many claims were made: the lower half.
+    claims: AtomicU64,
+}
+
+/// One claim.
+#[derive(Clone, Debug)]
+pub struct ClaimRequest {
+    /// The record to own.
+    pub id: RecordId,
+    /// What makes two requests the same request.
+    pub fingerprint: Fingerprint,
+    /// What an operator sees of the record.
+    pub label: Label,
+    /// How long things last.
+    pub policy: Policy,
+}
+
+/// What a claim comes to.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ClaimOutcome {
+    /// Execute, once, and then complete or release the permit.
+    Execute(Permit),
+    /// Completed before: this is the answer.
+    Replay(StoredResponse),
+    /// Somebody else is at it, for so long at least unless they renew.
+    InProgress {
+        /// What is left of the owner's lease.
+        lease_left: Duration,
+    },
+    /// The key was used for another request.
+    Mismatch,
+    /// It is not known whether the operation took place.
+    Unknown,
+    /// Completed before, but the answer cannot be replayed.
+    Unreplayable,
+}
+
+/// How an engine is put together.
+pub struct EngineBuilder {
+    store: Arc<dyn Store>,
+    observer: Arc<dyn Observer>,
+    purge_every: Option<Duration>,
+    runtime: Option<Handle>,
+}
+
+impl EngineBuilder {
+    /// The runtime that renews leases and purges; by default the one that the first claim is made on. A program with
+    /// several runtimes keeps a busy handler from delaying renewals with it.
+    #[must_use]
+    pub fn with_runtime(self, runtime: Handle) -> Self {
+        Self { runtime: Some(runtime), ..self }
+    }
+
+    /// Who hears of everything that happens.
+    #[must_use]
+    pub fn with_observer(self, observer: impl Observer) -> Self {
+        Self { observer: Arc::new(observer), ..self }
+    }
+
+    /// How often records past their retention are removed; `None` leaves that to somebody else. Every second by default.
+    #[must_use]
+    pub fn with_purge_every(self, purge_every: Option<Duration>) -> Self {
+        Self { purge_every, ..self }
+    }
+
+    /// The engine.
+    #[must_use]
+    pub fn build(self) -> Engine {
+        Engine {
+            inner: Arc::new(Inner {
+                keeper: Keeper::new(
+                    self.store.clone(),
+                    self.observer.clone(),
+                    self.purge_every,
+                    self.runtime,
+                ),
+                store: self.store,
+                observer: self.observer,
+                tasks: TaskTracker::new(),
+                deferred: Arc::new(Semaphore::new(DEFERRED)),
+                flights: Flights::new(),
+                origin: random_bits(),
+                claims: AtomicU64::new(0),
+            }),
+        }
+    }
+}
+
+/// A claim that got no answer is sent again once, after so long.
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
+
+/// How long a claim waits for another claim of the same process that is asking the store. A store answers sooner.
+const CLAIMING_PATIENCE: Duration = Duration::from_secs(30);
+
+impl Engine {
+    /// An engine on this store, with the defaults.
+    #[must_use]
+    pub fn new(store: Arc<dyn Store>) -> Self {
+        Self::builder(store).build()
+    }
+
+    /// Puts an engine together.
+    #[must_use]
+    pub fn builder(store: Arc<dyn Store>) -> EngineBuilder {
+        EngineBuilder {
+            store,
+            observer: Arc::new(()),
+            purge_every: Some(Duration::from_secs(1)),
+            runtime: None,
+        }
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.inner.store
+    }
+
+    /// How many records somebody in this process is at.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.inner.flights.len()
+    }
+
+    /// Claims a record, and waits for its present owner as long as the policy says. Must be called inside a tokio runtime.
+    ///
+    /// Dropping the future is safe: a claim that was under way is carried to its end, and released if it was granted.
+    ///
+    /// # Errors
+    /// What the store said. Nothing may be executed then.
+    pub async fn claim(&self, request: ClaimRequest) -> Result<ClaimOutcome, StoreError> {
+        let inner = &self.inner;
+        inner.keeper.ensure_running();
+        let id = request.id;
+        let deadline = (!request.policy.wait.is_zero()).then(|| Instant::now() + request.policy.wait);
+        let mut waited = false;
+        let result = loop {
+            match inner.flights.join(id, request.fingerprint) {
+                Joined::Leader(leader) => break self.lead(leader, request, deadline).await,
+                Joined::Follower(flight) => {
+                    match follow(&flight, request.fingerprint, deadline, &mut waited).await {
+                        Some(result) => break result,
+                        None => continue,
+                    }
+                }
+            }
+        };
+        inner.emit_claim(id, &result, waited);
+        result
+    }
+
+    /// Runs a future to its end whatever becomes of the caller; [`drain`](Self::drain) waits for it.
+    pub fn spawn<F>(&self, future: F) -> JoinHandle<F::Output>
+    where
+        F: Future<Output: Send> + Send + 'static,
+    {
+        self.inner.tasks.spawn(future)
+    }
+
+    /// Waits until everything that was spawned has ended, but no longer than `patience`. Says how much is still running
+    /// then: its records are left to their abandon policy.
+    pub async fn drain(&self, patience: Duration) -> usize {
+        self.inner.tasks.close();
+        let _ = tokio::time::timeout(patience, self.inner.tasks.wait()).await;
+        self.inner.tasks.len()
+    }
+
+    /// Asks the store. Where it does not answer at once, it is asked in a task of its own, so that a caller who goes away
+    /// leaves no record in progress behind.
+    async fn lead(
+        &self,
+        leader: Leader,
+        request: ClaimRequest,
+        deadline: Option<Instant>,
+    ) -> Result<ClaimOutcome, StoreError> {
+        let mut work: Pin<Box<dyn Future<Output = _> + Send>> =
+            Box::pin(self.inner.clone().lead(leader, request, deadline));
+        if let Poll::Ready(result) = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
+            return result;
+        }
+        let (send, receive) = oneshot::channel();
+        let runtime = Handle::current();
+        self.spawn(async move {
+            // A caller that is gone drops it here; one that goes just now drops it unread.
+            let _gone = send.send(Undelivered { result: Some(work.await), runtime });
+        });
+        match receive.await {
+            Ok(delivered) => delivered.take(),
+            Err(_) => Err(StoreError::unavailable("the engine is shutting down")),
+        }
+    }
+}
+
+/// The outcome of a claim on its way to the caller. Dropped unread, a claim that was granted is taken back: its caller is
+/// gone, and nothing was begun.
+struct Undelivered {
+    result: Option<Result<ClaimOutcome, StoreError>>,
+    runtime: Handle,
+}
+
+impl Undelivered {
+    fn take(mut self) -> Result<ClaimOutcome, StoreError> {
+        self.result.take().unwrap_or_else(|| Err(StoreError::unavailable("the claim was taken back")))
+    }
+}
+
+impl Drop for Undelivered {
+    fn drop(&mut self) {
+        if let Some(Ok(ClaimOutcome::Execute(permit))) = self.result.take() {
+            self.runtime.spawn(permit.cancel());
+        }
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("store", &self.inner.store.capabilities().name).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for EngineBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineBuilder")
+            .field("store", &self.store.capabilities().name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a claim hears from another one of this process that is at the same record; `None` where it has to ask itself.
+async fn follow(
+    flight: &Flight,
+    fingerprint: Fingerprint,
+    deadline: Option<Instant>,
+    waited: &mut bool,
+) -> Option<Result<ClaimOutcome, StoreError>> {
+    let same = flight.fingerprint == fingerprint;
+    let patience = Instant::now() + CLAIMING_PATIENCE;
+    let mut phase = flight.wait_until(Some(patience), |phase| !matches!(phase, Phase::Claiming)).await;
+    if matches!(phase, Phase::Executing(_)) {
+        if !same {
+            return Some(Ok(ClaimOutcome::Mismatch));
+        }
+        if deadline.is_some() {
+            *waited = true;
+            phase = flight.wait_until(deadline, |phase| matches!(phase, Phase::Landed(_))).await;
+        }
+    }
+    let outcome = match phase {
+        Phase::Claiming => ClaimOutcome::InProgress { lease_left: Duration::ZERO },
+        Phase::Executing(until) => {
+            ClaimOutcome::InProgress { lease_left: until.saturating_duration_since(Instant::now()) }
+        }
+        // Another request: whether it fits the record, only the store can say.
+        Phase::Landed(_) if !same => return None,
+        Phase::Landed(Landing::Replay(response)) => ClaimOutcome::Replay(response),
+        Phase::Landed(Landing::Unreplayable) => ClaimOutcome::Unreplayable,
+        Phase::Landed(Landing::Unknown) => ClaimOutcome::Unknown,
+        Phase::Landed(Landing::InProgress(until)) => {
+            ClaimOutcome::InProgress { lease_left: until.saturating_duration_since(Instant::now()) }
+        }
+        Phase::Landed(Landing::Failed(kind)) => {
+            return Some(Err(match kind {
+                StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
+                StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
+                _ => StoreError::unavailable("the store did not answer another claim for this record"),
+            }));
+        }
+        Phase::Landed(Landing::AskAgain) => return None,
+    };
+    Some(Ok(outcome))
+}
+
+impl Inner {
+    pub(crate) fn emit(&self, event: Event) {
+        self.observer.observe(&event);
+    }
+
+    fn emit_claim(&self, id: RecordId, result: &Result<ClaimOutcome, StoreError>, waited: bool) {
+        let (token, kind) = match result {
+            Ok(ClaimOutcome::Execute(permit)) => {
+                let attempt = permit.attempt();
+                let kind = EventKind::Executing {
+                    attempts: attempt.number(),
+                    after_abandoned: attempt.is_after_abandoned(),
+                };
+                (Some(attempt.token()), kind)
+            }
+            Ok(ClaimOutcome::Replay(_)) => (None, EventKind::Replayed { waited }),
+            Ok(ClaimOutcome::InProgress { .. }) => (None, EventKind::InProgress),
+            Ok(ClaimOutcome::Mismatch) => (None, EventKind::Mismatch),
+            Ok(ClaimOutcome::Unknown) => (None, EventKind::Unknown),
+            Ok(ClaimOutcome::Unreplayable) => (None, EventKind::Unreplayable),
+            Err(error) => (None, EventKind::ClaimFailed(error.kind())),
+        };
+        self.emit(Event::new(id, token, kind));
+    }
+
+    /// Asks the store until there is something to say: at once, or, where another process owns the record and the policy
+    /// says to wait, again until the deadline.
+    async fn lead(
+        self: Arc<Self>,
+        leader: Leader,
+        request: ClaimRequest,
+        deadline: Option<Instant>,
+    ) -> Result<ClaimOutcome, StoreError> {
+        let number = self.claims.fetch_add(1, Ordering::Relaxed);
+        let attempt = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
+        let mut pause = Duration::from_millis(25);
+        loop {
+            let asked_at = Instant::now();
+            let outcome = match self.ask(&request, attempt).await {
+                Ok(outcome) => outcome,
+                Err(error) => {
+                    leader.land(Landing::Failed(error.kind()));
+                    if error.kind() == StoreErrorKind::Unavailable {
+                        self.retract(request, attempt);
+                    }
+                    return Err(error);
+                }
+            };
+            let (landing, outcome) = match outcome {
+                Outcome::Execute(grant) => {
+                    let attempt = Attempt::new(request.id, grant, request.policy, number, asked_at);
+                    return Ok(ClaimOutcome::Execute(Permit::new(self, attempt, leader)));
+                }
+                Outcome::Replay(response) => {
+                    (Landing::Replay(response.clone()), ClaimOutcome::Replay(response))
+                }
+                Outcome::InProgress { lease_left } => {
+                    let until = asked_at + lease_left;
+                    let again = Instant::now() + pause.min(lease_left.max(Duration::from_millis(1)));
+                    if deadline.is_some_and(|deadline| again < deadline) {
+                        leader.set_executing(until);
+                        tokio::time::sleep_until(again).await;
+                        pause = (pause * 2).min(Duration::from_millis(500));
+                        continue;
+                    }
+                    (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })
+                }
+                Outcome::Mismatch => (Landing::AskAgain, ClaimOutcome::Mismatch),
+                Outcome::Unknown => (Landing::Unknown, ClaimOutcome::Unknown),
+                Outcome::Unreplayable => (Landing::Unreplayable, ClaimOutcome::Unreplayable),
+                other => {
+                    leader.land(Landing::Failed(StoreErrorKind::Invalid));
+                    return Err(StoreError::invalid(format!("the store answered {other:?} to a claim")));
+                }
+            };
+            leader.land(landing);
+            return Ok(outcome);
+        }
+    }
+
+    /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it.
+    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, StoreError> {
+        match self.store.apply(request.id, claim_command(request, attempt)).await {
+            Err(error) if error.kind() == StoreErrorKind::Unavailable => {
+                tokio::time::sleep(ASK_AGAIN_AFTER).await;
+                self.store.apply(request.id, claim_command(request, attempt)).await
+            }
+            answer => answer,
+        }
+    }
+
+    /// Takes back a claim whose answer never came. Its sender was told that nothing was executed, so the key must not stay
+    /// blocked and end as an unknown outcome.
+    fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
+        let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
+        let inner = self.clone();
+        let give_up = Instant::now() + request.policy.lease;
+        self.tasks.spawn(async move {
+            let _place = place;
+            let mut pause = Duration::from_millis(50);
+            while Instant::now() < give_up {
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_secs(2));
+                match inner.store.apply(request.id, claim_command(&request, attempt)).await {
+                    Err(error) if error.kind() == StoreErrorKind::Unavailable => {}
+                    // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
+                    Ok(Outcome::Execute(grant)) if grant.after_abandoned => return,
+                    Ok(Outcome::Execute(grant)) => {
+                        let release = Release { token: grant.token, retention: request.policy.retention };
+                        if inner.store.apply(request.id, Command::Release(release)).await.is_ok() {
+                            return inner.emit(Event::new(
+                                request.id,
+                                Some(grant.token),
+                                EventKind::ClaimCancelled,
+                            ));
+                        }
+                    }
+                    // Somebody else has it, or it cannot be read.
+                    _ => return,
+                }
+            }
+        });
+    }
+}
+
+fn claim_command(request: &ClaimRequest, attempt: AttemptId) -> Command {
+    Command::Claim(Claim {
+        attempt,
+        fingerprint: request.fingerprint,
+        lease: request.policy.lease,
+        retention: request.policy.retention,
+        on_abandoned: request.policy.on_abandoned,
+        label: request.label.clone(),
+    })
+}
+
+/// 64 random bits, different in each engine: also in one that was copied with its whole machine, because the time goes in.
+fn random_bits() -> u64 {
+    let mut bits = [0; 8];
+    // Where the system has no random numbers, the time and the hasher's seed tell engines apart.
+    let _drawn = getrandom::fill(&mut bits);
+    let mut hasher = RandomState::new().build_hasher();
+    hasher.write_u64(u64::from_ne_bytes(bits));
+    hasher.write_u128(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos()));
+    hasher.finish()
+}

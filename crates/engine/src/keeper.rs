@@ -1,0 +1,184 @@
+//! Renews the leases of running attempts.
+//!
+//! One task for all attempts of an engine, so that an attempt that ends before its first renewal, as nearly all do, costs
+//! an entry in a map and no timer.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::{Command, Outcome, Renew, Store, StoreError};
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use crate::attempt::Attempt;
+use crate::event::{Event, EventKind, Observer};
+use crate::flight::lock;
+
+pub(crate) struct Keeper {
+    shared: Arc<Shared>,
+    runtime: Option<Handle>,
+    task: Mutex<Option<AbortHandle>>,
+}
+
+struct Shared {
+    store: Arc<dyn Store>,
+    observer: Arc<dyn Observer>,
+    due: Mutex<BTreeMap<(Instant, u64), Attempt>>,
+    /// Rung when an attempt became the first to be due.
+    earlier: Notify,
+    purge_every: Option<Duration>,
+}
+
+impl Keeper {
+    pub(crate) fn new(
+        store: Arc<dyn Store>,
+        observer: Arc<dyn Observer>,
+        purge_every: Option<Duration>,
+        runtime: Option<Handle>,
+    ) -> Self {
+        let shared = Shared { store, observer, due: Mutex::default(), earlier: Notify::new(), purge_every };
+        Self { shared: Arc::new(shared), runtime, task: Mutex::new(None) }
+    }
+
+    /// Starts the task if it does not run: for the first time, or because the runtime that it ran on is gone.
+    pub(crate) fn ensure_running(&self) {
+        let mut task = lock(&self.task);
+        if task.as_ref().is_none_or(AbortHandle::is_finished) {
+            let runtime = self.runtime.clone().unwrap_or_else(Handle::current);
+            *task = Some(runtime.spawn(self.shared.clone().run()).abort_handle());
+        }
+    }
+
+    /// Renews this attempt's lease until it is forgotten.
+    pub(crate) fn keep(&self, attempt: &Attempt) {
+        let lease_until = *lock(&attempt.0.lease_until);
+        // A third of the lease after the claim, so that two renewals may fail before it ends.
+        self.shared.schedule(attempt, lease_until - attempt.0.policy.lease * 2 / 3, true);
+    }
+
+    pub(crate) fn forget(&self, attempt: &Attempt) {
+        let mut due = lock(&self.shared.due);
+        if let Some(at) = lock(&attempt.0.due).take() {
+            due.remove(&(at, attempt.0.number));
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(task) = lock(&self.task).take() {
+            task.abort();
+        }
+    }
+}
+
+impl Shared {
+    /// Puts an attempt on the list: a new one, or one that is kept and whose renewal has just ended.
+    fn schedule(&self, attempt: &Attempt, at: Instant, is_new: bool) {
+        let mut due = lock(&self.due);
+        let mut place = lock(&attempt.0.due);
+        if !is_new && place.is_none() {
+            return; // forgotten while its renewal was under way
+        }
+        *place = Some(at);
+        let key = (at, attempt.0.number);
+        due.insert(key, attempt.clone());
+        let is_first = due.first_key_value().is_some_and(|(first, _)| *first == key);
+        drop(place);
+        drop(due);
+        if is_first {
+            self.earlier.notify_one();
+        }
+    }
+
+    async fn run(self: Arc<Self>) {
+        let mut purge_at = self.purge_every.map(|every| Instant::now() + every);
+        loop {
+            let first = lock(&self.due).first_key_value().map(|((at, _), _)| *at);
+            let next = [first, purge_at].into_iter().flatten().min();
+            tokio::select! {
+                () = self.earlier.notified() => continue,
+                () = sleep_until(next) => {}
+            }
+            let now = Instant::now();
+            for attempt in self.take_due(now) {
+                tokio::spawn(self.clone().renew(attempt));
+            }
+            if let (Some(at), Some(every)) = (purge_at, self.purge_every)
+                && now >= at
+            {
+                // Several steps where there is much to do, but never so many that renewals wait long.
+                let more = self.purge().await;
+                purge_at = Some(Instant::now() + if more { every / 20 } else { every });
+            }
+        }
+    }
+
+    fn take_due(&self, now: Instant) -> Vec<Attempt> {
+        let mut due = lock(&self.due);
+        let later = due.split_off(&(now, u64::MAX));
+        std::mem::replace(&mut *due, later).into_values().collect()
+    }
+
+    async fn renew(self: Arc<Self>, attempt: Attempt) {
+        let policy = attempt.0.policy;
+        let asked_at = Instant::now();
+        let command = Command::Renew(Renew {
+            token: attempt.token(),
+            lease: policy.lease,
+            retention: policy.retention,
+        });
+        let result = self.store.apply(attempt.record_id(), command).await;
+        if lock(&attempt.0.due).is_none() {
+            return; // settled meanwhile: whatever the answer was, it is no news
+        }
+        let (kind, next) = match result {
+            Ok(Outcome::Renewed { .. }) => {
+                let lease_until = asked_at + policy.lease;
+                *lock(&attempt.0.lease_until) = lease_until;
+                (EventKind::Renewed, Some(lease_until - policy.lease * 2 / 3))
+            }
+            Ok(_) => {
+                attempt.set_lost();
+                (EventKind::LeaseLost, None)
+            }
+            Err(error) => {
+                self.warn(&attempt, &error);
+                let pause = (policy.lease / 10).min(Duration::from_secs(1));
+                (EventKind::RenewalFailed(error.kind()), Some(Instant::now() + pause))
+            }
+        };
+        self.observer.observe(&Event::new(attempt.record_id(), Some(attempt.token()), kind));
+        if let Some(next) = next {
+            self.schedule(&attempt, next, false);
+        }
+    }
+
+    fn warn(&self, attempt: &Attempt, error: &StoreError) {
+        if !attempt.is_owner() {
+            tracing::warn!(record = ?attempt.record_id(), %error, "lease ran out and could not be renewed");
+        }
+    }
+
+    /// One step of purging; whether there is more to do.
+    async fn purge(&self) -> bool {
+        const STEP: usize = 500;
+        match self.store.purge(STEP).await {
+            Ok(purged) => purged >= STEP,
+            Err(error) => {
+                tracing::debug!(%error, "purge failed, tried again later");
+                false
+            }
+        }
+    }
+}
+
+async fn sleep_until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}

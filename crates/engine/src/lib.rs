@@ -1,0 +1,65 @@
+//! Claims, executes under a lease that is renewed, completes: what turns the protocol of [`oncegate_core`] into futures.
+//!
+//! An [`Engine`] drives one store. A claim that is granted comes with a [`Permit`]; while it lives, its lease is renewed in
+//! the background; whoever holds it executes and then completes or releases it, and the store checks the token.
+//! Duplicates in the same process ask the store once and are woken when the owner ends. Every end has an [`Event`].
+//!
+//! What exactly happens:
+//! 1. The first claim for a record asks the store; others in this process that come meanwhile wait for that answer.
+//! 2. Granted: the caller executes. Others hear `InProgress`, or wait if their policy says so and then get the answer.
+//! 3. The lease is renewed at a third of its length. A renewal that fails is tried again; if the store says that somebody
+//!    else owns the record, [`Attempt::lost`] fires. A lease that ran out because the store was away is taken up again
+//!    when it is back, if nobody claimed the record.
+//! 4. `complete` answers when the store has it durably. If the store is out of reach, it is tried again in the background
+//!    until the lease ends; after that the record ends as abandoned, and its outcome is unknown: never a second run.
+//! 5. A permit that is dropped leaves its record in progress until the lease ends.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use oncegate_core::{
+//!     Clock, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, RecordId, Scope, StoredResponse, Timestamp,
+//! };
+//! use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, Policy};
+//!
+//! struct Wall;
+//! impl Clock for Wall {
+//!     fn now(&self) -> Timestamp {
+//!         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+//!         Timestamp::from_millis(since.as_millis() as u64)
+//!     }
+//! }
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+//! let engine = Engine::new(Arc::new(MemoryStore::new(Wall)));
+//! let key = IdempotencyKey::new(*b"order-123").unwrap();
+//! let pay = |input: &[u8]| ClaimRequest {
+//!     id: RecordId::derive(&Scope::single_tenant(), &key),
+//!     fingerprint: Fingerprint::of_parts("pay", &[input]),
+//!     label: Label::default(),
+//!     policy: Policy::default(),
+//! };
+//!
+//! let Ok(ClaimOutcome::Execute(permit)) = engine.claim(pay(b"5")).await else { panic!("the first one executes") };
+//! // … charge the card …
+//! let receipt = StoredResponse::new(201, &[], &["paid 5".into()], &[]).unwrap();
+//! permit.complete(Completion::Replayable(receipt)).await;
+//!
+//! // The retry gets the same answer; another request under the same key is refused.
+//! assert!(matches!(engine.claim(pay(b"5")).await, Ok(ClaimOutcome::Replay(answer)) if answer.body() == "paid 5"));
+//! assert!(matches!(engine.claim(pay(b"9")).await, Ok(ClaimOutcome::Mismatch)));
+//! # });
+//! ```
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
+mod attempt;
+mod engine;
+mod event;
+mod flight;
+mod keeper;
+mod policy;
+
+pub use attempt::{Attempt, Permit, Settled};
+pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
+pub use event::{Event, EventKind, Observer};
+pub use policy::{ConfigError, Policy};

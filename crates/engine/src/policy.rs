@@ -1,0 +1,144 @@
+//! How long things last, and what happens when they don't.
+
+use std::fmt;
+use std::time::Duration;
+
+use oncegate_core::{OnAbandoned, limits};
+
+/// How long a claim owns its record, how long the record is kept, how long a duplicate waits, and what a claim does
+/// where an earlier owner is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Policy {
+    pub(crate) lease: Duration,
+    pub(crate) retention: Duration,
+    pub(crate) wait: Duration,
+    pub(crate) on_abandoned: OnAbandoned,
+}
+
+/// A setting out of its bounds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError(String);
+
+impl ConfigError {
+    /// An error that names the setting and its bounds.
+    #[must_use]
+    pub fn new(message: impl Into<String>) -> Self {
+        Self(message.into())
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl Default for Policy {
+    /// A lease of 30 seconds, a retention of 24 hours, no waiting, and `park`.
+    fn default() -> Self {
+        Self {
+            lease: Duration::from_secs(30),
+            retention: Duration::from_secs(24 * 60 * 60),
+            wait: Duration::ZERO,
+            on_abandoned: OnAbandoned::Park,
+        }
+    }
+}
+
+impl Policy {
+    /// How long a claim owns its record without a renewal. The engine renews at a third of it, so this is how long a key
+    /// stays blocked after its owner crashed, not how long a handler may take.
+    ///
+    /// # Errors
+    /// Outside [`limits::LEASE_MIN`] to [`limits::LEASE_MAX`].
+    pub fn with_lease(self, lease: Duration) -> Result<Self, ConfigError> {
+        bounded("lease", lease, limits::LEASE_MIN, limits::LEASE_MAX)?;
+        Ok(Self { lease, ..self })
+    }
+
+    /// How long a completed record is kept, counted from its completion.
+    ///
+    /// # Errors
+    /// Outside [`limits::RETENTION_MIN`] to [`limits::RETENTION_MAX`].
+    pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
+        bounded("retention", retention, limits::RETENTION_MIN, limits::RETENTION_MAX)?;
+        Ok(Self { retention, ..self })
+    }
+
+    /// How long a duplicate waits for the owner's answer before it hears that the request is in progress. Zero, the
+    /// default, does not wait.
+    ///
+    /// # Errors
+    /// Longer than [`limits::LEASE_MAX`].
+    pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
+        bounded("wait", wait, Duration::ZERO, limits::LEASE_MAX)?;
+        Ok(Self { wait, ..self })
+    }
+
+    /// What a claim does where an earlier owner's lease ran out.
+    #[must_use]
+    pub const fn with_on_abandoned(self, on_abandoned: OnAbandoned) -> Self {
+        Self { on_abandoned, ..self }
+    }
+
+    /// How long a claim owns its record without a renewal.
+    #[must_use]
+    pub const fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    /// How long a completed record is kept.
+    #[must_use]
+    pub const fn retention(&self) -> Duration {
+        self.retention
+    }
+
+    /// How long a duplicate waits.
+    #[must_use]
+    pub const fn wait(&self) -> Duration {
+        self.wait
+    }
+
+    /// What a claim does where an earlier owner's lease ran out.
+    #[must_use]
+    pub const fn on_abandoned(&self) -> OnAbandoned {
+        self.on_abandoned
+    }
+}
+
+fn bounded(name: &str, value: Duration, min: Duration, max: Duration) -> Result<(), ConfigError> {
+    if (min..=max).contains(&value) {
+        Ok(())
+    } else {
+        Err(ConfigError::new(format!("{name} is {value:?}; it must be from {min:?} to {max:?}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BIT: Duration = Duration::from_nanos(1);
+
+    #[test]
+    fn every_duration_is_bounded() {
+        let policy = Policy::default();
+        for (min, max, set) in [
+            (limits::LEASE_MIN, limits::LEASE_MAX, Policy::with_lease as fn(_, _) -> _),
+            (limits::RETENTION_MIN, limits::RETENTION_MAX, Policy::with_retention),
+        ] {
+            assert!(set(policy, min).is_ok() && set(policy, max).is_ok());
+            assert!(set(policy, min - BIT).is_err() && set(policy, max + BIT).is_err());
+        }
+        assert!(policy.with_wait(Duration::ZERO).is_ok() && policy.with_wait(limits::LEASE_MAX).is_ok());
+        assert!(policy.with_wait(limits::LEASE_MAX + BIT).is_err());
+    }
+
+    #[test]
+    fn an_error_names_the_setting_and_its_bounds() {
+        let error = Policy::default().with_lease(Duration::ZERO).unwrap_err();
+        assert_eq!(error.to_string(), "lease is 0ns; it must be from 100ms to 3600s");
+    }
+}

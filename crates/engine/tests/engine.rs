@@ -1,0 +1,508 @@
+//! The engine from outside: claims, renewals, duplicates, and a store that fails.
+//!
+//! Time is tokio's paused clock, which the store reads too, so that leases pass without anybody waiting for them.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::{
+    Clock, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned, RecordId, Scope,
+    StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+};
+use oncegate_engine::{
+    ClaimOutcome, ClaimRequest, Engine, Event, EventKind, Observer, Permit, Policy, Settled,
+};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use tokio::time::{Instant, sleep};
+
+const LEASE: Duration = Duration::from_secs(30);
+
+struct TokioClock(Instant);
+
+impl Clock for TokioClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
+    }
+}
+
+#[derive(Clone, Default)]
+struct Events(Arc<Mutex<Vec<EventKind>>>);
+
+impl Observer for Events {
+    fn observe(&self, event: &Event) {
+        self.0.lock().unwrap().push(event.kind);
+    }
+}
+
+impl Events {
+    fn count(&self, wanted: impl Fn(&EventKind) -> bool) -> usize {
+        self.0.lock().unwrap().iter().filter(|kind| wanted(kind)).count()
+    }
+
+    fn has(&self, wanted: EventKind) -> bool {
+        self.count(|kind| *kind == wanted) > 0
+    }
+}
+
+struct World {
+    engine: Engine,
+    store: Arc<dyn Store>,
+    faults: Faults,
+    events: Events,
+}
+
+impl World {
+    fn new() -> Self {
+        Self::on(Arc::new(MemoryStore::new(TokioClock(Instant::now()))))
+    }
+
+    /// Another engine on the same records, as another process would have it.
+    fn on(store: Arc<dyn Store>) -> Self {
+        let events = Events::default();
+        let (faulty, faults) = FaultyStore::new(store.clone());
+        let engine = Engine::builder(Arc::new(faulty)).with_observer(events.clone()).build();
+        Self { engine, store, faults, events }
+    }
+
+    async fn state(&self) -> Option<StateName> {
+        self.store.lookup(id()).await.unwrap().map(|record| record.state_name(self.store.now()))
+    }
+
+    async fn claim(&self, request: ClaimRequest) -> ClaimOutcome {
+        self.engine.claim(request).await.unwrap()
+    }
+
+    async fn permit(&self, request: ClaimRequest) -> Permit {
+        match self.claim(request).await {
+            ClaimOutcome::Execute(permit) => permit,
+            other => panic!("expected to execute, got {other:?}"),
+        }
+    }
+}
+
+fn id() -> RecordId {
+    RecordId::derive(&Scope::single_tenant(), &IdempotencyKey::new(*b"k").unwrap())
+}
+
+fn request() -> ClaimRequest {
+    ClaimRequest {
+        id: id(),
+        fingerprint: Fingerprint::of_parts("test", &[b"a"]),
+        label: Label::default(),
+        policy: Policy::default().with_lease(LEASE).unwrap(),
+    }
+}
+
+fn waiting(wait: Duration) -> ClaimRequest {
+    ClaimRequest { policy: request().policy.with_wait(wait).unwrap(), ..request() }
+}
+
+fn reexecuting() -> ClaimRequest {
+    ClaimRequest { policy: request().policy.with_on_abandoned(OnAbandoned::Reexecute), ..request() }
+}
+
+fn another() -> ClaimRequest {
+    ClaimRequest { fingerprint: Fingerprint::of_parts("test", &[b"b"]), ..request() }
+}
+
+fn answer(body: &'static str) -> Completion {
+    Completion::Replayable(StoredResponse::new(201, &[], &[body.into()], &[]).unwrap())
+}
+
+fn replays(outcome: &ClaimOutcome, body: &str) -> bool {
+    matches!(outcome, ClaimOutcome::Replay(response) if response.body() == body)
+}
+
+/// Lets everything that is ready run, without moving the clock.
+async fn settle() {
+    for _ in 0..50 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_hundred_equal_claims_one_executes_and_the_others_get_its_answer() {
+    let world = Arc::new(World::new());
+    let mut claims = Vec::new();
+    for _ in 0..100 {
+        let world = world.clone();
+        claims.push(tokio::spawn(async move {
+            match world.claim(waiting(LEASE)).await {
+                ClaimOutcome::Execute(permit) => {
+                    sleep(Duration::from_secs(1)).await;
+                    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+                    true
+                }
+                outcome => {
+                    assert!(replays(&outcome, "one"), "{outcome:?}");
+                    false
+                }
+            }
+        }));
+    }
+    let mut executed = 0;
+    for claim in claims {
+        executed += usize::from(claim.await.unwrap());
+    }
+    assert_eq!(executed, 1);
+    assert_eq!(world.faults.calls(Operation::Claim), 1, "single-flight: one claim reached the store");
+    assert_eq!(world.events.count(|kind| matches!(kind, EventKind::Replayed { waited: true })), 99);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_waiting_a_duplicate_hears_that_it_is_in_progress() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    sleep(Duration::from_secs(5)).await;
+    let ClaimOutcome::InProgress { lease_left } = world.claim(request()).await else { panic!() };
+    assert_eq!(lease_left, Duration::from_secs(25));
+    permit.complete(answer("one")).await;
+    assert!(replays(&world.claim(request()).await, "one"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_gives_up_at_its_deadline_and_leaves_the_owner_alone() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    let asked = Instant::now();
+    assert!(matches!(world.claim(waiting(Duration::from_secs(5))).await, ClaimOutcome::InProgress { .. }));
+    assert_eq!(asked.elapsed(), Duration::from_secs(5));
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_executes_when_the_owner_releases() {
+    let world = Arc::new(World::new());
+    let permit = world.permit(request()).await;
+    let first = permit.attempt().token();
+    let waiter = {
+        let world = world.clone();
+        tokio::spawn(async move { world.permit(waiting(LEASE)).await })
+    };
+    settle().await;
+    permit.release().await;
+    let second = waiter.await.unwrap();
+    assert!(second.attempt().token() > first);
+    assert_eq!(second.attempt().number(), 2);
+    second.complete(answer("two")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_mismatch_is_told_before_anything_else() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    assert!(matches!(world.claim(another()).await, ClaimOutcome::Mismatch), "while in flight");
+    let elsewhere = World::on(world.store.clone());
+    assert!(matches!(elsewhere.claim(another()).await, ClaimOutcome::Mismatch), "while in flight elsewhere");
+    permit.complete(answer("one")).await;
+    assert!(matches!(world.claim(another()).await, ClaimOutcome::Mismatch), "after completion");
+    assert!(replays(&world.claim(request()).await, "one"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_keeps_a_handler_that_outlasts_its_lease() {
+    let world = World::new();
+    let elsewhere = World::on(world.store.clone());
+    let permit = world.permit(request()).await;
+    for _ in 0..20 {
+        sleep(LEASE / 2).await;
+        assert!(matches!(elsewhere.claim(reexecuting()).await, ClaimOutcome::InProgress { .. }));
+        assert!(permit.attempt().is_owner());
+    }
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+    assert!(world.events.count(|kind| *kind == EventKind::Renewed) >= 20);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_ended_is_not_renewed() {
+    let world = World::new();
+    world.permit(request()).await.complete(answer("one")).await;
+    drop(world.permit(ClaimRequest { id: RecordId::from_bytes([1; 32]), ..request() }).await);
+    sleep(LEASE * 3).await;
+    assert_eq!(world.faults.calls(Operation::Renew), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_ran_out_while_the_store_was_away_is_taken_up_again() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    world.faults.always(Operation::Renew, Fault::Refuse);
+    sleep(LEASE * 2).await;
+    assert!(!permit.attempt().is_owner());
+    assert!(world.events.has(EventKind::RenewalFailed(StoreErrorKind::Unavailable)));
+    world.faults.heal();
+    sleep(Duration::from_secs(2)).await;
+    assert!(permit.attempt().is_owner());
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_zombie_is_told_that_it_lost_and_is_fenced() {
+    let zombie = World::new();
+    let other = World::on(zombie.store.clone());
+    let permit = zombie.permit(request()).await;
+    zombie.faults.always(Operation::Renew, Fault::Refuse);
+    sleep(LEASE + Duration::from_secs(1)).await;
+
+    let taken = other.permit(reexecuting()).await;
+    assert!(taken.attempt().token() > permit.attempt().token());
+    assert!(taken.attempt().is_after_abandoned());
+    zombie.faults.heal();
+    tokio::time::timeout(LEASE, permit.attempt().lost()).await.expect("the zombie is told");
+    assert!(zombie.events.has(EventKind::LeaseLost));
+
+    assert!(matches!(permit.complete(answer("zombie")).await, Settled::Fenced));
+    assert!(zombie.events.has(EventKind::Fenced));
+    assert!(matches!(taken.complete(answer("other")).await, Settled::Done));
+    assert!(replays(&zombie.claim(request()).await, "other"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_permit_never_frees_the_key() {
+    let world = World::new();
+    drop(world.permit(request()).await);
+    assert!(world.events.has(EventKind::Abandoned));
+    assert!(matches!(world.claim(request()).await, ClaimOutcome::InProgress { .. }));
+    sleep(LEASE).await;
+    assert!(matches!(world.claim(request()).await, ClaimOutcome::Unknown));
+    assert_eq!(world.state().await, Some(StateName::Unknown));
+    // Parked is parked, also for a route that would execute again.
+    assert!(matches!(world.claim(reexecuting()).await, ClaimOutcome::Unknown));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_parked_outcome_becomes_known_when_its_owner_was_only_slow() {
+    let slow = World::new();
+    let other = World::on(slow.store.clone());
+    let permit = slow.permit(request()).await;
+    slow.faults.always(Operation::Renew, Fault::Refuse);
+    sleep(LEASE).await;
+    assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
+    assert!(matches!(permit.complete(answer("late")).await, Settled::Done));
+    assert!(replays(&other.claim(request()).await, "late"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_completion_that_fails_once_is_written_in_the_background() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    world.faults.next(1, Operation::Complete, Fault::Refuse);
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    assert!(
+        matches!(world.claim(request()).await, ClaimOutcome::InProgress { .. }),
+        "not run again meanwhile"
+    );
+    sleep(Duration::from_secs(1)).await;
+    assert!(replays(&world.claim(request()).await, "one"));
+    assert!(world.events.has(EventKind::Completed));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_completion_whose_answer_is_lost_succeeds_when_it_is_sent_again() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    world.faults.next(1, Operation::Complete, Fault::LoseAnswer);
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    sleep(Duration::from_secs(1)).await;
+    assert!(world.events.has(EventKind::Completed) && !world.events.has(EventKind::Fenced));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_completion_is_an_unknown_outcome_and_never_a_second_run() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    sleep(LEASE + Duration::from_secs(1)).await;
+    assert!(world.events.has(EventKind::SettlementLost));
+    world.faults.heal();
+    assert!(matches!(world.claim(request()).await, ClaimOutcome::Unknown));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_whose_answer_is_lost_is_recognised() {
+    let world = World::new();
+    world.faults.next(1, Operation::Claim, Fault::LoseAnswer);
+    let permit = world.permit(request()).await;
+    assert_eq!(permit.attempt().number(), 1);
+    assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_nobody_heard_of_is_taken_back() {
+    let world = World::new();
+    world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
+    let error = world.engine.claim(request()).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable);
+    assert_eq!(world.state().await, Some(StateName::InProgress), "the store did grant it");
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(world.state().await, Some(StateName::Released));
+    world.permit(request()).await.complete(answer("one")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_duplicates_hear_that_the_store_is_out_of_reach_and_ask_it_once() {
+    let world = Arc::new(World::new());
+    world.faults.outage();
+    let claims: Vec<_> = (0..20)
+        .map(|_| {
+            let world = world.clone();
+            tokio::spawn(async move { world.engine.claim(request()).await.unwrap_err().kind() })
+        })
+        .collect();
+    for claim in claims {
+        assert_eq!(claim.await.unwrap(), StoreErrorKind::Unavailable);
+    }
+    assert_eq!(world.events.count(|kind| matches!(kind, EventKind::ClaimFailed(_))), 20);
+    assert!(world.faults.calls(Operation::Claim) <= 4, "{}", world.faults.calls(Operation::Claim));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_goes_away_during_its_claim_leaves_no_record_in_progress() {
+    let world = World::new();
+    let latch = Latch::new();
+    world.faults.next(1, Operation::Claim, Fault::StallAfter(latch.clone()));
+    let caller = {
+        let engine = world.engine.clone();
+        tokio::spawn(async move { engine.claim(request()).await.map(drop) })
+    };
+    settle().await;
+    assert_eq!(world.state().await, Some(StateName::InProgress));
+    caller.abort();
+    assert!(caller.await.unwrap_err().is_cancelled());
+    latch.open();
+    settle().await;
+    assert_eq!(world.state().await, Some(StateName::Released));
+    assert!(world.events.has(EventKind::ClaimCancelled));
+}
+
+#[tokio::test(start_paused = true)]
+async fn taking_back_a_claim_does_not_forget_an_abandoned_attempt_before_it() {
+    let reconciling =
+        || ClaimRequest { policy: request().policy.with_on_abandoned(OnAbandoned::Reconcile), ..request() };
+    for is_told in [true, false] {
+        let world = World::new();
+        drop(world.permit(request()).await);
+        sleep(LEASE).await;
+        if is_told {
+            world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
+            assert!(world.engine.claim(reconciling()).await.is_err());
+        } else {
+            let latch = Latch::new();
+            world.faults.next(1, Operation::Claim, Fault::StallAfter(latch.clone()));
+            let engine = world.engine.clone();
+            let caller = tokio::spawn(async move { engine.claim(reconciling()).await.map(drop) });
+            settle().await;
+            caller.abort();
+            assert!(caller.await.unwrap_err().is_cancelled());
+            latch.open();
+        }
+        // Its own lease has to run out; then whoever claims has to ask what became of the first one.
+        sleep(LEASE * 2).await;
+        let permit = world.permit(reconciling()).await;
+        assert!(permit.attempt().is_after_abandoned());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_hears_of_a_completion_in_another_process() {
+    let world = World::new();
+    let other = World::on(world.store.clone());
+    let permit = world.permit(request()).await;
+    let waiter = tokio::spawn(async move {
+        let outcome = other.claim(waiting(LEASE)).await;
+        (outcome, Instant::now())
+    });
+    sleep(Duration::from_secs(3)).await;
+    permit.complete(answer("one")).await;
+    let completed = Instant::now();
+    let (outcome, heard) = waiter.await.unwrap();
+    assert!(replays(&outcome, "one"));
+    assert!(heard - completed <= Duration::from_millis(500));
+}
+
+#[tokio::test(start_paused = true)]
+async fn draining_waits_for_what_was_spawned_and_says_what_is_left() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    world.engine.spawn(async move {
+        sleep(Duration::from_secs(5)).await;
+        permit.complete(answer("one")).await;
+    });
+    assert_eq!(world.engine.drain(Duration::from_secs(1)).await, 1);
+    assert_eq!(world.engine.drain(Duration::from_secs(60)).await, 0);
+    assert!(replays(&world.claim(request()).await, "one"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn expired_records_are_purged_without_being_asked_for() {
+    let world = World::new();
+    let policy = request().policy.with_retention(Duration::from_secs(10)).unwrap();
+    world.permit(ClaimRequest { policy, ..request() }).await.complete(answer("one")).await;
+    sleep(Duration::from_secs(9)).await;
+    assert!(replays(&world.claim(request()).await, "one"), "kept for its retention");
+    sleep(LEASE + Duration::from_secs(20)).await;
+    assert!(world.faults.calls(Operation::Purge) > 0);
+    assert_eq!(world.state().await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_claim_has_exactly_one_outcome() {
+    let world = World::new();
+    let permit = world.permit(request()).await;
+    world.claim(request()).await;
+    world.claim(another()).await;
+    permit.complete(Completion::Tombstone).await;
+    assert!(matches!(world.claim(request()).await, ClaimOutcome::Unreplayable));
+    world.faults.outage();
+    assert!(world.engine.claim(request()).await.is_err());
+    let of_claims = |kind: &EventKind| {
+        matches!(
+            kind,
+            EventKind::Executing { .. }
+                | EventKind::Replayed { .. }
+                | EventKind::InProgress
+                | EventKind::Mismatch
+                | EventKind::Unknown
+                | EventKind::Unreplayable
+                | EventKind::ClaimFailed(_)
+        )
+    };
+    assert_eq!(world.events.count(of_claims), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_waiter_more_than_may_wait_hears_at_once() {
+    let world = Arc::new(World::new());
+    let permit = world.permit(request()).await;
+    let waiters: Vec<_> = (0..limits::WAITERS_MAX)
+        .map(|_| {
+            let world = world.clone();
+            tokio::spawn(async move { replays(&world.claim(waiting(LEASE)).await, "one") })
+        })
+        .collect();
+    settle().await;
+    let asked = Instant::now();
+    assert!(matches!(world.claim(waiting(LEASE)).await, ClaimOutcome::InProgress { .. }));
+    assert_eq!(asked.elapsed(), Duration::ZERO);
+    permit.complete(answer("one")).await;
+    for waiter in waiters {
+        assert!(waiter.await.unwrap());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_completion_more_than_may_be_tried_again_is_lost_at_once() {
+    let world = World::new();
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    for number in 0..=limits::DEFERRED_MAX {
+        assert!(!world.events.has(EventKind::SettlementLost), "{number}");
+        let mut id = [0; 32];
+        id[..8].copy_from_slice(&number.to_be_bytes());
+        let permit = world.permit(ClaimRequest { id: RecordId::from_bytes(id), ..request() }).await;
+        assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
+    }
+    assert_eq!(world.events.count(|kind| *kind == EventKind::SettlementLost), 1);
+}

@@ -1,0 +1,270 @@
+//! The bodies of requests and responses as they pass the layer.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes, BytesMut};
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt;
+use pin_project_lite::pin_project;
+use tokio::sync::mpsc;
+
+/// Any error of a body.
+pub type BoxError = Box<dyn StdError + Send + Sync>;
+
+pin_project! {
+    /// The body of a request behind the layer: the client's own where no key applies, or what was read of it.
+    pub struct RequestBody<B> {
+        #[pin]
+        inner: RequestInner<B>,
+    }
+}
+
+pin_project! {
+    #[project = RequestProj]
+    enum RequestInner<B> {
+        /// Untouched.
+        Passing { #[pin] body: B },
+        /// Read whole.
+        Whole { body: Whole },
+    }
+}
+
+pin_project! {
+    /// The body of a response in front of the layer: the handler's own where no key applies, a stored one, or one that is
+    /// too large or too long-lived to be stored and streams through.
+    pub struct ResponseBody<B> {
+        #[pin]
+        inner: ResponseInner<B>,
+    }
+}
+
+pin_project! {
+    #[project = ResponseProj]
+    enum ResponseInner<B> {
+        /// Untouched.
+        Passing { #[pin] body: B },
+        /// Read or stored whole.
+        Whole { body: Whole },
+        /// Pumped from the handler by a task of its own.
+        Pumped { frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>, size: SizeHint },
+    }
+}
+
+/// Octets and trailer fields that are there.
+struct Whole {
+    data: Option<Bytes>,
+    trailers: Option<HeaderMap>,
+}
+
+impl Whole {
+    fn next(&mut self) -> Option<Frame<Bytes>> {
+        let data = self.data.take().filter(|data| !data.is_empty()).map(Frame::data);
+        data.or_else(|| self.trailers.take().map(Frame::trailers))
+    }
+
+    fn is_end(&self) -> bool {
+        self.data.as_ref().is_none_or(Bytes::is_empty) && self.trailers.is_none()
+    }
+
+    fn size(&self) -> SizeHint {
+        let len = self.data.as_ref().map_or(0, |data| data.len() as u64);
+        if self.trailers.is_none() {
+            return SizeHint::with_exact(len);
+        }
+        // HTTP/1.1 has room for trailers only behind a body of undeclared length.
+        let mut size = SizeHint::new();
+        size.set_lower(len);
+        size
+    }
+}
+
+impl<B> RequestBody<B> {
+    pub(crate) const fn passing(body: B) -> Self {
+        Self { inner: RequestInner::Passing { body } }
+    }
+
+    pub(crate) const fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { inner: RequestInner::Whole { body: Whole { data: Some(data), trailers } } }
+    }
+}
+
+impl<B> ResponseBody<B> {
+    pub(crate) const fn passing(body: B) -> Self {
+        Self { inner: ResponseInner::Passing { body } }
+    }
+
+    pub(crate) const fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { inner: ResponseInner::Whole { body: Whole { data: Some(data), trailers } } }
+    }
+
+    pub(crate) const fn pumped(
+        frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>,
+        size: SizeHint,
+    ) -> Self {
+        Self { inner: ResponseInner::Pumped { frames, size } }
+    }
+}
+
+impl<B> Body for RequestBody<B>
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match self.project().inner.project() {
+            RequestProj::Passing { body } => poll_passing(body, cx),
+            RequestProj::Whole { body } => Poll::Ready(body.next().map(Ok)),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.inner {
+            RequestInner::Passing { body } => body.is_end_stream(),
+            RequestInner::Whole { body } => body.is_end(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.inner {
+            RequestInner::Passing { body } => body.size_hint(),
+            RequestInner::Whole { body } => body.size(),
+        }
+    }
+}
+
+impl<B> Body for ResponseBody<B>
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match self.project().inner.project() {
+            ResponseProj::Passing { body } => poll_passing(body, cx),
+            ResponseProj::Whole { body } => Poll::Ready(body.next().map(Ok)),
+            ResponseProj::Pumped { frames, .. } => frames.poll_recv(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.inner {
+            ResponseInner::Passing { body } => body.is_end_stream(),
+            ResponseInner::Whole { body } => body.is_end(),
+            ResponseInner::Pumped { .. } => false,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.inner {
+            ResponseInner::Passing { body } => body.size_hint(),
+            ResponseInner::Whole { body } => body.size(),
+            ResponseInner::Pumped { size, .. } => *size,
+        }
+    }
+}
+
+fn poll_passing<B: Body<Error: Into<BoxError>>>(
+    body: Pin<&mut B>,
+    cx: &mut Context<'_>,
+) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    let frame = ready!(body.poll_frame(cx));
+    Poll::Ready(frame.map(|frame| frame.map(into_bytes).map_err(Into::into)))
+}
+
+/// Copies nothing where the data are [`Bytes`] already.
+fn into_bytes<D: Buf>(frame: Frame<D>) -> Frame<Bytes> {
+    frame.map_data(|mut data| data.copy_to_bytes(data.remaining()))
+}
+
+impl<B> fmt::Debug for RequestBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RequestBody").finish_non_exhaustive()
+    }
+}
+
+impl<B> fmt::Debug for ResponseBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseBody").finish_non_exhaustive()
+    }
+}
+
+/// What reading a body up to a limit comes to.
+pub(crate) enum Read<B> {
+    /// All of it.
+    Whole { chunks: Vec<Bytes>, trailers: Option<HeaderMap> },
+    /// There is more than the limit: what was read, and the rest.
+    More { chunks: Vec<Bytes>, rest: Pin<Box<B>> },
+    /// It broke off.
+    Broken(BoxError),
+}
+
+/// Reads a body, but not beyond `limit` octets and the chunk that crosses it.
+pub(crate) async fn read_up_to<B>(body: B, limit: usize) -> Read<B>
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    let mut chunks = Vec::new();
+    let mut trailers: Option<HeaderMap> = None;
+    let mut len = 0_usize;
+    if body.size_hint().lower() > limit as u64 {
+        return Read::More { chunks, rest: Box::pin(body) };
+    }
+    let mut body = Box::pin(body);
+    loop {
+        let frame = match body.frame().await {
+            None => return Read::Whole { chunks, trailers },
+            Some(Err(error)) => return Read::Broken(error.into()),
+            Some(Ok(frame)) => into_bytes(frame),
+        };
+        match frame.into_data() {
+            Ok(data) => {
+                len = len.saturating_add(data.len());
+                if !data.is_empty() {
+                    chunks.push(data);
+                }
+                if len > limit {
+                    return Read::More { chunks, rest: body };
+                }
+            }
+            Err(frame) => {
+                if let Ok(more) = frame.into_trailers() {
+                    trailers.get_or_insert_default().extend(more);
+                }
+            }
+        }
+    }
+}
+
+/// One piece from several, without copying where there is one only.
+pub(crate) fn join(mut chunks: Vec<Bytes>) -> Bytes {
+    match chunks.len() {
+        0 => Bytes::new(),
+        1 => chunks.swap_remove(0),
+        _ => {
+            let mut all = BytesMut::with_capacity(chunks.iter().map(Bytes::len).sum());
+            chunks.iter().for_each(|chunk| all.extend_from_slice(chunk));
+            all.freeze()
+        }
+    }
+}
+
+/// The next frame of a body, with `Bytes` and a boxed error.
+pub(crate) async fn next_frame<B>(body: &mut Pin<Box<B>>) -> Option<Result<Frame<Bytes>, BoxError>>
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    body.frame().await.map(|frame| frame.map(into_bytes).map_err(Into::into))
+}

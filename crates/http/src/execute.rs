@@ -1,0 +1,360 @@
+//! One execution: runs the handler, decides what is kept of its answer, and keeps it before the client sees it.
+
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, HeaderName};
+use http::response::Parts;
+use http::{Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use oncegate_core::{Completion, IdempotencyKey, OnAbandoned, StoredResponse};
+use oncegate_engine::{Permit, Settled};
+use tokio::sync::{mpsc, oneshot};
+use tower_service::Service;
+
+use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
+use crate::context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
+use crate::headers::kept_trailers;
+use crate::profile::ServerErrors;
+use crate::reconcile::Reconciled;
+use crate::refusal::{Condition, Refusal};
+use crate::service::{Executed, set_status, take_status};
+use crate::settings::Settings;
+
+/// One execution under a permit. `send` goes to the client, who may be gone.
+pub(crate) struct Execution<RB, E> {
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) permit: Permit,
+    pub(crate) key: IdempotencyKey,
+    pub(crate) send: oneshot::Sender<Result<Executed<RB>, E>>,
+}
+
+/// What is done with a handler's answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    Replay,
+    Release,
+    Tombstone,
+    Unknown,
+}
+
+impl<RB, E> Execution<RB, E>
+where
+    RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    E: Send + 'static,
+{
+    pub(crate) async fn run<S, B>(self, inner: S, mut request: Request<RequestBody<B>>)
+    where
+        S: Service<Request<RequestBody<B>>, Response = Response<RB>, Error = E, Future: Send>
+            + Send
+            + 'static,
+        B: Send + 'static,
+    {
+        let context = IdempotencyContext::new(self.key.clone(), self.permit.attempt());
+        request.extensions_mut().insert(context.clone());
+        let asks = self.settings.policy.on_abandoned() == OnAbandoned::Reconcile
+            && context.attempt().is_after_abandoned();
+        let (execution, request) = if asks {
+            // Boxed, as all that seldom happens, so that what always happens is small.
+            match Box::pin(self.reconcile(context, request)).await {
+                Some(goes_on) => goes_on,
+                None => return,
+            }
+        } else {
+            (self, request)
+        };
+        match catch_panic(call(inner, request)).await {
+            Ok(Ok(response)) => execution.finish(response).await,
+            Ok(Err(error)) => Box::pin(execution.fail(Some(error), None)).await,
+            Err(Panicked) => Box::pin(execution.fail(None, None)).await,
+        }
+    }
+
+    /// Asks what became of an abandoned attempt. Goes on only if the operation did not happen.
+    async fn reconcile<B>(
+        self,
+        context: IdempotencyContext,
+        request: Request<RequestBody<B>>,
+    ) -> Option<(Self, Request<RequestBody<B>>)> {
+        let (parts, body) = request.into_parts();
+        let asked = match &self.settings.reconcile {
+            // A panic tells nothing about the attempt that was asked for.
+            Some(reconcile) => catch_panic(reconcile.reconcile(&context, &parts)).await,
+            None => Err(Panicked),
+        };
+        match asked.unwrap_or(Reconciled::CannotTell) {
+            Reconciled::DidNotHappen => return Some((self, Request::from_parts(parts, body))),
+            Reconciled::Happened(stored) => {
+                let settled = self.permit.complete(Completion::Replayable(stored.clone())).await;
+                let _gone = self.send.send(Ok(Executed::Reconciled(stored, settled)));
+            }
+            Reconciled::CannotTell => {
+                self.permit.complete(Completion::Unknown).await;
+                let _gone = self.send.send(Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown))));
+            }
+        }
+        None
+    }
+
+    async fn finish(self, mut response: Response<RB>) {
+        if let Some(Unanswered(status)) = response.extensions_mut().remove() {
+            return Box::pin(self.fail(None, Some(status))).await;
+        }
+        let directive = take_directive(&mut response);
+        take_status(&mut response);
+        let fate = fate(&self.settings, response.status(), directive);
+        let (parts, body) = response.into_parts();
+        // Only what will be replayed needs to be read before the client gets it.
+        if fate != Fate::Replay {
+            return Box::pin(self.settle_and_pass(fate, parts, body)).await;
+        }
+        if cannot_be_stored(&parts) {
+            return Box::pin(self.settle_and_pass(Fate::Tombstone, parts, body)).await;
+        }
+        let limit = self.settings.max_response_body;
+        match catch_panic(read_up_to(body, limit)).await {
+            Ok(Read::Whole { chunks, trailers }) => {
+                let kept = self.settings.kept.of(&parts.headers);
+                let stored = StoredResponse::new(
+                    parts.status.as_u16(),
+                    &kept,
+                    &chunks,
+                    &kept_trailers(trailers.as_ref()),
+                );
+                let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
+                let settled = self.permit.complete(completion).await;
+                let body = ResponseBody::whole(join(chunks), trailers);
+                let _gone = self.send.send(Ok(Executed::Response(marked(parts, body, &settled))));
+            }
+            Ok(Read::More { chunks, rest }) => {
+                let settled = self.permit.complete(Completion::Tombstone).await;
+                Box::pin(stream(&self.settings, self.send, parts, chunks, rest, &settled)).await;
+            }
+            // The answer broke off: the client got nothing of it, and what it would have said is not known.
+            Ok(Read::Broken(error)) => {
+                tracing::warn!(%error, "response body broke off");
+                let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
+                Box::pin(self.fail(None, status)).await;
+            }
+            Err(Panicked) => Box::pin(self.fail(None, None)).await,
+        }
+    }
+
+    /// An answer that will not be replayed: settled by its head, and its body passes through.
+    async fn settle_and_pass(self, fate: Fate, parts: Parts, body: RB) {
+        let settled = match fate {
+            Fate::Release => self.permit.release().await,
+            Fate::Unknown => self.permit.complete(Completion::Unknown).await,
+            Fate::Tombstone | Fate::Replay => self.permit.complete(Completion::Tombstone).await,
+        };
+        stream(&self.settings, self.send, parts, Vec::new(), Box::pin(body), &settled).await;
+    }
+
+    /// The handler ended without an answer, so whether its effect happened is not known.
+    async fn fail(self, error: Option<E>, status: Option<StatusCode>) {
+        let condition = match self.settings.profile.server_errors {
+            ServerErrors::Replay => {
+                self.permit.complete(Completion::Unknown).await;
+                Condition::OutcomeUnknown
+            }
+            ServerErrors::Release => {
+                self.permit.release().await;
+                Condition::HandlerFailed
+            }
+        };
+        let answer = match error {
+            Some(error) => Err(error),
+            None => Ok(Executed::Refused(Refusal::new(condition).with_status(status))),
+        };
+        let _gone = self.send.send(answer);
+    }
+}
+
+/// What the policy and the handler say together.
+fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> Fate {
+    let releases_errors = settings.profile.server_errors == ServerErrors::Release;
+    match directive {
+        Some(StoreDirective::Replay) => Fate::Replay,
+        Some(StoreDirective::Release) => Fate::Release,
+        Some(StoreDirective::Tombstone) => Fate::Tombstone,
+        Some(StoreDirective::Unknown) if releases_errors => Fate::Release,
+        Some(StoreDirective::Unknown) => Fate::Unknown,
+        // Nothing was decided about the operation.
+        None if matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429) => Fate::Release,
+        None if status.is_server_error() && releases_errors => Fate::Release,
+        None => Fate::Replay,
+    }
+}
+
+/// Answers that have no end, or that are no answer but another protocol.
+fn cannot_be_stored(parts: &Parts) -> bool {
+    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+        return true;
+    }
+    let Some(content_type) = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {
+        return false;
+    };
+    let essence = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    essence == "text/event-stream"
+        || essence == "multipart/x-mixed-replace"
+        || essence.starts_with("application/grpc")
+}
+
+/// Takes the handler's word off the response.
+pub(crate) fn take_directive<T>(response: &mut Response<T>) -> Option<StoreDirective> {
+    const IDEMPOTENCY_STORE: HeaderName = HeaderName::from_static("idempotency-store");
+    let extension = response.extensions_mut().remove::<StoreDirective>();
+    let header = response.headers_mut().remove(IDEMPOTENCY_STORE);
+    extension.or_else(|| StoreDirective::from_name(header?.as_bytes().to_ascii_lowercase().trim_ascii()))
+}
+
+fn marked<RB>(parts: Parts, body: ResponseBody<RB>, settled: &Settled) -> Response<ResponseBody<RB>> {
+    let mut response = Response::from_parts(parts, body);
+    mark(&mut response, settled);
+    response
+}
+
+/// Tells a client where the store did not take its answer.
+pub(crate) fn mark<T>(response: &mut Response<T>, settled: &Settled) {
+    match settled {
+        Settled::Fenced => set_status(response, "fenced"),
+        Settled::Deferred(_) => set_status(response, "not-stored"),
+        _ => {}
+    }
+}
+
+/// Sends what was read and pumps the rest, at the client's pace. A client that goes away does not stop the handler's body:
+/// it is read on, for a bounded time, so that the handler runs to its end.
+async fn stream<RB, E>(
+    settings: &Settings,
+    send: oneshot::Sender<Result<Executed<RB>, E>>,
+    parts: Parts,
+    read: Vec<Bytes>,
+    mut rest: Pin<Box<RB>>,
+    settled: &Settled,
+) where
+    RB: Body<Error: Into<BoxError>>,
+{
+    let mut size = rest.size_hint();
+    let ahead: u64 = read.iter().map(|chunk| chunk.len() as u64).sum();
+    size.set_lower(size.lower() + ahead);
+    if let Some(upper) = size.upper() {
+        size.set_upper(upper + ahead);
+    }
+    let (frames, receiver) = mpsc::channel(STREAM_FRAMES.max(read.len()));
+    for chunk in read {
+        let _fits = frames.try_send(Ok(Frame::data(chunk)));
+    }
+    let body = ResponseBody::pumped(receiver, size);
+    let mut client = send.send(Ok(Executed::Response(marked(parts, body, settled)))).is_ok();
+    let mut give_up = None;
+    loop {
+        if !client && give_up.is_none() {
+            give_up = Some(tokio::time::Instant::now() + settings.stream_patience);
+        }
+        let frame = tokio::select! {
+            frame = next_frame(&mut rest) => frame,
+            () = frames.closed(), if client => { client = false; continue }
+            () = sleep_until(give_up), if give_up.is_some() => return,
+        };
+        match frame {
+            None => return,
+            Some(frame) => {
+                let broken = frame.is_err();
+                if client {
+                    client = frames.send(frame).await.is_ok();
+                }
+                if broken {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// How many frames a client may lag behind before the handler's body waits for it.
+const STREAM_FRAMES: usize = 16;
+
+async fn sleep_until(at: Option<tokio::time::Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn call<S: Service<R>, R>(mut inner: S, request: R) -> Result<S::Response, S::Error> {
+    inner.call(request).await
+}
+
+/// The handler panicked; the panic hook has said where.
+struct Panicked;
+
+async fn catch_panic<F: Future>(future: F) -> Result<F::Output, Panicked> {
+    let mut future = Box::pin(future);
+    std::future::poll_fn(move |cx| {
+        // Nothing of the future is looked at after a panic.
+        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+            Ok(Poll::Pending) => Poll::Pending,
+            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
+            Err(_) => Poll::Ready(Err(Panicked)),
+        }
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::Profile;
+
+    #[test]
+    fn the_table_of_fates() {
+        let replay = Settings::new(Profile::ietf());
+        let release = Settings::new(Profile::seed());
+        for (status, in_replay, in_release) in [
+            (200, Fate::Replay, Fate::Replay),
+            (201, Fate::Replay, Fate::Replay),
+            (302, Fate::Replay, Fate::Replay),
+            (400, Fate::Replay, Fate::Replay),
+            (401, Fate::Release, Fate::Release),
+            (402, Fate::Replay, Fate::Replay),
+            (403, Fate::Release, Fate::Release),
+            (404, Fate::Replay, Fate::Replay),
+            (407, Fate::Release, Fate::Release),
+            (408, Fate::Release, Fate::Release),
+            (409, Fate::Replay, Fate::Replay),
+            (421, Fate::Release, Fate::Release),
+            (422, Fate::Replay, Fate::Replay),
+            (425, Fate::Release, Fate::Release),
+            (429, Fate::Release, Fate::Release),
+            (500, Fate::Replay, Fate::Release),
+            (503, Fate::Replay, Fate::Release),
+        ] {
+            let status = StatusCode::from_u16(status).unwrap();
+            assert_eq!(fate(&replay, status, None), in_replay, "{status}");
+            assert_eq!(fate(&release, status, None), in_release, "{status}");
+        }
+    }
+
+    #[test]
+    fn the_handler_overrules_and_its_word_is_taken_off() {
+        let settings = Settings::default();
+        for (word, status, expected) in [
+            ("replay", 429, Fate::Replay),
+            ("release", 200, Fate::Release),
+            ("Tombstone", 200, Fate::Tombstone),
+            ("unknown", 200, Fate::Unknown),
+            ("nonsense", 200, Fate::Replay),
+        ] {
+            let mut response =
+                Response::builder().status(status).header("Idempotency-Store", word).body(()).unwrap();
+            let directive = take_directive(&mut response);
+            assert_eq!(fate(&settings, response.status(), directive), expected, "{word}");
+            assert!(response.headers().is_empty());
+        }
+    }
+}

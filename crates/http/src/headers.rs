@@ -1,0 +1,175 @@
+//! Which header fields a record keeps.
+
+use http::HeaderMap;
+use http::header::{self, HeaderName, HeaderValue};
+use oncegate_engine::ConfigError;
+
+/// Kept by default: fields that belong to the answer and not to the moment or the connection it was given in.
+const KEPT: [HeaderName; 14] = [
+    header::CONTENT_TYPE,
+    header::CONTENT_ENCODING,
+    header::CONTENT_LANGUAGE,
+    header::CONTENT_DISPOSITION,
+    header::CONTENT_LOCATION,
+    header::LOCATION,
+    header::ETAG,
+    header::LAST_MODIFIED,
+    header::LINK,
+    header::CACHE_CONTROL,
+    HeaderName::from_static("accept-patch"),
+    HeaderName::from_static("preference-applied"),
+    HeaderName::from_static("deprecation"),
+    HeaderName::from_static("sunset"),
+];
+
+/// Never kept, even if somebody configures them: hop-by-hop (RFC 9110, 7.6.1), recomputed, secret, or of the moment.
+const NEVER: [&str; 39] = [
+    "connection",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "content-length",
+    "date",
+    "age",
+    "expires",
+    "set-cookie",
+    "set-cookie2",
+    "authorization",
+    "www-authenticate",
+    "authentication-info",
+    "authentication-control",
+    "optional-www-authenticate",
+    "proxy-authenticate",
+    "proxy-authentication-info",
+    "proxy-authorization",
+    "clear-site-data",
+    "strict-transport-security",
+    "alt-svc",
+    "via",
+    "server",
+    "traceparent",
+    "tracestate",
+    "baggage",
+    "b3",
+    "x-request-id",
+    "request-id",
+    "x-correlation-id",
+    "x-trace-id",
+    "server-timing",
+    "retry-after",
+    "idempotency-key",
+    "idempotency-store",
+    "idempotency-status",
+];
+
+/// Never kept, by how the name starts.
+const NEVER_PREFIXES: [&str; 4] = ["access-control-", "ratelimit", "x-ratelimit-", "x-b3-"];
+
+/// The fields that a record keeps.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct KeptHeaders {
+    more: Vec<HeaderName>,
+}
+
+impl KeptHeaders {
+    /// Keeps these as well.
+    pub(crate) fn add(&mut self, name: HeaderName) -> Result<(), ConfigError> {
+        if is_never_kept(&name) {
+            return Err(ConfigError::new(format!("the header field {name} must not be stored and replayed")));
+        }
+        self.more.push(name);
+        Ok(())
+    }
+
+    /// The fields of an answer that are kept, in their order.
+    pub(crate) fn of<'a>(&'a self, headers: &'a HeaderMap) -> Vec<(&'a str, &'a [u8])> {
+        headers
+            .iter()
+            .filter(move |(name, _)| {
+                (KEPT.contains(name) || self.more.contains(name)) && !is_nominated(headers, name)
+            })
+            .map(|(name, value)| (name.as_str(), value.as_bytes()))
+            .collect()
+    }
+}
+
+/// The trailer fields of an answer that are kept: all that may be.
+pub(crate) fn kept_trailers(trailers: Option<&HeaderMap>) -> Vec<(&str, &[u8])> {
+    trailers
+        .into_iter()
+        .flatten()
+        .filter(|(name, _)| !is_never_kept(name))
+        .map(|(name, value)| (name.as_str(), value.as_bytes()))
+        .collect()
+}
+
+/// Reads kept fields back. Fields that are none any more are left out: they were checked when they were kept.
+pub(crate) fn restore<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    for (name, value) in fields {
+        if let (Ok(name), Ok(value)) =
+            (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(value))
+        {
+            headers.append(name, value);
+        }
+    }
+    headers
+}
+
+fn is_never_kept(name: &HeaderName) -> bool {
+    let name = name.as_str();
+    NEVER.contains(&name) || NEVER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Whether a `Connection` field names this one as hop-by-hop.
+fn is_nominated(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers.get_all(header::CONNECTION).iter().any(|value| {
+        value
+            .as_bytes()
+            .split(|b| *b == b',')
+            .any(|token| token.trim_ascii().eq_ignore_ascii_case(name.as_str().as_bytes()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keeps_what_belongs_to_the_answer_and_nothing_else() {
+        let mut headers = HeaderMap::new();
+        for name in ["content-type", "location", "etag", "link", "x-order"] {
+            headers.insert(HeaderName::from_static(name), HeaderValue::from_static("v"));
+        }
+        for name in NEVER.iter().copied().chain(["access-control-allow-origin", "ratelimit-limit", "x-other"])
+        {
+            headers.insert(HeaderName::from_static(name), HeaderValue::from_static("v"));
+        }
+        headers.append("link", HeaderValue::from_static("second"));
+        let mut kept = KeptHeaders::default();
+        kept.add(HeaderName::from_static("x-order")).unwrap();
+        let mut names: Vec<_> = kept.of(&headers).into_iter().map(|(name, _)| name).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["content-type", "etag", "link", "link", "location", "x-order"]);
+    }
+
+    #[test]
+    fn a_field_that_connection_names_is_hop_by_hop() {
+        let mut headers = HeaderMap::new();
+        headers.insert("etag", HeaderValue::from_static("v"));
+        headers.insert("connection", HeaderValue::from_static("close, ETag"));
+        assert_eq!(KeptHeaders::default().of(&headers), []);
+    }
+
+    #[test]
+    fn what_must_not_be_kept_cannot_be_configured() {
+        for name in NEVER {
+            let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+            let error = KeptHeaders::default().add(name.clone()).unwrap_err();
+            assert!(error.to_string().contains(name.as_str()));
+        }
+    }
+}

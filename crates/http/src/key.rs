@@ -1,0 +1,347 @@
+//! Reads the caller's key from its header field.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use http::HeaderMap;
+use http::header::{HeaderName, HeaderValue};
+use oncegate_core::{IdempotencyKey, limits};
+use oncegate_engine::ConfigError;
+use regex_lite::Regex;
+
+/// What a key may look like.
+///
+/// A field that is present but is no such key is always an error, also where the key is optional: RFC 9651 would let it
+/// be ignored as if it were absent, and the request would run unprotected without anybody being told.
+#[derive(Clone, Debug)]
+pub struct KeyGrammar {
+    pub(crate) syntax: KeySyntax,
+    pub(crate) format: KeyFormat,
+    pub(crate) min: usize,
+    pub(crate) max: usize,
+}
+
+/// How the field spells a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum KeySyntax {
+    /// A string of RFC 9651 in quotes, or the bare visible ASCII characters that nearly everybody sends, without quote and
+    /// comma. `abc`, `"abc"` and `"abc";p=1` are one key.
+    Lenient,
+    /// A string of RFC 9651 only, as draft-ietf-httpapi-idempotency-key-header-07 demands.
+    Strict,
+}
+
+/// What the key itself must be.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum KeyFormat {
+    /// Anything.
+    Any,
+    /// A UUID (RFC 9562) of any version, in 36 characters; upper and lower case are one key.
+    Uuid,
+    /// A ULID of 26 characters; upper and lower case are one key.
+    Ulid,
+    /// Whatever the pattern matches from end to end.
+    Pattern(Regex),
+}
+
+impl KeyFormat {
+    /// A format by a regular expression that the whole key must match.
+    ///
+    /// # Errors
+    /// Where it is no regular expression.
+    pub fn pattern(expression: &str) -> Result<Self, ConfigError> {
+        Regex::new(&format!("^(?:{expression})$"))
+            .map(Self::Pattern)
+            .map_err(|error| ConfigError::new(format!("key format {expression:?}: {error}")))
+    }
+}
+
+impl Default for KeyGrammar {
+    /// Lenient, any format, 1 to 255 octets.
+    fn default() -> Self {
+        Self { syntax: KeySyntax::Lenient, format: KeyFormat::Any, min: 1, max: limits::KEY_MAX }
+    }
+}
+
+impl KeyGrammar {
+    /// How the field spells a key.
+    #[must_use]
+    pub fn with_syntax(self, syntax: KeySyntax) -> Self {
+        Self { syntax, ..self }
+    }
+
+    /// What the key itself must be.
+    #[must_use]
+    pub fn with_format(self, format: KeyFormat) -> Self {
+        Self { format, ..self }
+    }
+
+    /// How many octets a key has.
+    ///
+    /// # Errors
+    /// Outside 1 to [`limits::KEY_MAX`], or `min` above `max`.
+    pub fn with_length(self, min: usize, max: usize) -> Result<Self, ConfigError> {
+        if min == 0 || min > max || max > limits::KEY_MAX {
+            let bound = limits::KEY_MAX;
+            return Err(ConfigError::new(format!(
+                "key length {min} to {max}; it must lie within 1 to {bound}"
+            )));
+        }
+        Ok(Self { min, max, ..self })
+    }
+
+    /// The key in these headers, with its field as it was received; `None` where there is no field of this name.
+    ///
+    /// # Errors
+    /// What is wrong with the field.
+    pub fn read<'a>(
+        &self,
+        headers: &'a HeaderMap,
+        name: &HeaderName,
+    ) -> Option<Result<(IdempotencyKey, &'a HeaderValue), KeyProblem>> {
+        let mut values = headers.get_all(name).iter();
+        let value = values.next()?;
+        if values.next().is_some() {
+            return Some(Err(KeyProblem::SeveralFields));
+        }
+        Some(self.parse(value.as_bytes()).map(|key| (key, value)))
+    }
+
+    /// Reads the value of a field.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn parse(&self, field: &[u8]) -> Result<IdempotencyKey, KeyProblem> {
+        let field = trim_ows(field);
+        let key = match (field.first(), self.syntax) {
+            (None, _) => return Err(KeyProblem::Empty),
+            (Some(b'"'), _) => Cow::Owned(quoted(field)?),
+            (Some(_), KeySyntax::Lenient) => Cow::Borrowed(bare(field)?),
+            (Some(_), KeySyntax::Strict) => return Err(KeyProblem::NotQuoted),
+        };
+        if key.is_empty() || key.bytes().all(|b| b == b' ') {
+            return Err(KeyProblem::Empty);
+        }
+        if key.len() < self.min {
+            return Err(KeyProblem::TooShort { octets: key.len(), min: self.min });
+        }
+        if key.len() > self.max {
+            return Err(KeyProblem::TooLong { octets: key.len(), max: self.max });
+        }
+        let key = match &self.format {
+            KeyFormat::Any => key,
+            KeyFormat::Uuid if is_uuid(&key) => key.to_ascii_lowercase().into(),
+            KeyFormat::Ulid if is_ulid(&key) => key.to_ascii_uppercase().into(),
+            KeyFormat::Pattern(pattern) if pattern.is_match(&key) => key,
+            KeyFormat::Uuid => return Err(KeyProblem::Format("a UUID")),
+            KeyFormat::Ulid => return Err(KeyProblem::Format("a ULID")),
+            KeyFormat::Pattern(_) => return Err(KeyProblem::Format("of the published format")),
+        };
+        IdempotencyKey::new(key.as_bytes()).map_err(|_| KeyProblem::Empty)
+    }
+}
+
+/// What is wrong with a key's field. Its words are meant for the caller and repeat nothing of the field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KeyProblem {
+    /// More than one field line.
+    SeveralFields,
+    /// No octet, or only spaces.
+    Empty,
+    /// A string was begun and does not end as RFC 9651 says.
+    BadString,
+    /// An octet that no bare key has.
+    BadOctet,
+    /// A comma outside quotes: that is a list.
+    Comma,
+    /// Not in quotes, where only strings are taken.
+    NotQuoted,
+    /// Shorter than allowed.
+    TooShort {
+        /// How long it is.
+        octets: usize,
+        /// How long it must be.
+        min: usize,
+    },
+    /// Longer than allowed.
+    TooLong {
+        /// How long it is.
+        octets: usize,
+        /// How long it may be.
+        max: usize,
+    },
+    /// Not of the format that this service takes.
+    Format(&'static str),
+}
+
+impl fmt::Display for KeyProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::SeveralFields => f.write_str("the field was sent more than once; send one key"),
+            Self::Empty => f.write_str("the key is empty; send 1 to 255 characters, such as a UUID"),
+            Self::BadString => f.write_str(
+                "the key starts with a quote but is no string of RFC 9651; send \"key\" or the key without quotes",
+            ),
+            Self::BadOctet => f.write_str(
+                "the key has a character that is not allowed; send visible ASCII characters without quote and comma",
+            ),
+            Self::Comma => f.write_str("the key has a comma; send one key, or put it in quotes"),
+            Self::NotQuoted => f.write_str("the key must be in double quotes"),
+            Self::TooShort { octets, min } => write!(f, "the key has {octets} characters; at least {min} are needed"),
+            Self::TooLong { octets, max } => write!(f, "the key has {octets} characters; at most {max} are allowed"),
+            Self::Format(format) => write!(f, "the key is not {format}"),
+        }
+    }
+}
+
+impl std::error::Error for KeyProblem {}
+
+fn trim_ows(field: &[u8]) -> &[u8] {
+    let is_ows = |b: &u8| matches!(b, b' ' | b'\t');
+    let start = field.iter().position(|b| !is_ows(b)).unwrap_or(field.len());
+    let end = field.iter().rposition(|b| !is_ows(b)).map_or(start, |last| last + 1);
+    field.get(start..end).unwrap_or_default()
+}
+
+/// A string of RFC 9651 with any parameters, which are ignored.
+fn quoted(field: &[u8]) -> Result<String, KeyProblem> {
+    let item = sfv::Parser::new(field).parse::<sfv::Item>().map_err(|_| KeyProblem::BadString)?;
+    match item.bare_item {
+        sfv::BareItem::String(string) => Ok(String::from(string)),
+        _ => Err(KeyProblem::BadString),
+    }
+}
+
+fn bare(field: &[u8]) -> Result<&str, KeyProblem> {
+    for byte in field {
+        match byte {
+            b',' => return Err(KeyProblem::Comma),
+            b'!' | b'#'..=b'~' => {}
+            _ => return Err(KeyProblem::BadOctet),
+        }
+    }
+    std::str::from_utf8(field).map_err(|_| KeyProblem::BadOctet)
+}
+
+fn is_uuid(key: &str) -> bool {
+    key.len() == 36
+        && key.bytes().enumerate().all(|(at, b)| match at {
+            8 | 13 | 18 | 23 => b == b'-',
+            _ => b.is_ascii_hexdigit(),
+        })
+}
+
+fn is_ulid(key: &str) -> bool {
+    // Crockford's base 32 has no I, L, O and U; 26 of its digits hold 130 bits, so the first is at most 7.
+    key.len() == 26
+        && key.bytes().next().is_some_and(|first| first <= b'7')
+        && key.bytes().all(|b| {
+            b.is_ascii_alphanumeric() && !matches!(b.to_ascii_uppercase(), b'I' | b'L' | b'O' | b'U')
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lenient(field: &[u8]) -> Result<Vec<u8>, KeyProblem> {
+        KeyGrammar::default().parse(field).map(|key| key.as_bytes().to_vec())
+    }
+
+    fn strict(field: &[u8]) -> Result<Vec<u8>, KeyProblem> {
+        let grammar = KeyGrammar::default().with_syntax(KeySyntax::Strict);
+        grammar.parse(field).map(|key| key.as_bytes().to_vec())
+    }
+
+    #[test]
+    fn the_table_of_fields() {
+        use KeyProblem::{BadOctet, BadString, Comma, Empty, NotQuoted};
+        type Read = Result<&'static [u8], KeyProblem>;
+        const UUID: &[u8] = b"8e03978e-40d5-43e8-bc93-6894a57f9324";
+        let quoted_uuid = [b"\"", UUID, b"\""].concat();
+        let table: &[(&[u8], Read, Read)] = &[
+            // field as received, lenient, strict
+            (&quoted_uuid, Ok(UUID), Ok(UUID)),
+            (UUID, Ok(UUID), Err(NotQuoted)),
+            (b"clkyoesmbgybucifusbbtdsbohtyuuwz", Ok(b"clkyoesmbgybucifusbbtdsbohtyuuwz"), Err(NotQuoted)),
+            (br#""a\"b\\c""#, Ok(br#"a"b\c"#), Ok(br#"a"b\c"#)),
+            (br#""abc";v=1"#, Ok(b"abc"), Ok(b"abc")),
+            (br#""abc"#, Err(BadString), Err(BadString)),
+            (br#"abc""#, Err(BadOctet), Err(NotQuoted)),
+            (br#""foo \,""#, Err(BadString), Err(BadString)),
+            (b"'foo'", Ok(b"'foo'"), Err(NotQuoted)),
+            (br#""a", "b""#, Err(BadString), Err(BadString)),
+            (br#""a" b"#, Err(BadString), Err(BadString)),
+            (b"", Err(Empty), Err(Empty)),
+            (b"  \t ", Err(Empty), Err(Empty)),
+            (br#""""#, Err(Empty), Err(Empty)),
+            (br#""   ""#, Err(Empty), Err(Empty)),
+            (b"a, b", Err(Comma), Err(NotQuoted)),
+            (b"a b", Err(BadOctet), Err(NotQuoted)),
+            ("\"fü\"".as_bytes(), Err(BadString), Err(BadString)),
+            ("fü".as_bytes(), Err(BadOctet), Err(NotQuoted)),
+            (b"\xff\xfe", Err(BadOctet), Err(NotQuoted)),
+            (b"a\tb", Err(BadOctet), Err(NotQuoted)),
+            (b"\"a\0b\"", Err(BadString), Err(BadString)),
+            (b"  \"abc\"  ", Ok(b"abc"), Ok(b"abc")),
+            (b"ABC", Ok(b"ABC"), Err(NotQuoted)),
+            (b"'; DROP TABLE keys;--", Err(BadOctet), Err(NotQuoted)),
+            (b"%0d%0aSet-Cookie:x", Ok(b"%0d%0aSet-Cookie:x"), Err(NotQuoted)),
+        ];
+        for (field, in_lenient, in_strict) in table {
+            let name = String::from_utf8_lossy(field);
+            assert_eq!(lenient(field), in_lenient.map(<[u8]>::to_vec), "lenient {name:?}");
+            assert_eq!(strict(field), in_strict.map(<[u8]>::to_vec), "strict {name:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_has_at_most_255_octets_after_unescaping() {
+        let max = limits::KEY_MAX;
+        assert!(lenient(&vec![b'k'; max]).is_ok());
+        assert_eq!(lenient(&vec![b'k'; max + 1]), Err(KeyProblem::TooLong { octets: 256, max }));
+        let quoted = |n: usize| format!("\"{}\"", r"\\".repeat(n)).into_bytes();
+        assert_eq!(lenient(&quoted(max)).unwrap().len(), max);
+        assert_eq!(lenient(&quoted(max + 1)), Err(KeyProblem::TooLong { octets: 256, max }));
+    }
+
+    #[test]
+    fn formats_are_checked_and_ids_lose_their_case() {
+        let read = |format, field: &[u8]| KeyGrammar::default().with_format(format).parse(field);
+        let uuid = b"8E03978E-40d5-43e8-bc93-6894a57f9324";
+        assert_eq!(read(KeyFormat::Uuid, uuid), read(KeyFormat::Uuid, &uuid.to_ascii_lowercase()));
+        assert_eq!(
+            read(KeyFormat::Uuid, b"8e03978e40d543e8bc936894a57f9324"),
+            Err(KeyProblem::Format("a UUID"))
+        );
+        let ulid = b"01ARZ3NDEKTSV4RRFFQ69G5FAV";
+        assert_eq!(read(KeyFormat::Ulid, ulid), read(KeyFormat::Ulid, &ulid.to_ascii_lowercase()));
+        assert!(read(KeyFormat::Ulid, b"81ARZ3NDEKTSV4RRFFQ69G5FAV").is_err());
+        assert!(read(KeyFormat::Ulid, b"01ARZ3NDEKTSV4RRFFQ69G5FAU").is_err());
+        let order = KeyFormat::pattern("order-[0-9]+").unwrap();
+        assert!(read(order.clone(), b"order-12").is_ok());
+        assert!(read(order, b"order-12x").is_err());
+        assert!(KeyFormat::pattern("[").is_err());
+        assert!(KeyGrammar::default().with_length(0, 5).is_err());
+        assert!(KeyGrammar::default().with_length(1, 256).is_err());
+        let short = KeyGrammar::default().with_length(20, 64).unwrap();
+        assert_eq!(short.parse(b"abc"), Err(KeyProblem::TooShort { octets: 3, min: 20 }));
+    }
+
+    #[test]
+    fn two_field_lines_are_an_error_even_if_they_are_equal() {
+        let name = HeaderName::from_static("idempotency-key");
+        let mut headers = HeaderMap::new();
+        assert!(KeyGrammar::default().read(&headers, &name).is_none());
+        headers.append(&name, HeaderValue::from_static("a"));
+        assert!(matches!(KeyGrammar::default().read(&headers, &name), Some(Ok(_))));
+        headers.append(&name, HeaderValue::from_static("a"));
+        assert_eq!(
+            KeyGrammar::default().read(&headers, &name).unwrap().unwrap_err(),
+            KeyProblem::SeveralFields
+        );
+    }
+}

@@ -1,0 +1,205 @@
+//! The Tower layer: which settings a request runs under.
+
+use std::fmt;
+use std::sync::Arc;
+
+use http::Method;
+use oncegate_engine::{ConfigError, Engine};
+use tower_layer::Layer;
+
+use crate::event::RequestObserver;
+use crate::service::Idempotency;
+use crate::settings::Settings;
+
+/// Makes retries safe. See the [crate] for what it does exactly.
+#[derive(Clone)]
+pub struct IdempotencyLayer {
+    shared: Arc<Shared>,
+}
+
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) engine: Engine,
+    pub(crate) observer: Arc<dyn RequestObserver>,
+    default: Arc<Settings>,
+    routes: Vec<Route>,
+}
+
+#[derive(Clone)]
+struct Route {
+    methods: Vec<Method>,
+    pattern: PathPattern,
+    settings: Arc<Settings>,
+}
+
+/// Which paths a route matches, such as `/payments/{id}` (one segment) or `/v1/{*rest}` (all that follow).
+#[derive(Clone)]
+pub struct PathPattern {
+    text: Arc<str>,
+    router: matchit::Router<()>,
+}
+
+impl PathPattern {
+    /// Reads a pattern.
+    ///
+    /// # Errors
+    /// Where it does not start with a slash, or is no pattern.
+    pub fn new(pattern: &str) -> Result<Self, ConfigError> {
+        let error = |what: &dyn fmt::Display| ConfigError::new(format!("path pattern {pattern:?}: {what}"));
+        if !pattern.starts_with('/') {
+            return Err(error(&"it must start with a slash, as every path does"));
+        }
+        // Other programs' spellings of a parameter would be taken to the letter and match nothing, and the route would be
+        // unprotected without anybody being told.
+        let foreign = |segment: &&str| {
+            segment.starts_with(':') || (segment.contains('*') && !segment.starts_with("{*"))
+        };
+        if let Some(segment) = pattern.split('/').find(foreign) {
+            return Err(error(&format!(
+                "{segment:?} would match nothing but itself; write {{name}} for one segment, {{*rest}} for all that follows"
+            )));
+        }
+        let mut router = matchit::Router::new();
+        router.insert(pattern, ()).map_err(|what| error(&what))?;
+        Ok(Self { text: pattern.into(), router })
+    }
+
+    /// Whether the pattern matches this path, which has no query.
+    #[must_use]
+    pub fn matches(&self, path: &str) -> bool {
+        self.router.at(path).is_ok()
+    }
+
+    /// The pattern as it was written.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+}
+
+impl fmt::Debug for PathPattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("PathPattern").field(&self.text).finish()
+    }
+}
+
+impl IdempotencyLayer {
+    /// A layer with the profile `ietf`: covers POST and PATCH, takes `Idempotency-Key` where it is sent, tells callers
+    /// apart by `Authorization`.
+    #[must_use]
+    pub fn new(engine: Engine) -> Self {
+        let default = Arc::new(Settings::default());
+        Self { shared: Arc::new(Shared { engine, observer: Arc::new(()), default, routes: Vec::new() }) }
+    }
+
+    /// What is done on every route that has no settings of its own.
+    ///
+    /// # Errors
+    /// Where the settings contradict each other.
+    pub fn with_settings(self, settings: Settings) -> Result<Self, ConfigError> {
+        settings.check()?;
+        Ok(self.change(|shared| shared.default = Arc::new(settings)))
+    }
+
+    /// What is done on the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`. The first route that
+    /// matches counts. With `methods`, only those are matched, and they are covered; without, the settings say which
+    /// methods are covered.
+    ///
+    /// # Errors
+    /// Where the pattern is none, or the settings contradict each other.
+    pub fn with_route(
+        self,
+        methods: Vec<Method>,
+        pattern: &str,
+        settings: Settings,
+    ) -> Result<Self, ConfigError> {
+        let settings = if methods.is_empty() { settings } else { settings.with_methods(methods.clone())? };
+        settings.check()?;
+        let pattern = PathPattern::new(pattern)?;
+        let route = Route { methods, pattern, settings: Arc::new(settings) };
+        Ok(self.change(|shared| shared.routes.push(route)))
+    }
+
+    /// Who hears what became of each request.
+    #[must_use]
+    pub fn with_observer(self, observer: impl RequestObserver) -> Self {
+        self.change(|shared| shared.observer = Arc::new(observer))
+    }
+
+    /// The settings that a request with this method and path (without a query) runs under.
+    #[must_use]
+    pub fn settings(&self, method: &Method, path: &str) -> &Settings {
+        self.shared.settings(method, path)
+    }
+
+    /// A copy that shares no reference count with this one, only the engine and the observer: for programs with a
+    /// runtime per core, where every request would otherwise pass that count from core to core.
+    #[must_use]
+    pub fn unshared(&self) -> Self {
+        Self { shared: Arc::new(Shared::clone(&self.shared)) }
+    }
+
+    fn change(self, change: impl FnOnce(&mut Shared)) -> Self {
+        let mut shared = Arc::unwrap_or_clone(self.shared);
+        change(&mut shared);
+        Self { shared: Arc::new(shared) }
+    }
+}
+
+impl Shared {
+    /// The settings that a request runs under.
+    pub(crate) fn settings(&self, method: &Method, path: &str) -> &Arc<Settings> {
+        let route = self.routes.iter().find(|route| {
+            (route.methods.is_empty() || route.methods.contains(method)) && route.pattern.matches(path)
+        });
+        route.map_or(&self.default, |route| &route.settings)
+    }
+}
+
+impl<S> Layer<S> for IdempotencyLayer {
+    type Service = Idempotency<S>;
+
+    fn layer(&self, inner: S) -> Idempotency<S> {
+        Idempotency::new(self.shared.clone(), inner)
+    }
+}
+
+impl fmt::Debug for IdempotencyLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdempotencyLayer")
+            .field("engine", &self.shared.engine)
+            .field("settings", &self.shared.default)
+            .field("routes", &self.shared.routes.len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_matches_whole_paths() {
+        for (pattern, path, matches) in [
+            ("/payments", "/payments", true),
+            ("/payments", "/payments/", false),
+            ("/payments", "/Payments", false),
+            ("/payments/{id}", "/payments/7", true),
+            ("/payments/{id}", "/payments/7/refunds", false),
+            ("/v1/{*rest}", "/v1/payments/7", true),
+            ("/v1/{*rest}", "/v1", false),
+        ] {
+            assert_eq!(PathPattern::new(pattern).unwrap().matches(path), matches, "{pattern} {path}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_pattern_is_named() {
+        for pattern in
+            ["payments", "", "/{", "/{a}{b}", "/{*rest}/more", "/v1/*", "/v1/**", "/payments/:id", "/a*b"]
+        {
+            let error = PathPattern::new(pattern).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("path pattern {pattern:?}: ")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Makes retries of HTTP requests safe: a Tower layer for axum, hyper and tonic services.
+//!
+//! Implements the semantics of draft-ietf-httpapi-idempotency-key-header-07. The first request with a key executes; every
+//! other request with that key gets the first one's answer; and when it is not known whether the first one took effect,
+//! the layer says so instead of guessing.
+//!
+//! # What happens to a request, exactly
+//! 1. A request whose method is not covered (by default all but POST and PATCH), or that has no key and needs none, passes
+//!    through untouched; its body streams.
+//! 2. The caller's scope is derived; then the key is read. A key that is present but malformed is a 400, always.
+//! 3. The body is read up to [`Settings::with_max_request_body`] and fingerprinted.
+//! 4. The record is claimed. Completed: the stored answer, with `Idempotent-Replayed: true`. Another request under the same
+//!    key: 422. In progress: 409 with `Retry-After`, or the answer after waiting for it. Outcome unknown: 500.
+//! 5. Granted: the handler runs in a task of its own, so a client that hangs up does not cancel it, under a lease that is
+//!    renewed. [`IdempotencyContext`] in the request's extensions tells it its key and attempt.
+//! 6. Its answer is classified by status, policy and [`StoreDirective`], stored durably, and then sent.
+//!
+//! Refusals are responses and never errors; their bodies are problem details (RFC 9457) with a member `retry` that says
+//! `same-key`, `new-key`, `fix-request` or `stop`. They tell nothing of the stored request or response.
+//!
+//! # Caveats
+//! - Put the layer inside authentication (a replay must not be a way around it) and inside compression (so that what is
+//!   stored is not coded for one client), and outside of what changes the request's path, such as axum's `nest`.
+//! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than
+//!   [`Settings::with_max_response_body`] goes to the first client as it comes and leaves a tombstone: a retry hears that it
+//!   was done and cannot be replayed, and nothing runs twice.
+//! - A body that is sent under a key is held in memory until the handler takes it.
+//!
+//! # Example
+//! ```
+//! use std::{convert::Infallible, sync::Arc};
+//! use bytes::Bytes;
+//! use http::{Request, Response, StatusCode};
+//! use http_body_util::{BodyExt, Full};
+//! use oncegate_core::{Clock, MemoryStore, Timestamp};
+//! use oncegate_engine::Engine;
+//! use oncegate_http::{IdempotencyLayer, RequestBody};
+//! use tower_layer::Layer;
+//! use tower_service::Service;
+//!
+//! # struct Wall;
+//! # impl Clock for Wall { fn now(&self) -> Timestamp { Timestamp::from_millis(1_700_000_000_000) } }
+//! #[derive(Clone)]
+//! struct Payments;
+//!
+//! impl Service<Request<RequestBody<Full<Bytes>>>> for Payments {
+//!     type Response = Response<Full<Bytes>>;
+//!     type Error = Infallible;
+//!     type Future = std::future::Ready<Result<Self::Response, Infallible>>;
+//! #   fn poll_ready(&mut self, _: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), Infallible>> {
+//! #       std::task::Poll::Ready(Ok(()))
+//! #   }
+//!     fn call(&mut self, _: Request<RequestBody<Full<Bytes>>>) -> Self::Future {
+//!         std::future::ready(Ok(Response::new(Full::from("paid"))))
+//!     }
+//! }
+//!
+//! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+//! let engine = Engine::new(Arc::new(MemoryStore::new(Wall)));
+//! let mut payments = IdempotencyLayer::new(engine).layer(Payments);
+//! let pay = |body: &'static str| {
+//!     Request::post("/payments").header("Idempotency-Key", "order-123").body(Full::from(body)).unwrap()
+//! };
+//!
+//! let first = payments.call(pay("5 EUR")).await.unwrap();
+//! assert_eq!(first.headers().get("Idempotent-Replayed"), None);
+//! let again = payments.call(pay("5 EUR")).await.unwrap();
+//! assert_eq!(again.headers()["Idempotent-Replayed"], "true");
+//! assert_eq!(again.into_body().collect().await.unwrap().to_bytes(), "paid");
+//!
+//! // Another request under the same key is refused.
+//! let other = payments.call(pay("9 EUR")).await.unwrap();
+//! assert_eq!(other.status(), StatusCode::UNPROCESSABLE_ENTITY);
+//! # });
+//! ```
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
+mod body;
+mod canonical;
+mod context;
+mod event;
+mod execute;
+mod headers;
+mod key;
+mod layer;
+mod profile;
+mod reconcile;
+mod refusal;
+mod scope;
+mod service;
+mod settings;
+
+pub use body::{BoxError, RequestBody, ResponseBody};
+pub use context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
+pub use event::{Disposition, RequestObserver};
+pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};
+pub use layer::{IdempotencyLayer, PathPattern};
+pub use profile::{KeyScope, Profile, Row, ServerErrors};
+pub use reconcile::{Reconcile, Reconciled};
+pub use refusal::{Condition, Refusal, Retry};
+pub use scope::CallerScope;
+pub use service::{Idempotency, ResponseFuture};
+pub use settings::{Settings, StoreOutage};

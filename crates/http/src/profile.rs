@@ -1,0 +1,275 @@
+//! Profiles: how different APIs spell the same protocol, as tables of values.
+//!
+//! A profile has no code of its own on the request's path. It is a carrier, a grammar, methods, statuses, a shape for
+//! errors and a policy, all data.
+
+use std::time::Duration;
+
+use http::header::{HeaderName, HeaderValue};
+use http::{Method, StatusCode};
+
+use crate::key::KeySyntax;
+use crate::refusal::{Condition, Retry};
+
+/// How one family of APIs spells the protocol.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Profile {
+    /// Its name in configurations.
+    pub name: &'static str,
+    /// The header field that carries the key.
+    pub key_header: HeaderName,
+    /// How the field spells a key.
+    pub key_syntax: KeySyntax,
+    /// The methods that are covered; others pass through and their key is ignored.
+    pub methods: &'static [Method],
+    /// Whether a covered request must have a key.
+    pub require_key: bool,
+    /// What a key is unique within, beside the caller.
+    pub key_scope: KeyScope,
+    /// What is done with answers from 500 to 599.
+    pub server_errors: ServerErrors,
+    /// How long completed records are kept.
+    pub retention: Duration,
+    /// The field that marks a replay, with the value `true`.
+    pub replay_marker: HeaderName,
+    /// The media type of errors.
+    pub error_content_type: &'static str,
+    /// The shape of errors. Members in braces are replaced: `type` (of the problem), `title`, `detail`, `retry`, `slug`,
+    /// `code`, `kind`, `reason` (of the status) as the inside of a JSON string, `status` as a number.
+    pub error_template: &'static str,
+    /// Rows that differ from the profile `ietf`.
+    pub rows: &'static [(Condition, Row)],
+    /// A field that tells a client whether to send the request again, with its values for yes and no.
+    pub should_retry: Option<(HeaderName, &'static str, &'static str)>,
+}
+
+/// How a condition is told.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    /// The status.
+    pub status: StatusCode,
+    /// The code of the error, for shapes that have one.
+    pub code: &'static str,
+    /// The class of the error, for shapes that have one.
+    pub kind: &'static str,
+}
+
+/// What a key is unique within, beside the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum KeyScope {
+    /// Method and path: the same key on another endpoint is another key.
+    Endpoint,
+    /// Nothing else: the same key on another endpoint is a mismatch.
+    Caller,
+}
+
+/// What is done with answers from 500 to 599, panics and time-outs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ServerErrors {
+    /// Kept and replayed: the effect may have happened. Where there is no answer to keep, the outcome is unknown.
+    Replay,
+    /// The key is free again: the service undoes everything before it answers so.
+    Release,
+}
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+const STRIPE_ROWS: &[(Condition, Row)] = {
+    const fn row(status: StatusCode, kind: &'static str, code: &'static str) -> Row {
+        Row { status, code, kind }
+    }
+    const BAD: StatusCode = StatusCode::BAD_REQUEST;
+    const INVALID: &str = "invalid_request_error";
+    &[
+        (Condition::KeyMissing, row(BAD, INVALID, "idempotency_key_missing")),
+        (Condition::KeyInvalid, row(BAD, INVALID, "idempotency_key_invalid")),
+        (Condition::RequestTooLarge, row(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large")),
+        (Condition::RequestIncomplete, row(BAD, INVALID, "request_incomplete")),
+        (Condition::KeyReused, row(BAD, "idempotency_error", "idempotency_key_reused")),
+        (Condition::RequestInProgress, row(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
+        (Condition::ReplayUnavailable, row(BAD, "idempotency_error", "idempotency_replay_unavailable")),
+    ]
+};
+
+const PROBLEM: &str =
+    r#"{"type":"{type}","title":"{title}","status":{status},"detail":"{detail}","retry":"{retry}"}"#;
+
+impl Profile {
+    /// The semantics of draft-ietf-httpapi-idempotency-key-header-07, and errors by RFC 9457. The default.
+    #[must_use]
+    pub const fn ietf() -> Self {
+        Self {
+            name: "ietf",
+            key_header: HeaderName::from_static("idempotency-key"),
+            key_syntax: KeySyntax::Lenient,
+            methods: &[Method::POST, Method::PATCH],
+            require_key: false,
+            key_scope: KeyScope::Endpoint,
+            server_errors: ServerErrors::Replay,
+            retention: DAY,
+            replay_marker: HeaderName::from_static("idempotent-replayed"),
+            error_content_type: "application/problem+json",
+            error_template: PROBLEM,
+            rows: &[],
+            should_retry: None,
+        }
+    }
+
+    /// As Stripe's API does it: a key belongs to the account, another endpoint is a mismatch, a mismatch is a 400, server
+    /// errors are replayed, and `Stripe-Should-Retry` tells its clients what to do.
+    #[must_use]
+    pub fn stripe() -> Self {
+        Self {
+            name: "stripe",
+            methods: &[Method::POST],
+            key_scope: KeyScope::Caller,
+            error_content_type: "application/json",
+            error_template: r#"{"error":{"type":"{kind}","code":"{code}","message":"{detail}"}}"#,
+            rows: STRIPE_ROWS,
+            should_retry: Some((HeaderName::from_static("stripe-should-retry"), "true", "false")),
+            ..Self::ietf()
+        }
+    }
+
+    /// As the common middleware does it: `X-Idempotent-Replayed`, PUT covered too, server errors free the key.
+    #[must_use]
+    pub fn seed() -> Self {
+        Self {
+            name: "seed",
+            methods: &[Method::POST, Method::PUT, Method::PATCH],
+            server_errors: ServerErrors::Release,
+            replay_marker: HeaderName::from_static("x-idempotent-replayed"),
+            error_content_type: "application/json",
+            error_template: r#"{"error":"{reason}","message":"{detail}"}"#,
+            ..Self::ietf()
+        }
+    }
+
+    /// Every profile there is.
+    #[must_use]
+    pub fn all() -> [Self; 3] {
+        [Self::ietf(), Self::seed(), Self::stripe()]
+    }
+
+    /// The profile of this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::all().into_iter().find(|profile| profile.name == name)
+    }
+
+    pub(crate) fn row(&self, condition: Condition) -> Row {
+        let own = self.rows.iter().find(|(c, _)| *c == condition).map(|(_, row)| *row);
+        own.unwrap_or(Row { status: condition.status(), code: condition.slug(), kind: "api_error" })
+    }
+
+    pub(crate) fn retry_headers(&self, retry: Retry) -> Option<(HeaderName, HeaderValue)> {
+        let (name, yes, no) = self.should_retry.as_ref()?;
+        let value = if retry == Retry::SameKey { yes } else { no };
+        Some((name.clone(), HeaderValue::from_static(value)))
+    }
+
+    /// The body of an error.
+    pub(crate) fn render(&self, condition: Condition, row: &Row, detail: &str) -> String {
+        let mut body = String::with_capacity(self.error_template.len() + 256);
+        let mut rest = self.error_template;
+        // A brace that opens a member is followed by its name, one of JSON by a quote.
+        while let Some((before, after)) = rest.split_once('{') {
+            body.push_str(before);
+            let member =
+                after.split_once('}').filter(|(name, _)| name.bytes().all(|b| b.is_ascii_lowercase()));
+            let Some((name, next)) = member else {
+                body.push('{');
+                rest = after;
+                continue;
+            };
+            match name {
+                "status" => body.push_str(row.status.as_str()),
+                "type" => push_escaped(&mut body, &format!("{PROBLEM_TYPES}{}", condition.slug())),
+                "title" => push_escaped(&mut body, condition.title()),
+                "detail" => push_escaped(&mut body, detail),
+                "retry" => push_escaped(&mut body, condition.retry().as_str()),
+                "slug" => push_escaped(&mut body, condition.slug()),
+                "code" => push_escaped(&mut body, row.code),
+                "kind" => push_escaped(&mut body, row.kind),
+                "reason" => push_escaped(&mut body, row.status.canonical_reason().unwrap_or("Error")),
+                _ => {}
+            }
+            rest = next;
+        }
+        body.push_str(rest);
+        body
+    }
+}
+
+/// What problem types start with. Not an address: nothing has to be looked up to tell them apart.
+const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
+
+fn push_escaped(body: &mut String, text: &str) {
+    let quoted = serde_json::Value::from(text).to_string();
+    body.push_str(quoted.get(1..quoted.len() - 1).unwrap_or_default());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn rendered(profile: &Profile, condition: Condition) -> Value {
+        let row = profile.row(condition);
+        serde_json::from_str(&profile.render(condition, &row, condition.detail())).unwrap()
+    }
+
+    #[test]
+    fn ietf_errors_are_problem_details_with_the_titles_of_the_draft() {
+        let problem = rendered(&Profile::ietf(), Condition::KeyMissing);
+        assert_eq!(problem["title"], "Idempotency-Key is missing");
+        assert_eq!(problem["status"], 400);
+        assert_eq!(problem["type"], "urn:oncegate:problem:key-missing");
+        assert_eq!(problem["retry"], "fix-request");
+        assert_eq!(
+            rendered(&Profile::ietf(), Condition::KeyReused)["title"],
+            "Idempotency-Key is already used"
+        );
+        assert_eq!(
+            rendered(&Profile::ietf(), Condition::RequestInProgress)["title"],
+            "A request is outstanding for this Idempotency-Key"
+        );
+    }
+
+    #[test]
+    fn every_profile_renders_every_condition_as_json_without_a_member_left_open() {
+        for profile in Profile::all() {
+            for condition in Condition::ALL {
+                let text = rendered(&profile, condition).to_string();
+                assert!(!text.contains("{}"), "{} {condition}: {text}", profile.name);
+                assert!(text.contains(condition.detail()), "{} {condition}: {text}", profile.name);
+            }
+        }
+    }
+
+    #[test]
+    fn stripe_errors_have_stripes_shape() {
+        let error = rendered(&Profile::stripe(), Condition::KeyReused);
+        assert_eq!(error["error"]["type"], "idempotency_error");
+        assert_eq!(Profile::stripe().row(Condition::KeyReused).status, 400);
+        assert_eq!(
+            rendered(&Profile::stripe(), Condition::RequestInProgress)["error"]["code"],
+            "idempotency_key_in_use"
+        );
+    }
+
+    #[test]
+    fn seed_errors_have_the_seeds_shape() {
+        let expected = json!({"error": "Conflict", "message": Condition::RequestInProgress.detail()});
+        assert_eq!(rendered(&Profile::seed(), Condition::RequestInProgress), expected);
+    }
+
+    #[test]
+    fn no_problem_type_is_used_twice() {
+        let slugs: std::collections::HashSet<_> = Condition::ALL.map(Condition::slug).into();
+        assert_eq!(slugs.len(), Condition::ALL.len());
+    }
+}

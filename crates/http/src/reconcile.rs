@@ -1,0 +1,38 @@
+//! Asking what became of an abandoned attempt.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+
+use http::request::Parts;
+use oncegate_core::StoredResponse;
+
+use crate::context::IdempotencyContext;
+
+/// Somebody who can be asked what became of an attempt whose owner is gone.
+pub trait Reconcile: Send + Sync + 'static {
+    /// Finds out. The question is asked under a lease, so nobody else asks or executes at the same time.
+    fn reconcile<'a>(
+        &'a self,
+        context: &'a IdempotencyContext,
+        request: &'a Parts,
+    ) -> Pin<Box<dyn Future<Output = Reconciled> + Send + 'a>>;
+}
+
+/// What was found out.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Reconciled {
+    /// The operation took place; this is its answer.
+    Happened(StoredResponse),
+    /// The operation did not take place and may be executed.
+    DidNotHappen,
+    /// It cannot be told: the outcome stays unknown.
+    CannotTell,
+}
+
+impl fmt::Debug for dyn Reconcile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Reconcile")
+    }
+}

@@ -1,0 +1,245 @@
+//! What a caller hears where the layer itself answers.
+
+use std::fmt;
+
+use bytes::Bytes;
+use http::header::{self, HeaderValue};
+use http::{Response, StatusCode};
+
+use crate::profile::Profile;
+
+/// Why the layer itself answers, and not the handler. Each has a row in `docs/reference/problems.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Condition {
+    /// A key is required and there is none.
+    KeyMissing,
+    /// There is a key, and it is none.
+    KeyInvalid,
+    /// The body is larger than can be fingerprinted.
+    RequestTooLarge,
+    /// The request's body ended early.
+    RequestIncomplete,
+    /// The request does not say whose it is.
+    ScopeUnavailable,
+    /// The store could not be asked.
+    StoreUnavailable,
+    /// The key was used for another request.
+    KeyReused,
+    /// Somebody is at it.
+    RequestInProgress,
+    /// Done, but the answer cannot be given again.
+    ReplayUnavailable,
+    /// Whether it was done is not known.
+    OutcomeUnknown,
+    /// The record cannot be read.
+    RecordCorrupt,
+    /// The handler ended without an answer, and the key is free again.
+    HandlerFailed,
+}
+
+/// What the caller should do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Retry {
+    /// Send the same request with the same key again, later.
+    SameKey,
+    /// Take a new key: this is another request.
+    NewKey,
+    /// Correct the request first.
+    FixRequest,
+    /// Do not send it again: find out what happened first.
+    Stop,
+}
+
+impl Retry {
+    /// The word in the member `retry`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::SameKey => "same-key",
+            Self::NewKey => "new-key",
+            Self::FixRequest => "fix-request",
+            Self::Stop => "stop",
+        }
+    }
+}
+
+impl Condition {
+    /// Every condition, in the order of the reference page.
+    pub const ALL: [Self; 12] = [
+        Self::KeyMissing,
+        Self::KeyInvalid,
+        Self::RequestTooLarge,
+        Self::RequestIncomplete,
+        Self::ScopeUnavailable,
+        Self::StoreUnavailable,
+        Self::KeyReused,
+        Self::RequestInProgress,
+        Self::ReplayUnavailable,
+        Self::OutcomeUnknown,
+        Self::RecordCorrupt,
+        Self::HandlerFailed,
+    ];
+
+    /// The name in problem types, metrics and documents.
+    #[must_use]
+    pub const fn slug(self) -> &'static str {
+        match self {
+            Self::KeyMissing => "key-missing",
+            Self::KeyInvalid => "key-invalid",
+            Self::RequestTooLarge => "request-too-large",
+            Self::RequestIncomplete => "request-incomplete",
+            Self::ScopeUnavailable => "scope-unavailable",
+            Self::StoreUnavailable => "store-unavailable",
+            Self::KeyReused => "key-reused",
+            Self::RequestInProgress => "request-in-progress",
+            Self::ReplayUnavailable => "replay-unavailable",
+            Self::OutcomeUnknown => "outcome-unknown",
+            Self::RecordCorrupt => "record-corrupt",
+            Self::HandlerFailed => "handler-failed",
+        }
+    }
+
+    /// The title, the same at every occurrence (RFC 9457, 3.1.3). Those that draft-07 has are equal to it to the letter.
+    #[must_use]
+    pub const fn title(self) -> &'static str {
+        match self {
+            Self::KeyMissing => "Idempotency-Key is missing",
+            Self::KeyInvalid => "Idempotency-Key is invalid",
+            Self::RequestTooLarge => "The request is too large to be protected by an Idempotency-Key",
+            Self::RequestIncomplete => "The request ended before its body was complete",
+            Self::ScopeUnavailable => "The request does not tell whose Idempotency-Key this is",
+            Self::StoreUnavailable => "Idempotency-Keys cannot be honoured at the moment",
+            Self::KeyReused => "Idempotency-Key is already used",
+            Self::RequestInProgress => "A request is outstanding for this Idempotency-Key",
+            Self::ReplayUnavailable => "The request was completed, but its answer cannot be given again",
+            Self::OutcomeUnknown => "It is not known whether the request took effect",
+            Self::RecordCorrupt => "The record of this Idempotency-Key cannot be read",
+            Self::HandlerFailed => "The service failed without an answer",
+        }
+    }
+
+    /// What it means for this caller now.
+    pub(crate) const fn detail(self) -> &'static str {
+        match self {
+            Self::KeyMissing => {
+                "This operation requires a key. Make one per intent, such as a UUID, and send it with every retry."
+            }
+            Self::KeyInvalid => "The key is malformed.",
+            Self::RequestTooLarge => {
+                "Nothing was executed. Send a smaller body, or send this one without a key where that is allowed."
+            }
+            Self::RequestIncomplete => "Nothing was executed. Send the request again.",
+            Self::ScopeUnavailable => {
+                "Nothing was executed. The service expects callers to be told apart before the request reaches it."
+            }
+            Self::StoreUnavailable => "Nothing was executed. Send the same request with the same key later.",
+            Self::KeyReused => {
+                "The key was used for a different request. Nothing was executed. Send a new request with a new key."
+            }
+            Self::RequestInProgress => {
+                "The first request with this key is still being processed. Send it again with the same key later to get its answer."
+            }
+            Self::ReplayUnavailable => {
+                "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, or must not be kept."
+            }
+            Self::OutcomeUnknown => {
+                "The first request with this key was not seen to end. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."
+            }
+            Self::RecordCorrupt => "Nothing was executed. The operator of the service has to look at it.",
+            Self::HandlerFailed => {
+                "The service did not complete the request. The key is free to be used again for it."
+            }
+        }
+    }
+
+    /// What the caller should do next.
+    #[must_use]
+    pub const fn retry(self) -> Retry {
+        match self {
+            Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => Retry::FixRequest,
+            Self::KeyReused => Retry::NewKey,
+            Self::RequestIncomplete
+            | Self::StoreUnavailable
+            | Self::RequestInProgress
+            | Self::HandlerFailed => Retry::SameKey,
+            Self::ScopeUnavailable | Self::ReplayUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt => {
+                Retry::Stop
+            }
+        }
+    }
+
+    /// The status in the profile `ietf`.
+    #[must_use]
+    pub const fn status(self) -> StatusCode {
+        match self {
+            Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete => StatusCode::BAD_REQUEST,
+            Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            // Not 409 for what is not in progress: common clients send a 409 again by themselves.
+            Self::KeyReused | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::RequestInProgress => StatusCode::CONFLICT,
+            Self::ScopeUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt | Self::HandlerFailed => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
+        }
+    }
+}
+
+impl fmt::Display for Condition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.slug())
+    }
+}
+
+/// One answer of the layer itself. Also in the extensions of the response, for layers outside.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// Why.
+    pub condition: Condition,
+    detail: Option<String>,
+    retry_after: Option<u64>,
+    status: Option<StatusCode>,
+}
+
+impl Refusal {
+    pub(crate) const fn new(condition: Condition) -> Self {
+        Self { condition, detail: None, retry_after: None, status: None }
+    }
+
+    pub(crate) fn with_detail(self, detail: impl fmt::Display) -> Self {
+        Self { detail: Some(detail.to_string()), ..self }
+    }
+
+    pub(crate) fn with_retry_after(self, seconds: u64) -> Self {
+        Self { retry_after: Some(seconds.max(1)), ..self }
+    }
+
+    /// Another status than the condition's: a proxy says 502 and 504.
+    pub(crate) fn with_status(self, status: Option<StatusCode>) -> Self {
+        Self { status, ..self }
+    }
+
+    /// The answer as this profile words it.
+    pub(crate) fn into_response(self, profile: &Profile) -> Response<Bytes> {
+        let mut row = profile.row(self.condition);
+        row.status = self.status.unwrap_or(row.status);
+        let detail = self.detail.as_deref().unwrap_or(self.condition.detail());
+        let body = profile.render(self.condition, &row, detail);
+        let mut response = Response::new(Bytes::from(body));
+        *response.status_mut() = row.status;
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(profile.error_content_type));
+        headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Some(seconds) = self.retry_after {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if let Some((name, value)) = profile.retry_headers(self.condition.retry()) {
+            headers.insert(name, value);
+        }
+        response.extensions_mut().insert(self);
+        response
+    }
+}

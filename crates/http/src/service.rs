@@ -1,0 +1,355 @@
+//! The Tower service: what happens to one request.
+
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http::header::{HeaderName, HeaderValue, TRAILER};
+use http::request::Parts;
+use http::{Request, Response};
+use http_body::Body;
+use oncegate_core::{IdempotencyKey, StoreErrorKind, StoredResponse};
+use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, Settled};
+use pin_project_lite::pin_project;
+use tokio::sync::oneshot;
+use tower_service::Service;
+
+use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
+use crate::canonical;
+use crate::event::Disposition;
+use crate::execute::{Execution, mark, take_directive};
+use crate::headers::restore;
+use crate::layer::Shared;
+use crate::refusal::{Condition, Refusal};
+use crate::settings::{Settings, StoreOutage};
+
+/// A service whose retries are safe. Made by [`IdempotencyLayer`](crate::IdempotencyLayer).
+#[derive(Clone)]
+pub struct Idempotency<S> {
+    shared: Arc<Shared>,
+    inner: S,
+}
+
+impl<S> Idempotency<S> {
+    pub(crate) const fn new(shared: Arc<Shared>, inner: S) -> Self {
+        Self { shared, inner }
+    }
+
+    /// The service inside.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The service inside.
+    pub fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// The service inside.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S: fmt::Debug> fmt::Debug for Idempotency<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Idempotency").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+pin_project! {
+    /// The answer to come.
+    pub struct ResponseFuture<F, T> {
+        #[pin]
+        inner: FutureInner<F, T>,
+    }
+}
+
+pin_project! {
+    #[project = FutureProj]
+    enum FutureInner<F, T> {
+        Passing { #[pin] future: F },
+        Keyed { future: Pin<Box<dyn Future<Output = T> + Send>> },
+    }
+}
+
+impl<F, RB, E> Future for ResponseFuture<F, Result<Response<ResponseBody<RB>>, E>>
+where
+    F: Future<Output = Result<Response<RB>, E>>,
+{
+    type Output = Result<Response<ResponseBody<RB>>, E>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().inner.project() {
+            FutureProj::Keyed { future } => future.as_mut().poll(cx),
+            FutureProj::Passing { future } => {
+                let mut response = ready!(future.poll(cx))?;
+                take_directive(&mut response);
+                Poll::Ready(Ok(response.map(ResponseBody::passing)))
+            }
+        }
+    }
+}
+
+impl<F, T> fmt::Debug for ResponseFuture<F, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+impl<S, B, RB> Service<Request<B>> for Idempotency<S>
+where
+    S: Service<Request<RequestBody<B>>, Response = Response<RB>, Error: Send, Future: Send>
+        + Clone
+        + Send
+        + 'static,
+    B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+{
+    type Response = Response<ResponseBody<RB>>;
+    type Error = S::Error;
+    type Future = ResponseFuture<S::Future, Result<Self::Response, Self::Error>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let settings = self.shared.settings(request.method(), request.uri().path());
+        let has_key = request.headers().contains_key(&settings.profile.key_header);
+        let passing = if !settings.covers(request.method()) {
+            Some(Disposition::NotCovered)
+        } else if !has_key && !settings.profile.require_key {
+            Some(Disposition::Unprotected)
+        } else {
+            None
+        };
+        if let Some(disposition) = passing {
+            self.shared.observer.observe(disposition, None);
+            let future = self.inner.call(request.map(RequestBody::passing));
+            return ResponseFuture { inner: FutureInner::Passing { future } };
+        }
+        // The one that is ready is called; the clone takes its place.
+        let clone = self.inner.clone();
+        let inner = mem::replace(&mut self.inner, clone);
+        let keyed = Keyed { shared: self.shared.clone(), settings: settings.clone(), echo: None };
+        ResponseFuture { inner: FutureInner::Keyed { future: Box::pin(keyed.answer(inner, request)) } }
+    }
+}
+
+/// What one request with a key, or without the key that it must have, is answered with.
+struct Keyed {
+    shared: Arc<Shared>,
+    settings: Arc<Settings>,
+    /// The key's field as it was received, for the answer.
+    echo: Option<HeaderValue>,
+}
+
+impl Keyed {
+    async fn answer<S, B, RB>(
+        mut self,
+        inner: S,
+        request: Request<B>,
+    ) -> Result<Response<ResponseBody<RB>>, S::Error>
+    where
+        S: Service<Request<RequestBody<B>>, Response = Response<RB>, Error: Send, Future: Send>
+            + Send
+            + 'static,
+        B: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    {
+        let (parts, body) = request.into_parts();
+        let (claim, key, request) = match self.prepare(parts, body).await {
+            Ok(prepared) => prepared,
+            Err(refusal) => return Ok(self.refuse(refusal)),
+        };
+        let id = claim.id;
+        match self.shared.engine.claim(claim).await {
+            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request).await,
+            Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay(&stored)),
+            Ok(ClaimOutcome::InProgress { lease_left }) => {
+                let retry_after = lease_left.as_secs_f64().ceil().min(RETRY_AFTER_MAX);
+                let refusal = Refusal::new(Condition::RequestInProgress);
+                Ok(self.refuse(refusal.with_retry_after(retry_after as u64)))
+            }
+            Ok(ClaimOutcome::Mismatch) => Ok(self.refuse(Refusal::new(Condition::KeyReused))),
+            Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
+            Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
+            Err(error) => {
+                tracing::warn!(record = ?id, %error, "claim failed");
+                match (error.kind(), self.settings.store_outage) {
+                    (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
+                    // Boxed, as all that seldom happens, so that what always happens is small.
+                    (StoreErrorKind::Unavailable, StoreOutage::Open) => {
+                        Box::pin(self.fail_open(inner, request)).await
+                    }
+                    _ => {
+                        let refusal = Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
+                        Ok(self.refuse(refusal))
+                    }
+                }
+            }
+        }
+    }
+
+    /// Scope, key, presence, body: everything before the claim, in the order of the protocol.
+    async fn prepare<B>(
+        &mut self,
+        parts: Parts,
+        body: B,
+    ) -> Result<(ClaimRequest, IdempotencyKey, Request<RequestBody<B>>), Refusal>
+    where
+        B: Body<Error: Into<BoxError>>,
+    {
+        let settings = &self.settings;
+        let scope = settings.caller.of(&parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
+        let key = match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
+            None => return Err(Refusal::new(Condition::KeyMissing)),
+            Some(Err(problem)) => return Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
+            Some(Ok((key, field))) => {
+                self.echo = Some(field.clone());
+                key
+            }
+        };
+        let limit = settings.max_request_body;
+        let read = tokio::time::timeout(settings.request_patience, read_up_to(body, limit)).await;
+        let (data, trailers) = match read.unwrap_or_else(|_| Read::Broken("it took too long".into())) {
+            Read::Whole { chunks, trailers } => (join(chunks), trailers),
+            Read::More { .. } => {
+                let detail =
+                    format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
+                return Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail));
+            }
+            Read::Broken(error) => {
+                tracing::debug!(%error, "request body broke off");
+                return Err(Refusal::new(Condition::RequestIncomplete));
+            }
+        };
+        let (id, label) = canonical::locate(settings, scope, &parts, &key);
+        let fingerprint = canonical::fingerprint(settings, &parts, &data);
+        let claim = ClaimRequest { id, fingerprint, label, policy: settings.policy };
+        Ok((claim, key, Request::from_parts(parts, RequestBody::whole(data, trailers))))
+    }
+
+    /// Executes where a client that hangs up drops this future and not the handler: in a task of its own, unless the
+    /// handler is done at once.
+    async fn execute<S, B, RB>(
+        self,
+        inner: S,
+        permit: Permit,
+        key: IdempotencyKey,
+        request: Request<RequestBody<B>>,
+    ) -> Result<Response<ResponseBody<RB>>, S::Error>
+    where
+        S: Service<Request<RequestBody<B>>, Response = Response<RB>, Error: Send, Future: Send>
+            + Send
+            + 'static,
+        B: Send + 'static,
+        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    {
+        let (send, receive) = oneshot::channel();
+        let execution = Execution { settings: self.settings.clone(), permit, key, send };
+        let mut work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(execution.run(inner, request));
+        if poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await.is_pending() {
+            self.shared.engine.spawn(work);
+        }
+        match receive.await {
+            Ok(Ok(Executed::Response(mut response))) => {
+                // Only the layer says what was replayed.
+                response.headers_mut().remove(&self.settings.profile.replay_marker);
+                self.shared.observer.observe(Disposition::Executed, Some(response.status()));
+                Ok(self.echoed(response))
+            }
+            Ok(Ok(Executed::Reconciled(stored, settled))) => {
+                let mut response = self.replay(&stored);
+                mark(&mut response, &settled);
+                Ok(response)
+            }
+            Ok(Ok(Executed::Refused(refusal))) => Ok(self.refuse(refusal)),
+            Ok(Err(error)) => {
+                self.shared.observer.observe(Disposition::Executed, None);
+                Err(error)
+            }
+            // The task was cut off with its runtime.
+            Err(_) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
+        }
+    }
+
+    async fn fail_open<S, B, RB>(
+        self,
+        mut inner: S,
+        request: Request<RequestBody<B>>,
+    ) -> Result<Response<ResponseBody<RB>>, S::Error>
+    where
+        S: Service<Request<RequestBody<B>>, Response = Response<RB>>,
+    {
+        let mut response = inner.call(request).await?;
+        take_directive(&mut response);
+        set_status(&mut response, "unprotected");
+        self.shared.observer.observe(Disposition::FailedOpen, Some(response.status()));
+        Ok(self.echoed(response.map(ResponseBody::passing)))
+    }
+
+    fn replay<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
+        let Ok(status) = http::StatusCode::from_u16(stored.status()) else {
+            return self.refuse(Refusal::new(Condition::RecordCorrupt));
+        };
+        let trailers = Some(restore(stored.trailers())).filter(|trailers| !trailers.is_empty());
+        let mut headers = restore(stored.headers());
+        if let Some(trailers) = &trailers {
+            for name in trailers.keys() {
+                headers.append(TRAILER, HeaderValue::from_name(name.clone()));
+            }
+        }
+        let mut response = Response::new(ResponseBody::whole(stored.body(), trailers));
+        *response.status_mut() = status;
+        *response.headers_mut() = headers;
+        let marker = self.settings.profile.replay_marker.clone();
+        response.headers_mut().insert(marker, HeaderValue::from_static("true"));
+        self.shared.observer.observe(Disposition::Replayed, Some(status));
+        self.echoed(response)
+    }
+
+    fn refuse<RB>(&self, refusal: Refusal) -> Response<ResponseBody<RB>> {
+        let condition = refusal.condition;
+        let response = refusal.into_response(&self.settings.profile);
+        self.shared.observer.observe(Disposition::Refused(condition), Some(response.status()));
+        self.echoed(response.map(|body: Bytes| ResponseBody::whole(body, None)))
+    }
+
+    fn echoed<T>(&self, mut response: Response<T>) -> Response<T> {
+        if let Some(echo) = &self.echo {
+            response.headers_mut().insert(self.settings.profile.key_header.clone(), echo.clone());
+        }
+        response
+    }
+}
+
+/// What an execution comes to.
+pub(crate) enum Executed<RB> {
+    /// The handler's answer.
+    Response(Response<ResponseBody<RB>>),
+    /// The answer of an earlier attempt, found by asking.
+    Reconciled(StoredResponse, Settled),
+    /// There is no answer.
+    Refused(Refusal),
+}
+
+/// A client that asks again need not wait for the whole lease: nearly every owner is done long before it ends.
+const RETRY_AFTER_MAX: f64 = 5.0;
+
+const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
+
+/// Takes off what only the layer says.
+pub(crate) fn take_status<T>(response: &mut Response<T>) {
+    response.headers_mut().remove(IDEMPOTENCY_STATUS);
+}
+
+/// Tells a client that its answer is not what it would be on an ordinary day.
+pub(crate) fn set_status<T>(response: &mut Response<T>, status: &'static str) {
+    response.headers_mut().insert(IDEMPOTENCY_STATUS, HeaderValue::from_static(status));
+}

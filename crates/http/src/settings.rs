@@ -1,0 +1,322 @@
+//! What the layer does on one route.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Method;
+use http::header::HeaderName;
+use http::request::Parts;
+use oncegate_core::fingerprint::FingerprintRules;
+use oncegate_core::{IdempotencyKey, RecordId, limits};
+use oncegate_engine::{ConfigError, Policy};
+
+use crate::canonical;
+use crate::headers::KeptHeaders;
+use crate::key::{KeyFormat, KeyGrammar, KeySyntax};
+use crate::profile::{KeyScope, Profile, ServerErrors};
+use crate::reconcile::Reconcile;
+use crate::scope::CallerScope;
+
+/// What the layer does on one route. Starts from a [`Profile`]; everything can be changed.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub(crate) profile: Profile,
+    pub(crate) policy: Policy,
+    pub(crate) caller: CallerScope,
+    pub(crate) grammar: KeyGrammar,
+    pub(crate) methods: Vec<Method>,
+    pub(crate) fingerprint: FingerprintRules,
+    pub(crate) fingerprint_headers: Vec<HeaderName>,
+    pub(crate) kept: KeptHeaders,
+    pub(crate) max_request_body: usize,
+    pub(crate) max_response_body: usize,
+    pub(crate) store_outage: StoreOutage,
+    pub(crate) stream_patience: Duration,
+    pub(crate) request_patience: Duration,
+    pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
+}
+
+/// What becomes of a request with a key while the store is out of reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum StoreOutage {
+    /// It is refused with a 503. Nothing is executed.
+    #[default]
+    Closed,
+    /// It is executed without protection, marked with `Idempotency-Status: unprotected`, and counted.
+    Open,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self::new(Profile::ietf())
+    }
+}
+
+impl Settings {
+    /// What a profile says: bodies up to 2 MiB of requests and 1 MiB of responses, callers told apart by `Authorization`.
+    #[must_use]
+    pub fn new(profile: Profile) -> Self {
+        let policy = Policy::default();
+        Self {
+            policy: policy.with_retention(profile.retention).unwrap_or(policy),
+            grammar: KeyGrammar::default().with_syntax(profile.key_syntax),
+            methods: profile.methods.to_vec(),
+            profile,
+            caller: CallerScope::default(),
+            fingerprint: FingerprintRules::default(),
+            fingerprint_headers: Vec::new(),
+            kept: KeptHeaders::default(),
+            max_request_body: 2 * 1024 * 1024,
+            max_response_body: 1024 * 1024,
+            store_outage: StoreOutage::Closed,
+            stream_patience: Duration::from_secs(60),
+            request_patience: Duration::from_secs(60),
+            reconcile: None,
+        }
+    }
+
+    /// Lease, retention, waiting, and what follows an abandoned attempt.
+    #[must_use]
+    pub fn with_policy(self, policy: Policy) -> Self {
+        Self { policy, ..self }
+    }
+
+    /// Lease, retention, waiting, and what follows an abandoned attempt.
+    #[must_use]
+    pub const fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    /// How callers are told apart.
+    #[must_use]
+    pub const fn caller(&self) -> &CallerScope {
+        &self.caller
+    }
+
+    /// What a key may look like.
+    #[must_use]
+    pub const fn key_grammar(&self) -> &KeyGrammar {
+        &self.grammar
+    }
+
+    /// Where the record of a request with this head and this key is: the place that the layer itself would look at.
+    /// `None` where the request does not tell whose it is.
+    #[must_use]
+    pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
+        let scope = self.caller.of(request)?;
+        Some(canonical::locate(self, scope, request, key).0)
+    }
+
+    /// How callers are told apart.
+    #[must_use]
+    pub fn with_caller(self, caller: CallerScope) -> Self {
+        Self { caller, ..self }
+    }
+
+    /// Whether a covered request must have a key.
+    #[must_use]
+    pub fn with_required_key(mut self, required: bool) -> Self {
+        self.profile.require_key = required;
+        self
+    }
+
+    /// The field that carries the key.
+    #[must_use]
+    pub fn with_key_header(mut self, name: HeaderName) -> Self {
+        self.profile.key_header = name;
+        self
+    }
+
+    /// How the field spells a key.
+    #[must_use]
+    pub fn with_key_syntax(mut self, syntax: KeySyntax) -> Self {
+        self.grammar.syntax = syntax;
+        self
+    }
+
+    /// What the key must be.
+    #[must_use]
+    pub fn with_key_format(mut self, format: KeyFormat) -> Self {
+        self.grammar.format = format;
+        self
+    }
+
+    /// How many octets a key has.
+    ///
+    /// # Errors
+    /// Outside 1 to [`limits::KEY_MAX`].
+    pub fn with_key_length(mut self, min: usize, max: usize) -> Result<Self, ConfigError> {
+        self.grammar = self.grammar.with_length(min, max)?;
+        Ok(self)
+    }
+
+    /// What a key is unique within, beside the caller.
+    #[must_use]
+    pub fn with_key_scope(mut self, scope: KeyScope) -> Self {
+        self.profile.key_scope = scope;
+        self
+    }
+
+    /// The methods that are covered.
+    ///
+    /// # Errors
+    /// Where one is safe (GET, HEAD, OPTIONS, TRACE) or CONNECT: those have no effect to protect, or are no request to
+    /// the service.
+    pub fn with_methods(self, methods: Vec<Method>) -> Result<Self, ConfigError> {
+        match methods.iter().find(|method| method.is_safe() || **method == Method::CONNECT) {
+            Some(method) => Err(ConfigError::new(format!(
+                "the method {method} cannot be covered: a key protects requests that change something"
+            ))),
+            None => Ok(Self { methods, ..self }),
+        }
+    }
+
+    /// What of a body makes two requests the same.
+    #[must_use]
+    pub fn with_fingerprint(self, fingerprint: FingerprintRules) -> Self {
+        Self { fingerprint, ..self }
+    }
+
+    /// Header fields that make two requests different.
+    #[must_use]
+    pub fn with_fingerprint_headers(mut self, mut names: Vec<HeaderName>) -> Self {
+        names.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
+        names.dedup();
+        self.fingerprint_headers = names;
+        self
+    }
+
+    /// One more header field of the response that is stored and replayed.
+    ///
+    /// # Errors
+    /// Where the field must never be replayed (hop-by-hop, `Set-Cookie`, `Date` and others).
+    pub fn with_stored_header(mut self, name: HeaderName) -> Result<Self, ConfigError> {
+        self.kept.add(name)?;
+        Ok(self)
+    }
+
+    /// What is done with answers from 500 to 599, panics and time-outs.
+    #[must_use]
+    pub fn with_server_errors(mut self, server_errors: ServerErrors) -> Self {
+        self.profile.server_errors = server_errors;
+        self
+    }
+
+    /// The field that marks a replay.
+    #[must_use]
+    pub fn with_replay_marker(mut self, name: HeaderName) -> Self {
+        self.profile.replay_marker = name;
+        self
+    }
+
+    /// The largest body, in octets, of a request with a key. It is held in memory to be fingerprinted; a larger one is
+    /// refused with a 413.
+    #[must_use]
+    pub fn with_max_request_body(self, octets: usize) -> Self {
+        Self { max_request_body: octets, ..self }
+    }
+
+    /// The largest body, in octets, that is stored. A larger one goes to the first client whole and leaves a record that
+    /// cannot be replayed.
+    ///
+    /// # Errors
+    /// Above what a record can hold, [`limits::RESPONSE_MAX`].
+    pub fn with_max_response_body(self, octets: usize) -> Result<Self, ConfigError> {
+        if octets > limits::RESPONSE_MAX {
+            let max = limits::RESPONSE_MAX;
+            return Err(ConfigError::new(format!(
+                "a response body of {octets} octets; at most {max} can be stored"
+            )));
+        }
+        Ok(Self { max_response_body: octets, ..self })
+    }
+
+    /// How long a client may take to send the body of a request with a key, which is held in memory until it is whole. A
+    /// slower one is refused, and nothing is executed.
+    #[must_use]
+    pub fn with_request_patience(self, request_patience: Duration) -> Self {
+        Self { request_patience, ..self }
+    }
+
+    /// How long an answer that is streamed is read on after its client went away, before the handler's body is dropped.
+    #[must_use]
+    pub fn with_stream_patience(self, stream_patience: Duration) -> Self {
+        Self { stream_patience, ..self }
+    }
+
+    /// While the store is out of reach, executes requests with a key **without protection**: a retry may take effect
+    /// twice. Each is marked with `Idempotency-Status: unprotected` and counted.
+    #[must_use]
+    pub fn danger_fail_open(self) -> Self {
+        Self { store_outage: StoreOutage::Open, ..self }
+    }
+
+    /// Who is asked what became of an abandoned attempt, under
+    /// [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile).
+    #[must_use]
+    pub fn with_reconcile(self, reconcile: impl Reconcile) -> Self {
+        Self { reconcile: Some(Arc::new(reconcile)), ..self }
+    }
+
+    /// Whether requests with this method are protected.
+    #[must_use]
+    pub fn covers(&self, method: &Method) -> bool {
+        self.methods.contains(method)
+    }
+
+    /// Whether this can be run with.
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        if self.policy.on_abandoned() == oncegate_core::OnAbandoned::Reconcile && self.reconcile.is_none() {
+            return Err(ConfigError::new("on_abandoned is reconcile, but nobody to ask was given"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn safe_methods_cannot_be_covered() {
+        for method in [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE, Method::CONNECT] {
+            assert!(Settings::default().with_methods(vec![Method::POST, method]).is_err());
+        }
+        assert!(Settings::default().with_methods(vec![Method::PUT, Method::DELETE]).is_ok());
+    }
+
+    #[test]
+    fn the_stored_body_is_bounded_by_what_a_record_holds() {
+        assert!(Settings::default().with_max_response_body(limits::RESPONSE_MAX).is_ok());
+        assert!(Settings::default().with_max_response_body(limits::RESPONSE_MAX + 1).is_err());
+    }
+
+    #[test]
+    fn a_record_is_found_by_what_its_scope_says() {
+        let id = |settings: &Settings, target: &str, credential: Option<&str>| {
+            let mut request = http::Request::post(target);
+            if let Some(credential) = credential {
+                request = request.header("authorization", credential);
+            }
+            let (parts, ()) = request.body(()).unwrap().into_parts();
+            settings.record_id(&parts, &IdempotencyKey::new(*b"k").unwrap())
+        };
+        let (by_endpoint, by_caller) =
+            (Settings::default(), Settings::default().with_key_scope(KeyScope::Caller));
+        assert_eq!(id(&by_endpoint, "/a?x=1", Some("u")), id(&by_endpoint, "/a?x=2", Some("u")));
+        assert_ne!(id(&by_endpoint, "/a", Some("u")), id(&by_endpoint, "/b", Some("u")));
+        assert_ne!(id(&by_endpoint, "/a", Some("u")), id(&by_endpoint, "/a", Some("v")));
+        assert_ne!(id(&by_endpoint, "/a", Some("u")), id(&by_endpoint, "/a", None));
+        assert_eq!(id(&by_caller, "/a", Some("u")), id(&by_caller, "/b", Some("u")));
+        let required = Settings::default()
+            .with_caller(CallerScope::required_header(HeaderName::from_static("authorization")));
+        assert_eq!(id(&required, "/a", None), None);
+    }
+
+    #[test]
+    fn reconcile_needs_somebody_to_ask() {
+        let policy = Policy::default().with_on_abandoned(oncegate_core::OnAbandoned::Reconcile);
+        assert!(Settings::default().with_policy(policy).check().is_err());
+    }
+}

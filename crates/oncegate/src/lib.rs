@@ -1,0 +1,57 @@
+//! One key, one effect.
+//!
+//! Networks lose replies. A client that got no reply must retry, and a retry of `POST /payments` charges twice. Oncegate
+//! makes a retry safe: the first request with a key executes, every other request with that key gets the first one's
+//! answer, and when it is not known whether the first one took effect, Oncegate says so instead of guessing.
+//!
+//! This crate has no code of its own. It brings together:
+//! - [`http`]: the Tower layer for axum, hyper and tonic services ([`IdempotencyLayer`]),
+//! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]),
+//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]),
+//! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
+//!
+//! # An axum service whose payments are made once
+//! ```
+//! use std::sync::Arc;
+//! use axum::{Router, body::Body, http::Request, routing::post};
+//! use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, IdempotencyLayer};
+//! use tower::ServiceExt;
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let directory = tempfile::tempdir()?;
+//! # let directory = directory.path().join("records");
+//! let store = EmbeddedStore::open(EmbeddedOptions::new(directory))?;
+//! let service = Router::new()
+//!     .route("/payments", post(|| async { "paid" }))
+//!     .layer(IdempotencyLayer::new(Engine::new(Arc::new(store))));
+//!
+//! let pay = || Request::post("/payments").header("Idempotency-Key", "order-123").body(Body::from("5 EUR"));
+//! let first = service.clone().oneshot(pay()?).await?;
+//! assert!(!first.headers().contains_key("Idempotent-Replayed"));
+//! let again = service.oneshot(pay()?).await?;
+//! assert_eq!(again.headers()["Idempotent-Replayed"], "true");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What it promises
+//! *Effectively once*: exactly-once effects exist only where the effect commits in one transaction with the record, or
+//! where the resource checks the [fencing token](core::FencingToken). Elsewhere you choose, per route, what follows a
+//! crash in the middle: [`OnAbandoned::Park`](core::OnAbandoned::Park), at most once, which is the default, or
+//! [`OnAbandoned::Reexecute`](core::OnAbandoned::Reexecute), at least once.
+
+pub use oncegate_core as core;
+pub use oncegate_engine as engine;
+
+#[cfg(feature = "embedded")]
+pub use oncegate_embedded as embedded;
+#[cfg(feature = "http")]
+pub use oncegate_http as http;
+
+pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
+#[cfg(feature = "embedded")]
+pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
+pub use oncegate_engine::{Engine, Policy};
+#[cfg(feature = "http")]
+pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};

@@ -1,0 +1,654 @@
+//! The suite that every store passes.
+//!
+//! A store is given random sequences of commands on a few records: first claims and claims that are sent again, renewals,
+//! completions and releases with current, stale and invented tokens, an operator's resolutions, purges, listings, a
+//! clock that moves by a millisecond, to the edge of a lease, or past everything, and, where the store survives it,
+//! closing and opening again. After each step
+//!
+//! 1. the answer is what [`decide`] gives over a plain map,
+//! 2. every record, the listing and the audit trail are what the map holds,
+//! 3. what must hold whatever [`decide`] says does hold: tokens of a record grow strictly, over releases, expiries and
+//!    purges too (I6); states never go backwards and a completed record never changes (I8); an answer that says that
+//!    nothing was changed is true (I5); a purge removes only what is expired (I10), and in the end all of it.
+//!
+//! A store's time must be that of the clock that it was opened with, moved ahead by a constant at the most.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, FencingToken,
+    Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Release, Renew,
+    Resolution, Resolve, State, StateName, Store, StoreError, StoredResponse, Timestamp, Write, decide,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
+
+use crate::block_on;
+use crate::clock::ManualClock;
+
+/// How a store is held to the protocol.
+#[derive(Clone, Debug)]
+pub struct Suite {
+    cases: u32,
+    steps: usize,
+    purge_grace: Duration,
+}
+
+impl Default for Suite {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Suite {
+    /// 256 sequences of up to 60 steps.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { cases: 256, steps: 60, purge_grace: Duration::from_secs(2) }
+    }
+
+    /// So many sequences.
+    #[must_use]
+    pub const fn with_cases(mut self, cases: u32) -> Self {
+        self.cases = cases;
+        self
+    }
+
+    /// Sequences of up to so many steps.
+    #[must_use]
+    pub const fn with_steps(mut self, steps: usize) -> Self {
+        self.steps = steps;
+        self
+    }
+
+    /// How long after the latest expiry that a record ever had a purge may still leave it. Default: two seconds.
+    #[must_use]
+    pub const fn with_purge_grace(mut self, grace: Duration) -> Self {
+        self.purge_grace = grace;
+        self
+    }
+
+    /// Runs the sequences. `make` is called for each; what it returns opens the store, and opens it again, with the same
+    /// records, after it was dropped, where the store says that it is [`Durability::Synced`].
+    ///
+    /// # Panics
+    /// With the shortest failing sequence found, and what was expected.
+    pub fn check<S, M, O>(&self, make: M)
+    where
+        S: Store,
+        M: Fn() -> O,
+        O: Fn(Arc<ManualClock>) -> S,
+    {
+        let config = Config { cases: self.cases, failure_persistence: None, ..Config::default() };
+        let steps = vec(step(), 1..=self.steps);
+        let result = TestRunner::new(config).run(&steps, |steps| {
+            let clock = Arc::new(ManualClock::at_millis(START_MILLIS));
+            let mut run = Run::new(make(), clock, self.purge_grace);
+            for step in steps {
+                run.step(&step).map_err(|what| TestCaseError::fail(format!("at {step:?}: {what}")))?;
+            }
+            run.finish().map_err(TestCaseError::fail)
+        });
+        match result {
+            Ok(()) => {}
+            Err(TestError::Fail(why, steps)) => {
+                let steps: Vec<_> = steps.iter().map(|step| format!("  {step:?}\n")).collect();
+                panic!("the store does not conform: {why}\nafter the steps\n{}", steps.concat());
+            }
+            Err(TestError::Abort(why)) => panic!("the suite gave up: {why}"),
+        }
+    }
+}
+
+/// Many threads claim one record at once: one executes, the others hear that it is in progress, and after its completion
+/// all of them hear its answer.
+///
+/// # Panics
+/// Where that is not so.
+pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
+    for round in 0..rounds {
+        let id = RecordId::from_bytes([round; 32]);
+        let claim_all = || -> Vec<Outcome> {
+            std::thread::scope(|scope| {
+                let claimants: Vec<_> = (0..threads)
+                    .map(|n| {
+                        let claim = Command::Claim(Claim {
+                            attempt: AttemptId::new(u128::from(n)),
+                            fingerprint: Fingerprint::of_parts("conformance", &[b"same"]),
+                            lease: Duration::from_secs(60),
+                            retention: Duration::from_secs(60),
+                            on_abandoned: OnAbandoned::Park,
+                            label: Label::default(),
+                        });
+                        scope.spawn(move || block_on(store.apply(id, claim)).expect("the store answers"))
+                    })
+                    .collect();
+                claimants.into_iter().map(|c| c.join().expect("no panic")).collect()
+            })
+        };
+        let first = claim_all();
+        let grants: Vec<_> = first.iter().filter_map(granted).collect();
+        assert_eq!(grants.len(), 1, "exactly one claimant executes: {first:?}");
+        let others = first.iter().filter(|outcome| matches!(outcome, Outcome::InProgress { .. })).count();
+        assert_eq!(others, usize::from(threads) - 1, "the others wait: {first:?}");
+        let complete = Command::Complete(Complete {
+            token: grants[0],
+            completion: Completion::Replayable(response(round)),
+            retention: Duration::from_secs(60),
+        });
+        assert_eq!(block_on(store.apply(id, complete)).expect("the store answers"), Outcome::Completed);
+        for outcome in claim_all() {
+            assert_eq!(outcome, Outcome::Replay(response(round)));
+        }
+    }
+}
+
+const START_MILLIS: u64 = 1_700_000_000_000;
+const RECORDS: u8 = 4;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Claim {
+        on: u8,
+        again: bool,
+        input: u8,
+        lease: Duration,
+        retention: Duration,
+        abandoned: OnAbandoned,
+    },
+    Renew {
+        on: u8,
+        token: Token,
+        lease: Duration,
+        retention: Duration,
+    },
+    Complete {
+        on: u8,
+        token: Token,
+        completion: u8,
+        retention: Duration,
+    },
+    Release {
+        on: u8,
+        token: Token,
+        retention: Duration,
+    },
+    Resolve {
+        on: u8,
+        resolution: u8,
+        force: bool,
+        retention: Duration,
+    },
+    PurgeOne {
+        on: u8,
+    },
+    Purge {
+        limit: usize,
+    },
+    List {
+        state: Option<StateName>,
+        caller: Option<u8>,
+        operation: Option<u8>,
+        min_age: Duration,
+        limit: usize,
+    },
+    Advance {
+        by: Duration,
+    },
+    ToLeaseEnd {
+        on: u8,
+        plus: u64,
+    },
+    Reopen,
+}
+
+/// Whose token a command shows.
+#[derive(Clone, Copy, Debug)]
+enum Token {
+    Current,
+    /// One that was current before.
+    Stale,
+    /// One that was never given out.
+    Invented,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let on = 0..RECORDS;
+    let token = prop_oneof![6 => Just(Token::Current), 2 => Just(Token::Stale), 1 => Just(Token::Invented)];
+    let seconds = |choices: &'static [u64]| prop::sample::select(choices).prop_map(Duration::from_millis);
+    let lease = || seconds(&[100, 1000, 30_000]);
+    let retention = || seconds(&[1000, 10_000, 60_000]);
+    let abandoned =
+        prop::sample::select(&[OnAbandoned::Park, OnAbandoned::Reexecute, OnAbandoned::Reconcile][..]);
+    let state = prop::option::of(prop::sample::select(&StateName::ALL[..]));
+    prop_oneof![
+        10 => (on.clone(), prop::bool::weighted(0.2), 0..8_u8, lease(), retention(), abandoned).prop_map(
+            |(on, again, input, lease, retention, abandoned)| Step::Claim {
+                on,
+                again,
+                input: u8::from(input == 0),
+                lease,
+                retention,
+                abandoned,
+            }
+        ),
+        2 => (on.clone(), token.clone(), lease(), retention())
+            .prop_map(|(on, token, lease, retention)| Step::Renew { on, token, lease, retention }),
+        6 => (on.clone(), token.clone(), 0..5_u8, retention())
+            .prop_map(|(on, token, completion, retention)| Step::Complete { on, token, completion, retention }),
+        3 => (on.clone(), token, retention())
+            .prop_map(|(on, token, retention)| Step::Release { on, token, retention }),
+        3 => (on.clone(), 0..3_u8, any::<bool>(), retention())
+            .prop_map(|(on, resolution, force, retention)| Step::Resolve { on, resolution, force, retention }),
+        1 => on.clone().prop_map(|on| Step::PurgeOne { on }),
+        2 => (0..4_usize).prop_map(|limit| Step::Purge { limit }),
+        1 => (
+            state,
+            prop::option::of(0..2_u8),
+            prop::option::of(0..2_u8),
+            seconds(&[0, 0, 1000]),
+            1..4_usize,
+        )
+            .prop_map(|(state, caller, operation, min_age, limit)| Step::List {
+                state,
+                caller,
+                operation,
+                min_age,
+                limit,
+            }),
+        5 => seconds(&[1, 99, 100, 101, 999, 1000, 2000, 11_000, 61_000, 100_000])
+            .prop_map(|by| Step::Advance { by }),
+        3 => (on, 0..3_u64).prop_map(|(on, plus)| Step::ToLeaseEnd { on, plus }),
+        1 => Just(Step::Reopen),
+    ]
+}
+
+/// One sequence: the store, and what it should hold.
+struct Run<S, O> {
+    open: O,
+    store: Option<S>,
+    clock: Arc<ManualClock>,
+    purge_grace: Duration,
+    records: HashMap<RecordId, Entry>,
+    seen: HashMap<RecordId, Seen>,
+    audit: Vec<AuditEntry>,
+    attempts: u128,
+}
+
+/// A record as it should be.
+struct Entry {
+    record: Record,
+    /// The latest expiry that it ever had.
+    latest_expiry: Timestamp,
+    /// A purge may have removed it: it is expired, and the purge did not remove all that was.
+    maybe_purged: bool,
+}
+
+/// What was seen of a record over its whole history, whatever became of it.
+#[derive(Default)]
+struct Seen {
+    tokens: Vec<FencingToken>,
+    last_claim: Option<Claim>,
+}
+
+type Checked = Result<(), String>;
+
+macro_rules! ensure {
+    ($condition:expr, $($what:tt)+) => {
+        if !$condition {
+            return Err(format!($($what)+));
+        }
+    };
+}
+
+impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
+    fn new(open: O, clock: Arc<ManualClock>, purge_grace: Duration) -> Self {
+        let store = Some(open(clock.clone()));
+        Self {
+            open,
+            store,
+            clock,
+            purge_grace,
+            records: HashMap::new(),
+            seen: HashMap::new(),
+            audit: Vec::new(),
+            attempts: 0,
+        }
+    }
+
+    fn store(&self) -> &S {
+        self.store.as_ref().expect("the store is open between steps")
+    }
+
+    fn now(&self) -> Timestamp {
+        self.store().now()
+    }
+
+    fn step(&mut self, step: &Step) -> Checked {
+        match step {
+            Step::List { state, caller, operation, min_age, limit } => {
+                let mut query = ListQuery::default();
+                query.state = *state;
+                query.caller = caller.map(caller_tag);
+                query.operation = operation.map(|n| if n == 0 { "POST".to_owned() } else { operation_of(1) });
+                query.min_age = *min_age;
+                query.limit = *limit;
+                self.check_listing(&query)?;
+            }
+            Step::Purge { limit } => self.purge(*limit)?,
+            Step::Advance { by } => self.clock.advance(*by),
+            Step::ToLeaseEnd { on, plus } => {
+                let record = self.records.get(&id(*on)).map(|entry| &entry.record.state);
+                if let Some(State::InProgress { lease_until, .. }) = record {
+                    let left = lease_until.since(self.now());
+                    self.clock.advance((left + Duration::from_millis(*plus)).saturating_sub(ONE_MILLI));
+                }
+            }
+            Step::Reopen => self.reopen(),
+            command => {
+                let (id, command) = self.command(command);
+                self.apply(id, &command)?;
+            }
+        }
+        self.check_all()
+    }
+
+    fn reopen(&mut self) {
+        if self.store().capabilities().durability == Durability::Synced {
+            self.store = None;
+            self.store = Some((self.open)(self.clock.clone()));
+        }
+    }
+
+    /// The command of a step, with the tokens and attempts that are known by now.
+    fn command(&mut self, step: &Step) -> (RecordId, Command) {
+        let token = |seen: Option<&Seen>, token: &Token| {
+            let tokens = seen.map_or(&[][..], |seen| &seen.tokens);
+            let invented = FencingToken::new(START_MILLIS * 2);
+            match token {
+                Token::Current => tokens.last().copied().unwrap_or(invented),
+                Token::Stale => tokens.iter().rev().nth(1).copied().unwrap_or(invented),
+                Token::Invented => invented,
+            }
+        };
+        match step {
+            Step::Claim { on, again, input, lease, retention, abandoned } => {
+                self.attempts += 1;
+                let mut claim = Claim {
+                    attempt: AttemptId::new(self.attempts),
+                    fingerprint: Fingerprint::of_parts("conformance", &[&[*input]]),
+                    lease: *lease,
+                    retention: *retention,
+                    on_abandoned: *abandoned,
+                    label: Label::new(caller_tag(*on % 2), operation_of(*on)),
+                };
+                let seen = self.seen.entry(id(*on)).or_default();
+                if let Some(last) = seen.last_claim.as_ref().filter(|_| *again) {
+                    claim.attempt = last.attempt;
+                    claim.fingerprint = last.fingerprint;
+                }
+                seen.last_claim = Some(claim.clone());
+                (id(*on), Command::Claim(claim))
+            }
+            Step::Renew { on, token: whose, lease, retention } => {
+                let token = token(self.seen.get(&id(*on)), whose);
+                (id(*on), Command::Renew(Renew { token, lease: *lease, retention: *retention }))
+            }
+            Step::Complete { on, token: whose, completion, retention } => {
+                let token = token(self.seen.get(&id(*on)), whose);
+                let completion = match completion {
+                    0 => Completion::Awaited,
+                    1 => Completion::Tombstone,
+                    2 => Completion::Unknown,
+                    n => Completion::Replayable(response(*n)),
+                };
+                (id(*on), Command::Complete(Complete { token, completion, retention: *retention }))
+            }
+            Step::Release { on, token: whose, retention } => {
+                let token = token(self.seen.get(&id(*on)), whose);
+                (id(*on), Command::Release(Release { token, retention: *retention }))
+            }
+            Step::Resolve { on, resolution, force, retention } => {
+                let resolution = match resolution {
+                    0 => Resolution::Release,
+                    1 => Resolution::Complete(None),
+                    n => Resolution::Complete(Some(response(*n))),
+                };
+                let (actor, reason) = (format!("operator {on}"), "the bank says so".to_owned());
+                let resolve = Resolve { resolution, retention: *retention, force: *force, actor, reason };
+                (id(*on), Command::Resolve(resolve))
+            }
+            Step::PurgeOne { on } => (id(*on), Command::Purge),
+            Step::Purge { .. }
+            | Step::List { .. }
+            | Step::Advance { .. }
+            | Step::ToLeaseEnd { .. }
+            | Step::Reopen => unreachable!("not a command"),
+        }
+    }
+
+    fn apply(&mut self, id: RecordId, command: &Command) -> Checked {
+        let now = self.now();
+        let before = self.lookup(id)?;
+        let outcome = block_on(self.store().apply(id, command.clone())).map_err(in_words)?;
+        let entry = self.records.get(&id);
+        let decision = decide(entry.map(|entry| &entry.record), command, now);
+        // Whether an expired record was purged already can be seen by nobody but whoever purges it.
+        let unseen = entry.is_some_and(|entry| entry.maybe_purged) && matches!(command, Command::Purge);
+        ensure!(
+            outcome == decision.outcome || (unseen && outcome == Outcome::Kept),
+            "answered {outcome:?}, expected {:?}",
+            decision.outcome
+        );
+        match decision.write {
+            Write::Keep => {}
+            Write::Put(record) => {
+                let latest =
+                    entry.map_or(record.expires_at, |entry| entry.latest_expiry.max(record.expires_at));
+                self.records.insert(id, Entry { record, latest_expiry: latest, maybe_purged: false });
+            }
+            Write::Delete => drop(self.records.remove(&id)),
+        }
+        if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
+            let to = self.records.get(&id).map(|entry| entry.record.state_name(now));
+            self.audit.push(AuditEntry {
+                number: self.audit.len() as u64 + 1,
+                at: now,
+                id,
+                from: *from,
+                to: to.ok_or("a resolved record is there")?,
+                actor: resolve.actor.clone(),
+                reason: resolve.reason.clone(),
+            });
+        }
+        let after = self.lookup(id)?;
+        self.check_invariants(id, &outcome, before.as_ref(), after.as_ref())
+    }
+
+    /// What must hold whatever `decide` says.
+    fn check_invariants(
+        &mut self,
+        id: RecordId,
+        outcome: &Outcome,
+        before: Option<&Record>,
+        after: Option<&Record>,
+    ) -> Checked {
+        if let Some(token) = granted(outcome) {
+            let seen = self.seen.entry(id).or_default();
+            let same_attempt = before.is_some_and(|before| before.token == token);
+            ensure!(
+                same_attempt || seen.tokens.iter().all(|earlier| *earlier < token),
+                "I6: token {token} does not exceed every earlier one of {:?}",
+                seen.tokens
+            );
+            if !same_attempt {
+                seen.tokens.push(token);
+            }
+            ensure!(after.is_some_and(|after| after.token == token), "I6: the granted token is the record's");
+        }
+        let said_unchanged = matches!(
+            outcome,
+            Outcome::Mismatch
+                | Outcome::Fenced
+                | Outcome::InProgress { .. }
+                | Outcome::Replay(_)
+                | Outcome::Unreplayable
+                | Outcome::NotResolvable { .. }
+                | Outcome::Kept
+        );
+        ensure!(!said_unchanged || before == after, "I5: {outcome:?} changed {before:?} into {after:?}");
+        if let (Some(before), Some(after)) = (before, after) {
+            ensure!(may_follow(before, after), "I8: {before:?} became {after:?}");
+        }
+        Ok(())
+    }
+
+    fn purge(&mut self, limit: usize) -> Checked {
+        let now = self.now();
+        let purged = block_on(self.store().purge(limit)).map_err(in_words)?;
+        let grace = self.purge_grace;
+        let overdue = |entry: &Entry| now >= entry.latest_expiry.after(grace);
+        let must = |entry: &&Entry| overdue(entry) && !entry.maybe_purged;
+        let least = self.records.values().filter(must).count().min(limit);
+        let expired = self.records.values().filter(|entry| entry.record.is_expired(now)).count();
+        let most = expired.min(limit);
+        ensure!((least..=most).contains(&purged), "I10: purged {purged}, expected {least} to {most}");
+        if purged == expired {
+            self.records.retain(|_, entry| !entry.record.is_expired(now));
+        } else if purged < limit {
+            // It said that there are no more.
+            self.records.retain(|_, entry| !overdue(entry));
+        }
+        for entry in self.records.values_mut().filter(|entry| entry.record.is_expired(now)) {
+            entry.maybe_purged |= purged > 0;
+        }
+        Ok(())
+    }
+
+    /// Everything that can be seen is what it should be.
+    fn check_all(&self) -> Checked {
+        let now = self.now();
+        for id in (0..RECORDS).map(id) {
+            let expected = self.records.get(&id).map(|entry| &entry.record).filter(|r| !r.is_expired(now));
+            let found = self.lookup(id)?;
+            ensure!(found.as_ref() == expected, "holds {found:?}, expected {expected:?}");
+        }
+        let mut query = ListQuery::default();
+        query.limit = 3;
+        self.check_listing(&query)?;
+        self.check_audit()
+    }
+
+    fn check_listing(&self, query: &ListQuery) -> Checked {
+        let now = self.now();
+        let mut expected: Vec<_> = self
+            .records
+            .iter()
+            .filter(|(_, entry)| query.matches(&entry.record, now))
+            .map(|(id, entry)| (*id, entry.record.clone()))
+            .collect();
+        expected.sort_by_key(|(id, _)| *id);
+        let mut found = Vec::new();
+        let mut query = query.clone();
+        // A page may be short or empty, but each goes further than the one before.
+        for _ in 0..=2 * RECORDS {
+            let ListPage { records, unreadable, next } =
+                block_on(self.store().list(query.clone())).map_err(in_words)?;
+            ensure!(unreadable.is_empty(), "lists unreadable records {unreadable:?}");
+            ensure!(records.len() <= query.bounded_limit(), "lists more than {}", query.bounded_limit());
+            found.extend(records);
+            ensure!(next.is_none() || next > query.after, "the cursor {next:?} does not go on");
+            query.after = next;
+            if next.is_none() {
+                ensure!(found == expected, "lists {found:?}, expected {expected:?}");
+                return Ok(());
+            }
+        }
+        Err("the listing does not end".to_owned())
+    }
+
+    fn check_audit(&self) -> Checked {
+        let mut found = Vec::new();
+        loop {
+            let before = found.last().map(|entry: &AuditEntry| entry.number);
+            let page = block_on(self.store().audit(before, 2)).map_err(in_words)?;
+            if page.is_empty() {
+                break;
+            }
+            found.extend(page);
+        }
+        found.reverse();
+        ensure!(found == self.audit, "the audit trail is {found:?}, expected {:?}", self.audit);
+        Ok(())
+    }
+
+    /// In the end, everything expires and a purge removes all of it.
+    fn finish(&mut self) -> Checked {
+        self.clock.advance(Duration::from_secs(86_400));
+        self.check_all()?;
+        self.purge(1000)?;
+        self.purge(1000)?;
+        ensure!(self.records.is_empty(), "I10: {} records were never purged", self.records.len());
+        self.check_all()
+    }
+
+    fn lookup(&self, id: RecordId) -> Result<Option<Record>, String> {
+        block_on(self.store().lookup(id)).map_err(in_words)
+    }
+}
+
+const ONE_MILLI: Duration = Duration::from_millis(1);
+
+/// Whether a record may become the other one in one step, in the words of the protocol and not by its function.
+fn may_follow(before: &Record, after: &Record) -> bool {
+    if after.token < before.token || (after.token == before.token && after.attempts != before.attempts) {
+        return false;
+    }
+    let same_owner = before.token == after.token;
+    match (&before.state, &after.state) {
+        (State::InProgress { .. }, _) => true,
+        (State::Unknown, State::Unknown | State::Completed(_) | State::Released) => same_owner,
+        (State::Unknown, State::InProgress { .. }) => false,
+        (State::Completed(Answer::Awaited), State::Completed(_)) => same_owner,
+        (State::Completed(_), _) => before == after,
+        (State::Released, State::Released) => before == after,
+        (State::Released, State::InProgress { .. }) => !same_owner,
+        (State::Released, _) => false,
+        _ => false,
+    }
+}
+
+fn granted(outcome: &Outcome) -> Option<FencingToken> {
+    match outcome {
+        Outcome::Execute(grant) => Some(grant.token),
+        _ => None,
+    }
+}
+
+/// Spread over the whole range, so that a store that keeps records in several places uses them.
+fn id(on: u8) -> RecordId {
+    RecordId::from_bytes([on.wrapping_mul(0x3b); 32])
+}
+
+fn caller_tag(n: u8) -> CallerTag {
+    CallerTag::from_bytes([n; 8])
+}
+
+fn operation_of(on: u8) -> String {
+    format!("POST /payments/{on}")
+}
+
+fn response(n: u8) -> StoredResponse {
+    let body = [Bytes::from(vec![n; 300])];
+    StoredResponse::new(201, &[("content-type", &b"application/json"[..])], &body, &[])
+        .expect("it is within the limits")
+}
+
+#[allow(clippy::needless_pass_by_value, reason = "for map_err")]
+fn in_words(error: StoreError) -> String {
+    format!("the store failed: {error}")
+}

@@ -1,0 +1,364 @@
+//! A store with faults on demand.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreError,
+    StoreFuture, Timestamp,
+};
+
+/// Any store, with faults on demand. Without a fault it is the store inside.
+///
+/// ```
+/// use std::sync::Arc;
+/// use oncegate_core::{MemoryStore, Store, Timestamp};
+/// # struct Still;
+/// # impl oncegate_core::Clock for Still { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// use oncegate_testkit::{Fault, FaultyStore, Operation};
+///
+/// let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+/// faults.always(Operation::Check, Fault::Refuse);
+/// # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+/// assert!(matches!(store.check().as_mut().poll(&mut context), std::task::Poll::Ready(Err(_))));
+/// faults.heal();
+/// assert!(matches!(store.check().as_mut().poll(&mut context), std::task::Poll::Ready(Ok(()))));
+/// ```
+pub struct FaultyStore {
+    inner: Arc<dyn Store>,
+    faults: Faults,
+}
+
+/// What a store is asked to do: the commands one by one, then its other methods.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Operation {
+    /// [`Command::Claim`].
+    Claim,
+    /// [`Command::Renew`].
+    Renew,
+    /// [`Command::Complete`].
+    Complete,
+    /// [`Command::Release`].
+    Release,
+    /// Any other command.
+    OtherCommand,
+    /// [`Store::lookup`].
+    Lookup,
+    /// [`Store::list`].
+    List,
+    /// [`Store::purge`].
+    Purge,
+    /// [`Store::audit`].
+    Audit,
+    /// [`Store::check`].
+    Check,
+}
+
+impl Operation {
+    /// Every operation.
+    pub const ALL: [Self; 10] = [
+        Self::Claim,
+        Self::Renew,
+        Self::Complete,
+        Self::Release,
+        Self::OtherCommand,
+        Self::Lookup,
+        Self::List,
+        Self::Purge,
+        Self::Audit,
+        Self::Check,
+    ];
+
+    const fn of(command: &Command) -> Self {
+        match command {
+            Command::Claim(_) => Self::Claim,
+            Command::Renew(_) => Self::Renew,
+            Command::Complete(_) => Self::Complete,
+            Command::Release(_) => Self::Release,
+            _ => Self::OtherCommand,
+        }
+    }
+}
+
+/// What goes wrong with one operation.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Fault {
+    /// It is refused as unavailable, and nothing is done.
+    Refuse,
+    /// It is done, and its answer is lost: unavailable.
+    LoseAnswer,
+    /// It is refused because the record cannot be read.
+    Corrupt,
+    /// It is not begun before the latch opens.
+    StallBefore(Latch),
+    /// It is done, and not answered before the latch opens.
+    StallAfter(Latch),
+}
+
+/// What goes wrong with the operations of a [`FaultyStore`]. All clones are one.
+#[derive(Clone, Default)]
+pub struct Faults {
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    rules: Vec<Rule>,
+    calls: HashMap<Operation, usize>,
+}
+
+struct Rule {
+    operation: Operation,
+    fault: Fault,
+    /// How often it is still to happen; `None` until it is healed.
+    left: Option<usize>,
+}
+
+impl Faults {
+    /// From now on until it is healed, the operation goes wrong like this.
+    pub fn always(&self, operation: Operation, fault: Fault) {
+        self.lock().rules.push(Rule { operation, fault, left: None });
+    }
+
+    /// The next so many times, the operation goes wrong like this. Of several faults the first one that was asked for
+    /// comes first.
+    pub fn next(&self, times: usize, operation: Operation, fault: Fault) {
+        self.lock().rules.push(Rule { operation, fault, left: Some(times) });
+    }
+
+    /// Every operation is refused until it is healed.
+    pub fn outage(&self) {
+        for operation in Operation::ALL {
+            self.always(operation, Fault::Refuse);
+        }
+    }
+
+    /// Nothing goes wrong any more. What is stalled stays so until its latch opens.
+    pub fn heal(&self) {
+        self.lock().rules.clear();
+    }
+
+    /// How often the operation was asked for, whatever became of it.
+    #[must_use]
+    pub fn calls(&self, operation: Operation) -> usize {
+        self.lock().calls.get(&operation).copied().unwrap_or(0)
+    }
+
+    fn strike(&self, operation: Operation) -> Option<Fault> {
+        let mut state = self.lock();
+        *state.calls.entry(operation).or_insert(0) += 1;
+        let rule = state.rules.iter_mut().find(|rule| rule.operation == operation && rule.left != Some(0))?;
+        if let Some(left) = &mut rule.left {
+            *left -= 1;
+        }
+        Some(rule.fault.clone())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Faults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Faults").field("rules", &self.lock().rules.len()).finish_non_exhaustive()
+    }
+}
+
+impl FaultyStore {
+    /// The store, and the handle on its faults.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Store>) -> (Self, Faults) {
+        let faults = Faults::default();
+        (Self { inner, faults: faults.clone() }, faults)
+    }
+
+    fn run<'a, T: Send + 'a>(
+        &'a self,
+        operation: Operation,
+        act: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        let refused = move || StoreError::unavailable(format!("{operation:?} refused on demand"));
+        match self.faults.strike(operation) {
+            None => act(&*self.inner),
+            Some(Fault::Refuse) => Box::pin(async move { Err(refused()) }),
+            Some(Fault::Corrupt) => {
+                Box::pin(async move { Err(StoreError::corrupt("record damaged on demand")) })
+            }
+            Some(Fault::LoseAnswer) => Box::pin(async move {
+                act(&*self.inner).await?;
+                Err(StoreError::unavailable(format!("answer to {operation:?} lost on demand")))
+            }),
+            Some(Fault::StallBefore(latch)) => Box::pin(async move {
+                latch.opened().await;
+                act(&*self.inner).await
+            }),
+            Some(Fault::StallAfter(latch)) => Box::pin(async move {
+                let answer = act(&*self.inner).await;
+                latch.opened().await;
+                answer
+            }),
+        }
+    }
+}
+
+impl Store for FaultyStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.run(Operation::of(&command), move |store| store.apply(id, command))
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.run(Operation::Lookup, move |store| store.lookup(id))
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.run(Operation::List, move |store| store.list(query))
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.run(Operation::Purge, move |store| store.purge(limit))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.run(Operation::Audit, move |store| store.audit(before, limit))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.run(Operation::Check, |store| store.check())
+    }
+
+    fn now(&self) -> Timestamp {
+        self.inner.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+}
+
+/// A door that opens once, for everybody who waits at it and who comes later. All clones are one.
+#[derive(Clone, Default)]
+pub struct Latch {
+    state: Arc<Mutex<LatchState>>,
+}
+
+#[derive(Default)]
+struct LatchState {
+    open: bool,
+    waiting: Vec<Waker>,
+}
+
+impl Latch {
+    /// A closed one.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Opens it.
+    pub fn open(&self) {
+        let waiting = {
+            let mut state = self.lock();
+            state.open = true;
+            std::mem::take(&mut state.waiting)
+        };
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// Waits until it is open.
+    pub async fn opened(&self) {
+        Opened(self).await;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, LatchState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Latch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Latch").field("open", &self.lock().open).finish_non_exhaustive()
+    }
+}
+
+struct Opened<'a>(&'a Latch);
+
+impl Future for Opened<'_> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = self.0.lock();
+        if state.open {
+            return Poll::Ready(());
+        }
+        if !state.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+            state.waiting.push(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oncegate_core::{Clock, MemoryStore, StoreErrorKind};
+
+    struct Still;
+    impl Clock for Still {
+        fn now(&self) -> Timestamp {
+            Timestamp::from_millis(1_000)
+        }
+    }
+
+    fn now<T>(mut future: StoreFuture<'_, T>) -> Option<Result<T, StoreErrorKind>> {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(answer) => Some(answer.map_err(|error| error.kind())),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn a_fault_strikes_its_own_operation_as_often_as_asked() {
+        let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+        faults.next(1, Operation::Check, Fault::Refuse);
+        faults.next(1, Operation::Check, Fault::Corrupt);
+        assert_eq!(now(store.purge(1)), Some(Ok(0)));
+        assert_eq!(now(store.check()), Some(Err(StoreErrorKind::Unavailable)));
+        assert_eq!(now(store.check()), Some(Err(StoreErrorKind::Corrupt)));
+        assert_eq!(now(store.check()), Some(Ok(())));
+        assert_eq!(faults.calls(Operation::Check), 3);
+    }
+
+    #[test]
+    fn a_lost_answer_was_given_all_the_same() {
+        let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+        let id = RecordId::from_bytes([1; 32]);
+        let claim = Command::Claim(oncegate_core::Claim {
+            attempt: oncegate_core::AttemptId::new(1),
+            fingerprint: oncegate_core::Fingerprint::of_parts("test", &[]),
+            lease: std::time::Duration::from_secs(1),
+            retention: std::time::Duration::from_secs(1),
+            on_abandoned: oncegate_core::OnAbandoned::Park,
+            label: oncegate_core::Label::default(),
+        });
+        faults.next(1, Operation::Claim, Fault::LoseAnswer);
+        assert_eq!(now(store.apply(id, claim)), Some(Err(StoreErrorKind::Unavailable)));
+        assert!(matches!(now(store.lookup(id)), Some(Ok(Some(_)))));
+    }
+
+    #[test]
+    fn a_stall_lasts_until_the_latch_opens() {
+        let (store, faults) = FaultyStore::new(Arc::new(MemoryStore::new(Still)));
+        let latch = Latch::new();
+        faults.always(Operation::Check, Fault::StallBefore(latch.clone()));
+        assert_eq!(now(store.check()), None);
+        latch.open();
+        assert_eq!(now(store.check()), Some(Ok(())));
+    }
+}

@@ -1,0 +1,48 @@
+//! What holds every Oncegate store to the protocol.
+//!
+//! - [`conformance`]: random command sequences, run against a store and against [`decide`](oncegate_core::decide()) over
+//!   a plain map, with everything that can be seen compared after each step. A sequence that fails is made as short as
+//!   it can be.
+//! - [`ManualClock`]: a clock that moves only by hand.
+//! - [`FaultyStore`]: any store, with faults on demand: refused commands, lost answers, damaged records, stalls.
+//! - [`block_on`]: waits for one future without a runtime.
+//!
+//! A store is held to the suite by one test:
+//!
+//! ```
+//! use oncegate_core::MemoryStore;
+//! use oncegate_testkit::conformance::Suite;
+//!
+//! Suite::new().with_cases(20).check(|| MemoryStore::new);
+//! ```
+
+mod clock;
+pub mod conformance;
+mod faulty;
+
+pub use clock::ManualClock;
+pub use faulty::{Fault, Faults, FaultyStore, Latch, Operation};
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+/// Waits for a future on this thread.
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The suite's own test: stores that are wrong in one way each, which it must find.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Claim, Clock as _, Command, Complete, Durability, Fencing, ListPage, ListQuery,
+    Outcome, Record, RecordId, Release, State, Store, StoreFuture, Timestamp, Write, decide,
+};
+use oncegate_testkit::ManualClock;
+use oncegate_testkit::conformance::Suite;
+
+/// What is wrong with a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bug {
+    None,
+    /// M1
+    CompletesWithoutToken,
+    /// M2
+    ReleasesWithoutToken,
+    /// M4
+    IgnoresFingerprint,
+    /// M14
+    TakesEveryClaimForTheOwner,
+    /// M15
+    ForgetsTokenOnRelease,
+    PurgesWhatIsNotExpired,
+    PurgesNothing,
+    PurgesOneTooFew,
+    ShowsExpired,
+    KeepsOldExpiry,
+    LosesAudit,
+    DoublesAudit,
+    ListsWithoutFilter,
+    ListsOneRecordTwice,
+    ListEndsEarly,
+    ForgetsWhenClosed,
+    AnswersBeforeItWrites,
+}
+
+const BUGS: [Bug; 17] = [
+    Bug::CompletesWithoutToken,
+    Bug::ReleasesWithoutToken,
+    Bug::IgnoresFingerprint,
+    Bug::TakesEveryClaimForTheOwner,
+    Bug::ForgetsTokenOnRelease,
+    Bug::PurgesWhatIsNotExpired,
+    Bug::PurgesNothing,
+    Bug::PurgesOneTooFew,
+    Bug::ShowsExpired,
+    Bug::KeepsOldExpiry,
+    Bug::LosesAudit,
+    Bug::DoublesAudit,
+    Bug::ListsWithoutFilter,
+    Bug::ListsOneRecordTwice,
+    Bug::ListEndsEarly,
+    Bug::ForgetsWhenClosed,
+    Bug::AnswersBeforeItWrites,
+];
+
+#[derive(Default)]
+struct Held {
+    records: BTreeMap<RecordId, Record>,
+    audit: Vec<AuditEntry>,
+}
+
+/// The simplest store there is, but for one bug.
+struct Mutant {
+    bug: Bug,
+    clock: Arc<ManualClock>,
+    held: Arc<Mutex<Held>>,
+}
+
+impl Mutant {
+    fn apply_now(&self, id: RecordId, mut command: Command) -> Outcome {
+        let now = self.now();
+        let mut held = self.held.lock().unwrap();
+        let record = held.records.get(&id).cloned();
+        let live = record.as_ref().filter(|r| !r.is_expired(now));
+        self.spoil_command(live, &mut command);
+        let decision = decide(record.as_ref(), &command, now);
+        if self.bug == Bug::AnswersBeforeItWrites && matches!(decision.outcome, Outcome::Completed) {
+            return decision.outcome;
+        }
+        match decision.write {
+            Write::Keep => {}
+            Write::Put(_)
+                if self.bug == Bug::ForgetsTokenOnRelease && decision.outcome == Outcome::Released =>
+            {
+                held.records.remove(&id);
+            }
+            Write::Put(mut after) => {
+                if let (Bug::KeepsOldExpiry, Some(before), Command::Complete(_)) =
+                    (self.bug, &record, &command)
+                {
+                    after.expires_at = before.expires_at;
+                }
+                held.records.insert(id, after);
+            }
+            Write::Delete => drop(held.records.remove(&id)),
+        }
+        if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (&command, &decision.outcome) {
+            let times = match self.bug {
+                Bug::LosesAudit => 0,
+                Bug::DoublesAudit => 2,
+                _ => 1,
+            };
+            for _ in 0..times {
+                let entry = AuditEntry {
+                    number: held.audit.len() as u64 + 1,
+                    at: now,
+                    id,
+                    from: *from,
+                    to: held.records[&id].state_name(now),
+                    actor: resolve.actor.clone(),
+                    reason: resolve.reason.clone(),
+                };
+                held.audit.push(entry);
+            }
+        }
+        decision.outcome
+    }
+
+    fn spoil_command(&self, live: Option<&Record>, command: &mut Command) {
+        let Some(record) = live else { return };
+        match (self.bug, command) {
+            (Bug::CompletesWithoutToken, Command::Complete(Complete { token, .. }))
+            | (Bug::ReleasesWithoutToken, Command::Release(Release { token, .. })) => *token = record.token,
+            (Bug::IgnoresFingerprint, Command::Claim(Claim { fingerprint, .. })) => {
+                *fingerprint = record.fingerprint;
+            }
+            (Bug::TakesEveryClaimForTheOwner, Command::Claim(claim)) => {
+                if let State::InProgress { attempt, .. } = record.state {
+                    claim.attempt = attempt;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn purge_now(&self, limit: usize) -> usize {
+        let now = self.now();
+        let early =
+            if self.bug == Bug::PurgesWhatIsNotExpired { Duration::from_secs(1) } else { Duration::ZERO };
+        let mut held = self.held.lock().unwrap();
+        let due =
+            held.records.iter().filter(|(_, record)| record.is_expired(now.after(early))).map(|(id, _)| *id);
+        let due: Vec<_> = due.take(limit).collect();
+        let count = match self.bug {
+            Bug::PurgesNothing => 0,
+            Bug::PurgesOneTooFew => due.len().saturating_sub(1),
+            _ => due.len(),
+        };
+        for id in due.iter().take(count) {
+            held.records.remove(id);
+        }
+        count
+    }
+
+    fn list_now(&self, query: &ListQuery) -> ListPage {
+        let now = self.now();
+        let held = self.held.lock().unwrap();
+        let shown = |id: &RecordId, record: &Record| {
+            query.after.is_none_or(|after| {
+                if self.bug == Bug::ListsOneRecordTwice { *id >= after } else { *id > after }
+            }) && (query.matches(record, now)
+                || self.bug == Bug::ListsWithoutFilter && !record.is_expired(now))
+        };
+        let mut records: Vec<_> = held
+            .records
+            .iter()
+            .filter(|(id, record)| shown(id, record))
+            .map(|(id, record)| (*id, record.clone()))
+            .collect();
+        let more = records.len() > query.bounded_limit() && self.bug != Bug::ListEndsEarly;
+        records.truncate(query.bounded_limit());
+        let next = records.last().map(|(id, _)| *id).filter(|_| more);
+        ListPage { records, unreadable: Vec::new(), next }
+    }
+}
+
+impl Store for Mutant {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let outcome = self.apply_now(id, command);
+        Box::pin(async move { Ok(outcome) })
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        let now = self.now();
+        let record = self.held.lock().unwrap().records.get(&id).cloned();
+        let shown = record.filter(|record| !record.is_expired(now) || self.bug == Bug::ShowsExpired);
+        Box::pin(async move { Ok(shown) })
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        let page = self.list_now(&query);
+        Box::pin(async move { Ok(page) })
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        let purged = self.purge_now(limit);
+        Box::pin(async move { Ok(purged) })
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        let held = self.held.lock().unwrap();
+        let newest_first = held.audit.iter().rev();
+        let entries =
+            newest_first.filter(|e| before.is_none_or(|b| e.number < b)).take(limit).cloned().collect();
+        Box::pin(async move { Ok(entries) })
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async { Ok(()) })
+    }
+
+    fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("mutant", Durability::Synced, Fencing::Monotonic)
+    }
+}
+
+fn check(bug: Bug) {
+    Suite::new().with_cases(2000).check(|| {
+        let held = Arc::new(Mutex::new(Held::default()));
+        move |clock: Arc<ManualClock>| {
+            if bug == Bug::ForgetsWhenClosed {
+                held.lock().unwrap().records.clear();
+            }
+            Mutant { bug, clock, held: held.clone() }
+        }
+    });
+}
+
+#[test]
+fn a_store_without_a_bug_passes() {
+    check(Bug::None);
+}
+
+#[test]
+fn every_bug_is_found() {
+    let missed: Vec<_> =
+        BUGS.into_iter().filter(|bug| catch_unwind(AssertUnwindSafe(|| check(*bug))).is_ok()).collect();
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}

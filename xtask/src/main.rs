@@ -1,0 +1,31 @@
+//! What continuous integration and people run.
+//!
+//! ```text
+//! cargo xtask test     every test; installs what it needs
+//! cargo xtask tidy     what no compiler checks: who may depend on whom, words, links, limits
+//! cargo xtask bench    the benchmarks; prints a table of ratios
+//! ```
+
+mod bench;
+mod run;
+mod test;
+mod tidy;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+        ["test", rest @ ..] => test::run(rest),
+        ["tidy"] => tidy::run(),
+        ["bench", rest @ ..] => bench::run(rest),
+        _ => Err("usage: cargo xtask test [FILTER] | tidy | bench [NAME]".into()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

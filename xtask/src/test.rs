@@ -1,0 +1,60 @@
+//! Every test.
+
+use std::process::Command;
+
+use crate::run::{Result, cargo, has, install, root, target};
+
+/// Builds and runs every test of the workspace, its documentation's examples, and the vectors in their second
+/// implementation. Installs the services' own languages and libraries first.
+pub(crate) fn run(arguments: &[&str]) -> Result<()> {
+    prepare_express()?;
+    prepare_fastapi()?;
+    // The tests of the sidecar start this program and stop it at named points.
+    cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
+    cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
+    for script in ["check_fingerprints.py", "check_record_ids.py"] {
+        cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
+    }
+    Ok(())
+}
+
+fn cmd(command: &mut Command) -> Result<()> {
+    crate::run::run(command)
+}
+
+/// The order service in Node: its packages beside it.
+fn prepare_express() -> Result<()> {
+    if !has("node", &["--version"]) || !has("npm", &["--version"]) {
+        install(&["nodejs", "npm"])?;
+    }
+    let service = root().join("examples/express-orders");
+    let lock = service.join("package-lock.json");
+    if is_newer(&service.join("node_modules/.package-lock.json"), &lock) {
+        return Ok(());
+    }
+    cmd(Command::new("npm").args(["ci", "--no-audit", "--no-fund"]).current_dir(service))
+}
+
+/// The order service in Python: its packages in an environment of its own.
+fn prepare_fastapi() -> Result<()> {
+    let environment = target().join("fastapi-orders");
+    let requirements = root().join("examples/fastapi-orders/requirements.txt");
+    let done = environment.join("installed");
+    if is_newer(&done, &requirements) {
+        return Ok(());
+    }
+    if !has("python3", &["-m", "venv", "--help"]) || !has("python3", &["-m", "ensurepip", "--version"]) {
+        install(&["python3", "python3-venv"])?;
+    }
+    cmd(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
+    let pip = environment.join("bin/pip");
+    cmd(Command::new(pip)
+        .args(["install", "--quiet", "--disable-pip-version-check", "-r"])
+        .arg(requirements))?;
+    std::fs::write(&done, "").map_err(|error| format!("{}: {error}", done.display()))
+}
+
+fn is_newer(made: &std::path::Path, from: &std::path::Path) -> bool {
+    let time = |path: &std::path::Path| path.metadata().and_then(|data| data.modified());
+    matches!((time(made), time(from)), (Ok(made), Ok(from)) if made >= from)
+}

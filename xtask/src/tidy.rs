@@ -1,0 +1,170 @@
+//! What no compiler checks.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::run::{Result, cargo, output, root};
+
+/// Who may depend on whom inside the workspace, as ARCHITECTURE.md draws it. What only tests use may point anywhere but
+/// at the binary.
+const ARROWS: &[(&str, &[&str])] = &[
+    ("oncegate-core", &[]),
+    ("oncegate-testkit", &["oncegate-core"]),
+    ("oncegate-engine", &["oncegate-core"]),
+    ("oncegate-embedded", &["oncegate-core"]),
+    ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
+    ("oncegate", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    ("oncegate-cli", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    // Nothing may depend on these.
+    (
+        "oncegate-cases",
+        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-testkit"],
+    ),
+    ("oncegate-benches", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    ("axum-payments", &["oncegate"]),
+    ("xtask", &[]),
+];
+
+/// What a room must be provably free of: its dependencies must not reach these.
+const FREE_OF: &[(&str, &[&str])] = &[
+    ("oncegate-core", &["tokio", "http", "hyper", "getrandom", "redb", "tracing"]),
+    ("oncegate-engine", &["http", "hyper", "redb", "axum"]),
+    ("oncegate-embedded", &["http", "hyper", "axum"]),
+    ("oncegate-http", &["redb", "hyper", "axum"]),
+];
+
+/// Words that finished work does not have, and why.
+const WORDS: &[(&str, &str)] = &[
+    ("TODO", "finish it, or write it down in docs/decisions"),
+    ("FIXME", "mend it"),
+    ("XXX", "say what it is"),
+    ("#[ignore", "a test that does not run is none"),
+    ("#[allow(dead_code)]", "delete it"),
+];
+
+/// The file that may have such words: this one.
+const MAY: &str = "xtask/src/tidy.rs";
+
+pub(crate) fn run() -> Result<()> {
+    let mut faults = Vec::new();
+    arrows(&mut faults)?;
+    let files = tracked()?;
+    for file in &files {
+        let Ok(text) = std::fs::read_to_string(root().join(file)) else { continue };
+        match file.extension().and_then(|extension| extension.to_str()) {
+            Some("rs") => rust(file, &text, &mut faults),
+            Some("md") => links(file, &text, &mut faults),
+            _ => {}
+        }
+    }
+    faults.sort();
+    for fault in &faults {
+        println!("{fault}");
+    }
+    if faults.is_empty() {
+        println!("tidy: {} files, no fault", files.len());
+        Ok(())
+    } else {
+        Err(format!("{} faults", faults.len()))
+    }
+}
+
+fn tracked() -> Result<Vec<PathBuf>> {
+    let mut git = std::process::Command::new("git");
+    git.current_dir(root()).args(["ls-files", "--cached", "--others", "--exclude-standard"]);
+    Ok(output(&mut git)?.lines().map(PathBuf::from).collect())
+}
+
+fn arrows(faults: &mut Vec<String>) -> Result<()> {
+    let text = output(cargo().args(["metadata", "--format-version", "1", "--all-features", "--locked"]))?;
+    let metadata: Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let members: BTreeSet<String> = list(&metadata["workspace_members"]).iter().map(text).collect();
+    let mut names = BTreeMap::new();
+    for package in list(&metadata["packages"]) {
+        names.insert(text(&package["id"]), text(&package["name"]));
+    }
+    // Package to what it is built from, tests left out.
+    let mut built_from: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for node in list(&metadata["resolve"]["nodes"]) {
+        let normal = list(&node["deps"])
+            .into_iter()
+            .filter(|dependency| list(&dependency["dep_kinds"]).iter().any(|kind| kind["kind"] != "dev"));
+        let ids = normal.map(|dependency| text(&dependency["pkg"])).collect();
+        built_from.insert(text(&node["id"]), ids);
+    }
+    let name = |id: &String| names.get(id).cloned().unwrap_or_default();
+    for member in &members {
+        let from = name(member);
+        let Some((_, allowed)) = ARROWS.iter().find(|(room, _)| *room == from) else {
+            faults.push(format!("{from}: not in the table of arrows (xtask/src/tidy.rs, ARCHITECTURE.md)"));
+            continue;
+        };
+        for to in built_from.get(member).into_iter().flatten().filter(|id| members.contains(*id)).map(name) {
+            if !allowed.contains(&to.as_str()) {
+                faults.push(format!("{from} depends on {to}: ARCHITECTURE.md does not draw that arrow"));
+            }
+        }
+        let free_of = FREE_OF.iter().find(|(room, _)| *room == from).map_or(&[][..], |(_, list)| *list);
+        let mut reached = BTreeSet::new();
+        let mut todo = vec![member.clone()];
+        while let Some(id) = todo.pop() {
+            for next in built_from.get(&id).into_iter().flatten() {
+                if reached.insert(name(next)) {
+                    todo.push(next.clone());
+                }
+            }
+        }
+        for never in free_of.iter().filter(|never| reached.contains(**never)) {
+            faults.push(format!("{from} must be free of {never}, and reaches it"));
+        }
+    }
+    Ok(())
+}
+
+fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
+    let name = file.display().to_string();
+    for (number, line) in text.lines().enumerate() {
+        for (word, why) in WORDS {
+            if line.contains(word) && name != MAY {
+                faults.push(format!("{name}:{}: {word}: {why}", number + 1));
+            }
+        }
+        if line.chars().count() > 130 && !line.contains("http") && !line.contains('"') {
+            faults.push(format!("{name}:{}: longer than 130 characters", number + 1));
+        }
+    }
+    if file.ends_with("src/lib.rs") || file.ends_with("src/main.rs") {
+        if !text.starts_with("//!") {
+            faults.push(format!("{name}: has no page of documentation"));
+        }
+        let denies =
+            ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
+        let library = ["core", "engine", "embedded", "http"]
+            .iter()
+            .any(|room| name == format!("crates/{room}/src/lib.rs"));
+        for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {
+            faults.push(format!("{name}: does not deny {lint}"));
+        }
+    }
+}
+
+/// Links to files of the project lead somewhere.
+fn links(file: &Path, text: &str, faults: &mut Vec<String>) {
+    let folder = root().join(file.parent().unwrap_or(Path::new("")));
+    for (number, line) in text.lines().enumerate() {
+        for part in line.split("](").skip(1) {
+            let target = part.split(')').next().unwrap_or_default();
+            let path = target.split('#').next().unwrap_or_default();
+            if path.is_empty() || path.contains("://") || path.starts_with("mailto:") {
+                continue;
+            }
+            if !folder.join(path).exists() {
+                faults.push(format!("{}:{}: the link to {path} leads nowhere", file.display(), number + 1));
+            }
+        }
+    }
+}
