@@ -30,6 +30,10 @@ use super::headers::Peer;
 /// How long a client may take for a TLS handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How long it may take when the process is told to stop: as long as what is on its way needs to arrive. Nothing of it has
+/// begun, so nothing is lost with it.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
+
 /// Sockets on one address, as many as there are threads.
 pub(crate) fn bind(
     address: SocketAddr,
@@ -116,20 +120,16 @@ impl Front {
                 None => {
                     let connection =
                         builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-                    tokio::spawn(run(watcher.watch(connection), begun));
+                    tokio::spawn(run(watcher.watch(connection), begun, stop.clone()));
                 }
                 Some(acceptor) => {
-                    tokio::spawn(async move {
-                        match tokio::time::timeout(PATIENCE, acceptor.accept(stream)).await {
-                            Ok(Ok(stream)) => {
-                                let connection =
-                                    builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
-                                run(watcher.watch(connection), begun).await;
-                            }
-                            Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
-                            Err(_) => tracing::debug!("handshake took too long"),
-                        }
-                    });
+                    let connection = async move {
+                        let stream = acceptor.accept(stream).await?;
+                        let connection =
+                            builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+                        watcher.watch(connection).await
+                    };
+                    tokio::spawn(run(connection, begun, stop.clone()));
                 }
             }
         }
@@ -147,10 +147,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Serves a connection to its end, or until its first request has not come in time: before it is known which version a
-/// client speaks, nobody else looks at the clock.
-async fn run<E: fmt::Display>(connection: impl Future<Output = Result<(), E>>, begun: Arc<AtomicBool>) {
+/// client speaks, nobody else looks at the clock. And a head of which a part has come is nothing idle to HTTP/1.1, which
+/// would wait for the rest of it although it was told to stop.
+async fn run<E: fmt::Display>(
+    connection: impl Future<Output = Result<(), E>>,
+    begun: Arc<AtomicBool>,
+    mut stop: watch::Receiver<bool>,
+) {
     let silent = async {
-        tokio::time::sleep(PATIENCE).await;
+        if tokio::time::timeout(PATIENCE, stop.wait_for(|stop| *stop)).await.is_ok() {
+            tokio::time::sleep(LAST_PATIENCE).await;
+        }
         if begun.load(Ordering::Relaxed) {
             std::future::pending::<()>().await;
         }

@@ -6,6 +6,7 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 
+use crate::protocols::Authority;
 use crate::support::{Message, Service, Sidecar, Wire, request, until};
 use crate::{KEY, OK};
 
@@ -171,9 +172,6 @@ async fn a_second_signal_ends_it_at_once() {
 #[tokio::test]
 async fn idle_connections_and_upgraded_ones_do_not_hold_it_up() {
     let mut world = World::start(&["--drain-timeout=10m"]).await;
-    let mut fresh = world.sidecar.connect().await;
-    let mut half = world.sidecar.connect().await;
-    half.send("GET / HT").await;
     let mut idle = world.sidecar.connect().await;
     idle.send(request("GET", "/", &[], "")).await;
     let mut wire = world.service.accept().await;
@@ -186,8 +184,36 @@ async fn idle_connections_and_upgraded_ones_do_not_hold_it_up() {
     wire.send("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n").await;
     assert_eq!(chat.head().await.status(), 101);
     world.terminate().await;
-    for connection in [&mut fresh, &mut idle, &mut half] {
-        connection.rest().await;
-    }
+    idle.ends().await;
     assert!(world.sidecar.process.ended().await.success());
+}
+
+#[tokio::test]
+async fn whoever_has_not_asked_yet_does_not_hold_it_up() {
+    let authority = Authority::new();
+    let (cert, key) = (authority.file("cert.pem"), authority.file("key.pem"));
+    let plain = ["", "G", "GET / HT", "PRI * HTTP", "GET / HTTP/1.1\r\nHost: a\r\n"];
+    // As much of a handshake as says that one begins.
+    let tls = ["", "\x16\x03\x01"];
+    for (beginnings, flags) in
+        [(&plain[..], &[][..]), (&tls[..], &["--tls-cert", &cert, "--tls-key", &key][..])]
+    {
+        let flags = [&["--drain-timeout=10m"][..], flags].concat();
+        let mut world = World::start(&flags).await;
+        let mut clients = Vec::new();
+        for beginning in beginnings {
+            let mut client = world.sidecar.connect().await;
+            client.send(beginning).await;
+            clients.push(client);
+        }
+        let begun = Instant::now();
+        world.terminate().await;
+        for client in &mut clients {
+            client.rest().await;
+        }
+        assert!(world.sidecar.process.ended().await.success());
+        // Otherwise they would be waited for as long as ever, which is half a minute.
+        assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+        world.service.stays_alone().await;
+    }
 }

@@ -85,12 +85,12 @@ async fn serve_http2(stream: impl Stream + 'static) {
 }
 
 /// A certificate authority, and a certificate by it for `localhost`.
-struct Authority {
+pub(crate) struct Authority {
     directory: tempfile::TempDir,
 }
 
 impl Authority {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut authority = CertificateParams::new([]).unwrap();
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
@@ -105,7 +105,7 @@ impl Authority {
         Self { directory }
     }
 
-    fn file(&self, name: &str) -> String {
+    pub(crate) fn file(&self, name: &str) -> String {
         self.directory.path().join(name).display().to_string()
     }
 
