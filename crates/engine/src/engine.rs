@@ -121,7 +121,7 @@ impl EngineBuilder {
                 observer: self.observer,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
-                flights: Flights::new(),
+                flights: Arc::default(),
                 origin: random_bits(),
                 claims: AtomicU64::new(0),
             }),

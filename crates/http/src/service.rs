@@ -21,7 +21,7 @@ use tower_service::Service;
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::canonical;
 use crate::event::Disposition;
-use crate::execute::{Execution, mark, take_directive};
+use crate::execute::{Ended, Execution, mark, take_directive};
 use crate::headers::restore;
 use crate::layer::Shared;
 use crate::refusal::{Condition, Refusal};
@@ -229,7 +229,7 @@ impl Keyed {
                 return Err(Refusal::new(Condition::RequestIncomplete));
             }
         };
-        let (id, label) = canonical::locate(settings, scope, &parts, &key);
+        let (id, label) = canonical::locate(settings, &scope, &parts, &key);
         let fingerprint = canonical::fingerprint(settings, &parts, &data);
         let claim = ClaimRequest { id, fingerprint, label, policy: settings.policy };
         Ok((claim, key, Request::from_parts(parts, RequestBody::whole(data, trailers))))
@@ -251,31 +251,45 @@ impl Keyed {
         B: Send + 'static,
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
-        let (send, receive) = oneshot::channel();
-        let execution = Execution { settings: self.settings.clone(), permit, key, send };
-        let mut work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(execution.run(inner, request));
-        if poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await.is_pending() {
-            self.shared.engine.spawn(work);
-        }
-        match receive.await {
-            Ok(Ok(Executed::Response(mut response))) => {
+        let execution = Execution { settings: self.settings.clone(), permit, key };
+        let mut work: Pin<Box<dyn Future<Output = Ended<RB, S::Error>> + Send>> =
+            Box::pin(execution.run(inner, request));
+        let answer = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
+            Poll::Ready(Ended { answer, rest }) => {
+                rest.map(|rest| self.shared.engine.spawn(rest));
+                answer
+            }
+            Poll::Pending => {
+                let (send, receive) = oneshot::channel();
+                self.shared.engine.spawn(async move {
+                    let Ended { answer, rest } = work.await;
+                    let _gone = send.send(answer);
+                    if let Some(rest) = rest {
+                        rest.await;
+                    }
+                });
+                // Otherwise the task was cut off with its runtime.
+                let cut_off = |_| Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)));
+                receive.await.unwrap_or_else(cut_off)
+            }
+        };
+        match answer {
+            Ok(Executed::Response(mut response)) => {
                 // Only the layer says what was replayed.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
                 self.shared.observer.observe(Disposition::Executed, Some(response.status()));
                 Ok(self.echoed(response))
             }
-            Ok(Ok(Executed::Reconciled(stored, settled))) => {
+            Ok(Executed::Reconciled(stored, settled)) => {
                 let mut response = self.replay(&stored);
                 mark(&mut response, &settled);
                 Ok(response)
             }
-            Ok(Ok(Executed::Refused(refusal))) => Ok(self.refuse(refusal)),
-            Ok(Err(error)) => {
+            Ok(Executed::Refused(refusal)) => Ok(self.refuse(refusal)),
+            Err(error) => {
                 self.shared.observer.observe(Disposition::Executed, None);
                 Err(error)
             }
-            // The task was cut off with its runtime.
-            Err(_) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
         }
     }
 

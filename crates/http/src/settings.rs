@@ -105,7 +105,7 @@ impl Settings {
     #[must_use]
     pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
         let scope = self.caller.of(request)?;
-        Some(canonical::locate(self, scope, request, key).0)
+        Some(canonical::locate(self, &scope, request, key).0)
     }
 
     /// How callers are told apart.

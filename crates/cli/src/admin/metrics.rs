@@ -3,15 +3,14 @@
 //! Every outcome has a number from the start, so that a rate of something that never happened is zero and not absent. No
 //! label ever holds a key, a path or a caller.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, Store,
-    StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordMap,
+    Sharded, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Engine, Event, EventKind, Observer};
 use oncegate_http::{Condition, Disposition, RequestObserver};
@@ -36,8 +35,8 @@ struct Inner {
     store_errors: Family<[Label; 2], Counter>,
     store_durations: [Histogram; COMMANDS.len()],
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
-    /// Attempts that execute, and since when. In shards, so that two threads seldom meet.
-    running: [Mutex<HashMap<(RecordId, FencingToken), Instant>>; 64],
+    /// Attempts that execute, and since when.
+    running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
     executing: Gauge,
     in_flight: Gauge,
@@ -147,7 +146,7 @@ impl Metrics {
                 .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
             upstream_durations: UpstreamResult::ALL
                 .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
-            running: std::array::from_fn(|_| Mutex::default()),
+            running: Sharded::default(),
             attempt_durations,
             executing,
             in_flight,
@@ -173,7 +172,7 @@ impl Metrics {
     pub(super) fn render(&self, engine: &Engine, draining: bool) -> Result<String, fmt::Error> {
         self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
         self.0.draining.set(draining.into());
-        let executing: usize = self.0.running.iter().map(|shard| lock(shard).len()).sum();
+        let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
         self.0.executing.set(i64::try_from(executing).unwrap_or(i64::MAX));
         let mut text = String::new();
         encode(&mut text, &self.0.registry)?;
@@ -181,24 +180,19 @@ impl Metrics {
     }
 
     fn begun(&self, event: &Event) {
-        if let (Some(shard), Some(token)) = (self.shard(&event.id), event.token) {
-            lock(shard).insert((event.id, token), Instant::now());
+        if let Some(token) = event.token {
+            self.0.running.of(&event.id).insert((event.id, token), Instant::now());
         }
     }
 
     /// Also told of attempts that never began, because their caller had gone away.
     fn ended(&self, event: &Event) {
-        if let (Some(shard), Some(token)) = (self.shard(&event.id), event.token) {
-            let begun = lock(shard).remove(&(event.id, token));
+        if let Some(token) = event.token {
+            let begun = self.0.running.of(&event.id).remove(&(event.id, token));
             if let (Some(begun), EventKind::Executed) = (begun, event.kind) {
                 self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
             }
         }
-    }
-
-    fn shard(&self, id: &RecordId) -> Option<&Mutex<HashMap<(RecordId, FencingToken), Instant>>> {
-        let [first, ..] = *id.as_bytes();
-        self.0.running.get(usize::from(first) % self.0.running.len())
     }
 
     fn store_answered(&self, error: Option<&StoreError>) {
@@ -212,11 +206,6 @@ impl Metrics {
             self.0.degraded.set(degraded);
         }
     }
-}
-
-/// Every change under these locks is one call, so a panic elsewhere leaves them whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn store_histogram() -> Histogram {
