@@ -148,7 +148,8 @@ impl<C: Clock> Store for MemoryStore<C> {
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         let now = self.clock.now();
-        let record = self.shards.of(&id).records.get(&id).filter(|r| !r.is_expired(now)).map(|r| (**r).clone());
+        let record =
+            self.shards.of(&id).records.get(&id).filter(|r| !r.is_expired(now)).map(|r| (**r).clone());
         Box::pin(std::future::ready(Ok(record)))
     }
 

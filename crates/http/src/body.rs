@@ -57,13 +57,18 @@ pin_project! {
 /// Octets and trailer fields that are there.
 struct Whole {
     data: Option<Bytes>,
-    trailers: Option<HeaderMap>,
+    /// Boxed, as they are seldom there, so that a body is small to move.
+    trailers: Option<Box<HeaderMap>>,
 }
 
 impl Whole {
+    fn new(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { data: Some(data), trailers: trailers.map(Box::new) }
+    }
+
     fn next(&mut self) -> Option<Frame<Bytes>> {
         let data = self.data.take().filter(|data| !data.is_empty()).map(Frame::data);
-        data.or_else(|| self.trailers.take().map(Frame::trailers))
+        data.or_else(|| self.trailers.take().map(|trailers| Frame::trailers(*trailers)))
     }
 
     fn is_end(&self) -> bool {
@@ -87,8 +92,8 @@ impl<B> RequestBody<B> {
         Self { inner: RequestInner::Passing { body } }
     }
 
-    pub(crate) const fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
-        Self { inner: RequestInner::Whole { body: Whole { data: Some(data), trailers } } }
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { inner: RequestInner::Whole { body: Whole::new(data, trailers) } }
     }
 }
 
@@ -97,8 +102,8 @@ impl<B> ResponseBody<B> {
         Self { inner: ResponseInner::Passing { body } }
     }
 
-    pub(crate) const fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
-        Self { inner: ResponseInner::Whole { body: Whole { data: Some(data), trailers } } }
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { inner: ResponseInner::Whole { body: Whole::new(data, trailers) } }
     }
 
     pub(crate) const fn pumped(

@@ -213,10 +213,11 @@ fn cannot_be_stored(parts: &Parts) -> bool {
     let Some(content_type) = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {
         return false;
     };
-    let essence = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    essence == "text/event-stream"
-        || essence == "multipart/x-mixed-replace"
-        || essence.starts_with("application/grpc")
+    let essence = content_type.split(';').next().unwrap_or_default().trim();
+    const GRPC: &str = "application/grpc";
+    essence.eq_ignore_ascii_case("text/event-stream")
+        || essence.eq_ignore_ascii_case("multipart/x-mixed-replace")
+        || essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
 }
 
 /// Takes the handler's word off the response.

@@ -16,7 +16,11 @@ pub struct CallerScope(Kind);
 #[derive(Clone)]
 enum Kind {
     /// `anonymous` is the scope of callers without the field, where they have one.
-    Header { name: HeaderName, kind: Arc<str>, anonymous: Option<Scope<'static>> },
+    Header {
+        name: HeaderName,
+        kind: Arc<str>,
+        anonymous: Option<Scope<'static>>,
+    },
     SingleTenant,
     Function(Arc<Function>),
 }

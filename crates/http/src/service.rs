@@ -3,16 +3,16 @@
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::mem;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::header::{HeaderName, HeaderValue, TRAILER};
+use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
 use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
-use oncegate_core::{IdempotencyKey, StoreErrorKind, StoredResponse};
+use oncegate_core::{IdempotencyKey, Scope, StoreErrorKind, StoredResponse};
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, Settled};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
@@ -163,13 +163,20 @@ impl Keyed {
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         let (parts, body) = request.into_parts();
-        let (claim, key, request) = match self.prepare(parts, body).await {
-            Ok(prepared) => prepared,
+        let (scope, key) = match self.whose(&parts) {
+            Ok(whose) => whose,
             Err(refusal) => return Ok(self.refuse(refusal)),
         };
-        let id = claim.id;
+        let (data, trailers) = match self.read(body).await {
+            Ok(read) => read,
+            Err(refusal) => return Ok(self.refuse(refusal)),
+        };
+        let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
+        let fingerprint = canonical::fingerprint(&self.settings, &parts, &data);
+        let claim = ClaimRequest { id, fingerprint, label, policy: self.settings.policy };
+        let request = || Request::from_parts(parts, RequestBody::whole(data, trailers));
         match self.shared.engine.claim(claim).await {
-            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request).await,
+            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request()).await,
             Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay(&stored)),
             Ok(ClaimOutcome::InProgress { lease_left }) => {
                 let retry_after = lease_left.as_secs_f64().ceil().min(RETRY_AFTER_MAX);
@@ -185,7 +192,7 @@ impl Keyed {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
                     // Boxed, as all that seldom happens, so that what always happens is small.
                     (StoreErrorKind::Unavailable, StoreOutage::Open) => {
-                        Box::pin(self.fail_open(inner, request)).await
+                        Box::pin(self.fail_open(inner, request())).await
                     }
                     _ => {
                         let refusal = Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
@@ -196,43 +203,46 @@ impl Keyed {
         }
     }
 
-    /// Scope, key, presence, body: everything before the claim, in the order of the protocol.
-    async fn prepare<B>(
-        &mut self,
-        parts: Parts,
-        body: B,
-    ) -> Result<(ClaimRequest, IdempotencyKey, Request<RequestBody<B>>), Refusal>
+    /// Whose key it is, and which.
+    fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, IdempotencyKey), Refusal> {
+        let settings = &self.settings;
+        let scope = settings.caller.of(parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
+        match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
+            None => Err(Refusal::new(Condition::KeyMissing)),
+            Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
+            Some(Ok((key, field))) => {
+                self.echo = Some(field.clone());
+                Ok((scope, key))
+            }
+        }
+    }
+
+    /// The whole body, for the fingerprint.
+    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>), Refusal>
     where
         B: Body<Error: Into<BoxError>>,
     {
-        let settings = &self.settings;
-        let scope = settings.caller.of(&parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
-        let key = match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
-            None => return Err(Refusal::new(Condition::KeyMissing)),
-            Some(Err(problem)) => return Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
-            Some(Ok((key, field))) => {
-                self.echo = Some(field.clone());
-                key
-            }
+        let limit = self.settings.max_request_body;
+        let mut reading = pin!(read_up_to(body, limit));
+        // Most bodies are there with their heads, and need no timer.
+        let read = match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
+            Poll::Ready(read) => read,
+            Poll::Pending => tokio::time::timeout(self.settings.request_patience, reading)
+                .await
+                .unwrap_or_else(|_| Read::Broken("it took too long".into())),
         };
-        let limit = settings.max_request_body;
-        let read = tokio::time::timeout(settings.request_patience, read_up_to(body, limit)).await;
-        let (data, trailers) = match read.unwrap_or_else(|_| Read::Broken("it took too long".into())) {
-            Read::Whole { chunks, trailers } => (join(chunks), trailers),
+        match read {
+            Read::Whole { chunks, trailers } => Ok((join(chunks), trailers)),
             Read::More { .. } => {
                 let detail =
                     format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
-                return Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail));
+                Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
             }
             Read::Broken(error) => {
                 tracing::debug!(%error, "request body broke off");
-                return Err(Refusal::new(Condition::RequestIncomplete));
+                Err(Refusal::new(Condition::RequestIncomplete))
             }
-        };
-        let (id, label) = canonical::locate(settings, &scope, &parts, &key);
-        let fingerprint = canonical::fingerprint(settings, &parts, &data);
-        let claim = ClaimRequest { id, fingerprint, label, policy: settings.policy };
-        Ok((claim, key, Request::from_parts(parts, RequestBody::whole(data, trailers))))
+        }
     }
 
     /// Executes where a client that hangs up drops this future and not the handler: in a task of its own, unless the

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordMap,
-    Sharded, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId,
+    RecordMap, Sharded, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Engine, Event, EventKind, Observer};
 use oncegate_http::{Condition, Disposition, RequestObserver};

@@ -61,8 +61,23 @@ impl Peer {
     }
 }
 
+/// The fields that belong to one connection, besides those that `Connection` names.
+const HOP_BY_HOP: [HeaderName; 7] = [
+    header::CONNECTION,
+    header::TRANSFER_ENCODING,
+    header::TE,
+    header::UPGRADE,
+    header::PROXY_AUTHORIZATION,
+    KEEP_ALIVE,
+    PROXY_CONNECTION,
+];
+
 /// Takes off the fields that belong to one connection. Returns what an upgrade asks for.
 pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    // Most messages have none of them, which one look at the names tells.
+    if !headers.keys().any(|name| HOP_BY_HOP.contains(name)) {
+        return None;
+    }
     let mut upgrade = None;
     let trailers = has_token(headers, &header::TE, b"trailers");
     if headers.contains_key(header::CONNECTION) {
@@ -76,18 +91,17 @@ pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> 
                 }
             }
         }
-        headers.remove(header::CONNECTION);
         // Whom these fields concern is not for a client to take off.
         for name in nominated.iter().filter(|name| !PROTECTED.contains(*name)) {
             headers.remove(name);
         }
     }
-    for name in [KEEP_ALIVE, PROXY_CONNECTION, header::PROXY_AUTHORIZATION, header::UPGRADE, header::TE] {
-        headers.remove(name);
-    }
-    if headers.remove(header::TRANSFER_ENCODING).is_some() {
+    if headers.contains_key(header::TRANSFER_ENCODING) {
         // RFC 9112, 6.3: the length of a message that has both is not what it says.
         headers.remove(header::CONTENT_LENGTH);
+    }
+    for name in &HOP_BY_HOP {
+        headers.remove(name);
     }
     if trailers {
         // What gRPC asks for, and this proxy passes them on.
