@@ -1,0 +1,89 @@
+//! The benchmarks: everything on this machine, in rounds that alternate, so that only ratios of one round are compared.
+
+mod client;
+mod growth;
+mod idle;
+mod latency;
+mod layer;
+mod load;
+mod peers;
+mod servers;
+mod sidecar;
+mod store;
+mod table;
+mod tls;
+
+use std::fmt::Write as _;
+use std::fs;
+
+use crate::run::{Result, cargo, has, install, run as command, target};
+
+/// How long one measurement takes, how many rounds there are, how many connections.
+const SECONDS: u32 = 3;
+const ROUNDS: usize = 5;
+const CONNECTIONS: u32 = 64;
+
+/// Runs the benchmarks that are named, or all. `records=N` says how large the large store of `growth` is.
+pub(crate) fn run(arguments: &[&str]) -> Result<()> {
+    let (settings, names): (Vec<&str>, Vec<&str>) = arguments.iter().partition(|text| text.contains('='));
+    let mut records = 10_000_000;
+    for setting in settings {
+        let number = setting.strip_prefix("records=").and_then(|number| number.parse().ok());
+        records = number.ok_or_else(|| format!("{setting}: no such setting; there is records=N"))?;
+    }
+    let growth = || growth::run(records);
+    let benches: [(&str, &dyn Fn() -> Result<String>); 9] = [
+        ("layer", &layer::run),
+        ("sidecar", &sidecar::run),
+        ("latency", &latency::run),
+        ("record", &store::record_size),
+        ("store", &store::run),
+        ("tls", &tls::run),
+        ("idle", &idle::run),
+        ("peers", &peers::run),
+        ("growth", &growth),
+    ];
+    if let Some(name) = names.iter().find(|name| !benches.iter().any(|(known, _)| known == *name)) {
+        let known: Vec<&str> = benches.iter().map(|(known, _)| *known).collect();
+        return Err(format!("no benchmark is called {name}; there are {}", known.join(", ")));
+    }
+    prepare()?;
+    let mut report = String::new();
+    for (name, bench) in benches.iter().filter(|(name, _)| names.is_empty() || names.contains(name)) {
+        let before = load_average();
+        let text = bench()?;
+        let load = format!("load average of the machine before {before}, after {}", load_average());
+        println!("\n## {name}\n\n{text}\n{load}");
+        let _infallible = writeln!(report, "\n## {name}\n\n{text}\n{load}");
+        // After each, so that nothing is lost with the next.
+        let path = target().join("bench.md");
+        fs::write(&path, &report).map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    println!("\nwritten to {}", target().join("bench.md").display());
+    Ok(())
+}
+
+fn prepare() -> Result<()> {
+    for (program, version, package) in [
+        ("wrk", "--version", "wrk"),
+        ("nginx", "-v", "nginx-light"),
+        ("h2load", "--version", "nghttp2-client"),
+    ] {
+        // wrk answers with an exit code of 1; nginx is not on everybody's path.
+        let there = ["/usr/bin", "/usr/sbin"]
+            .iter()
+            .any(|folder| fs::exists(format!("{folder}/{program}")).is_ok_and(|there| there));
+        if !there && !has(program, &[version]) {
+            install(&[package])?;
+        }
+    }
+    let release = ["build", "--release", "--package", "oncegate-cli", "--package", "oncegate-benches"];
+    command(cargo().args(release))?;
+    command(cargo().args(["build", "--release", "--package", "oncegate-embedded", "--example", "measure"]))
+}
+
+/// Whoever else works on this machine shows in this.
+fn load_average() -> String {
+    let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().unwrap_or_default().to_owned()
+}

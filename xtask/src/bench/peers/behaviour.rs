@@ -1,0 +1,109 @@
+//! What becomes of retries: more telling than how fast.
+//!
+//! The service counts executions and tells the count at `/executions`. `/work` takes a tenth of a second and answers 201 with
+//! the number of its execution; `/fail` answers 500 to the first request under a key, and 201 to the next.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::super::client::{Answer, request, send};
+use crate::run::Result;
+
+/// Where requests go, and where the service behind tells how often it was called.
+pub(super) struct Door<'a> {
+    pub(super) door: &'a str,
+    pub(super) service: &'a str,
+    pub(super) cookie: &'a str,
+}
+
+const BODY: &str = r#"{"amount":4999}"#;
+const OTHER: &str = r#"{"amount":1}"#;
+const AT_ONCE: usize = 100;
+
+/// Five columns of a table: how often it was executed, and what was answered.
+pub(super) fn behaviour(door: &Door<'_>) -> Result<String> {
+    let (executed, answers) = door.count(|| {
+        std::thread::scope(|scope| {
+            let all: Vec<_> =
+                (0..AT_ONCE).map(|_| scope.spawn(|| door.post("/work", "at-once", BODY))).collect();
+            all.into_iter()
+                .map(|one| one.join().unwrap_or_else(|_| Err("panicked".into())))
+                .collect::<Result<Vec<_>>>()
+        })
+    })?;
+    let mut statuses = BTreeMap::<u16, usize>::new();
+    answers.iter().for_each(|answer| *statuses.entry(answer.status).or_default() += 1);
+    let statuses: Vec<String> =
+        statuses.iter().map(|(status, count)| format!("{count} × {status}")).collect();
+    let mut columns = vec![format!("{executed} executed: {}", statuses.join(", "))];
+
+    let first = door.post("/work", "one", BODY)?;
+    let (executed, again) = door.count(|| door.post("/work", "one", BODY))?;
+    columns.push(told(executed, &again, &first));
+    let (executed, other) = door.count(|| door.post("/work", "one", OTHER))?;
+    columns.push(told(executed, &other, &first));
+
+    let failed = door.post("/fail", "fails", BODY)?;
+    let (executed, again) = door.count(|| door.post("/fail", "fails", BODY))?;
+    columns.push(told(executed, &again, &failed));
+
+    let (executed, answer) = door.count(|| {
+        let before = door.executions()?;
+        let hung_up = send(door.door, "POST /work", &door.fields("leaves"), BODY)?;
+        wait(|| Ok(door.executions()? > before))?;
+        drop(hung_up);
+        // As long as it takes to work, and more.
+        std::thread::sleep(Duration::from_millis(500));
+        door.post("/work", "leaves", BODY)
+    })?;
+    columns.push(format!("{executed} executed, {}", answer.status));
+    Ok(columns.join(" | "))
+}
+
+/// What came of a retry.
+fn told(executed: u64, answer: &Answer, first: &Answer) -> String {
+    let what = match (executed, answer) {
+        (0, answer) if answer.status == first.status && answer.body == first.body => "replayed",
+        (0, _) => "refused",
+        _ => "executed again",
+    };
+    format!("{what}, {}", answer.status)
+}
+
+fn wait(condition: impl Fn() -> Result<bool>) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !condition()? {
+        if Instant::now() > deadline {
+            return Err("it never began".into());
+        }
+    }
+    Ok(())
+}
+
+impl Door<'_> {
+    fn post(&self, path: &str, key: &str, body: &str) -> Result<Answer> {
+        request(self.door, &format!("POST {path}"), &self.fields(key), body)
+    }
+
+    fn fields(&self, key: &str) -> String {
+        let cookie =
+            if self.cookie.is_empty() { String::new() } else { format!("Cookie: {}\r\n", self.cookie) };
+        format!("Idempotency-Key: {key}\r\n{cookie}")
+    }
+
+    /// Does something, and says how many executions there were meanwhile.
+    fn count<T>(&self, what: impl FnOnce() -> Result<T>) -> Result<(u64, T)> {
+        let before = self.executions()?;
+        let done = what()?;
+        Ok((self.executions()? - before, done))
+    }
+
+    fn executions(&self) -> Result<u64> {
+        // One of the libraries insists on a key, whatever the method, and would replay the answer.
+        static READS: AtomicU64 = AtomicU64::new(0);
+        let key = format!("read-{}", READS.fetch_add(1, Ordering::Relaxed));
+        let answer = request(self.service, "GET /executions", &self.fields(&key), "")?;
+        answer.body.trim().parse().map_err(|_| format!("/executions answered {}", answer.body))
+    }
+}

@@ -1,0 +1,137 @@
+//! Other libraries for the same thing, each as its README shows it, on its own framework, against that framework alone;
+//! beside them ours. Their programs are in `benches/peers`.
+
+mod behaviour;
+mod install;
+
+use std::fmt::Write as _;
+use std::process::{Command, Stdio};
+
+use self::behaviour::{Door, behaviour};
+use self::install::Programs;
+use super::client::request;
+use super::servers::{Scratch, Server, program, scratch};
+use super::table::{Contender, table};
+use crate::run::Result;
+
+pub(super) fn run() -> Result<String> {
+    let programs = Programs::install()?;
+    let redis = Redis::start()?;
+    let mut contenders = Vec::new();
+    let mut behaviours = String::from(
+        "| | 100 equal requests at once | the same again | another body | after a 500 | after hanging up |\n\
+         |---|---|---|---|---|---|\n",
+    );
+    // Everything has to live until the table is done.
+    let (mut directories, mut running) = (Vec::new(), Vec::new());
+    for framework in ["axum", "Express", "FastAPI"] {
+        let libraries: &[&str] = match framework {
+            "axum" => &["oncegate layer", "axum-idempotent"],
+            "Express" => &["express-idempotency", "node-idempotency"],
+            _ => &["asgi-idempotency-header", "powertools"],
+        };
+        let start = |library: &str| programs.start(framework, library, &redis);
+        let bare = start("bare")?;
+        contenders.push(Contender::reference(&format!("{framework} alone"), bare.url(), "first")?);
+        for library in libraries {
+            // One for each load: some get slower with what they remember.
+            for (load, name) in [("first", "first request"), ("replay", "replay")] {
+                let server = start(library)?;
+                let cookie = session(library, &server)?;
+                let name = format!("{library}, {name}");
+                contenders.push(Contender::with_cookie(&name, server.url(), load, cookie)?);
+                running.push(server);
+            }
+            let server = start(library)?;
+            let door =
+                Door { door: &server.address, service: &server.address, cookie: &session(library, &server)? };
+            let _infallible = writeln!(behaviours, "| {library} | {} |", behaviour(&door)?);
+        }
+        if framework != "axum" {
+            let directory = scratch(&format!("peers-{framework}"))?;
+            let store = directory.join("store").display().to_string();
+            let (memory, embedded) =
+                (Server::proxy(&bare.address, "memory:", &[])?, Server::proxy(&bare.address, &store, &[])?);
+            for (name, server, load) in [
+                ("oncegate sidecar, memory store, first request", &memory, "first"),
+                ("oncegate sidecar, memory store, replay", &memory, "replay"),
+                ("oncegate sidecar, embedded store, first request", &embedded, "first"),
+                ("oncegate sidecar, embedded store, replay", &embedded, "replay"),
+            ] {
+                contenders.push(Contender::new(name, server.url(), load)?);
+            }
+            let door = Door { door: &embedded.address, service: &bare.address, cookie: "" };
+            let _infallible =
+                writeln!(behaviours, "| oncegate sidecar on {framework} | {} |", behaviour(&door)?);
+            running.extend([memory, embedded]);
+            directories.push(directory);
+        }
+        running.push(bare);
+    }
+    let speed =
+        table("each library on its own framework, one process, 1 KiB JSON, 64 connections", contenders)?;
+    Ok(format!("{speed}\nwhat they do:\n\n{behaviours}"))
+}
+
+/// The cookie that requests need, where they need one.
+fn session(library: &str, server: &Server) -> Result<String> {
+    if library != "axum-idempotent" {
+        return Ok(String::new());
+    }
+    let answer = request(&server.address, "POST /session", "", "")?;
+    let cookie = answer.header.lines().find_map(|line| line.strip_prefix("set-cookie: "));
+    let cookie = cookie.and_then(|line| line.split(';').next());
+    cookie.map(str::to_owned).ok_or_else(|| format!("no session: {}", answer.header))
+}
+
+/// A Redis that keeps nothing, on a socket of its own.
+struct Redis {
+    child: std::process::Child,
+    directory: Scratch,
+}
+
+impl Redis {
+    fn start() -> Result<Self> {
+        let directory = scratch("redis")?;
+        let child = Command::new("redis-server")
+            .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket", "socket", "--dir"])
+            .arg(&*directory)
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|error| format!("redis-server: {error}"))?;
+        Ok(Self { child, directory })
+    }
+
+    fn socket(&self) -> String {
+        self.directory.join("socket").display().to_string()
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _killed = self.child.kill();
+        let _ended = self.child.wait();
+    }
+}
+
+impl Programs {
+    /// The service on a framework, with a library around it.
+    fn start(&self, framework: &str, library: &str, redis: &Redis) -> Result<Server> {
+        let mut command = match (framework, library) {
+            ("axum", "bare") => Command::new(program("oncegate-benches")),
+            ("axum", "oncegate layer") => Command::new(program("oncegate-benches")),
+            ("axum", _) => Command::new(&self.axum_idempotent),
+            ("Express", _) => Command::new("node"),
+            _ => Command::new(self.python.join("bin/python")),
+        };
+        match (framework, library) {
+            ("axum", "bare") => command.args(["bare", "0"]),
+            ("axum", "oncegate layer") => command.args(["memory", "0"]),
+            ("axum", _) => &mut command,
+            ("Express", _) => command.arg(self.node.join("server.js")).arg(library),
+            _ => command.arg(self.python.join("main.py")).arg(library).arg(redis.socket()),
+        };
+        // They print every error that is provoked.
+        Server::spawn(command.env("NODE_ENV", "production").stderr(Stdio::null()))
+    }
+}

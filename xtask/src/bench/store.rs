@@ -1,0 +1,15 @@
+//! The stores by themselves.
+
+use std::process::Command;
+
+use super::servers::{program, scratch};
+use crate::run::{Result, output};
+
+pub(super) fn record_size() -> Result<String> {
+    output(Command::new(program("oncegate-benches")).arg("record-size"))
+}
+
+pub(super) fn run() -> Result<String> {
+    let directory = scratch("store")?;
+    output(Command::new(program("examples/measure")).arg(&*directory))
+}
