@@ -28,7 +28,17 @@ const ROWS: &[(&str, &[&str])] = &[
     ("completed, not stored", &["C101-too-large", "C102-events", "S3-directive-tombstone"]),
     ("abandoned, park", &["S3-abandoned-park", "S3-resolved-completed", "C90-killed-during-the-call"]),
     ("abandoned, reexecute", &["C92-stale-owner", "C90-killed-during-the-call-reexecute"]),
-    ("abandoned, reconcile", &["S3-reconcile-found", "S3-reconcile-not-found", "S3-reconcile-unclear"]),
+    (
+        "abandoned, reconcile",
+        &[
+            "S3-reconcile-found",
+            "S3-reconcile-not-found",
+            "S3-reconcile-unclear",
+            "C90-killed-during-the-call-reconcile-found",
+            "C90-killed-during-the-call-reconcile-not-found",
+            "C90-killed-during-the-call-reconcile-unclear",
+        ],
+    ),
     ("record corrupt", &["C100-corrupt", "C100-corrupt-reexecute"]),
     ("completion write fails", &["C97-completion-fails", "C97-completion-lost", "C97-completion-fails-once"]),
     ("a stale owner completes", &["C92-stale-owner", "C92-stopped-and-replaced"]),

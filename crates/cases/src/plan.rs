@@ -15,6 +15,8 @@ use oncegate_http::{
     Reconciled, ServerErrors, Settings,
 };
 
+use crate::backend::ASKED_AT;
+
 /// The settings of a door. What is not said is left to the door's own default.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -52,7 +54,7 @@ pub struct Plan {
     pub wait: Option<Duration>,
     /// What follows an abandoned attempt.
     pub on_abandoned: Option<OnAbandoned>,
-    /// What somebody who is asked about an abandoned attempt says; only the layer can ask.
+    /// What somebody who is asked about an abandoned attempt says.
     pub reconcile: Option<Word>,
     /// What is done with answers from 500 to 599.
     pub server_errors: Option<ServerErrors>,
@@ -360,6 +362,8 @@ impl Plan {
             ("retention", self.retention.map(millis)),
             ("wait", self.wait.map(millis)),
             ("on-abandoned", self.on_abandoned.map(|policy| format!("{policy:?}").to_lowercase())),
+            ("reconcile", self.reconcile.map(|_| ASKED_AT.to_owned())),
+            ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
             ("max-request-body", self.max_request_body.map(|octets| octets.to_string())),
             ("max-response-body", self.max_response_body.map(|octets| octets.to_string())),

@@ -4,6 +4,7 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
+use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_engine::ConfigError;
 use oncegate_http::{PathPattern, Settings, StoreOutage};
@@ -43,6 +44,12 @@ pub(super) fn draft(
             warnings.extend(advice::on_order(&routes, &route, &table.source));
             routes.push(route);
         }
+    }
+    if let Some(path) = &values.reconcile
+        && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
+    {
+        let what = "nothing asks there: on-abandoned is reconcile nowhere";
+        warnings.push(Problem::warning(path.source.clone(), what));
     }
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
@@ -128,7 +135,17 @@ fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Prob
         push_once(problems, Problem::error(place.cloned(), error.to_string()));
         Settings::default()
     });
-    RouteConfig { settings, upstream_timeout: given(&values.upstream_timeout) }
+    if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile.is_none() {
+        let source = values.on_abandoned.as_ref().map(|given| given.source.clone());
+        let what = "nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"";
+        push_once(problems, Problem::error(source, what));
+    }
+    RouteConfig {
+        settings,
+        upstream_timeout: given(&values.upstream_timeout),
+        reconcile: values.reconcile.as_ref().map(|path| path.value.clone()),
+        reconcile_timeout: given(&values.reconcile_timeout),
+    }
 }
 
 fn settings(values: &Values) -> Result<Settings, ConfigError> {

@@ -101,6 +101,8 @@ const SAMPLES: &[(&str, &str)] = &[
     ("retention", "48h"),
     ("wait", "1s"),
     ("on-abandoned", "reexecute"),
+    ("reconcile", "/outcomes"),
+    ("reconcile-timeout", "3s"),
     ("server-errors", "release"),
     ("store-outage", "open"),
     ("stored-headers", "X-Order"),
@@ -415,7 +417,7 @@ upstream-timeout = "none"
 "#;
     let config = Given { env: &[TO], flags: &["--drain-timeout", "60s"], file }.config();
     let engine = Engine::new(std::sync::Arc::new(MemoryStore::new(Frozen)));
-    let layer = config.layer(engine).unwrap();
+    let layer = config.layer(engine, |route| route.settings.clone()).unwrap();
     for (method, path, lease, timeout) in [
         (Method::POST, "/payments/7", "11s", "1s"),
         (Method::PUT, "/payments/7", "11s", "1s"),
@@ -499,6 +501,8 @@ fn every_setting_of_a_route_arrives() {
         ("retention", "Policy { lease: 30s, retention: 172800s"),
         ("wait", "wait: 1s"),
         ("on-abandoned", "on_abandoned: Reexecute"),
+        ("reconcile", "reconcile: Some(/outcomes)"),
+        ("reconcile-timeout", "reconcile_timeout: 3s"),
         ("server-errors", "server_errors: Release"),
         ("store-outage", "store_outage: Open"),
         ("stored-headers", "kept: KeptHeaders { more: [\"x-order\"] }"),

@@ -8,6 +8,7 @@ mod fields;
 mod framing;
 mod lifecycle;
 mod protocols;
+mod reconcile;
 mod streams;
 
 /// What a service says where it does not matter.
