@@ -16,6 +16,7 @@ const ROWS: &[(&str, &[&str])] = &[
         &["C05-malformed-is-never-unprotected", "C08-two-field-lines", "C09-comma", "C12-characters"],
     ),
     ("body larger than the limit", &["S3-body-at-the-limit", "S3-limit-before-the-record"]),
+    ("no room for the body", &["S3-bodies-together"]),
     ("no scope", &["S3-scope-before-key", "C110-required"]),
     ("store unavailable at claim", &["C96-store-down", "C98-fail-open"]),
     ("first request", &["C30-first"]),

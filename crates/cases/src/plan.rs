@@ -60,6 +60,8 @@ pub struct Plan {
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
     pub max_request_body: Option<usize>,
+    /// What the bodies of requests may hold together.
+    pub request_budget: Option<usize>,
     /// The largest body that is stored.
     pub max_response_body: Option<usize>,
     /// How long the sidecar waits for an answer.
@@ -152,6 +154,7 @@ impl Default for Plan {
             reconcile: None,
             server_errors: None,
             max_request_body: None,
+            request_budget: None,
             max_response_body: None,
             upstream_timeout: None,
             fail_open: false,
@@ -267,6 +270,9 @@ impl Plan {
     pub fn layer(&self, engine: Engine) -> IdempotencyLayer {
         let mut layer =
             IdempotencyLayer::new(engine).with_settings(self.settings()).expect("settings that fit");
+        if let Some(octets) = self.request_budget {
+            layer = layer.with_request_budget(octets);
+        }
         for route in &self.routes {
             let settings = route.plan.settings();
             layer = layer.with_route(route.methods.clone(), route.path, settings).expect("a route");
@@ -366,6 +372,7 @@ impl Plan {
             ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
             ("max-request-body", self.max_request_body.map(|octets| octets.to_string())),
+            ("request-budget", self.request_budget.map(|octets| octets.to_string())),
             ("max-response-body", self.max_response_body.map(|octets| octets.to_string())),
             ("upstream-timeout", self.upstream_timeout.map(millis)),
         ];

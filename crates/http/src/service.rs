@@ -19,6 +19,7 @@ use tokio::sync::oneshot;
 use tower_service::Service;
 
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
+use crate::budget::{Charged, Held, NoRoom, tie};
 use crate::canonical;
 use crate::event::Disposition;
 use crate::execute::{Execution, mark, take_directive};
@@ -216,13 +217,18 @@ impl Keyed {
             }
         };
         let limit = settings.max_request_body;
-        let read = tokio::time::timeout(settings.request_patience, read_up_to(body, limit)).await;
+        let mut held = Held::nothing(self.shared.request_budget.clone());
+        let reading = read_up_to(Charged::new(body, &mut held), limit);
+        let read = tokio::time::timeout(settings.request_patience, reading).await;
         let (data, trailers) = match read.unwrap_or_else(|_| Read::Broken("it took too long".into())) {
             Read::Whole { chunks, trailers } => (join(chunks), trailers),
             Read::More { .. } => {
                 let detail =
                     format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
                 return Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail));
+            }
+            Read::Broken(error) if error.is::<NoRoom>() => {
+                return Err(Refusal::new(Condition::Overloaded).with_retry_after(1));
             }
             Read::Broken(error) => {
                 tracing::debug!(%error, "request body broke off");
@@ -232,7 +238,8 @@ impl Keyed {
         let (id, label) = canonical::locate(settings, scope, &parts, &key);
         let fingerprint = canonical::fingerprint(settings, &parts, &data);
         let claim = ClaimRequest { id, fingerprint, label, policy: settings.policy };
-        Ok((claim, key, Request::from_parts(parts, RequestBody::whole(data, trailers))))
+        let (data, held) = tie(data, held);
+        Ok((claim, key, Request::from_parts(parts, RequestBody::whole(data, trailers, held))))
     }
 
     /// Executes where a client that hangs up drops this future and not the handler: in a task of its own, unless the

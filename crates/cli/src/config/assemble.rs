@@ -51,6 +51,17 @@ pub(super) fn draft(
         let what = "nothing asks there: on-abandoned is reconcile nowhere";
         warnings.push(Problem::warning(path.source.clone(), what));
     }
+    let budget = given(&values.request_budget);
+    let of_routes = routes.iter().map(|route| route.config.max_request_body);
+    let largest = of_routes.fold(default.max_request_body, usize::max);
+    if budget < largest {
+        let what = format!(
+            "all request bodies together may hold {}, but one alone may have {} (max-request-body)",
+            units::size_text(budget as u64),
+            units::size_text(largest as u64)
+        );
+        problems.push(Problem::error(values.request_budget.as_ref().map(|given| given.source.clone()), what));
+    }
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
     // A URL that could not be read has been complained about already.
@@ -73,6 +84,7 @@ pub(super) fn draft(
         upstream_protocol: given(&values.upstream_protocol),
         connect_timeout: given(&values.connect_timeout),
         drain_timeout: given(&values.drain_timeout),
+        request_budget: given(&values.request_budget),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         tls: tls.clone(),
@@ -143,6 +155,7 @@ fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Prob
     RouteConfig {
         settings,
         upstream_timeout: given(&values.upstream_timeout),
+        max_request_body: given(&values.max_request_body),
         reconcile: values.reconcile.as_ref().map(|path| path.value.clone()),
         reconcile_timeout: given(&values.reconcile_timeout),
     }

@@ -60,6 +60,8 @@ pub(crate) struct Config {
     pub(crate) upstream_protocol: UpstreamProtocol,
     pub(crate) connect_timeout: Duration,
     pub(crate) drain_timeout: Duration,
+    /// What the bodies of requests with a key may hold together.
+    pub(crate) request_budget: usize,
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,
@@ -87,6 +89,8 @@ pub(crate) struct RouteConfig {
     pub(crate) settings: Settings,
     /// How long the service may take until its answer begins; `None` is for ever.
     pub(crate) upstream_timeout: Option<Duration>,
+    /// The largest body of a request with a key.
+    pub(crate) max_request_body: usize,
     /// Where the service is asked what became of an abandoned attempt.
     pub(crate) reconcile: Option<PathAndQuery>,
     /// For how long.
@@ -142,7 +146,9 @@ impl Config {
         engine: Engine,
         settings: impl Fn(&RouteConfig) -> Settings,
     ) -> Result<IdempotencyLayer, ConfigError> {
-        let layer = IdempotencyLayer::new(engine).with_settings(settings(&self.default))?;
+        let layer = IdempotencyLayer::new(engine)
+            .with_request_budget(self.request_budget)
+            .with_settings(settings(&self.default))?;
         self.routes.iter().try_fold(layer, |layer, route| {
             layer.with_route(route.methods.clone(), route.pattern.as_str(), settings(&route.config))
         })

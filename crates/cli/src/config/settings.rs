@@ -312,6 +312,12 @@ settings! {
     "max-request-body" LIMITS Route One "SIZE" Value("2MiB");
     max_request_body: usize = units::request_body;
 
+    /// How much the bodies of all requests with a key may hold together, from when they come in until the service has
+    /// them. A request for whose body there is no room is refused with 503. At least as much as one body may be, and at
+    /// most 1024GiB.
+    "request-budget" LIMITS Service One "SIZE" Value("256MiB");
+    request_budget: usize = units::request_budget;
+
     /// The largest body of an answer that is stored. A larger one reaches the first client whole and cannot be
     /// replayed. At most 64MiB.
     "max-response-body" LIMITS Route One "SIZE" Value("1MiB");

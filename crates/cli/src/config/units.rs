@@ -213,6 +213,13 @@ pub(crate) fn request_body(text: &str) -> Read<usize> {
     at_most(text, REQUEST_BODY_MAX, "a request body is held in memory while it is executed")
 }
 
+/// Largest that may be configured for all request bodies together: more than machines have.
+const REQUEST_BUDGET_MAX: usize = 1 << 40;
+
+pub(crate) fn request_budget(text: &str) -> Read<usize> {
+    at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
+}
+
 pub(crate) fn response_body(text: &str) -> Read<usize> {
     at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
 }
@@ -520,6 +527,8 @@ mod tests {
         );
         assert!(request_body("1GiB").is_ok());
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
+        assert!(request_budget("1024GiB").is_ok());
+        assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod budget;
 mod config;
 mod fields;
 mod framing;
