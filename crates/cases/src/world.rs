@@ -127,11 +127,13 @@ impl World {
     /// A world whose door is not open yet.
     #[must_use]
     pub fn closed(door: Door, kind: Kind, plan: Plan) -> Self {
+        let backend = Backend::default();
+        backend.will_say(plan.reconcile);
         Self {
             door,
             kind,
             plan,
-            backend: Backend::default(),
+            backend,
             faults: Faults::default(),
             store: None,
             embedded: None,

@@ -105,6 +105,9 @@ fn configuration(config: &Config, report: &mut Report) {
     let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
     report.ok(format!("service {}: not contacted", config.to));
+    for path in config.asks_at() {
+        report.ok(format!("abandoned requests: the service is asked at {}{path}, not contacted", config.to));
+    }
 }
 
 fn tls(files: &TlsFiles, report: &mut Report) {

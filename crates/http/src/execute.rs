@@ -101,10 +101,18 @@ impl Execution {
             None => Err(Panicked),
         };
         match asked.unwrap_or(Reconciled::CannotTell) {
+            // I7: while it was asked, somebody else may have come to own the record, and be executing.
+            Reconciled::DidNotHappen if !context.attempt().is_owner() => {
+                Err(Executed::Refused(Refusal::new(Condition::StoreUnavailable).with_retry_after(1)))
+            }
             Reconciled::DidNotHappen => Ok((self, Request::from_parts(parts, body))),
             Reconciled::Happened(stored) => {
                 let settled = self.permit.complete(Completion::Replayable(stored.clone())).await;
                 Err(Executed::Reconciled(stored, settled))
+            }
+            Reconciled::Unreplayable => {
+                self.permit.complete(Completion::Tombstone).await;
+                Err(Executed::Refused(Refusal::new(Condition::ReplayUnavailable)))
             }
             Reconciled::CannotTell => {
                 self.permit.complete(Completion::Unknown).await;
@@ -206,7 +214,7 @@ fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirectiv
 }
 
 /// Answers that have no end, or that are no answer but another protocol.
-fn cannot_be_stored(parts: &Parts) -> bool {
+pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
         return true;
     }

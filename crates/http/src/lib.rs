@@ -24,7 +24,8 @@
 //! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than
 //!   [`Settings::with_max_response_body`] goes to the first client as it comes and leaves a tombstone: a retry hears that it
 //!   was done and cannot be replayed, and nothing runs twice.
-//! - A body that is sent under a key is held in memory until the handler takes it.
+//! - A body that is sent under a key is held in memory until the handler takes it. All together are bounded by
+//!   [`IdempotencyLayer::with_request_budget`].
 //!
 //! # Example
 //! ```
@@ -77,6 +78,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod body;
+mod budget;
 mod canonical;
 mod context;
 mod event;

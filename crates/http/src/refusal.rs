@@ -20,6 +20,8 @@ pub enum Condition {
     RequestTooLarge,
     /// The request's body ended early.
     RequestIncomplete,
+    /// The requests that are being received hold as much as they may.
+    Overloaded,
     /// The request does not say whose it is.
     ScopeUnavailable,
     /// The store could not be asked.
@@ -67,11 +69,12 @@ impl Retry {
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
         Self::RequestIncomplete,
+        Self::Overloaded,
         Self::ScopeUnavailable,
         Self::StoreUnavailable,
         Self::KeyReused,
@@ -90,6 +93,7 @@ impl Condition {
             Self::KeyInvalid => "key-invalid",
             Self::RequestTooLarge => "request-too-large",
             Self::RequestIncomplete => "request-incomplete",
+            Self::Overloaded => "overloaded",
             Self::ScopeUnavailable => "scope-unavailable",
             Self::StoreUnavailable => "store-unavailable",
             Self::KeyReused => "key-reused",
@@ -109,6 +113,7 @@ impl Condition {
             Self::KeyInvalid => "Idempotency-Key is invalid",
             Self::RequestTooLarge => "The request is too large to be protected by an Idempotency-Key",
             Self::RequestIncomplete => "The request ended before its body was complete",
+            Self::Overloaded => "Too much is being received at the moment",
             Self::ScopeUnavailable => "The request does not tell whose Idempotency-Key this is",
             Self::StoreUnavailable => "Idempotency-Keys cannot be honoured at the moment",
             Self::KeyReused => "Idempotency-Key is already used",
@@ -131,6 +136,9 @@ impl Condition {
                 "Nothing was executed. Send a smaller body, or send this one without a key where that is allowed."
             }
             Self::RequestIncomplete => "Nothing was executed. Send the request again.",
+            Self::Overloaded => {
+                "Nothing was executed: there is no room for the body. Send the same request with the same key later."
+            }
             Self::ScopeUnavailable => {
                 "Nothing was executed. The service expects callers to be told apart before the request reaches it."
             }
@@ -161,6 +169,7 @@ impl Condition {
             Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => Retry::FixRequest,
             Self::KeyReused => Retry::NewKey,
             Self::RequestIncomplete
+            | Self::Overloaded
             | Self::StoreUnavailable
             | Self::RequestInProgress
             | Self::HandlerFailed => Retry::SameKey,
@@ -176,7 +185,7 @@ impl Condition {
         match self {
             Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete => StatusCode::BAD_REQUEST,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Overloaded | Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
             // Not 409 for what is not in progress: common clients send a 409 again by themselves.
             Self::KeyReused | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
             Self::RequestInProgress => StatusCode::CONFLICT,

@@ -19,6 +19,7 @@ use tokio::sync::oneshot;
 use tower_service::Service;
 
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
+use crate::budget::{Charged, Held, NoRoom, tie};
 use crate::canonical;
 use crate::event::Disposition;
 use crate::execute::{Ended, Execution, mark, take_directive};
@@ -167,14 +168,14 @@ impl Keyed {
             Ok(whose) => whose,
             Err(refusal) => return Ok(self.refuse(refusal)),
         };
-        let (data, trailers) = match self.read(body).await {
+        let (data, trailers, held) = match self.read(body).await {
             Ok(read) => read,
             Err(refusal) => return Ok(self.refuse(refusal)),
         };
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
         let fingerprint = canonical::fingerprint(&self.settings, &parts, &data);
         let claim = ClaimRequest { id, fingerprint, label, policy: self.settings.policy };
-        let request = || Request::from_parts(parts, RequestBody::whole(data, trailers));
+        let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
             Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request()).await,
             Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay(&stored)),
@@ -218,25 +219,34 @@ impl Keyed {
     }
 
     /// The whole body, for the fingerprint.
-    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>), Refusal>
+    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>, Option<Held>), Refusal>
     where
         B: Body<Error: Into<BoxError>>,
     {
         let limit = self.settings.max_request_body;
-        let mut reading = pin!(read_up_to(body, limit));
-        // Most bodies are there with their heads, and need no timer.
-        let read = match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
-            Poll::Ready(read) => read,
-            Poll::Pending => tokio::time::timeout(self.settings.request_patience, reading)
-                .await
-                .unwrap_or_else(|_| Read::Broken("it took too long".into())),
+        let mut held = Held::nothing(self.shared.request_budget.clone());
+        let read = {
+            let mut reading = pin!(read_up_to(Charged::new(body, &mut held), limit));
+            // Most bodies are there with their heads, and need no timer.
+            match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
+                Poll::Ready(read) => read,
+                Poll::Pending => tokio::time::timeout(self.settings.request_patience, reading)
+                    .await
+                    .unwrap_or_else(|_| Read::Broken("it took too long".into())),
+            }
         };
         match read {
-            Read::Whole { chunks, trailers } => Ok((join(chunks), trailers)),
+            Read::Whole { chunks, trailers } => {
+                let (data, held) = tie(join(chunks), held);
+                Ok((data, trailers, held))
+            }
             Read::More { .. } => {
                 let detail =
                     format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
                 Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
+            }
+            Read::Broken(error) if error.is::<NoRoom>() => {
+                Err(Refusal::new(Condition::Overloaded).with_retry_after(1))
             }
             Read::Broken(error) => {
                 tracing::debug!(%error, "request body broke off");

@@ -9,7 +9,7 @@ use oncegate_testkit::Latch;
 use super::{PAYMENT, pay_as};
 use crate::backend::{Backend, Script, Seen};
 use crate::client::{Answer, Connection, PATIENCE, Request, until};
-use crate::plan::Plan;
+use crate::plan::{FOUND, Plan, Word};
 use crate::remote::{Child, StoreServer};
 use crate::table::{Case, Place, assert_echo, assert_fresh, assert_refusal, assert_replay};
 use crate::world::{Door, Kind, World};
@@ -28,6 +28,8 @@ const TICK: Duration = Duration::from_millis(100);
 pub(super) fn cases() -> Vec<Case> {
     let park = Plan { lease: Some(LEASE), ..Plan::default() };
     let reexecute = Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..park.clone() };
+    let asking =
+        |word| Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(word), ..park.clone() };
     let at = |plan: &Plan, failpoint| Plan { failpoint: Some(failpoint), ..plan.clone() };
     let mut all = vec![
         Case::closed(
@@ -78,6 +80,24 @@ pub(super) fn cases() -> Vec<Case> {
             |world| Box::pin(killed_during_the_call(world)),
         )
         .given(reexecute.clone()),
+        Case::closed(
+            "C90-killed-during-the-call-reconcile-found",
+            "reconcile: killed while the service works, what the service says of it is replayed",
+            |world| Box::pin(killed_during_the_call(world)),
+        )
+        .given(asking(Word::Found)),
+        Case::closed(
+            "C90-killed-during-the-call-reconcile-not-found",
+            "reconcile: and what it says did not happen is called again",
+            |world| Box::pin(killed_during_the_call(world)),
+        )
+        .given(asking(Word::NotFound)),
+        Case::closed(
+            "C90-killed-during-the-call-reconcile-unclear",
+            "reconcile: and where it does not know, the outcome is unknown",
+            |world| Box::pin(killed_during_the_call(world)),
+        )
+        .given(asking(Word::Unclear)),
         Case::closed(
             "C90-killed-twice",
             "reexecute: each attempt that dies is followed by one with a higher token",
@@ -193,7 +213,15 @@ async fn after_the_kill(world: &World, asked: Instant, calls: usize) {
     if again.status() == 409 {
         again = world.settled(&pay_as("a")).await;
     }
-    if world.plan.on_abandoned == Some(OnAbandoned::Reexecute) {
+    if world.plan.reconcile == Some(Word::Found) {
+        assert_eq!((again.status(), &again.body[..]), (202, FOUND.as_bytes()), "{again:?}");
+        assert_eq!(again.get("content-type"), Some("text/plain"), "{again:?}");
+        assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
+        assert_refusal("key-reused", &world.send(pay_as("a").json("{}")).await);
+        assert_eq!(world.backend.effects(), calls);
+    } else if world.plan.on_abandoned == Some(OnAbandoned::Reexecute)
+        || world.plan.reconcile == Some(Word::NotFound)
+    {
         assert_fresh(&world.plan, &pay_as("a"), &again);
         assert_eq!((again.status(), world.backend.effects()), (201, calls + 1), "{again:?}");
         let seen = world.backend.seen();

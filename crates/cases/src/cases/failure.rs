@@ -298,7 +298,9 @@ pub(super) fn cases() -> Vec<Case> {
         let plan =
             Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(word), ..short.clone() };
         let case = Case::code(id, title, |world| Box::pin(reconcile(world))).given(plan);
-        all.push(case.only_layer("the sidecar has nobody to ask"));
+        all.push(
+            case.only_layer("two instances on one store are needed; the sidecar is killed for it in C90"),
+        );
     }
     all
 }

@@ -13,7 +13,7 @@ use oncegate_core::{
     RecordMap, Sharded, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Engine, Event, EventKind, Observer};
-use oncegate_http::{Condition, Disposition, RequestObserver};
+use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -35,6 +35,7 @@ struct Inner {
     store_errors: Family<[Label; 2], Counter>,
     store_durations: [Histogram; COMMANDS.len()],
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
+    reconciled: [Counter; ReconcileResult::ALL.len()],
     /// Attempts that execute, and since when.
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
@@ -72,6 +73,41 @@ impl UpstreamResult {
     }
 }
 
+/// What the service said of an abandoned attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReconcileResult {
+    /// It took place, and its answer is replayed.
+    Happened,
+    /// It took place, and its answer cannot be replayed.
+    Unreplayable,
+    /// It did not take place, and is executed.
+    DidNotHappen,
+    /// Nothing that could be relied on.
+    CannotTell,
+}
+
+impl ReconcileResult {
+    const ALL: [Self; 4] = [Self::Happened, Self::Unreplayable, Self::DidNotHappen, Self::CannotTell];
+
+    pub(crate) const fn of(found: &Reconciled) -> Self {
+        match found {
+            Reconciled::Happened(_) => Self::Happened,
+            Reconciled::Unreplayable => Self::Unreplayable,
+            Reconciled::DidNotHappen => Self::DidNotHappen,
+            _ => Self::CannotTell,
+        }
+    }
+
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Happened => "happened",
+            Self::Unreplayable => "unreplayable",
+            Self::DidNotHappen => "did-not-happen",
+            Self::CannotTell => "cannot-tell",
+        }
+    }
+}
+
 /// From 50 microseconds, a write to memory, to 10 seconds, a disk in trouble.
 const STORE_BUCKETS: [f64; 15] =
     [5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 10.0];
@@ -101,7 +137,9 @@ impl Metrics {
         let events: Family<[Label; 1], Counter> = Family::default();
         r.register("events", "What happened to records", events.clone());
         let takeovers = Counter::default();
-        r.register("takeovers", "Executions that followed an abandoned attempt", takeovers.clone());
+        r.register("takeovers", "Claims that took over an abandoned attempt", takeovers.clone());
+        let reconciled: Family<[Label; 1], Counter> = Family::default();
+        r.register("reconciled", "What the service said of abandoned attempts", reconciled.clone());
         let replays_after_wait = Counter::default();
         r.register(
             "replays_after_wait",
@@ -146,6 +184,8 @@ impl Metrics {
                 .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
             upstream_durations: UpstreamResult::ALL
                 .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
+            reconciled: ReconcileResult::ALL
+                .map(|result| reconciled.get_or_create_owned(&[("result", result.as_str())])),
             running: Sharded::default(),
             attempt_durations,
             executing,
@@ -165,6 +205,13 @@ impl Metrics {
     pub(crate) fn observe_upstream(&self, result: UpstreamResult, took: Duration) {
         if let Some(histogram) = self.0.upstream_durations.get(result as usize) {
             histogram.observe(took.as_secs_f64());
+        }
+    }
+
+    /// Takes note of what was found out about an abandoned attempt.
+    pub(crate) fn observe_reconciled(&self, result: ReconcileResult) {
+        if let Some(counter) = self.0.reconciled.get(result as usize) {
+            counter.inc();
         }
     }
 

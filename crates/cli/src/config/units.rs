@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use http::Method;
 use http::header::HeaderName;
-use http::uri::{Authority, Scheme, Uri};
+use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, limits};
 use oncegate_http::{
@@ -213,6 +213,13 @@ pub(crate) fn request_body(text: &str) -> Read<usize> {
     at_most(text, REQUEST_BODY_MAX, "a request body is held in memory while it is executed")
 }
 
+/// Largest that may be configured for all request bodies together: more than machines have.
+const REQUEST_BUDGET_MAX: usize = 1 << 40;
+
+pub(crate) fn request_budget(text: &str) -> Read<usize> {
+    at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
+}
+
 pub(crate) fn response_body(text: &str) -> Read<usize> {
     at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
 }
@@ -382,7 +389,32 @@ pub(crate) fn key_scope(text: &str) -> Read<KeyScope> {
 }
 
 pub(crate) fn on_abandoned(text: &str) -> Read<OnAbandoned> {
-    one_of(text, &[("park", OnAbandoned::Park), ("reexecute", OnAbandoned::Reexecute)])
+    use OnAbandoned::{Park, Reconcile, Reexecute};
+    one_of(text, &[("park", Park), ("reexecute", Reexecute), ("reconcile", Reconcile)])
+}
+
+/// A path of the service, and of no other: the caller's credentials go there.
+pub(crate) fn reconcile(text: &str) -> Read<PathAndQuery> {
+    const ALLOWED: &str = "write a path of the service, such as \"/oncegate/outcome\"";
+    if text.contains(['{', '}']) {
+        return Err(format!(
+            "{text:?} has braces, but nothing is put into the path: the key and the request are told in header fields; {ALLOWED}"
+        ));
+    }
+    if text.contains("://") {
+        return Err(format!("{text:?} is a URL, but only the service itself is asked; {ALLOWED}"));
+    }
+    if !text.starts_with('/') || text.starts_with("//") {
+        return Err(format!("{text:?} is not a path; {ALLOWED}"));
+    }
+    if text.contains(['?', '#']) {
+        return Err(format!("{text:?} has a query or a fragment; {ALLOWED}"));
+    }
+    PathAndQuery::try_from(text).map_err(|error| format!("{text:?} is not a path: {error}; {ALLOWED}"))
+}
+
+pub(crate) fn reconcile_timeout(text: &str) -> Read<Duration> {
+    bounded(text, 10 * MILLI, 600 * SECOND)
 }
 
 pub(crate) fn server_errors(text: &str) -> Read<ServerErrors> {
@@ -495,6 +527,8 @@ mod tests {
         );
         assert!(request_body("1GiB").is_ok());
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
+        assert!(request_budget("1024GiB").is_ok());
+        assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));
     }
 
     #[test]
@@ -553,7 +587,7 @@ mod tests {
         let table: [(&str, String); 12] = [
             ("\"ietff\" is not one of ietf, seed, stripe; did you mean `ietf`?", error(profile("ietff"))),
             (
-                "\"reexecut\" is not one of park, reexecute; did you mean `reexecute`?",
+                "\"reexecut\" is not one of park, reexecute, reconcile; did you mean `reexecute`?",
                 error(on_abandoned("reexecut")),
             ),
             ("\"maybe\" is not one of closed, open", error(store_outage("maybe"))),
@@ -590,6 +624,25 @@ mod tests {
         }
         assert!(error(key_format("pattern:[")).contains("key format \"[\""));
         assert!(error(json_pointer("meta")).starts_with("\"meta\" is not a JSON pointer"));
+    }
+
+    #[test]
+    fn the_service_is_asked_at_a_path_of_its_own() {
+        assert_eq!(reconcile("/oncegate/outcome").unwrap(), "/oncegate/outcome");
+        for (text, why) in [
+            ("http://elsewhere/outcome", "is a URL, but only the service itself is asked"),
+            ("//elsewhere/outcome", "is not a path"),
+            ("outcome", "is not a path; write a path of the service"),
+            ("", "is not a path"),
+            ("/outcomes/{key}", "has braces, but nothing is put into the path"),
+            ("/outcome?a=1", "has a query"),
+            ("/out come", "is not a path: "),
+        ] {
+            assert!(error(reconcile(text)).contains(why), "{text}: {}", error(reconcile(text)));
+        }
+        assert!(reconcile_timeout("10ms").is_ok() && reconcile_timeout("10m").is_ok());
+        assert!(error(reconcile_timeout("9ms")).contains("from 10ms to 10m"));
+        assert!(error(reconcile_timeout("601s")).contains("from 10ms to 10m"));
     }
 
     #[test]

@@ -135,7 +135,7 @@ impl Forward {
 }
 
 /// Takes the host off, for the address. An empty one stays: no address has it.
-fn take_host(headers: &mut http::HeaderMap) -> Option<Authority> {
+pub(super) fn take_host(headers: &mut http::HeaderMap) -> Option<Authority> {
     let host = Authority::try_from(headers.get(header::HOST)?.as_bytes()).ok()?;
     headers.remove(header::HOST);
     Some(host)
@@ -220,7 +220,7 @@ pub(super) fn own(
 }
 
 /// An error with all that caused it.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {

@@ -15,9 +15,9 @@ const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host")
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
-const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
-const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
-const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
+pub(crate) const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
+pub(crate) const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
+pub(crate) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 
 /// Who is at the other end of a connection, as the upstream is told.
 #[derive(Debug)]
@@ -148,7 +148,7 @@ pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<Header
 }
 
 /// Only this proxy says which attempt it is. Many services do not tell `_` from `-`.
-fn remove_ours(headers: &mut HeaderMap) {
+pub(crate) fn remove_ours(headers: &mut HeaderMap) {
     const OURS: &[u8] = b"oncegate";
     let is_ours = |name: &HeaderName| {
         let name = name.as_str().as_bytes();
@@ -159,7 +159,7 @@ fn remove_ours(headers: &mut HeaderMap) {
     }
 }
 
-const fn via(version: Version) -> HeaderValue {
+pub(crate) const fn via(version: Version) -> HeaderValue {
     HeaderValue::from_static(match version {
         Version::HTTP_10 => "1.0 oncegate",
         Version::HTTP_2 => "2 oncegate",

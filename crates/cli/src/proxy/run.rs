@@ -12,6 +12,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
+use super::reconcile::Questions;
 use super::{DataPath, bind, server_config};
 use crate::admin::{self, AdminState, Draining, Metrics};
 use crate::config::{Config, ProxyArgs, StoreChoice};
@@ -63,8 +64,10 @@ async fn serve(config: Config) -> Result<(), String> {
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(metrics.clone());
     let engine = builder.build();
-    let layer =
-        config.layer(engine.clone()).map_err(|error| error.to_string())?.with_observer(metrics.clone());
+    let config = Arc::new(config);
+    let questions = Questions::new(config.clone(), metrics.clone())?;
+    let layer = config.layer(engine.clone(), |route| questions.settings(route));
+    let layer = layer.map_err(|error| error.to_string())?.with_observer(metrics.clone());
 
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
@@ -84,7 +87,7 @@ async fn serve(config: Config) -> Result<(), String> {
         name(&config.store)
     );
     let drain = config.drain_timeout;
-    let path = DataPath { engine, layer, metrics, config: Arc::new(config), tls };
+    let path = DataPath { engine, layer, metrics, config, tls };
     // Before anybody can know that it runs, and end it.
     let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
