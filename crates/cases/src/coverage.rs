@@ -17,6 +17,10 @@ const ROWS: &[(&str, &[&str])] = &[
     ),
     ("body larger than the limit", &["S3-body-at-the-limit", "S3-limit-before-the-record"]),
     ("no room for the body", &["S3-bodies-together"]),
+    (
+        "a call of gRPC",
+        &["S3-grpc", "S3-grpc-refusals", "S3-grpc-failed", "S3-grpc-in-progress", "S3-grpc-unknown"],
+    ),
     ("no scope", &["S3-scope-before-key", "C110-required"]),
     ("store unavailable at claim", &["C96-store-down", "C98-fail-open"]),
     ("first request", &["C30-first"]),

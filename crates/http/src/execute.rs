@@ -178,6 +178,11 @@ impl Execution {
             Fate::Unknown => self.permit.complete(Completion::Unknown).await,
             Fate::Tombstone | Fate::Replay => self.permit.complete(Completion::Tombstone).await,
         };
+        if body.is_end_stream() {
+            // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.
+            let body = ResponseBody::whole(Bytes::new(), None);
+            return Ended::with(Executed::Response(marked(parts, body, &settled)));
+        }
         stream(&self.settings, parts, Vec::new(), Box::pin(body), &settled)
     }
 

@@ -6,7 +6,8 @@ use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::{Response, StatusCode};
 
-use crate::profile::Profile;
+use crate::grpc::GrpcForm;
+use crate::profile::{Profile, Row};
 
 /// Why the layer itself answers, and not the handler. Each has a row in `docs/reference/problems.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -230,25 +231,38 @@ impl Refusal {
         Self { status, ..self }
     }
 
-    /// The answer as this profile words it.
-    pub(crate) fn into_response(self, profile: &Profile) -> Response<Bytes> {
-        let mut row = profile.row(self.condition);
+    /// The answer as this profile words it, or as a client that speaks gRPC reads it.
+    pub(crate) fn into_response(self, profile: &Profile, grpc: Option<GrpcForm>) -> Response<Bytes> {
+        let condition = self.condition;
+        let mut row = profile.row(condition);
         row.status = self.status.unwrap_or(row.status);
-        let detail = self.detail.as_deref().unwrap_or(self.condition.detail());
-        let body = profile.render(self.condition, &row, detail);
+        let detail = self.detail.as_deref().unwrap_or(condition.detail());
+        let mut response = match grpc {
+            None => Self::problem(profile, condition, &row, detail),
+            Some(form) => {
+                let code = condition.grpc_code();
+                form.refusal(code, condition.slug(), detail, condition.retry(), self.retry_after)
+            }
+        };
+        let headers = response.headers_mut();
+        if let Some(seconds) = self.retry_after {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if let Some((name, value)) = profile.retry_headers(condition.retry()) {
+            headers.insert(name, value);
+        }
+        response.extensions_mut().insert(self);
+        response
+    }
+
+    fn problem(profile: &Profile, condition: Condition, row: &Row, detail: &str) -> Response<Bytes> {
+        let body = profile.render(condition, row, detail);
         let mut response = Response::new(Bytes::from(body));
         *response.status_mut() = row.status;
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(profile.error_content_type));
         headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        if let Some(seconds) = self.retry_after {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        if let Some((name, value)) = profile.retry_headers(self.condition.retry()) {
-            headers.insert(name, value);
-        }
-        response.extensions_mut().insert(self);
         response
     }
 }

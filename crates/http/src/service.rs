@@ -23,6 +23,7 @@ use crate::budget::{Charged, Held, NoRoom, tie};
 use crate::canonical;
 use crate::event::Disposition;
 use crate::execute::{Ended, Execution, mark, take_directive};
+use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::layer::Shared;
 use crate::refusal::{Condition, Refusal};
@@ -137,7 +138,7 @@ where
         // The one that is ready is called; the clone takes its place.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let keyed = Keyed { shared: self.shared.clone(), settings: settings.clone(), echo: None };
+        let keyed = Keyed { shared: self.shared.clone(), settings: settings.clone(), echo: None, grpc: None };
         ResponseFuture { inner: FutureInner::Keyed { future: Box::pin(keyed.answer(inner, request)) } }
     }
 }
@@ -148,6 +149,8 @@ struct Keyed {
     settings: Arc<Settings>,
     /// The key's field as it was received, for the answer.
     echo: Option<HeaderValue>,
+    /// How the client is refused, where it speaks gRPC.
+    grpc: Option<GrpcForm>,
 }
 
 impl Keyed {
@@ -164,6 +167,7 @@ impl Keyed {
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         let (parts, body) = request.into_parts();
+        self.grpc = GrpcForm::of(&parts.headers);
         let (scope, key) = match self.whose(&parts) {
             Ok(whose) => whose,
             Err(refusal) => return Ok(self.refuse(refusal)),
@@ -350,7 +354,7 @@ impl Keyed {
 
     fn refuse<RB>(&self, refusal: Refusal) -> Response<ResponseBody<RB>> {
         let condition = refusal.condition;
-        let response = refusal.into_response(&self.settings.profile);
+        let response = refusal.into_response(&self.settings.profile, self.grpc);
         self.shared.observer.observe(Disposition::Refused(condition), Some(response.status()));
         self.echoed(response.map(|body: Bytes| ResponseBody::whole(body, None)))
     }

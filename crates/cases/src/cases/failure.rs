@@ -455,7 +455,7 @@ async fn body_breaks_off(world: World) {
 }
 
 /// A port where nobody listens before the socket is told to, and that nobody else can get meanwhile.
-fn nobody() -> (TcpSocket, std::net::SocketAddr) {
+pub(super) fn nobody() -> (TcpSocket, std::net::SocketAddr) {
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind(([127, 0, 0, 1], 0).into()).expect("a port");
     let address = socket.local_addr().expect("an address");

@@ -1,11 +1,13 @@
 //! Which requests are covered, which need a key, and in which order things are looked at.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use http::Method;
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
-use crate::client::{Request, until};
+use crate::client::{Connection, Request, until};
 use crate::plan::{Callers, Plan};
 use crate::table::{Case, assert_echo, assert_refusal, assert_replay, executes, passes, refused, replays};
 use crate::world::World;
@@ -172,15 +174,30 @@ pub(super) fn cases() -> Vec<Case> {
 async fn bodies_together(world: World) {
     let sized = |key: &str, octets| Request::post("/notes").key(key).body("text/plain", vec![b'x'; octets]);
     assert_eq!(world.send(sized("a", 1000)).await.status(), 201);
-    // A client that has sent six hundred octets of a thousand.
-    let (slow, mut connection) = (sized("slow", 1000), world.connect().await);
-    connection.write(&slow.octets()[..slow.octets().len() - 400]).await;
-    let mut looks = 0;
+    // A client that has sent six hundred octets of a thousand. They are held when there is no more room for what does not
+    // fit beside them; where that came first, they are refused, and sent again.
+    let (mut looks, mut slow) = (0, None);
     until("they are held", async || {
         looks += 1;
-        world.send(sized(&format!("look-{looks}"), 401)).await.status() == 503
+        let mut connection = match slow.take() {
+            Some(connection) => connection,
+            None => {
+                let (request, mut connection) =
+                    (sized(&format!("slow-{looks}"), 1000), world.connect().await);
+                connection.write(&request.octets()[..request.octets().len() - 400]).await;
+                connection
+            }
+        };
+        let held = world.send(sized(&format!("look-{looks}"), 401)).await.status() == 503;
+        let answered = async |connection: &mut Connection| {
+            tokio::time::timeout(Duration::from_millis(20), connection.answer("POST")).await.is_ok()
+        };
+        let refused = !held && answered(&mut connection).await;
+        slow = (!refused).then_some(connection);
+        held
     })
     .await;
+    let mut connection = slow.expect("a client");
     let (refused, before) = (sized("c", 401), world.backend.effects());
     let answer = world.send(refused.clone()).await;
     assert_refusal("overloaded", &answer);

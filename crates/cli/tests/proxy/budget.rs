@@ -1,10 +1,10 @@
 //! What the bodies of requests with a key may hold together.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::OK;
-use crate::support::{Message, Service, Sidecar, Wire, request, until};
+use crate::support::{Message, PATIENCE, Service, Sidecar, Wire, request, until};
 
 const BUDGET: usize = 100_000;
 const FLAGS: [&str; 3] = ["--request-budget=100000", "--max-request-body=100000", "--threads=1"];
@@ -28,17 +28,26 @@ fn is_overloaded(answer: &Message) {
 
 /// A client that has sent so many octets of a body that goes on.
 async fn holding(sidecar: &Sidecar, octets: usize) -> Wire {
-    let mut wire = sidecar.connect().await;
-    let head = format!(
-        "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nContent-Length: {BUDGET}\r\n\r\n{}",
-        key(),
-        "x".repeat(octets)
-    );
-    wire.send(head).await;
-    // It is there when there is no more room for what would not fit beside it.
-    let beside = BUDGET - octets + 1;
-    until("it is held", async || sidecar.ask(&post(beside)).await.status() == 503).await;
-    wire
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let mut wire = sidecar.connect().await;
+        let head = format!(
+            "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nContent-Length: {BUDGET}\r\n\r\n{}",
+            key(),
+            "x".repeat(octets)
+        );
+        wire.send(head).await;
+        // It is held when there is no more room for what would not fit beside it. Where that came first, this one is refused.
+        loop {
+            assert!(Instant::now() < give_up, "it is never held");
+            if sidecar.ask(&post(BUDGET - octets + 1)).await.status() == 503 {
+                return wire;
+            }
+            if tokio::time::timeout(Duration::from_millis(20), wire.try_head()).await.is_ok() {
+                break;
+            }
+        }
+    }
 }
 
 /// Everything is given back.
