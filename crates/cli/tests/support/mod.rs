@@ -26,8 +26,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 const START_PATIENCE: Duration = Duration::from_secs(180);
 
 /// What comes of this in time.
-pub(crate) async fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> T {
-    within_time(PATIENCE, what, future).await
+pub(crate) fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> impl Future<Output = T> {
+    within_time(PATIENCE, what, future)
 }
 
 async fn within_time<T>(time: Duration, what: impl fmt::Display, future: impl Future<Output = T>) -> T {
