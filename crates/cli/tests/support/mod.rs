@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// How long anything is waited for. Far longer than everything takes, so that a test that fails has a reason.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(25);
 
 /// How long a program may take to start. Programs in Python and in Node that start all at once read and translate a lot.
 const START_PATIENCE: Duration = Duration::from_secs(180);
