@@ -483,7 +483,8 @@ async fn what_is_no_answer_leaves_the_outcome_unknown_and_executes_nothing() {
 }
 
 async fn is_unclear(what: &str, reply: Reply) {
-    let world = World::new(&["--reconcile-timeout=300ms"]).await;
+    // Long enough for an answer on a busy machine, short enough to wait for its end so often.
+    let world = World::new(&["--reconcile-timeout=1500ms"]).await;
     world.ledger.will_say([reply]);
     let answer = world.settled().await;
     assert_eq!(answer.status(), 500, "{what}: {answer:?}");
