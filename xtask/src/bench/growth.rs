@@ -16,7 +16,7 @@ pub(super) fn run(records: u64) -> Result<String> {
     let mut text = String::new();
     let free = free_disk()?;
     if free < records * DISK_PER_RECORD {
-        return Err(format!("{records} records need {} MiB of disk", records * DISK_PER_RECORD >> 20));
+        return Err(format!("{records} records need {} MiB of disk", (records * DISK_PER_RECORD) >> 20));
     }
     let directory = scratch("growth")?;
     let (small, large) = (directory.join("small"), directory.join("large"));
