@@ -6,6 +6,7 @@
 use std::fmt::Write as _;
 use std::future::Future;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -65,9 +66,13 @@ pub(crate) async fn fill(directory: &Path, records: u64) -> Result<()> {
     population.fill(records).await?;
     let seconds = begun.elapsed().as_secs_f64();
     drop(population);
-    let octets = std::fs::read_dir(directory)?
-        .try_fold(0, |sum, entry| Ok::<_, std::io::Error>(sum + entry?.metadata()?.len()))?;
-    println!("{{\"records\":{records},\"seconds\":{seconds:.1},\"file_octets\":{octets}}}");
+    let file = std::fs::metadata(directory.join("records.redb"))?;
+    // What is on the disk: the file has holes.
+    let octets = file.blocks() * 512;
+    println!(
+        "{{\"records\":{records},\"seconds\":{seconds:.1},\"disk_octets\":{octets},\"per_record\":{}}}",
+        octets / records
+    );
     Ok(())
 }
 
@@ -169,16 +174,23 @@ impl Population {
         }
     }
 
+    /// Three times through the store in the order of identifiers, so that what is written together lies together: several
+    /// times as fast as in random order, and the pages are about as full.
     async fn fill(&mut self, records: u64) -> Result<()> {
-        let (store, body) = (self.store.clone(), self.body.clone());
-        let pair = move |number| {
-            let (store, body) = (store.clone(), body.clone());
-            async move {
-                let token = claim(&*store, number, LONG).await?;
-                complete(&*store, number, token, &body, LONG).await
-            }
-        };
-        each(0..records, IN_FLIGHT_FILL, pair).await?;
+        for pass in 0..3 {
+            let mut numbers: Vec<u64> = (pass..records).step_by(3).collect();
+            numbers.sort_unstable_by_key(|number| scatter(*number));
+            let (store, body, numbers) = (self.store.clone(), self.body.clone(), Arc::<[u64]>::from(numbers));
+            let count = numbers.len() as u64;
+            let pair = move |at| {
+                let (store, body, number) = (store.clone(), body.clone(), numbers[at as usize]);
+                async move {
+                    let token = claim(&*store, number, LONG).await?;
+                    complete(&*store, number, token, &body, LONG).await
+                }
+            };
+            each(0..count, IN_FLIGHT_FILL, pair).await?;
+        }
         (self.records, self.next) = (records, records);
         Ok(())
     }
@@ -206,8 +218,10 @@ impl Population {
         })
         .await?;
 
-        let mut replayed = [0.0; 2];
-        for (seconds, among) in replayed.iter_mut().zip([records, records.min(10_000)]) {
+        let mut replayed = [0.0; 3];
+        // The few are read twice: what counts is the second time, when they are as near as they get.
+        let few = records.min(10_000);
+        for (seconds, among) in replayed.iter_mut().zip([records, few, few]) {
             let (store, from) = (store.clone(), added.start);
             (*seconds, _) = each(0..REPLAYED, IN_FLIGHT, move |number| {
                 let store = store.clone();
@@ -233,7 +247,7 @@ impl Population {
             return Err(format!("{purged} records were purged, not {ADDED}").into());
         }
         let added = ADDED as f64;
-        let [any, few] = replayed.map(|seconds| seconds / REPLAYED as f64);
+        let [any, _, few] = replayed.map(|seconds| seconds / REPLAYED as f64);
         Ok([claimed / added, completed / added, any, few, seconds / added])
     }
 }

@@ -1,7 +1,9 @@
-//! Connections that do nothing, for a server to keep.
+//! Connections that do next to nothing, for a server to keep.
 
+use std::collections::VecDeque;
 use std::io::Read as _;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -9,41 +11,50 @@ use tokio::task::JoinSet;
 
 use crate::records::Result;
 
-/// At once, so that no listener's queue overflows.
-const OPENING: usize = 128;
+/// How many connections are busy at once, so that no listener's queue overflows.
+const AT_ONCE: usize = 128;
 
-/// Opens so many connections, sends one request on each, reads its answer, and keeps them until the standard input ends.
-/// Says how many there are at the start, and how many the server has not closed by the end.
+/// How often a connection has a request: servers close those that are idle for longer than a while.
+const EVERY: Duration = Duration::from_secs(20);
+
+/// Opens so many connections, each with a request now and then, and keeps them until the standard input ends. Says how many
+/// there are at the start, and how many the server has not closed by the end.
 pub(crate) async fn hold(server: SocketAddr, count: usize) -> Result<()> {
-    let mut connections = Vec::with_capacity(count);
+    let mut connections = VecDeque::with_capacity(count);
     while connections.len() < count {
-        let mut opening = JoinSet::new();
-        for _ in connections.len()..count.min(connections.len() + OPENING) {
-            opening.spawn(open(server));
-        }
+        let few = AT_ONCE.min(count - connections.len());
+        let opening: JoinSet<_> = (0..few)
+            .map(|_| async move { request(TcpStream::connect(server).await?, server).await })
+            .collect();
         for connection in opening.join_all().await {
-            connections.push(connection?);
+            connections.push_back(connection?);
         }
     }
     println!("holding {count} connections");
-    tokio::task::spawn_blocking(|| std::io::stdin().read(&mut [0])).await??;
-    let open = |connection: &TcpStream| {
-        let read = connection.try_read(&mut [0]);
-        read.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
-    };
-    println!("{} still open", connections.iter().filter(|connection| open(connection)).count());
+    let mut end = tokio::task::spawn_blocking(|| std::io::stdin().read(&mut [0]));
+    let mut turn = tokio::time::interval(EVERY * AT_ONCE as u32 / count as u32);
+    loop {
+        tokio::select! {
+            _ = &mut end => break,
+            _ = turn.tick() => {}
+        }
+        let few = AT_ONCE.min(connections.len());
+        let busy: JoinSet<_> =
+            connections.drain(..few).map(|connection| request(connection, server)).collect();
+        connections.extend(busy.join_all().await.into_iter().flatten());
+    }
+    println!("{} still open", connections.len());
     Ok(())
 }
 
-async fn open(server: SocketAddr) -> Result<TcpStream> {
-    let mut stream = TcpStream::connect(server).await?;
+async fn request(mut connection: TcpStream, server: SocketAddr) -> Result<TcpStream> {
     let request = format!("POST /pay HTTP/1.1\r\nHost: {server}\r\nContent-Length: 2\r\n\r\n{{}}");
-    stream.write_all(request.as_bytes()).await?;
+    connection.write_all(request.as_bytes()).await?;
     let mut answer = Vec::new();
     while !answer.ends_with(b"\r\n\r\n{}") {
-        if stream.read_buf(&mut answer).await? == 0 {
+        if connection.read_buf(&mut answer).await? == 0 {
             return Err(format!("closed after {:?}", String::from_utf8_lossy(&answer)).into());
         }
     }
-    Ok(stream)
+    Ok(connection)
 }

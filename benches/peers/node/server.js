@@ -71,6 +71,10 @@ app.get('/executions', (_req, res) => {
   res.json(executions);
 });
 
+app.use((error, _req, res, _next) => {
+  res.status(res.statusCode < 400 ? 500 : res.statusCode).json({ error: error.message });
+});
+
 const server = app.listen(0, '127.0.0.1', () => {
   console.log(`listening on http://127.0.0.1:${server.address().port}`);
 });

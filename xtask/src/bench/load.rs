@@ -14,8 +14,8 @@ pub(super) struct Figure {
 }
 
 /// Loads a server with wrk, which must answer every request with 2xx. `load` is a script in `benches/load`.
-pub(super) fn wrk(url: &str, load: &str, cookie: &str, connections: u32, round: usize) -> Result<Figure> {
-    let text = output(wrk_command(url, load, connections, SECONDS, round).env("COOKIE", cookie))?;
+pub(super) fn wrk(url: &str, load: &str, cookies: &str, connections: u32, round: usize) -> Result<Figure> {
+    let text = output(wrk_command(url, load, connections, SECONDS, round).env("COOKIES", cookies))?;
     if text.contains("Non-2xx") {
         return Err(format!("{url}, {load}: some requests failed:\n{text}"));
     }

@@ -19,7 +19,7 @@ pub(super) struct Contender {
 impl Contender {
     /// A server under a load of wrk, compared with the last reference before it.
     pub(super) fn new(name: &str, url: String, load: &'static str) -> Result<Self> {
-        Self::with_cookie(name, url, load, String::new())
+        Self::with_cookies(name, url, load, String::new())
     }
 
     /// What others are compared with.
@@ -27,13 +27,13 @@ impl Contender {
         Ok(Self { reference: true, ..Self::new(name, url, load)? })
     }
 
-    /// One whose requests carry a cookie.
-    pub(super) fn with_cookie(name: &str, url: String, load: &'static str, cookie: String) -> Result<Self> {
+    /// One whose requests carry one cookie of several, which are separated by semicolons.
+    pub(super) fn with_cookies(name: &str, url: String, load: &'static str, cookies: String) -> Result<Self> {
         if load == "replay" {
-            // The first request under each key has to be over before replays are measured.
-            output(wrk_command(&url, load, 1, 1, 0).env("COOKIE", &cookie))?;
+            // The first request under each of the 512 keys has to be over before replays are measured.
+            output(wrk_command(&url, load, 16, 5, 0).env("COOKIES", &cookies))?;
         }
-        let measure = move |round| wrk(&url, load, &cookie, CONNECTIONS, round);
+        let measure = move |round| wrk(&url, load, &cookies, CONNECTIONS, round);
         Ok(Self::by(name, false, measure))
     }
 

@@ -37,14 +37,17 @@ pub(super) fn run() -> Result<String> {
             // One for each load: some get slower with what they remember.
             for (load, name) in [("first", "first request"), ("replay", "replay")] {
                 let server = start(library)?;
-                let cookie = session(library, &server)?;
+                let cookies = sessions(library, &server, 256)?;
                 let name = format!("{library}, {name}");
-                contenders.push(Contender::with_cookie(&name, server.url(), load, cookie)?);
+                contenders.push(Contender::with_cookies(&name, server.url(), load, cookies)?);
                 running.push(server);
             }
             let server = start(library)?;
-            let door =
-                Door { door: &server.address, service: &server.address, cookie: &session(library, &server)? };
+            let door = Door {
+                door: &server.address,
+                service: &server.address,
+                cookie: &sessions(library, &server, 1)?,
+            };
             let _infallible = writeln!(behaviours, "| {library} | {} |", behaviour(&door)?);
         }
         if framework != "axum" {
@@ -68,20 +71,24 @@ pub(super) fn run() -> Result<String> {
         }
         running.push(bare);
     }
+    eprintln!("{behaviours}");
     let speed =
         table("each library on its own framework, one process, 1 KiB JSON, 64 connections", contenders)?;
     Ok(format!("{speed}\nwhat they do:\n\n{behaviours}"))
 }
 
-/// The cookie that requests need, where they need one.
-fn session(library: &str, server: &Server) -> Result<String> {
+/// Cookies of new sessions, separated by semicolons, for the library that keeps what it knows in sessions.
+fn sessions(library: &str, server: &Server, count: usize) -> Result<String> {
     if library != "axum-idempotent" {
         return Ok(String::new());
     }
-    let answer = request(&server.address, "POST /session", "", "")?;
-    let cookie = answer.header.lines().find_map(|line| line.strip_prefix("set-cookie: "));
-    let cookie = cookie.and_then(|line| line.split(';').next());
-    cookie.map(str::to_owned).ok_or_else(|| format!("no session: {}", answer.header))
+    let session = || {
+        let answer = request(&server.address, "POST /session", "", "")?;
+        let cookie = answer.header.lines().find_map(|line| line.strip_prefix("set-cookie: "));
+        let cookie = cookie.and_then(|line| line.split(';').next());
+        cookie.map(str::to_owned).ok_or_else(|| format!("no session: {}", answer.header))
+    };
+    Ok((0..count).map(|_| session()).collect::<Result<Vec<_>>>()?.join(";"))
 }
 
 /// A Redis that keeps nothing, on a socket of its own.
