@@ -9,6 +9,7 @@ use crate::run::{Result, cargo, has, install, root, target};
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_express()?;
     prepare_fastapi()?;
+    prepare_postgres()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
@@ -20,6 +21,14 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
 
 fn cmd(command: &mut Command) -> Result<()> {
     crate::run::run(command)
+}
+
+/// A server to start clusters of our own with. The package may start one itself, on its usual port, which nothing here
+/// touches.
+fn prepare_postgres() -> Result<()> {
+    let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let is_there = versions.map(|version| version.path().join("bin/initdb")).any(|initdb| initdb.exists());
+    if is_there || has("initdb", &["--version"]) { Ok(()) } else { install(&["postgresql"]) }
 }
 
 /// The order service in Node: its packages beside it.

@@ -1,0 +1,8 @@
+//! The store and the contract, on real servers.
+
+mod conformance;
+mod contract;
+mod faults;
+mod schema;
+mod support;
+mod transactions;
