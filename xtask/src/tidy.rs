@@ -17,7 +17,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     ("oncegate", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
-    ("oncegate-cli", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    (
+        "oncegate-cli",
+        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres"],
+    ),
     // Nothing may depend on these.
     (
         "oncegate-cases",

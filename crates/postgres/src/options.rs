@@ -84,7 +84,7 @@ impl PostgresOptions {
             connect,
             pool_size: 8,
             statement_timeout: Duration::from_secs(5),
-            connect_timeout: Duration::from_secs(5),
+            connect_timeout: Duration::from_secs(3),
             transaction_pooler,
             max_batch: 128,
             runtime: None,
@@ -106,7 +106,7 @@ impl PostgresOptions {
         self
     }
 
-    /// How long a call waits for a connection, be it a free one or a new one. Default: 5 s.
+    /// How long a call waits for a connection, be it a free one or a new one. Default: 3 s.
     #[must_use]
     pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout.max(Duration::from_millis(1));

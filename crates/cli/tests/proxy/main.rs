@@ -7,6 +7,7 @@ mod config;
 mod fields;
 mod framing;
 mod lifecycle;
+mod postgres;
 mod protocols;
 mod streams;
 

@@ -294,11 +294,16 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
     }
     // Nothing of the caller's own stands before the contract's.
     run(
-        &mut app,
-        "CREATE TEMP TABLE records (id bytea); SET search_path = pg_temp, public;
-         CREATE FUNCTION pg_temp.octet_length(bytea) RETURNS integer LANGUAGE sql AS 'SELECT 1/0'",
+        &mut admin,
+        &format!(
+            "CREATE SCHEMA evil; GRANT USAGE ON SCHEMA evil TO {name};
+             CREATE FUNCTION evil.evil(text, text) RETURNS boolean LANGUAGE plpgsql
+                AS $$ BEGIN RAISE EXCEPTION 'evil'; END $$;
+             CREATE OPERATOR evil.= (LEFTARG = text, RIGHTARG = text, FUNCTION = evil.evil)"
+        ),
     )
     .await;
+    run(&mut app, "SET search_path = evil, pg_catalog").await;
     run(&mut app, &format!("SELECT oncegate.complete({}, {owner})", sql_id(id(1)))).await;
     let record = store.lookup(id(1)).await.unwrap().unwrap();
     assert_eq!(record.state, State::Completed(Answer::Awaited));

@@ -3,6 +3,7 @@
 mod conformance;
 mod contract;
 mod faults;
+mod python;
 mod schema;
 mod support;
 mod transactions;
