@@ -24,6 +24,9 @@ pub(crate) enum Arg {
     Flag(bool),
     Text(String),
     NoText,
+    ManyOctets(Vec<Option<Vec<u8>>>),
+    ManyBig(Vec<i64>),
+    ManyText(Vec<String>),
 }
 
 impl Call {
@@ -44,6 +47,9 @@ impl Call {
                 Arg::Flag(flag) => query.bind(flag),
                 Arg::Text(text) => query.bind(text),
                 Arg::NoText => query.bind(None::<String>),
+                Arg::ManyOctets(list) => query.bind(list),
+                Arg::ManyBig(list) => query.bind(list),
+                Arg::ManyText(list) => query.bind(list),
             };
         }
         query.fetch_all(connection).await
@@ -83,6 +89,18 @@ impl Arg {
             Self::Flag(flag) => write!(to, "{flag}"),
             Self::Text(text) => return write_text(text, to),
             Self::NoText => write!(to, "null::text"),
+            Self::ManyOctets(list) => {
+                return write_list(list, "bytea", to, |octets, to| match octets {
+                    Some(octets) => write_octets(octets, to),
+                    None => to.push_str("null"),
+                });
+            }
+            Self::ManyBig(list) => {
+                return write_list(list, "bigint", to, |number, to| {
+                    let _ = write!(to, "{number}");
+                });
+            }
+            Self::ManyText(list) => return write_list(list, "text", to, |text, to| write_text(text, to)),
         };
     }
 }
@@ -103,6 +121,19 @@ fn write_text(text: &str, to: &mut String) {
     to.push_str(",'UTF8')");
 }
 
+fn write_list<T>(list: &[T], of: &str, to: &mut String, mut write_one: impl FnMut(&T, &mut String)) {
+    to.push_str("array[");
+    for (number, item) in list.iter().enumerate() {
+        if number > 0 {
+            to.push(',');
+        }
+        write_one(item, to);
+    }
+    to.push_str("]::");
+    to.push_str(of);
+    to.push_str("[]");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,18 +141,20 @@ mod tests {
     #[test]
     fn what_comes_from_outside_is_digits() {
         let call = Call::new(
-            "SELECT * FROM f($1, $2, $3, $4)",
+            "SELECT * FROM f($1, $2, $3, $4, $5)",
             [
                 Arg::Octets(Bytes::from_static(b"\x00'\xff")),
                 Arg::Text("'); DROP".to_owned()),
                 Arg::Big(-1),
-                Arg::Text("$1".to_owned()),
+                Arg::ManyOctets(vec![None, Some(vec![1])]),
+                Arg::ManyText(vec!["$1".to_owned()]),
             ],
         );
         assert_eq!(
             call.written_out(),
             "SELECT * FROM f(decode('0027ff','hex'), convert_from(decode('27293b2044524f50','hex'),'UTF8'), \
-             (-1::bigint), convert_from(decode('2431','hex'),'UTF8'))"
+             (-1::bigint), array[null,decode('01','hex')]::bytea[], \
+             array[convert_from(decode('2431','hex'),'UTF8')]::text[])"
         );
     }
 }

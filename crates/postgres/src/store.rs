@@ -6,13 +6,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Claim, Command, Complete, Durability, Fencing, ListPage, ListQuery, Outcome,
-    Record, RecordId, Release, Renew, Resolution, Resolve, Store, StoreError, StoreFuture, Timestamp, limits,
+    AuditEntry, Capabilities, Claim, Command, Complete, Durability, Fencing, FencingToken, ListPage,
+    ListQuery, Outcome, Record, RecordId, Release, Renew, Resolution, Resolve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Timestamp, limits,
 };
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
 use sqlx::{Error, Row as _};
 use tokio::runtime::Handle;
+use tokio::sync::oneshot;
 
+use crate::batch::{Job, Lane, Put, Sending};
 use crate::call::{Arg, Call};
 use crate::error::{OpenError, in_words, is_lost, store_error};
 use crate::options::PostgresOptions;
@@ -40,6 +43,8 @@ struct Shared {
     statement_timeout: Duration,
     transaction_pooler: bool,
     durability: Durability,
+    claims: Arc<Lane>,
+    completions: Arc<Lane>,
 }
 
 impl PostgresStore {
@@ -72,16 +77,43 @@ impl PostgresStore {
         F: Future<Output = Result<T, StoreError>> + Send + 'static,
     {
         let task = self.runtime.spawn(run(self.shared.clone()));
-        Box::pin(async move {
-            task.await
-                .unwrap_or_else(|_| Err(StoreError::unavailable("the store's runtime is shutting down")))
-        })
+        Box::pin(async move { task.await.unwrap_or_else(|_| Err(shutting_down())) })
     }
+
+    /// Sends it with others of its kind, if there are any just now.
+    fn in_lane(&self, lane: &Arc<Lane>, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let (reply, answer) = oneshot::channel();
+        match lane.put(Job { id, command, reply, since: Instant::now() }) {
+            Put::Wait => {}
+            Put::Start => {
+                let mut sending = Sending::on(lane.clone());
+                let shared = self.shared.clone();
+                self.runtime.spawn(async move {
+                    while let Some(batch) = sending.next() {
+                        shared.clone().send_batch(batch).await;
+                    }
+                });
+            }
+            Put::Full => {
+                let error = StoreError::unavailable("too many commands wait for PostgreSQL");
+                return Box::pin(std::future::ready(Err(error)));
+            }
+        }
+        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(shutting_down())) })
+    }
+}
+
+fn shutting_down() -> StoreError {
+    StoreError::unavailable("the store's runtime is shutting down")
 }
 
 impl Store for PostgresStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        self.on_runtime(|shared| async move { shared.apply(id, command).await })
+        match command {
+            Command::Claim(_) => self.in_lane(&self.shared.claims, id, command),
+            Command::Complete(_) => self.in_lane(&self.shared.completions, id, command),
+            _ => self.on_runtime(|shared| async move { shared.apply(id, command).await }),
+        }
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
@@ -156,12 +188,18 @@ impl Shared {
             // That would be one more round trip for each call. A connection that died is found by the call itself.
             .test_before_acquire(false)
             .connect_lazy_with(options.connect_options());
+        // A third of the connections for each kind, so that renewals find one free in between.
+        let senders = usize::try_from(options.pool_size / 3).unwrap_or(1).clamp(1, 4);
+        let patience = options.connect_timeout + options.statement_timeout;
+        let lane = || Lane::new(options.max_batch, senders, patience);
         let shared = Self {
             pool,
             clock: ServerClock::default(),
             statement_timeout: options.statement_timeout,
             transaction_pooler: options.transaction_pooler,
             durability: Durability::Synced,
+            claims: Arc::new(lane()),
+            completions: Arc::new(lane()),
         };
         let standing = match shared.send(Call::new(STANDING, [])).await {
             Ok(rows) => rows.first().map(Standing::read).and_then(Result::ok),
@@ -217,6 +255,42 @@ impl Shared {
             }
         }
         Err(StoreError::unavailable("another transaction holds the record"))
+    }
+
+    /// One statement for all of them, or for the one that there is.
+    async fn send_batch(self: Arc<Self>, batch: Vec<Job>) {
+        let call = if batch.len() > 1 { many_call(&batch) } else { None };
+        let Some(call) = call else { return self.send_each(batch).await };
+        let error = match self.call(call, true).await {
+            Ok(rows) if rows.len() == batch.len() => {
+                for (job, row) in batch.into_iter().zip(&rows) {
+                    match record::said(row) {
+                        // Not before the others; it may take a while.
+                        Ok(Said::Locked) => drop(tokio::spawn(self.clone().send_each(vec![job]))),
+                        // Nobody may be waiting any more, here and below.
+                        Ok(Said::Outcome(outcome)) => drop(job.reply.send(Ok(outcome))),
+                        Err(error) => drop(job.reply.send(Err(error))),
+                    }
+                }
+                return;
+            }
+            Ok(_) => strange(),
+            Err(error) => error,
+        };
+        if error.kind() != StoreErrorKind::Unavailable {
+            // One of them was refused, and with it all were. Each is asked for by itself.
+            return self.send_each(batch).await;
+        }
+        for job in batch {
+            let _ = job.reply.send(Err(StoreError::unavailable(error.to_string())));
+        }
+    }
+
+    async fn send_each(self: Arc<Self>, batch: Vec<Job>) {
+        for job in batch {
+            let outcome = self.apply(job.id, job.command).await;
+            let _ = job.reply.send(outcome);
+        }
     }
 
     async fn list(&self, query: &ListQuery) -> Result<ListPage, StoreError> {
@@ -361,9 +435,13 @@ fn id_arg(id: &RecordId) -> Arg {
     Arg::Octets(id.as_bytes().to_vec().into())
 }
 
-fn token_arg(token: oncegate_core::FencingToken) -> Arg {
-    // No token that was ever given out is beyond the range; one that is made up is nobody's.
-    Arg::Big(i64::try_from(token.get()).unwrap_or(-1))
+fn token_arg(token: FencingToken) -> Arg {
+    Arg::Big(token_number(token))
+}
+
+/// No token that was ever given out is beyond the range; one that is made up is nobody's.
+fn token_number(token: FencingToken) -> i64 {
+    i64::try_from(token.get()).unwrap_or(-1)
 }
 
 fn duration_arg(duration: Duration) -> Arg {
@@ -382,6 +460,64 @@ fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
         Arg::Text(record::operation(&claim.label)),
     ];
     Some(Call::new("SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8)", args))
+}
+
+/// Claims, or completions.
+fn many_call(batch: &[Job]) -> Option<Call> {
+    match batch.first()?.command {
+        Command::Claim(_) => claim_many_call(batch),
+        _ => complete_many_call(batch),
+    }
+}
+
+fn claim_many_call(batch: &[Job]) -> Option<Call> {
+    let (mut ids, mut attempts, mut fingerprints) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut leases, mut retentions, mut policies) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut callers, mut operations) = (Vec::new(), Vec::new());
+    for job in batch {
+        let Command::Claim(claim) = &job.command else { return None };
+        ids.push(Some(job.id.as_bytes().to_vec()));
+        attempts.push(Some(claim.attempt.get().to_be_bytes().to_vec()));
+        fingerprints.push(Some(record::fingerprint(&claim.fingerprint)));
+        leases.push(record::millis(claim.lease));
+        retentions.push(record::millis(claim.retention));
+        policies.push(record::on_abandoned(claim.on_abandoned)?.to_owned());
+        callers.push(Some(claim.label.caller().as_bytes().to_vec()));
+        operations.push(record::operation(&claim.label));
+    }
+    let args = [
+        Arg::ManyOctets(ids),
+        Arg::ManyOctets(attempts),
+        Arg::ManyOctets(fingerprints),
+        Arg::ManyBig(leases),
+        Arg::ManyBig(retentions),
+        Arg::ManyText(policies),
+        Arg::ManyOctets(callers),
+        Arg::ManyText(operations),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8)", args))
+}
+
+fn complete_many_call(batch: &[Job]) -> Option<Call> {
+    let (mut ids, mut tokens, mut states) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut responses, mut retentions) = (Vec::new(), Vec::new());
+    for job in batch {
+        let Command::Complete(complete) = &job.command else { return None };
+        let (state, response) = record::end(&complete.completion)?;
+        ids.push(Some(job.id.as_bytes().to_vec()));
+        tokens.push(token_number(complete.token));
+        states.push(state.to_owned());
+        responses.push(response.map(|response| response.as_encoded().to_vec()));
+        retentions.push(record::millis(complete.retention));
+    }
+    let args = [
+        Arg::ManyOctets(ids),
+        Arg::ManyBig(tokens),
+        Arg::ManyText(states),
+        Arg::ManyOctets(responses),
+        Arg::ManyBig(retentions),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.complete_many($1, $2, $3, $4, $5)", args))
 }
 
 fn renew_call(id: &RecordId, renew: &Renew) -> Call {

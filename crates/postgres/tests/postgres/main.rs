@@ -1,5 +1,6 @@
 //! The store and the contract, on real servers.
 
+mod batches;
 mod conformance;
 mod contract;
 mod faults;
