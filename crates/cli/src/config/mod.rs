@@ -36,7 +36,7 @@ pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
 pub(crate) use self::units::{
-    AdminToken, StoreChoice, Upstream, UpstreamProtocol, duration, duration_text, size_text,
+    AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text,
 };
 
 /// One value that somebody said.
@@ -227,6 +227,8 @@ fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
         });
         if let Some(Entry { raw, source, .. }) = said {
             let text = match raw {
+                // The one value that is no secret and may hold one.
+                Raw::Text(text) if setting.name == "store" => units::safe_url(text),
                 Raw::Text(text) => text.clone(),
                 Raw::List(texts) => texts.join(","),
             };

@@ -15,6 +15,7 @@ use oncegate_core::{OnAbandoned, limits};
 use oncegate_http::{
     CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
 };
+use oncegate_postgres::PostgresOptions;
 
 use super::problem::did_you_mean;
 
@@ -31,6 +32,43 @@ pub(crate) enum StoreChoice {
     Memory,
     /// In this directory.
     Directory(PathBuf),
+    /// In this PostgreSQL database.
+    Postgres(StoreUrl),
+}
+
+/// Where a database is. There may be a password in it, which is shown nowhere.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct StoreUrl(String);
+
+impl StoreUrl {
+    /// The whole of it, for whoever connects.
+    pub(crate) fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&safe_url(&self.0))
+    }
+}
+
+impl fmt::Debug for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A URL without its password and its parameters, also where it is not quite one. What is no URL stays as it is.
+pub(crate) fn safe_url(text: &str) -> String {
+    let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
+    let (user, place) = match rest.rsplit_once('@') {
+        Some((user, place)) => (user.split([':', '/']).next().unwrap_or_default(), place),
+        None => ("", rest),
+    };
+    let place = place.split(['?', '#']).next().unwrap_or_default();
+    let at = if user.is_empty() { "" } else { "@" };
+    format!("{scheme}://{user}{at}{place}")
 }
 
 /// The service behind the sidecar.
@@ -312,9 +350,18 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
             Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
                 .to_owned())
         }
+        _ if text.starts_with("postgres://") || text.starts_with("postgresql://") => {
+            match PostgresOptions::new(text) {
+                Ok(_) => Ok(StoreChoice::Postgres(StoreUrl(text.to_owned()))),
+                Err(error) => Err(format!("{:?}: {error}", safe_url(text))),
+            }
+        }
         // Names of stores that need a server, not directories that look like one by accident.
         _ if text.contains("://") => {
-            Err(format!("{text:?} is a URL; the stores there are are a directory, or \"memory:\""))
+            let shown = safe_url(text);
+            Err(format!(
+                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", or \"memory:\""
+            ))
         }
         _ => Ok(StoreChoice::Directory(text.into())),
     }
@@ -649,6 +696,16 @@ mod tests {
     fn a_store_is_a_directory_or_memory() {
         assert_eq!(store("memory:"), Ok(StoreChoice::Memory));
         assert_eq!(store("./data"), Ok(StoreChoice::Directory("./data".into())));
+        let url = "postgresql://app:s3cret@db:6432/shop?sslmode=require";
+        assert_eq!(store(url), Ok(StoreChoice::Postgres(StoreUrl(url.to_owned()))));
+        let shown = store(url).map(|choice| format!("{choice:?}"));
+        assert_eq!(shown, Ok("Postgres(postgresql://app@db:6432/shop)".to_owned()));
+        for wrong in
+            ["postgres://a:s3cret@h/d?x=s3cret", "postgres://a:s3cret@[/d", "mysql://a:s3/cret@h/d?p=s3cret"]
+        {
+            let said = error(store(wrong));
+            assert!(said.contains("//a@") && !said.contains("s3") && !said.contains("cret"), "{said}");
+        }
         assert!(error(store("memory")).contains("write \"memory:\""));
         assert!(error(store("redis://host")).contains("is a URL"));
     }

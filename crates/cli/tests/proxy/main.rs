@@ -8,6 +8,7 @@ mod config;
 mod fields;
 mod framing;
 mod lifecycle;
+mod postgres;
 mod protocols;
 mod reconcile;
 mod streams;
