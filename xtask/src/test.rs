@@ -9,6 +9,7 @@ use crate::run::{Result, cargo, has, install, root, target};
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_express()?;
     prepare_fastapi()?;
+    prepare_redis()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
@@ -37,8 +38,13 @@ fn prepare_express() -> Result<()> {
 
 /// The order service in Python: its packages in an environment of its own.
 fn prepare_fastapi() -> Result<()> {
-    let environment = target().join("fastapi-orders");
-    let requirements = root().join("examples/fastapi-orders/requirements.txt");
+    prepare_python("fastapi-orders", "examples/fastapi-orders/requirements.txt")
+}
+
+/// An environment with these packages, in the place where builds go.
+fn prepare_python(name: &str, requirements: &str) -> Result<()> {
+    let environment = target().join(name);
+    let requirements = root().join(requirements);
     let done = environment.join("installed");
     if is_newer(&done, &requirements) {
         return Ok(());
@@ -52,6 +58,15 @@ fn prepare_fastapi() -> Result<()> {
         .args(["install", "--quiet", "--disable-pip-version-check", "-r"])
         .arg(requirements))?;
     std::fs::write(&done, "").map_err(|error| format!("{}: {error}", done.display()))
+}
+
+/// Redis, and its client for Python. The tests start servers of their own, on free ports; the one that the package starts
+/// on its own port is left alone.
+fn prepare_redis() -> Result<()> {
+    if !has("redis-server", &["--version"]) || !has("redis-cli", &["--version"]) {
+        install(&["redis-server"])?;
+    }
+    prepare_python("redis-contract", "crates/redis/tests/requirements.txt")
 }
 
 fn is_newer(made: &std::path::Path, from: &std::path::Path) -> bool {

@@ -14,14 +14,19 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-testkit", &["oncegate-core"]),
     ("oncegate-engine", &["oncegate-core"]),
     ("oncegate-embedded", &["oncegate-core"]),
+    ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     ("oncegate", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
-    ("oncegate-cli", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    (
+        "oncegate-cli",
+        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-redis", "oncegate-http"],
+    ),
     // Nothing may depend on these.
     (
         "oncegate-cases",
         &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-testkit"],
     ),
+    ("oncegate-servers", &[]),
     ("oncegate-benches", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
     ("axum-payments", &["oncegate"]),
     ("xtask", &[]),
@@ -32,6 +37,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-core", &["tokio", "http", "hyper", "getrandom", "redb", "tracing"]),
     ("oncegate-engine", &["http", "hyper", "redb", "axum"]),
     ("oncegate-embedded", &["http", "hyper", "axum"]),
+    ("oncegate-redis", &["http", "hyper", "axum", "redb"]),
     ("oncegate-http", &["redb", "hyper", "axum"]),
 ];
 
@@ -143,7 +149,7 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
         }
         let denies =
             ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
-        let library = ["core", "engine", "embedded", "http"]
+        let library = ["core", "engine", "embedded", "redis", "http"]
             .iter()
             .any(|room| name == format!("crates/{room}/src/lib.rs"));
         for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {

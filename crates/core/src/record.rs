@@ -115,6 +115,28 @@ impl fmt::Display for StateName {
 }
 
 impl Record {
+    /// A record as a store puts it together that keeps its parts and not its [octets](crate::codec). First attempt, and
+    /// changed and expired when it was created: the store sets these fields next.
+    #[must_use]
+    pub const fn new(
+        fingerprint: Fingerprint,
+        token: FencingToken,
+        state: State,
+        label: Label,
+        created_at: Timestamp,
+    ) -> Self {
+        Self {
+            fingerprint,
+            token,
+            attempts: 1,
+            state,
+            label,
+            created_at,
+            changed_at: created_at,
+            expires_at: created_at,
+        }
+    }
+
     /// Whether the record is past its retention and counts as absent.
     #[must_use]
     pub fn is_expired(&self, now: Timestamp) -> bool {
