@@ -6,6 +6,7 @@ use std::fmt;
 use oncegate_core::{Capabilities, Durability, Fencing};
 use redis::{Value, cmd};
 
+use crate::contract::AUDIT_KEY;
 use crate::error::{Failure, OpenError};
 use crate::link::{Wire, ask_all};
 use crate::options::{RedisOptions, Topology};
@@ -43,6 +44,8 @@ pub(crate) struct Server {
     pub(crate) aof: Option<bool>,
     pub(crate) fsync: Option<String>,
     pub(crate) replicas: Option<u64>,
+    /// Whether the default user may write records. Redis loads its append-only file in that user's name.
+    pub(crate) default_writes: Option<bool>,
     pub(crate) fails_over: bool,
     pub(crate) evicts: bool,
     pub(crate) wait: bool,
@@ -89,6 +92,7 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenErr
         Err(Failure::Refused(_)) => Vec::new(),
         Err(failure) => return Err(failure.into()),
     };
+    let default_writes = default_writes(wire, options).await?;
     // In a Cluster, answers come in no order: what one of them says holds for the worst.
     let mut nodes: Vec<Node> = infos.into_iter().map(info_of).collect();
     for config in configs {
@@ -102,7 +106,30 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenErr
             }
         }
     }
+    if let Some(writes) = default_writes {
+        for node in &mut nodes {
+            node.insert(DEFAULT_WRITES.to_owned(), writes.to_string());
+        }
+    }
     Ok(nodes)
+}
+
+/// Where what was found out about the default user stands beside what the server says of itself.
+const DEFAULT_WRITES: &str = "oncegate:default";
+
+/// Whether the default user may do what the scripts do. Before redis/redis#14541 and valkey-io/valkey#3983 were mended,
+/// a server that loads its append-only file skips whatever the default user may not do, if it was done by a script.
+async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bool>, OpenError> {
+    if options.user.as_deref().is_none_or(|user| user == "default") {
+        return Ok(Some(true));
+    }
+    let mut command = cmd("ACL");
+    command.arg("DRYRUN").arg("default").arg("HSET").arg(AUDIT_KEY).arg("field").arg("value");
+    match ask_all(wire, &command, options.timeout).await {
+        Ok(answers) => Ok(Some(answers.iter().all(|answer| *answer == Value::Okay))),
+        Err(Failure::Refused(_)) => Ok(None),
+        Err(failure) => Err(failure.into()),
+    }
 }
 
 fn info_of(info: Value) -> Node {
@@ -155,6 +182,7 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
         aof: get("aof_enabled").map(|enabled| enabled == "1"),
         fsync: get("appendfsync"),
         replicas: get("connected_slaves").and_then(|count| count.parse().ok()),
+        default_writes: node.get(DEFAULT_WRITES).map(|writes| writes == "true"),
         fails_over: options.topology != Topology::Single,
         wait: options.wait.is_some(),
     })
@@ -180,6 +208,7 @@ impl Server {
         self.aof == Some(true)
             && self.fsync.as_deref() == Some("always")
             && self.replicas == Some(0)
+            && self.default_writes == Some(true)
             && !self.fails_over
             && !self.evicts
             && self.policy.is_some()
@@ -234,6 +263,19 @@ impl Server {
                  last records when the machine fails, and their keys execute again",
             ),
         });
+        match (self.aof, self.default_writes) {
+            (Some(false), _) | (_, Some(true)) => {}
+            (_, Some(false)) => found.push(warning(
+                "the default user may not write: a server without the mending of redis/redis#14541 (valkey-io/valkey#3983) SKIPS \
+                 EVERY RECORD when it loads its append-only file, and their keys execute again; write \
+                 `user default off ~* &* +@all`, which lets nobody log in either",
+            )),
+            (_, None) => found.push(warning(
+                "whether the default user may write could not be read (ACL DRYRUN is not allowed); where it may not, a server \
+                 without the mending of redis/redis#14541 (valkey-io/valkey#3983) skips every record when it loads its \
+                 append-only file",
+            )),
+        }
         if self.fails_over || self.replicas.is_some_and(|count| count > 0) {
             found.push(warning(if self.wait {
                 "replicas: a failover may lose records that too few replicas had; those that were waited for are lost only \
@@ -261,6 +303,7 @@ mod tests {
             aof: Some(true),
             fsync: Some("always".to_owned()),
             replicas: Some(0),
+            default_writes: Some(true),
             ..Server::default()
         }
     }
@@ -284,6 +327,8 @@ mod tests {
             Server { replicas: Some(1), ..server() },
             Server { replicas: None, ..server() },
             Server { fails_over: true, ..server() },
+            Server { default_writes: Some(false), ..server() },
+            Server { default_writes: None, ..server() },
         ];
         for server in weaker {
             assert_eq!(promise(&server), (Durability::Buffered, Fencing::Equality), "{server:?}");

@@ -386,7 +386,7 @@ async fn what_may_not_be_asked_is_said_and_promised_for() {
     let server = start(ServerOptions::new().with_appendfsync("always").with_user("app", "secret", rules));
     let store = open(&server.url()).await;
     let findings: Vec<_> = store.findings().into_iter().filter(|f| f.gravity == Gravity::Warning).collect();
-    assert_eq!(findings.len(), 3, "{findings:?}");
+    assert_eq!(findings.len(), 4, "{findings:?}");
     assert!(findings.iter().all(|f| f.text.contains("could not be read")), "{findings:?}");
     assert_eq!(store.capabilities().durability, Durability::Buffered);
     // It may not publish either, and ends its attempts all the same.
@@ -395,6 +395,23 @@ async fn what_may_not_be_asked_is_said_and_promised_for() {
     assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
     store.check().await.unwrap();
     assert_eq!(store.list(ListQuery::default()).await.unwrap().records.len(), 1);
+}
+
+#[tokio::test]
+async fn a_default_user_without_rights_is_pointed_out_because_of_what_a_restart_then_skips() {
+    let options = ServerOptions::new().with_appendfsync("always").with_user("app", "secret", "~* &* +@all");
+    let mut server = start(options);
+    let store = open(&server.url()).await;
+    assert_eq!(store.capabilities().durability, Durability::Synced);
+    let grant = granted(&store, 1, 1).await;
+    server.kill();
+    server.restart().unwrap();
+    until_ok(|| store.check()).await;
+    assert_eq!(store.lookup(id(1)).await.unwrap().expect("it was acknowledged").token, grant.token);
+    server.command(&["ACL", "SETUSER", "default", "reset"]).unwrap();
+    store.check().await.unwrap();
+    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert!(store.findings().iter().any(|f| f.text.contains("SKIPS EVERY RECORD")), "{:?}", store.findings());
 }
 
 #[tokio::test]

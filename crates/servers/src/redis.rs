@@ -40,11 +40,12 @@ impl RedisOptions {
         self.with("appendonly yes").with(format!("appendfsync {when}"))
     }
 
-    /// Nobody else than this user may do anything, and this one may do what `rules` say, such as `~* &* +@all`.
+    /// Nobody else than this user can log in, and this one may do what `rules` say, such as `~* &* +@all`. The default user
+    /// keeps its rights, because Redis loads its append-only file in its name.
     #[must_use]
     pub fn with_user(mut self, name: &str, password: &str, rules: &str) -> Self {
         self.login = Some((name.to_owned(), password.to_owned()));
-        self.with("user default off").with(format!("user {name} on >{password} {rules}"))
+        self.with("user default off ~* &* +@all").with(format!("user {name} on >{password} {rules}"))
     }
 
     /// Speaks TLS and nothing else, with a certificate for `localhost` and 127.0.0.1.
