@@ -185,9 +185,9 @@ settings! {
     "admin-token" SERVICE Secret One "TOKEN" Nothing("");
     admin_token: AdminToken = units::admin_token;
 
-    /// Keeps records in this directory, which one process owns at a time; or in memory with `memory:`, where nothing
-    /// survives a restart.
-    "store" SERVICE Service One "DIR|memory:" Value("./oncegate-data");
+    /// Keeps records in this directory, which one process owns at a time; in memory with `memory:`, where nothing
+    /// survives a restart; or on a server that several sidecars share: `redis://`, see below.
+    "store" SERVICE Service One "DIR|memory:|URL" Value("./oncegate-data");
     store: StoreChoice = units::store;
 
     /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.

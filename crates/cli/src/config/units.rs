@@ -16,6 +16,8 @@ use oncegate_http::{
     CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
 };
 
+use oncegate_redis::RedisOptions;
+
 use super::problem::did_you_mean;
 
 type Read<T> = Result<T, String>;
@@ -31,6 +33,8 @@ pub(crate) enum StoreChoice {
     Memory,
     /// In this directory.
     Directory(PathBuf),
+    /// On Redis or Valkey.
+    Redis(Box<RedisOptions>),
 }
 
 /// The service behind the sidecar.
@@ -305,11 +309,30 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
             Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
                 .to_owned())
         }
-        // Names of stores that need a server, not directories that look like one by accident.
+        _ if RedisOptions::is_url(text) => match RedisOptions::from_url(text) {
+            Ok(options) => Ok(StoreChoice::Redis(Box::new(options))),
+            Err(error) => Err(error.to_string()),
+        },
+        // Names of stores that need a server, not directories that look like one by accident. Behind the scheme there may
+        // be a password.
         _ if text.contains("://") => {
-            Err(format!("{text:?} is a URL; the stores there are are a directory, or \"memory:\""))
+            let scheme = text.split("://").next().unwrap_or_default();
+            Err(format!(
+                "\"{scheme}://\" starts a URL that names no store; the stores there are are a directory, \"memory:\" and \
+                 \"redis://\""
+            ))
         }
         _ => Ok(StoreChoice::Directory(text.into())),
+    }
+}
+
+/// A store as logs may show it: whatever stands before the host of a URL is left out.
+pub(crate) fn without_login(text: &str) -> String {
+    let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
+    let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
+    match authority.rsplit_once('@') {
+        Some((_, hosts)) => format!("{scheme}://…@{hosts}{path}"),
+        None => text.to_owned(),
     }
 }
 
@@ -593,11 +616,17 @@ mod tests {
     }
 
     #[test]
-    fn a_store_is_a_directory_or_memory() {
+    fn a_store_is_a_directory_or_memory_or_a_server() {
         assert_eq!(store("memory:"), Ok(StoreChoice::Memory));
         assert_eq!(store("./data"), Ok(StoreChoice::Directory("./data".into())));
         assert!(error(store("memory")).contains("write \"memory:\""));
-        assert!(error(store("redis://host")).contains("is a URL"));
+        assert!(matches!(store("redis://host"), Ok(StoreChoice::Redis(_))));
+        for url in ["x://u:hunter2@host", "redis://u:hunter2@host:x"] {
+            assert!(!error(store(url)).contains("hunter2"));
+        }
+        assert_eq!(without_login("redis://u:hunter2@h,i/0?x=@"), "redis://…@h,i/0?x=@");
+        assert_eq!(without_login("redis://u:hunt@er2@h"), "redis://…@h");
+        assert_eq!(without_login("./data@home"), "./data@home");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, Store};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
 use oncegate_engine::Engine;
+use oncegate_redis::{Gravity, RedisOptions, RedisStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -46,7 +47,7 @@ fn allow_many_files() {
 }
 
 async fn serve(config: Config) -> Result<(), String> {
-    let store = open(&config.store)?;
+    let store = open(&config.store).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     let (listen, sockets) = bind(config.listen, threads)
@@ -117,10 +118,11 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(error.to_string()))
 }
 
-fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
+async fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
     Ok(match choice {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory)?),
+        StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
     })
 }
 
@@ -128,10 +130,23 @@ fn open_directory(directory: &Path) -> Result<EmbeddedStore, String> {
     EmbeddedStore::open(EmbeddedOptions::new(directory)).map_err(|error| error.to_string())
 }
 
+async fn open_redis(options: &RedisOptions) -> Result<RedisStore, String> {
+    let shown = options.shown();
+    let store = RedisStore::open(options.clone()).await.map_err(|error| format!("store {shown}: {error}"))?;
+    for finding in store.findings() {
+        match finding.gravity {
+            Gravity::Fine => tracing::info!("store {shown}: {finding}"),
+            _ => tracing::warn!("store {shown}: {finding}"),
+        }
+    }
+    Ok(store)
+}
+
 fn name(choice: &StoreChoice) -> String {
     match choice {
         StoreChoice::Memory => "memory:".to_owned(),
         StoreChoice::Directory(directory) => directory.display().to_string(),
+        StoreChoice::Redis(options) => options.shown(),
     }
 }
 
