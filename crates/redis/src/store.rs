@@ -334,6 +334,9 @@ impl Shared {
     }
 
     async fn audit(&self, before: Option<u64>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+        if limit == 0 {
+            return Ok(Vec::new());
+        }
         let end = match before {
             None => "+".to_owned(),
             Some(0 | 1) => return Ok(Vec::new()),

@@ -9,14 +9,32 @@ use oncegate_core::{
 };
 use oncegate_redis::contract::record_key;
 use oncegate_redis::{OpenError, RedisStore};
-use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisSentinel, RedisServer};
+use oncegate_servers::{
+    Certificates, RedisCluster, RedisOptions as ServerOptions, RedisSentinel, RedisServer,
+};
 use support::*;
+
+/// An authority, and a certificate of it for this machine.
+fn certificates() -> Certificates {
+    let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let ca_key = rcgen::KeyPair::generate().unwrap();
+    let ca = params.self_signed(&ca_key).unwrap();
+    let issuer = rcgen::Issuer::new(params, ca_key);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let names = vec!["localhost".to_owned(), "127.0.0.1".to_owned()];
+    let cert = rcgen::CertificateParams::new(names).unwrap().signed_by(&key, &issuer).unwrap();
+    Certificates { ca: ca.pem(), cert: cert.pem(), key: key.serialize_pem() }
+}
 
 #[tokio::test]
 async fn speaks_tls_with_who_proves_its_name() {
-    let server =
-        RedisServer::start(ServerOptions::new().with_tls().with_user("app", "secret", "~* &* +@all"))
-            .unwrap();
+    let server = RedisServer::start(ServerOptions::new().with_tls(certificates()).with_user(
+        "app",
+        "secret",
+        "~* &* +@all",
+    ))
+    .unwrap();
     let store = open(&server.url()).await;
     let grant = granted(&store, 1, 1).await;
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);

@@ -4,4 +4,4 @@
 
 mod redis;
 
-pub use redis::{RedisCluster, RedisOptions, RedisSentinel, RedisServer};
+pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};

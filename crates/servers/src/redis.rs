@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug, Default)]
 pub struct RedisOptions {
     lines: Vec<String>,
-    tls: bool,
+    tls: Option<Certificates>,
     login: Option<(String, String)>,
 }
 
@@ -48,12 +48,23 @@ impl RedisOptions {
         self.with("user default off ~* &* +@all").with(format!("user {name} on >{password} {rules}"))
     }
 
-    /// Speaks TLS and nothing else, with a certificate for `localhost` and 127.0.0.1.
+    /// Speaks TLS and nothing else, with a certificate for `localhost`.
     #[must_use]
-    pub fn with_tls(mut self) -> Self {
-        self.tls = true;
+    pub fn with_tls(mut self, certificates: Certificates) -> Self {
+        self.tls = Some(certificates);
         self
     }
+}
+
+/// What a server with TLS shows, in PEM.
+#[derive(Clone, Debug)]
+pub struct Certificates {
+    /// The authority.
+    pub ca: String,
+    /// The server's certificate.
+    pub cert: String,
+    /// Its key.
+    pub key: String,
 }
 
 /// A server in a directory of its own.
@@ -78,8 +89,10 @@ impl RedisServer {
     fn start_as(options: RedisOptions, sentinel: bool) -> io::Result<Self> {
         let dir = tempfile::Builder::new().prefix("oncegate-redis-").tempdir()?;
         let mut server = Self { child: None, port: 0, dir, options, sentinel };
-        if server.options.tls {
-            certificates(server.dir.path())?;
+        if let Some(tls) = &server.options.tls {
+            for (name, text) in [("ca.pem", &tls.ca), ("cert.pem", &tls.cert), ("key.pem", &tls.key)] {
+                fs::write(server.dir.path().join(name), text)?;
+            }
         }
         // Between the moment that a port is found free and the one that the server takes it, somebody else may.
         let mut last = io::Error::other("not tried");
@@ -98,7 +111,7 @@ impl RedisServer {
         let dir = self.dir.path().display();
         let port = self.port;
         let mut text = format!("dir {dir}\nlogfile {dir}/log\nbind 127.0.0.1\ndaemonize no\n");
-        if self.options.tls {
+        if self.options.tls.is_some() {
             text += &format!(
                 "port 0\ntls-port {port}\ntls-cert-file {dir}/cert.pem\ntls-key-file {dir}/key.pem\n\
                  tls-ca-cert-file {dir}/ca.pem\ntls-auth-clients no\n"
@@ -142,7 +155,7 @@ impl RedisServer {
     }
 
     fn answers(&self) -> bool {
-        if self.options.tls {
+        if self.options.tls.is_some() {
             return TcpStream::connect(("127.0.0.1", self.port)).is_ok();
         }
         self.command(&["PING"]).is_ok_and(|answer| answer.contains("PONG"))
@@ -185,7 +198,7 @@ impl RedisServer {
     pub fn url(&self) -> String {
         let login = self.options.login.as_ref().map(|(user, password)| format!("{user}:{password}@"));
         let login = login.unwrap_or_default();
-        if self.options.tls {
+        if self.options.tls.is_some() {
             format!("rediss://{login}localhost:{}/0?ca={}", self.port, self.ca().display())
         } else {
             format!("redis://{login}127.0.0.1:{}/0", self.port)
@@ -366,23 +379,4 @@ impl RedisSentinel {
 
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
-}
-
-/// An authority, and a certificate of it for this machine.
-fn certificates(dir: &Path) -> io::Result<()> {
-    let made = || -> Result<[(&str, String); 3], rcgen::Error> {
-        let mut params = rcgen::CertificateParams::new(Vec::new())?;
-        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        let ca_key = rcgen::KeyPair::generate()?;
-        let ca = params.self_signed(&ca_key)?;
-        let issuer = rcgen::Issuer::new(params, ca_key);
-        let key = rcgen::KeyPair::generate()?;
-        let names = vec!["localhost".to_owned(), "127.0.0.1".to_owned()];
-        let cert = rcgen::CertificateParams::new(names)?.signed_by(&key, &issuer)?;
-        Ok([("ca.pem", ca.pem()), ("cert.pem", cert.pem()), ("key.pem", key.serialize_pem())])
-    };
-    for (name, text) in made().map_err(io::Error::other)? {
-        fs::write(dir.join(name), text)?;
-    }
-    Ok(())
 }
