@@ -11,6 +11,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_fastapi()?;
     prepare_postgres()?;
     prepare_psycopg()?;
+    prepare_redis()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
@@ -72,6 +73,15 @@ fn prepare_python(name: &str, requirements: &str) -> Result<()> {
         .args(["install", "--quiet", "--disable-pip-version-check", "-r"])
         .arg(requirements))?;
     std::fs::write(&done, "").map_err(|error| format!("{}: {error}", done.display()))
+}
+
+/// Redis, and its client for Python. The tests start servers of their own, on free ports; the one that the package starts
+/// on its own port is left alone.
+fn prepare_redis() -> Result<()> {
+    if !has("redis-server", &["--version"]) || !has("redis-cli", &["--version"]) {
+        install(&["redis-server"])?;
+    }
+    prepare_python("redis-contract", "crates/redis/tests/requirements.txt")
 }
 
 fn is_newer(made: &std::path::Path, from: &std::path::Path) -> bool {

@@ -15,20 +15,28 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-engine", &["oncegate-core"]),
     ("oncegate-embedded", &["oncegate-core"]),
     ("oncegate-postgres", &["oncegate-core"]),
+    ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     ("oncegate", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
     (
         "oncegate-cli",
-        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres"],
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-embedded",
+            "oncegate-http",
+            "oncegate-postgres",
+            "oncegate-redis",
+        ],
     ),
     // Nothing may depend on these.
     (
         "oncegate-cases",
         &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-testkit"],
     ),
+    ("oncegate-servers", &[]),
     ("oncegate-benches", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
     ("axum-payments", &["oncegate"]),
-    ("oncegate-servers", &[]),
     ("xtask", &[]),
 ];
 
@@ -38,6 +46,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-engine", &["http", "hyper", "redb", "axum", "sqlx"]),
     ("oncegate-embedded", &["http", "hyper", "axum"]),
     ("oncegate-postgres", &["http", "hyper", "axum", "redb"]),
+    ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
 ];
 
@@ -149,7 +158,7 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
         }
         let denies =
             ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
-        let library = ["core", "engine", "embedded", "http", "postgres", "servers"]
+        let library = ["core", "engine", "embedded", "http", "postgres", "redis", "servers"]
             .iter()
             .any(|room| name == format!("crates/{room}/src/lib.rs"));
         for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {

@@ -7,8 +7,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::ExitCode;
 
-use oncegate_core::StateName;
+use oncegate_core::{StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
+use oncegate_redis::{Gravity, RedisOptions, RedisStore};
 
 use crate::config::{Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, size_text};
 use crate::proxy::server_config;
@@ -90,6 +91,7 @@ fn check(draft: &Draft) -> Report {
         Some(StoreChoice::Memory) => report.ok("store memory:"),
         Some(StoreChoice::Directory(dir)) => store(dir, &mut report),
         Some(StoreChoice::Postgres(url)) => postgres(url, &mut report),
+        Some(StoreChoice::Redis(options)) => redis(options, &mut report),
         None => {
             report.warn("store: not checked, because of the errors above it is not clear which one is meant")
         }
@@ -176,6 +178,36 @@ fn existing_store(dir: &Path, report: &mut Report) {
         Ok(found) => content(dir, &found, report),
         // Nothing is wrong with a sidecar that runs.
         Err(error @ OpenError::InUse { .. }) => report.warn(format!("{error}. Its content was not checked")),
+        Err(error) => report.error(format!("store {shown}: {error}")),
+    }
+}
+
+/// Connects, writes a key that is gone after a second, and says what the server's configuration can lose.
+fn redis(options: &RedisOptions, report: &mut Report) {
+    let shown = options.shown();
+    let look = async || {
+        let store = RedisStore::open(options.clone()).await.map_err(|error| error.to_string())?;
+        store.check().await.map_err(|error| error.to_string())?;
+        Ok::<_, String>(store.findings())
+    };
+    // On a thread of its own, whatever runs on this one.
+    let found = std::thread::scope(|scope| {
+        let looking = scope.spawn(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.map_err(|error| error.to_string())?.block_on(look())
+        });
+        looking.join().unwrap_or_else(|_| Err("looking at it failed".to_owned()))
+    });
+    match found {
+        Ok(findings) => {
+            for finding in findings {
+                let line = format!("store {shown}: {finding}");
+                match finding.gravity {
+                    Gravity::Fine => report.ok(line),
+                    _ => report.warn(line),
+                }
+            }
+        }
         Err(error) => report.error(format!("store {shown}: {error}")),
     }
 }
@@ -335,8 +367,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let not_checked =
             "warn  store: not checked, because of the errors above it is not clear which one is meant";
-        let by_flag = lines(dir.path(), &["--store", "redis://x"]);
-        assert!(by_flag[0].starts_with("error --store: \"redis://x\" is a URL"), "{by_flag:?}");
+        let by_flag = lines(dir.path(), &["--store", "other://x"]);
+        assert!(by_flag[0].contains("is a URL of none of the stores"), "{by_flag:?}");
         assert_eq!(by_flag.last().unwrap(), not_checked);
         let file = dir.path().join("f.toml");
         fs::write(&file, "store = ").unwrap();

@@ -35,22 +35,24 @@ pub trait Store: Send + Sync + 'static {
     /// As for [`Store::apply`].
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>>;
 
-    /// Lists records in the order of their identifiers. Reads at most a bounded number of records per call, so a page may
-    /// be short or empty and have a cursor all the same.
+    /// Lists records in the order of their identifiers, or, where the store cannot walk through them so, in an order of its
+    /// own; while records come and go, one may then be listed twice. Reads at most a bounded number of records per call, so
+    /// a page may be short or empty and have a cursor all the same.
     ///
     /// # Errors
     /// As for [`Store::apply`]; a record that cannot be read is listed as such and is no error.
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage>;
 
     /// Removes at most `limit` records whose retention is over, without reading the others, and says how many. The answer
-    /// is smaller than `limit` when there are no more for now.
+    /// is smaller than `limit` when there are no more for now, and zero where the store removes them by itself.
     ///
     /// # Errors
     /// As for [`Store::apply`].
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize>;
 
     /// The audit trail, newest first, from before the entry number `before` where one is given, `limit` entries at most.
-    /// Every [`Outcome::Resolved`] has exactly one entry, written in the same transaction.
+    /// Every [`Outcome::Resolved`] has exactly one entry, written in the same transaction; a store that is spread over
+    /// machines may write it after that, and answers only when it is written.
     ///
     /// # Errors
     /// As for [`Store::apply`].
@@ -125,7 +127,7 @@ pub struct ListQuery {
     pub operation: Option<String>,
     /// Only records that have been in their state for at least so long.
     pub min_age: Duration,
-    /// Only records after this one: the cursor of the page before.
+    /// Only records after this one: the cursor of the page before. Where the store's order is its own, it is no record.
     pub after: Option<RecordId>,
     /// How many, [`limits::PAGE_MAX`] at most.
     pub limit: usize,
@@ -158,7 +160,7 @@ impl ListQuery {
 /// A page of a listing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListPage {
-    /// The records, in the order of their identifiers.
+    /// The records, in the order of the listing.
     pub records: Vec<(RecordId, Record)>,
     /// Records that cannot be read.
     pub unreadable: Vec<RecordId>,

@@ -3,5 +3,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod postgres;
+mod redis;
 
 pub use postgres::{PostgresOptions, PostgresServer};
+pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};

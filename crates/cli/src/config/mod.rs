@@ -232,6 +232,7 @@ fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
                 Raw::Text(text) => text.clone(),
                 Raw::List(texts) => texts.join(","),
             };
+            let text = if setting.name == "store" { units::without_login(&text) } else { text };
             let place = match source {
                 Source::File(place) => format!("{}:{}", place.file, place.line),
                 other => other.to_string(),

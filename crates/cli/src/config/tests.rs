@@ -497,6 +497,18 @@ fn the_summary_says_what_was_said_and_by_whom_and_no_secret() {
 }
 
 #[test]
+fn the_summary_shows_no_password_of_a_store() {
+    let given = Given { env: &[TO, ("ONCEGATE_STORE", "redis://app:hunter2@db:6379/1")], ..NOTHING };
+    let config = given.config();
+    assert!(
+        config.safe_summary().contains("store=redis://…@db:6379/1 (ONCEGATE_STORE)"),
+        "{}",
+        config.safe_summary()
+    );
+    assert!(!format!("{config:?}").contains("hunter2"));
+}
+
+#[test]
 fn what_the_help_says_of_the_profile_is_what_it_says() {
     let by_profile = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default.settings);
     for setting in SETTINGS {

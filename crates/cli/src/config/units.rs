@@ -17,6 +17,8 @@ use oncegate_http::{
 };
 use oncegate_postgres::PostgresOptions;
 
+use oncegate_redis::RedisOptions;
+
 use super::problem::did_you_mean;
 
 type Read<T> = Result<T, String>;
@@ -34,6 +36,8 @@ pub(crate) enum StoreChoice {
     Directory(PathBuf),
     /// In this PostgreSQL database.
     Postgres(StoreUrl),
+    /// On Redis or Valkey.
+    Redis(Box<RedisOptions>),
 }
 
 /// Where a database is. There may be a password in it, which is shown nowhere.
@@ -356,14 +360,29 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
                 Err(error) => Err(format!("{:?}: {error}", safe_url(text))),
             }
         }
-        // Names of stores that need a server, not directories that look like one by accident.
+        _ if RedisOptions::is_url(text) => match RedisOptions::from_url(text) {
+            Ok(options) => Ok(StoreChoice::Redis(Box::new(options))),
+            Err(error) => Err(error.to_string()),
+        },
+        // Names of stores that need a server, not directories that look like one by accident. Behind the scheme there may
+        // be a password.
         _ if text.contains("://") => {
             let shown = safe_url(text);
             Err(format!(
-                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", or \"memory:\""
+                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", or \"memory:\""
             ))
         }
         _ => Ok(StoreChoice::Directory(text.into())),
+    }
+}
+
+/// A store as logs may show it: whatever stands before the host of a URL is left out.
+pub(crate) fn without_login(text: &str) -> String {
+    let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
+    let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
+    match authority.rsplit_once('@') {
+        Some((_, hosts)) => format!("{scheme}://…@{hosts}{path}"),
+        None => text.to_owned(),
     }
 }
 
@@ -693,7 +712,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_is_a_directory_or_memory() {
+    fn a_store_is_a_directory_or_memory_or_a_server() {
         assert_eq!(store("memory:"), Ok(StoreChoice::Memory));
         assert_eq!(store("./data"), Ok(StoreChoice::Directory("./data".into())));
         let url = "postgresql://app:s3cret@db:6432/shop?sslmode=require";
@@ -707,7 +726,13 @@ mod tests {
             assert!(said.contains("//a@") && !said.contains("s3") && !said.contains("cret"), "{said}");
         }
         assert!(error(store("memory")).contains("write \"memory:\""));
-        assert!(error(store("redis://host")).contains("is a URL"));
+        assert!(matches!(store("redis://host"), Ok(StoreChoice::Redis(_))));
+        for url in ["x://u:hunter2@host", "redis://u:hunter2@host:x"] {
+            assert!(!error(store(url)).contains("hunter2"));
+        }
+        assert_eq!(without_login("redis://u:hunter2@h,i/0?x=@"), "redis://…@h,i/0?x=@");
+        assert_eq!(without_login("redis://u:hunt@er2@h"), "redis://…@h");
+        assert_eq!(without_login("./data@home"), "./data@home");
     }
 
     #[test]

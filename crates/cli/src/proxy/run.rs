@@ -9,6 +9,7 @@ use oncegate_core::{MemoryStore, Store};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
 use oncegate_engine::Engine;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
+use oncegate_redis::{Gravity, RedisOptions, RedisStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -126,6 +127,7 @@ async fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory)?),
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url).await?),
+        StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
     })
 }
 
@@ -138,11 +140,24 @@ async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, String> {
     PostgresStore::open(options).await.map_err(|error| error.to_string())
 }
 
+async fn open_redis(options: &RedisOptions) -> Result<RedisStore, String> {
+    let shown = options.shown();
+    let store = RedisStore::open(options.clone()).await.map_err(|error| format!("store {shown}: {error}"))?;
+    for finding in store.findings() {
+        match finding.gravity {
+            Gravity::Fine => tracing::info!("store {shown}: {finding}"),
+            _ => tracing::warn!("store {shown}: {finding}"),
+        }
+    }
+    Ok(store)
+}
+
 fn name(choice: &StoreChoice) -> String {
     match choice {
         StoreChoice::Memory => "memory:".to_owned(),
         StoreChoice::Directory(directory) => directory.display().to_string(),
         StoreChoice::Postgres(url) => url.to_string(),
+        StoreChoice::Redis(options) => options.shown(),
     }
 }
 

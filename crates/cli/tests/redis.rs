@@ -1,0 +1,75 @@
+//! The sidecar on a Redis server: two of them share records, an outage refuses, and no log shows the password.
+
+mod support;
+
+use oncegate_servers::{RedisOptions, RedisServer};
+use rustix::process::Signal;
+use support::{Service, Sidecar, request, sidecar, until};
+use tokio::process::Command;
+
+const KEY: &str = "Idempotency-Key: \"order-1\"";
+const OK: &str = "HTTP/1.1 201 Created\r\nContent-Length: 7\r\n\r\nreceipt";
+
+fn server() -> RedisServer {
+    let options = RedisOptions::new().with_appendfsync("always");
+    RedisServer::start(options.with_user("app", "hunter2", "~* &* +@all")).unwrap()
+}
+
+async fn on(server: &RedisServer, service: &Service) -> Sidecar {
+    let to = format!("http://{}", service.address);
+    Sidecar::run(sidecar(&to).env("ONCEGATE_STORE", format!("{}?timeout=500ms", server.url()))).await
+}
+
+#[tokio::test]
+async fn two_sidecars_share_a_server_and_an_outage_refuses() {
+    let (mut server, service) = (server(), Service::new().await);
+    let (mut one, two) = (on(&server, &service).await, on(&server, &service).await);
+    let ask = request("POST", "/orders", &[KEY], "{}");
+    let mut client = one.connect().await;
+    client.send(&ask).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    // While it runs, the other sidecar knows.
+    assert_eq!(two.ask(&ask).await.status(), 409);
+    wire.send(OK).await;
+    assert_eq!(client.message().await.status(), 201);
+    let replay = two.ask(&ask).await;
+    assert_eq!((replay.status(), replay.is_replay()), (201, true));
+    server.kill();
+    assert_eq!(two.ask(&ask).await.status(), 503);
+    server.restart().unwrap();
+    until("the answer is there again", async || two.ask(&ask).await.status() == 201).await;
+    one.process.signal(Signal::TERM);
+    let (out, log) = (one.process.output().await.join("\n"), one.process.errors().await);
+    assert!(out.contains(&format!("store redis://127.0.0.1:{}/0", server.port())), "{out}");
+    assert!(log.contains("appendfsync always"), "{log}");
+    assert!(!out.contains("hunter2") && !log.contains("hunter2"), "{out}\n{log}");
+}
+
+#[tokio::test]
+async fn check_says_what_the_server_can_lose() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = async |url: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command
+            .args(["check", "--to", "http://127.0.0.1:3000"])
+            .env("ONCEGATE_STORE", url)
+            .current_dir(dir.path());
+        let output = command.output().await.unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(!text.contains("hunter2"), "{text}");
+        (output.status.code(), text)
+    };
+    let good = server();
+    let (code, text) = check(&good.url()).await;
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.lines().all(|line| line.starts_with("ok    ")), "{text}");
+    let (code, text) = check(&good.url().replace("hunter2", "hunter22")).await;
+    assert!(code == Some(1) && text.contains("does not accept the user and the password"), "{text}");
+    let weak = RedisServer::start(RedisOptions::new()).unwrap();
+    let (code, text) = check(&weak.url()).await;
+    assert!(code == Some(0) && text.contains("appendonly no: a server that stops loses"), "{text}");
+    weak.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
+    let (code, text) = check(&weak.url()).await;
+    assert!(code == Some(1) && text.contains("maxmemory-policy is allkeys-lru"), "{text}");
+}

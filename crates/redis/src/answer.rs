@@ -1,0 +1,224 @@
+//! The scripts' answers, read strictly: what makes no sense is an error and never an outcome.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    Answer, AttemptId, AuditEntry, CallerTag, FencingToken, Fingerprint, Grant, Label, Outcome, Record,
+    RecordId, State, StateName, StoreError, StoredResponse, Timestamp,
+};
+use redis::Value;
+
+use crate::contract::VERSION;
+
+/// What a script said: a word, the server's time, and the rest.
+pub(crate) struct Said {
+    word: String,
+    pub(crate) now: Timestamp,
+    rest: std::vec::IntoIter<Value>,
+}
+
+impl Said {
+    pub(crate) fn read(value: Value) -> Option<Self> {
+        let Value::Array(parts) = value else { return None };
+        let mut rest = parts.into_iter();
+        let word = String::from_utf8(octets(rest.next()?)?).ok()?;
+        let now = Timestamp::from_millis(number(&octets(rest.next()?)?)?);
+        Some(Self { word, now, rest })
+    }
+
+    fn octets(&mut self) -> Option<Vec<u8>> {
+        octets(self.rest.next()?)
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        number(&self.octets()?)
+    }
+
+    fn state(&mut self) -> Option<StateName> {
+        StateName::from_name(std::str::from_utf8(&self.octets()?).ok()?)
+    }
+
+    /// The outcome of a command. A response that cannot be read is a record that cannot be read.
+    pub(crate) fn outcome(mut self) -> Result<Outcome, StoreError> {
+        if self.word == "replay" {
+            let response = self.octets().and_then(response);
+            return response.map(Outcome::Replay).ok_or_else(unreadable);
+        }
+        self.other_outcome().ok_or_else(senseless)
+    }
+
+    fn other_outcome(&mut self) -> Option<Outcome> {
+        Some(match self.word.as_str() {
+            "execute" => Outcome::Execute(Grant {
+                token: FencingToken::new(self.number()?),
+                attempts: u32::try_from(self.number()?).ok()?,
+                lease_until: Timestamp::from_millis(self.number()?),
+                after_abandoned: flag(&self.octets()?)?,
+            }),
+            "in-progress" => Outcome::InProgress { lease_left: Duration::from_millis(self.number()?) },
+            "mismatch" => Outcome::Mismatch,
+            "unknown" => Outcome::Unknown,
+            "unreplayable" => Outcome::Unreplayable,
+            "renewed" => Outcome::Renewed { lease_until: Timestamp::from_millis(self.number()?) },
+            "completed" => Outcome::Completed,
+            "released" => Outcome::Released,
+            "fenced" => Outcome::Fenced,
+            "resolved" => Outcome::Resolved { from: self.state()? },
+            "not-resolvable" => match self.octets()?.as_slice() {
+                b"" => Outcome::NotResolvable { state: None },
+                name => {
+                    let state = StateName::from_name(std::str::from_utf8(name).ok()?)?;
+                    Outcome::NotResolvable { state: Some(state) }
+                }
+            },
+            "purged" => Outcome::Purged,
+            "kept" => Outcome::Kept,
+            _ => return None,
+        })
+    }
+
+    /// The state after a resolution, which follows the one before.
+    pub(crate) fn resolved_to(&self) -> Option<StateName> {
+        match self.rest.as_slice() {
+            [_, Value::BulkString(to)] if self.word == "resolved" => {
+                StateName::from_name(std::str::from_utf8(to).ok()?)
+            }
+            _ => None,
+        }
+    }
+
+    /// The record that a lookup found, its response left out where the lookup left it out.
+    pub(crate) fn record(mut self) -> Result<Option<Found>, StoreError> {
+        match self.word.as_str() {
+            "absent" => Ok(None),
+            "found" => {
+                let mut fields = HashMap::new();
+                while let Some(name) = self.rest.next() {
+                    let pair = octets(name).zip(self.octets());
+                    let (name, value) = pair.ok_or_else(senseless)?;
+                    fields.insert(name, value);
+                }
+                Found::read(fields).ok_or_else(unreadable).map(Some)
+            }
+            _ => Err(senseless()),
+        }
+    }
+}
+
+/// A record, and whether its response is still to be read.
+pub(crate) struct Found {
+    pub(crate) record: Record,
+    pub(crate) is_head: bool,
+}
+
+impl Found {
+    fn read(mut fields: HashMap<Vec<u8>, Vec<u8>>) -> Option<Self> {
+        let mut take = |name: &str| fields.remove(name.as_bytes());
+        if take("version")? != VERSION.to_string().as_bytes() {
+            return None;
+        }
+        let mut is_head = false;
+        let state = match take("state")?.as_slice() {
+            b"in-progress" => State::InProgress {
+                attempt: AttemptId::new(
+                    u128::from_str_radix(std::str::from_utf8(&take("attempt")?).ok()?, 16).ok()?,
+                ),
+                lease_until: Timestamp::from_millis(number(&take("lease_until")?)?),
+                after_abandoned: flag(&take("after_abandoned")?)?,
+            },
+            b"unknown" => State::Unknown,
+            b"completed" => match take("response") {
+                Some(octets) => State::Completed(Answer::Replayable(response(octets)?)),
+                None => {
+                    is_head = true;
+                    State::Completed(Answer::Replayable(StoredResponse::new(200, &[], &[], &[]).ok()?))
+                }
+            },
+            b"awaited" => State::Completed(Answer::Awaited),
+            b"tombstone" => State::Completed(Answer::Tombstone),
+            b"released" => State::Released,
+            _ => return None,
+        };
+        let version = u8::try_from(number(&take("fingerprint_version")?)?).ok()?;
+        let digest = *id(&take("fingerprint")?)?.as_bytes();
+        let mut time = |name| Some(Timestamp::from_millis(number(&take(name)?)?));
+        let (created_at, changed_at, expires_at) =
+            (time("created_at")?, time("changed_at")?, time("expires_at")?);
+        let caller = CallerTag::from_hex(std::str::from_utf8(&take("caller")?).ok()?)?;
+        // It is for eyes. Other clients may write there what they like.
+        let operation = take("operation")?;
+        let fingerprint = Fingerprint::from_parts(version, digest)?;
+        let token = FencingToken::new(number(&take("token")?)?);
+        let attempts = u32::try_from(number(&take("attempts")?)?).ok()?;
+        let label = Label::new(caller, &String::from_utf8_lossy(&operation));
+        let mut record = Record::new(fingerprint, token, state, label, created_at);
+        (record.attempts, record.changed_at, record.expires_at) = (attempts, changed_at, expires_at);
+        Some(Self { record, is_head })
+    }
+}
+
+/// An entry of the audit trail: a stream's identifier and its fields.
+pub(crate) fn audit_entry(entry: Value) -> Option<AuditEntry> {
+    let Value::Array(parts) = entry else { return None };
+    let mut parts = parts.into_iter();
+    let number_octets = octets(parts.next()?)?;
+    let number = number(number_octets.split(|octet| *octet == b'-').next()?)?;
+    let Value::Array(pairs) = parts.next()? else { return None };
+    let mut fields = HashMap::new();
+    let mut pairs = pairs.into_iter();
+    while let Some(name) = pairs.next() {
+        fields.insert(octets(name)?, octets(pairs.next()?)?);
+    }
+    let mut take = |name: &str| fields.remove(name.as_bytes());
+    let text = |octets: Vec<u8>| String::from_utf8_lossy(&octets).into_owned();
+    let state = |octets: Vec<u8>| StateName::from_name(std::str::from_utf8(&octets).ok()?);
+    Some(AuditEntry {
+        number,
+        at: Timestamp::from_millis(self::number(&take("at")?)?),
+        id: id(&take("record")?)?,
+        from: state(take("from")?)?,
+        to: state(take("to")?)?,
+        actor: text(take("actor")?),
+        reason: text(take("reason")?),
+    })
+}
+
+pub(crate) fn unreadable() -> StoreError {
+    StoreError::corrupt("the record in Redis cannot be read; nothing was changed")
+}
+
+/// The command may have been applied: its answer is as good as lost.
+pub(crate) fn senseless() -> StoreError {
+    StoreError::unavailable("Redis: the server's answer makes no sense")
+}
+
+pub(crate) fn octets(value: Value) -> Option<Vec<u8>> {
+    match value {
+        Value::BulkString(octets) => Some(octets),
+        Value::SimpleString(text) => Some(text.into_bytes()),
+        _ => None,
+    }
+}
+
+pub(crate) fn number(digits: &[u8]) -> Option<u64> {
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+fn flag(digit: &[u8]) -> Option<bool> {
+    match digit {
+        b"0" => Some(false),
+        b"1" => Some(true),
+        _ => None,
+    }
+}
+
+fn response(octets: Vec<u8>) -> Option<StoredResponse> {
+    StoredResponse::decode(Bytes::from(octets))
+}
+
+/// 32 octets in hexadecimal digits, whatever they are.
+fn id(digits: &[u8]) -> Option<RecordId> {
+    RecordId::from_hex(std::str::from_utf8(digits).ok()?)
+}

@@ -1,0 +1,174 @@
+//! What goes wrong, in words that hold no key, no answer and no password.
+
+use std::fmt;
+
+use oncegate_core::StoreError;
+use redis::{ErrorKind, RedisError};
+
+/// Why a URL names no store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UrlError(pub(crate) String);
+
+impl fmt::Display for UrlError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for UrlError {}
+
+/// Why a store does not open. Its `Display` is a sentence for whoever runs the program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// It cannot be reached, or not yet used. Trying again may help.
+    Unreachable(String),
+    /// Its configuration, or this one, does not fit. Trying again does not help.
+    Unfit(String),
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreachable(what) | Self::Unfit(what) => f.write_str(what),
+        }
+    }
+}
+
+impl std::error::Error for OpenError {}
+
+/// Why a command has no answer. What the server writes beside its error code is never shown: it may repeat the arguments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// There was no connection to send it on. It was not applied.
+    NotSent(String),
+    /// It is not known whether it was applied.
+    Lost(&'static str),
+    /// The server said no, with this code.
+    Refused(String),
+    /// The server said something that makes no sense.
+    Senseless,
+}
+
+/// Codes of the server with what they mean for whoever reads a log.
+const CODES: [(&str, &str); 15] = [
+    ("ASK", "the server is part of a Cluster; name it redis-cluster://"),
+    ("BUSY", "the server is busy with a script"),
+    ("CLUSTERDOWN", "a part of the Cluster is down"),
+    ("CROSSSLOT", "the Cluster has the keys of the command in different slots"),
+    ("LOADING", "the server is still loading its data"),
+    ("MASTERDOWN", "the server is a replica that lost its primary"),
+    ("MISCONF", "the server cannot write to its disk and refuses writes"),
+    ("MOVED", "the server is part of a Cluster; name it redis-cluster://"),
+    ("NOAUTH", "the server demands a user or a password"),
+    ("NOPERM", "the server's ACL does not allow the command, the key or the channel"),
+    ("NOREPLICAS", "too few replicas are connected to the server, which refuses writes"),
+    ("OOM", "the server's memory is used up, and it refuses writes"),
+    ("READONLY", "the server is a replica"),
+    ("TRYAGAIN", "the Cluster is moving the record"),
+    ("WRONGPASS", "the server does not accept the user and the password"),
+];
+
+impl Failure {
+    pub(crate) fn of(error: &RedisError) -> Self {
+        match error.kind() {
+            ErrorKind::Server(_) | ErrorKind::Extension => {
+                Self::Refused(code_of(error.code().unwrap_or_default()))
+            }
+            ErrorKind::AuthenticationFailed => Self::Refused("WRONGPASS".to_owned()),
+            ErrorKind::Parse | ErrorKind::UnexpectedReturnType => Self::Senseless,
+            ErrorKind::ClusterConnectionNotFound => {
+                Self::NotSent("no connection to the part of the Cluster that has the record".to_owned())
+            }
+            _ => Self::Lost("the connection to the server was lost before it answered"),
+        }
+    }
+
+    /// Whether another connection is needed: this one is gone, or leads to a server that takes no writes.
+    pub(crate) fn spoils_connection(&self) -> bool {
+        match self {
+            Self::Lost(_) | Self::Senseless => true,
+            Self::Refused(code) => {
+                matches!(code.as_str(), "READONLY" | "MASTERDOWN" | "LOADING" | "NOAUTH" | "WRONGPASS")
+            }
+            Self::NotSent(_) => false,
+        }
+    }
+
+    pub(crate) fn is(&self, code: &str) -> bool {
+        matches!(self, Self::Refused(found) if found == code)
+    }
+}
+
+/// The code, if it is one: a server may say anything.
+fn code_of(code: &str) -> String {
+    let is_code = |c: char| c.is_ascii_uppercase() || c == '-' || c == '_';
+    if !code.is_empty() && code.len() <= 32 && code.chars().all(is_code) {
+        code.to_owned()
+    } else {
+        "ERR".to_owned()
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotSent(why) => f.write_str(why),
+            Self::Lost(why) => f.write_str(why),
+            Self::Refused(code) => match CODES.iter().find(|(known, _)| known == code) {
+                Some((_, words)) => write!(f, "{words} ({code})"),
+                None => write!(f, "the server refused the command ({code})"),
+            },
+            Self::Senseless => f.write_str("the server's answer makes no sense"),
+        }
+    }
+}
+
+impl From<Failure> for StoreError {
+    fn from(failure: Failure) -> Self {
+        match &failure {
+            Failure::Refused(code) if code == "CORRUPT" || code == "WRONGTYPE" => {
+                Self::corrupt("the record in Redis cannot be read; nothing was changed")
+            }
+            Failure::Refused(code) if code == "INVALID" => {
+                Self::invalid("an argument is beyond what the contract of the Redis store allows")
+            }
+            _ => Self::unavailable(format!("Redis: {failure}")),
+        }
+    }
+}
+
+impl From<Failure> for OpenError {
+    fn from(failure: Failure) -> Self {
+        let text = failure.to_string();
+        match &failure {
+            Failure::Refused(code)
+                if matches!(code.as_str(), "NOAUTH" | "WRONGPASS" | "NOPERM" | "MOVED" | "ASK" | "ERR") =>
+            {
+                Self::Unfit(text)
+            }
+            Failure::Senseless => Self::Unfit(text),
+            _ => Self::Unreachable(text),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_codes_are_shown() {
+        assert_eq!(code_of("OOM"), "OOM");
+        assert_eq!(code_of("secret"), "ERR");
+        assert_eq!(code_of(&"A".repeat(33)), "ERR");
+        assert_eq!(code_of(""), "ERR");
+        let text = StoreError::from(Failure::Refused("OOM".to_owned())).to_string();
+        assert_eq!(text, "Redis: the server's memory is used up, and it refuses writes (OOM)");
+    }
+
+    #[test]
+    fn the_codes_are_in_order() {
+        assert!(CODES.is_sorted());
+    }
+}

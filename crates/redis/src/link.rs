@@ -1,0 +1,420 @@
+//! The connection, and how it is made again.
+
+use std::fs;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::limits;
+use redis::aio::MultiplexedConnection;
+use redis::cluster::ClusterClient;
+use redis::cluster_async::ClusterConnection;
+use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
+use redis::{
+    AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _,
+    RedisConnectionInfo, RedisError, TlsCertificates, Value, cmd,
+};
+use tokio::runtime::Handle;
+use tokio::time::timeout;
+use tracing::{info, warn};
+
+use crate::error::{Failure, OpenError};
+use crate::options::{RedisOptions, Topology};
+use crate::probe::{Server, probe};
+
+/// Pauses between attempts to connect.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+const PAUSE_LAST: Duration = Duration::from_secs(2);
+
+/// The connection of the whole process: made when it is needed, shared by all commands, and made again when it broke.
+pub(crate) struct Link {
+    options: RedisOptions,
+    /// The driver of a connection lives there, whoever makes it.
+    runtime: Handle,
+    state: Mutex<State>,
+    /// Held by the one who connects.
+    connecting: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct State {
+    connection: Option<Connection>,
+    server: Server,
+    number: u64,
+    failed: Option<Failed>,
+}
+
+struct Failed {
+    until: Instant,
+    pause: Duration,
+    why: String,
+}
+
+/// A connection, cheap to clone, and which one it is.
+#[derive(Clone)]
+pub(crate) struct Connection {
+    number: u64,
+    wire: Wire,
+}
+
+#[derive(Clone)]
+pub(crate) enum Wire {
+    One(MultiplexedConnection),
+    Cluster(ClusterConnection),
+}
+
+impl Link {
+    /// Connects for the first time.
+    pub(crate) async fn open(options: RedisOptions, runtime: Handle) -> Result<Arc<Self>, OpenError> {
+        let (wire, server) = connect_within(&options).await?;
+        let state =
+            State { connection: Some(Connection { number: 0, wire }), server, number: 0, failed: None };
+        Ok(Arc::new(Self {
+            options,
+            runtime,
+            state: Mutex::new(state),
+            connecting: tokio::sync::Mutex::new(()),
+        }))
+    }
+
+    pub(crate) const fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
+    pub(crate) const fn options(&self) -> &RedisOptions {
+        &self.options
+    }
+
+    /// What was found out about the server when it was last connected to.
+    pub(crate) fn server(&self) -> Server {
+        self.state().server.clone()
+    }
+
+    pub(crate) fn set_server(&self, server: Server) {
+        self.state().server = server;
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection, or why there is none. Waits for one attempt to connect at the longest.
+    pub(crate) async fn connection(self: &Arc<Self>) -> Result<Connection, Failure> {
+        if let Some(known) = self.known() {
+            return known;
+        }
+        let _one_at_a_time = timeout(self.options.connect_timeout, self.connecting.lock())
+            .await
+            .map_err(|_| Failure::NotSent("no connection to the server yet".to_owned()))?;
+        if let Some(known) = self.known() {
+            return known;
+        }
+        let link = self.clone();
+        // On the store's own runtime, because the connection's driver has to outlive the caller's; and to its end, whether
+        // the caller goes on waiting or not.
+        let attempt = self.runtime.spawn(async move {
+            let result = connect_within(&link.options).await;
+            link.connected(result)
+        });
+        attempt.await.unwrap_or_else(|_| Err(Failure::NotSent("the store is shutting down".to_owned())))
+    }
+
+    fn known(&self) -> Option<Result<Connection, Failure>> {
+        let state = self.state();
+        if let Some(connection) = &state.connection {
+            return Some(Ok(connection.clone()));
+        }
+        let failed = state.failed.as_ref().filter(|failed| Instant::now() < failed.until)?;
+        Some(Err(Failure::NotSent(failed.why.clone())))
+    }
+
+    fn connected(&self, result: Result<(Wire, Server), OpenError>) -> Result<Connection, Failure> {
+        let mut state = self.state();
+        match result {
+            Ok((wire, server)) => {
+                state.number += 1;
+                let connection = Connection { number: state.number, wire };
+                state.connection = Some(connection.clone());
+                state.server = server;
+                state.failed = None;
+                info!("connected to Redis again");
+                Ok(connection)
+            }
+            Err(error) => {
+                let pause =
+                    state.failed.as_ref().map_or(PAUSE_FIRST, |failed| (failed.pause * 2).min(PAUSE_LAST));
+                let why = format!("cannot connect: {error}");
+                warn!(%error, ?pause, "cannot connect to Redis");
+                state.failed = Some(Failed { until: Instant::now() + pause, pause, why: why.clone() });
+                Err(Failure::NotSent(why))
+            }
+        }
+    }
+
+    /// Sends a command on the connection, and waits for its answer for a bounded time.
+    pub(crate) async fn send(self: &Arc<Self>, command: &Cmd) -> Result<Value, Failure> {
+        self.send_on(&self.connection().await?, command).await
+    }
+
+    pub(crate) async fn send_on(&self, connection: &Connection, command: &Cmd) -> Result<Value, Failure> {
+        self.send_within(connection, command, self.options.timeout).await
+    }
+
+    pub(crate) async fn send_within(
+        &self,
+        connection: &Connection,
+        command: &Cmd,
+        limit: Duration,
+    ) -> Result<Value, Failure> {
+        let result = query(connection.wire.clone(), command, limit).await;
+        if let Err(failure) = &result {
+            self.judge(connection, failure);
+        }
+        result
+    }
+
+    /// Sends a command to one node of a Cluster.
+    pub(crate) async fn send_to(
+        &self,
+        connection: &Connection,
+        (host, port): &(String, u16),
+        command: Cmd,
+    ) -> Result<Value, Failure> {
+        let Wire::Cluster(cluster) = &connection.wire else {
+            return self.send_on(connection, &command).await;
+        };
+        let node = SingleNodeRoutingInfo::ByAddress { host: host.clone(), port: *port };
+        routed(cluster.clone(), command, RoutingInfo::SingleNode(node), self.options.timeout).await
+    }
+
+    /// Gives the connection up, if it is still this one and no longer of use. A Cluster's mends itself.
+    fn judge(&self, connection: &Connection, failure: &Failure) {
+        if !failure.spoils_connection() || connection.is_cluster() {
+            return;
+        }
+        let mut state = self.state();
+        if state.connection.as_ref().is_some_and(|current| current.number == connection.number) {
+            state.connection = None;
+            drop(state);
+            warn!(%failure, "gave up the connection to Redis");
+        }
+    }
+}
+
+impl Connection {
+    pub(crate) const fn is_cluster(&self) -> bool {
+        matches!(self.wire, Wire::Cluster(_))
+    }
+
+    pub(crate) const fn wire(&self) -> &Wire {
+        &self.wire
+    }
+}
+
+/// Asks the server, or each primary of a Cluster.
+pub(crate) async fn ask_all(wire: &Wire, command: &Cmd, limit: Duration) -> Result<Vec<Value>, Failure> {
+    match wire {
+        Wire::One(_) => Ok(vec![query(wire.clone(), command, limit).await?]),
+        Wire::Cluster(cluster) => {
+            let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
+            match routed(cluster.clone(), command.clone(), all, limit).await? {
+                Value::Map(pairs) => Ok(pairs.into_iter().map(|(_, value)| value).collect()),
+                _ => Err(Failure::Senseless),
+            }
+        }
+    }
+}
+
+async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {
+    let answer = async {
+        match wire {
+            Wire::One(mut one) => command.query_async::<Value>(&mut one).await,
+            Wire::Cluster(mut cluster) => command.query_async::<Value>(&mut cluster).await,
+        }
+    };
+    bounded(answer, limit).await
+}
+
+async fn routed(
+    mut cluster: ClusterConnection,
+    command: Cmd,
+    routing: RoutingInfo,
+    limit: Duration,
+) -> Result<Value, Failure> {
+    bounded(cluster.route_command(command, routing), limit).await
+}
+
+async fn bounded(
+    answer: impl Future<Output = Result<Value, RedisError>>,
+    limit: Duration,
+) -> Result<Value, Failure> {
+    match timeout(limit, answer).await {
+        Ok(Ok(value)) => value.extract_error().map_err(|error| Failure::of(&error)),
+        Ok(Err(error)) => Err(Failure::of(&error)),
+        Err(_) => Err(Failure::Lost("the server did not answer in time")),
+    }
+}
+
+async fn connect_within(options: &RedisOptions) -> Result<(Wire, Server), OpenError> {
+    match timeout(options.connect_timeout, connect(options)).await {
+        Ok(result) => result,
+        Err(_) => Err(OpenError::Unreachable(format!("{} did not answer in time", options.shown()))),
+    }
+}
+
+async fn connect(options: &RedisOptions) -> Result<(Wire, Server), OpenError> {
+    if options.tls && rustls::crypto::CryptoProvider::get_default().is_none() {
+        // Where somebody is faster, theirs is as good.
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    }
+    let wire = match &options.topology {
+        Topology::Single => {
+            let (host, port) = options.hosts.first().ok_or_else(|| unfit("the URL names no host"))?;
+            Wire::One(connect_one(options, host, *port).await?)
+        }
+        Topology::Sentinel { service } => Wire::One(connect_primary(options, service).await?),
+        Topology::Cluster => Wire::Cluster(connect_cluster(options).await?),
+    };
+    let server = probe(&wire, options).await?;
+    Ok((wire, server))
+}
+
+async fn connect_one(
+    options: &RedisOptions,
+    host: &str,
+    port: u16,
+) -> Result<MultiplexedConnection, OpenError> {
+    let client = client(options, host, port, login(options, options.database))?;
+    let connection = client.get_multiplexed_async_connection_with_config(&config(options)).await;
+    connection.map_err(|error| connect_error(host, port, &error))
+}
+
+/// Asks one sentinel after the other for the primary, and takes nobody's word for it: the server itself has to say so.
+async fn connect_primary(options: &RedisOptions, service: &str) -> Result<MultiplexedConnection, OpenError> {
+    let mut why = unfit("the URL names no sentinel");
+    for (host, port) in &options.hosts {
+        match ask_sentinel(options, service, host, *port).await {
+            Ok((host, port)) => {
+                let connection = connect_one(options, &host, port).await?;
+                let role = query(Wire::One(connection.clone()), &cmd("ROLE"), options.timeout).await?;
+                return match role {
+                    Value::Array(role) if role.first() == Some(&Value::BulkString(b"master".to_vec())) => {
+                        Ok(connection)
+                    }
+                    _ => Err(OpenError::Unreachable(format!(
+                        "{host}:{port}, which a sentinel names as the primary, is none (yet)"
+                    ))),
+                };
+            }
+            Err(error) => why = error,
+        }
+    }
+    Err(why)
+}
+
+async fn ask_sentinel(
+    options: &RedisOptions,
+    service: &str,
+    host: &str,
+    port: u16,
+) -> Result<(String, u16), OpenError> {
+    // Sentinels have users of their own; what is in the URL is for the server.
+    let client = client(options, host, port, RedisConnectionInfo::default())?;
+    // A part of the time only, so that the others can be asked.
+    let part = options.connect_timeout / 4;
+    let sentinel = timeout(part, client.get_multiplexed_async_connection_with_config(&config(options))).await;
+    let sentinel = sentinel
+        .map_err(|_| OpenError::Unreachable(format!("the sentinel {host}:{port} did not answer in time")))?
+        .map_err(|error| connect_error(host, port, &error))?;
+    let mut command = cmd("SENTINEL");
+    command.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
+    let answer = query(Wire::One(sentinel), &command, part).await?;
+    let unknown =
+        || OpenError::Unreachable(format!("the sentinel {host}:{port} knows no primary of {service}"));
+    redis::from_redis_value::<Option<(String, u16)>>(answer).ok().flatten().ok_or_else(unknown)
+}
+
+async fn connect_cluster(options: &RedisOptions) -> Result<ClusterConnection, OpenError> {
+    let nodes = options.hosts.iter().map(|(host, port)| info(options, host, *port, login(options, 0)));
+    let mut builder = ClusterClient::builder(nodes.collect::<Result<Vec<_>, _>>()?)
+        .connection_timeout(options.connect_timeout)
+        .response_timeout(options.timeout)
+        .retries(3);
+    if options.tls {
+        builder = builder.certs(certificates(options)?);
+    }
+    let cluster = builder.build().map_err(|error| OpenError::from(Failure::of(&error)))?;
+    let connection = cluster.get_async_connection().await;
+    connection
+        .map_err(|error| OpenError::Unreachable(format!("{}: {}", options.shown(), Failure::of(&error))))
+}
+
+fn login(options: &RedisOptions, database: u32) -> RedisConnectionInfo {
+    let mut login = RedisConnectionInfo::default()
+        .set_db(i64::from(database))
+        .set_lib_name("oncegate", env!("CARGO_PKG_VERSION"));
+    if let Some(user) = &options.user {
+        login = login.set_username(user);
+    }
+    if let Some(password) = &options.password {
+        login = login.set_password(password);
+    }
+    login
+}
+
+fn info(
+    options: &RedisOptions,
+    host: &str,
+    port: u16,
+    login: RedisConnectionInfo,
+) -> Result<ConnectionInfo, OpenError> {
+    let address = if options.tls {
+        ConnectionAddr::TcpTls { host: host.to_owned(), port, insecure: false, tls_params: None }
+    } else {
+        ConnectionAddr::Tcp(host.to_owned(), port)
+    };
+    let info = address.into_connection_info().map_err(|error| OpenError::from(Failure::of(&error)))?;
+    Ok(info.set_redis_settings(login))
+}
+
+fn client(
+    options: &RedisOptions,
+    host: &str,
+    port: u16,
+    login: RedisConnectionInfo,
+) -> Result<Client, OpenError> {
+    let info = info(options, host, port, login)?;
+    let client =
+        if options.tls { Client::build_with_tls(info, certificates(options)?) } else { Client::open(info) };
+    // What it could say repeats what it was given.
+    client.map_err(|_| unfit("the TLS certificates or the address cannot be used"))
+}
+
+fn certificates(options: &RedisOptions) -> Result<TlsCertificates, OpenError> {
+    let read = |path: &std::path::PathBuf| {
+        fs::read(path).map_err(|error| OpenError::Unfit(format!("ca: {}: {error}", path.display())))
+    };
+    Ok(TlsCertificates { client_tls: None, root_cert: options.ca.as_ref().map(read).transpose()? })
+}
+
+/// The time-outs are ours.
+fn config(options: &RedisOptions) -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(options.connect_timeout))
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(limits::WAITERS_MAX)
+}
+
+fn connect_error(host: &str, port: u16, error: &RedisError) -> OpenError {
+    match Failure::of(error) {
+        // The words of the operating system: refused, unknown host, a certificate that does not fit.
+        Failure::Lost(_) => OpenError::Unreachable(format!("{host}:{port}: {error}")),
+        failure => match OpenError::from(failure) {
+            OpenError::Unreachable(what) => OpenError::Unreachable(format!("{host}:{port}: {what}")),
+            OpenError::Unfit(what) => OpenError::Unfit(format!("{host}:{port}: {what}")),
+        },
+    }
+}
+
+fn unfit(what: &str) -> OpenError {
+    OpenError::Unfit(what.to_owned())
+}

@@ -1,0 +1,193 @@
+//! Listings: a walk through the keys with `SCAN`, which knows no order but its own.
+//!
+//! A page's cursor is spelled as a record's identifier, because that is what callers keep: the number of the node (u16),
+//! where in its walk the node is (u64), whether a record was shown from there (u8), and the first 21 octets of the last
+//! one that was. `SCAN` gives its keys in portions; a page that is full in the middle of one asks for the same portion
+//! again, and goes on behind that record, in the order of identifiers.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oncegate_core::{ListPage, ListQuery, RecordId, StoreError, StoreErrorKind};
+use redis::{Value, cmd};
+
+use crate::answer::{number, octets, senseless};
+use crate::contract::record_of;
+use crate::error::Failure;
+use crate::link::{Connection, Link, ask_all};
+use crate::store::Shared;
+
+/// Most keys that one page looks at.
+const KEYS_MAX: usize = 10_000;
+
+/// Largest sum of the responses in a page, but for the last one.
+const OCTETS_MAX: usize = 16 * 1024 * 1024;
+
+/// After this time a page ends where it is.
+const TIME_MAX: Duration = Duration::from_secs(2);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Cursor {
+    node: u16,
+    /// As the server gave it.
+    scan: u64,
+    shown: Option<[u8; 21]>,
+}
+
+impl Cursor {
+    fn read(after: Option<RecordId>) -> Self {
+        let Some(after) = after else { return Self::default() };
+        let bytes = after.as_bytes();
+        let node = bytes.first_chunk().map_or(0, |node| u16::from_be_bytes(*node));
+        let scan =
+            bytes.get(2..).and_then(|rest| rest.first_chunk()).map_or(0, |scan| u64::from_be_bytes(*scan));
+        let shown = bytes.last_chunk().copied().filter(|_| bytes.get(10) == Some(&1));
+        // The server counts from the highest bit downwards: the other way round it grows, and so does the cursor.
+        Self { node, scan: scan.reverse_bits(), shown }
+    }
+
+    fn write(self) -> RecordId {
+        let mut bytes = [0; 32];
+        let parts = self.node.to_be_bytes().into_iter().chain(self.scan.reverse_bits().to_be_bytes());
+        let parts = parts.chain([u8::from(self.shown.is_some())]).chain(self.shown.unwrap_or_default());
+        bytes.iter_mut().zip(parts).for_each(|(to, from)| *to = from);
+        RecordId::from_bytes(bytes)
+    }
+
+    /// Whether the record was shown from this portion already.
+    fn is_past(&self, id: &RecordId) -> bool {
+        self.shown
+            .is_some_and(|shown| id.as_bytes().first_chunk().is_some_and(|start: &[u8; 21]| *start <= shown))
+    }
+}
+
+/// A page of records.
+pub(crate) async fn list(shared: &Shared, query: &ListQuery) -> Result<ListPage, StoreError> {
+    let link = &shared.link;
+    let connection = link.connection().await?;
+    let nodes = nodes(link, &connection).await?;
+    let started = Instant::now();
+    let limit = query.bounded_limit();
+    let (mut page, mut octets, mut looked_at) = (ListPage::default(), 0, 0);
+    let mut cursor = Cursor::read(query.after);
+    while let Some(node) = nodes.get(usize::from(cursor.node)) {
+        let (next, ids) = scan(link, &connection, node, cursor.scan, limit.clamp(10, 1000)).await?;
+        for id in &ids {
+            if cursor.is_past(id) {
+                continue;
+            }
+            looked_at += 1;
+            match shared.listed(*id, query).await {
+                Ok(None) => {}
+                Ok(Some(record)) => {
+                    octets += size_of(&record);
+                    page.records.push((*id, record));
+                }
+                Err(error) if error.kind() == StoreErrorKind::Corrupt => page.unreadable.push(*id),
+                Err(error) => return Err(error),
+            }
+            let full = page.records.len() + page.unreadable.len() >= limit || octets >= OCTETS_MAX;
+            if full && ids.last() != Some(id) {
+                let shown = id.as_bytes().first_chunk().copied();
+                page.next = Some(Cursor { shown, ..cursor }.write());
+                return Ok(page);
+            }
+        }
+        cursor = match next {
+            0 => Cursor { node: cursor.node.saturating_add(1), scan: 0, shown: None },
+            scan => Cursor { scan, shown: None, ..cursor },
+        };
+        let full = page.records.len() + page.unreadable.len() >= limit || octets >= OCTETS_MAX;
+        if full || looked_at >= KEYS_MAX || started.elapsed() >= TIME_MAX {
+            let more = usize::from(cursor.node) < nodes.len();
+            page.next = more.then(|| cursor.write());
+            return Ok(page);
+        }
+    }
+    Ok(page)
+}
+
+fn size_of(record: &oncegate_core::Record) -> usize {
+    match &record.state {
+        oncegate_core::State::Completed(oncegate_core::Answer::Replayable(response)) => {
+            response.as_encoded().len()
+        }
+        _ => 0,
+    }
+}
+
+/// The primaries in an order that stays while they are the same. One without a name, where there is no Cluster.
+async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)>, StoreError> {
+    if !connection.is_cluster() {
+        return Ok(vec![(String::new(), 0)]);
+    }
+    // Each primary knows itself: its own line says `myself`.
+    let mut command = cmd("CLUSTER");
+    command.arg("NODES");
+    let said =
+        ask_all(connection.wire(), &command, link.options().timeout).await.map_err(StoreError::from)?;
+    let mut nodes = Vec::with_capacity(said.len());
+    for text in said {
+        let text: String = redis::from_redis_value(text).map_err(|_| senseless())?;
+        let line = text.lines().find(|line| line.contains("myself")).ok_or_else(senseless)?;
+        let address = line.split(' ').nth(1).and_then(|address| address.split(['@', ',']).next());
+        let (host, port) = address.and_then(|address| address.rsplit_once(':')).ok_or_else(senseless)?;
+        nodes.push((host.to_owned(), port.parse().map_err(|_| senseless())?));
+    }
+    nodes.sort();
+    Ok(nodes)
+}
+
+/// A portion of a node's keys: the records among them in their order, and where the next one starts; 0 after the last.
+async fn scan(
+    link: &Arc<Link>,
+    connection: &Connection,
+    node: &(String, u16),
+    from: u64,
+    count: usize,
+) -> Result<(u64, Vec<RecordId>), StoreError> {
+    let mut command = cmd("SCAN");
+    command.arg(from).arg("MATCH").arg("oncegate:{*}").arg("COUNT").arg(count);
+    let Value::Array(parts) = link.send_to(connection, node, command).await? else { return Err(senseless()) };
+    let mut parts = parts.into_iter();
+    let next = parts.next().and_then(octets).and_then(|digits| number(&digits)).ok_or_else(senseless)?;
+    let Some(Value::Array(keys)) = parts.next() else { return Err(Failure::Senseless.into()) };
+    let mut ids: Vec<_> = keys.into_iter().filter_map(|key| record_of(&octets(key)?)).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    Ok((next, ids))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cursor_reads_back_and_grows_as_the_walk_goes_on() {
+        let cursors = [
+            Cursor { node: 0, scan: 1 << 63, shown: None },
+            Cursor { node: 0, scan: 5, shown: Some([7; 21]) },
+            Cursor { node: 3, scan: u64::MAX, shown: Some([255; 21]) },
+            Cursor { node: 0, scan: 0, shown: Some([0; 21]) },
+        ];
+        for cursor in cursors {
+            assert_eq!(Cursor::read(Some(cursor.write())), cursor);
+        }
+        assert_eq!(Cursor::read(None), Cursor::default());
+        // The walk through a table of eight places.
+        let walk = [4, 2, 6, 1, 5, 3, 7].map(|scan| Cursor { node: 0, scan, shown: None }.write());
+        assert!(walk.is_sorted());
+        let next_node = Cursor { node: 1, scan: 0, shown: None }.write();
+        assert!(walk.iter().all(|cursor| *cursor < next_node));
+    }
+
+    #[test]
+    fn what_was_shown_from_a_portion_is_not_shown_again() {
+        let cursor = Cursor { node: 0, scan: 0, shown: Some([7; 21]) };
+        assert!(
+            cursor.is_past(&RecordId::from_bytes([7; 32])) && cursor.is_past(&RecordId::from_bytes([6; 32]))
+        );
+        assert!(!cursor.is_past(&RecordId::from_bytes([8; 32])));
+        assert!(!Cursor::default().is_past(&RecordId::from_bytes([0; 32])));
+    }
+}

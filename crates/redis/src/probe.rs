@@ -1,0 +1,352 @@
+//! What kind of server it is, and what its configuration can lose.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use oncegate_core::{Capabilities, Durability, Fencing};
+use redis::{Value, cmd};
+
+use crate::contract::AUDIT_KEY;
+use crate::error::{Failure, OpenError};
+use crate::link::{Wire, ask_all};
+use crate::options::{RedisOptions, Topology};
+
+/// How bad a [`Finding`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Gravity {
+    /// As it should be.
+    Fine,
+    /// Somebody should know.
+    Warning,
+}
+
+/// Something about the server, in a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// How bad it is.
+    pub gravity: Gravity,
+    /// The sentence.
+    pub text: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// What was found out about the server. Of several primaries the worst counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Server {
+    pub(crate) name: String,
+    pub(crate) policy: Option<String>,
+    pub(crate) aof: Option<bool>,
+    pub(crate) fsync: Option<String>,
+    pub(crate) replicas: Option<u64>,
+    /// Whether the default user may write records. Redis loads its append-only file in that user's name.
+    pub(crate) default_writes: Option<bool>,
+    pub(crate) fails_over: bool,
+    pub(crate) evicts: bool,
+    pub(crate) wait: bool,
+}
+
+/// Asks the server, and refuses one that must not be used.
+pub(crate) async fn probe(wire: &Wire, options: &RedisOptions) -> Result<Server, OpenError> {
+    let mut worst: Option<Server> = None;
+    for node in nodes(wire, options).await? {
+        let server = read(&node, options)?;
+        worst = Some(match worst {
+            None => server,
+            Some(other) => other.or_worse(server),
+        });
+    }
+    let server = worst.ok_or_else(|| OpenError::Unreachable("the Cluster has no primary".to_owned()))?;
+    if server.evicts && !options.danger_allow_eviction {
+        let policy = server.policy.as_deref().unwrap_or("?");
+        return Err(OpenError::Unfit(format!(
+            "the server's maxmemory-policy is {policy}: when its memory is used up it removes records, and each of their keys \
+             executes again. Set it to noeviction, or say danger-allow-eviction=true"
+        )));
+    }
+    Ok(server)
+}
+
+type Node = HashMap<String, String>;
+
+/// What each primary says of itself.
+async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenError> {
+    let limit = options.timeout;
+    let mut info = cmd("INFO");
+    info.arg("everything");
+    let infos = match ask_all(wire, &info, limit).await {
+        Ok(infos) => infos,
+        // Forbidden, or renamed. What cannot be known is told.
+        Err(Failure::Refused(code)) if code == "NOPERM" || code == "ERR" => vec![Value::Nil],
+        Err(failure) => return Err(failure.into()),
+    };
+    let mut config = cmd("CONFIG");
+    config.arg("GET").arg("append*");
+    let configs = match ask_all(wire, &config, limit).await {
+        Ok(configs) => configs,
+        Err(Failure::Refused(_)) => Vec::new(),
+        Err(failure) => return Err(failure.into()),
+    };
+    let default_writes = default_writes(wire, options).await?;
+    // In a Cluster, answers come in no order: what one of them says holds for the worst.
+    let mut nodes: Vec<Node> = infos.into_iter().map(info_of).collect();
+    for config in configs {
+        let pairs: HashMap<String, String> = redis::from_redis_value(config).unwrap_or_default();
+        if let Some(fsync) = pairs.get("appendfsync") {
+            for node in &mut nodes {
+                let known = node.entry("appendfsync".to_owned()).or_insert_with(|| fsync.clone());
+                if fsync != "always" {
+                    known.clone_from(fsync);
+                }
+            }
+        }
+    }
+    if let Some(writes) = default_writes {
+        for node in &mut nodes {
+            node.insert(DEFAULT_WRITES.to_owned(), writes.to_string());
+        }
+    }
+    Ok(nodes)
+}
+
+/// Where what was found out about the default user stands beside what the server says of itself.
+const DEFAULT_WRITES: &str = "oncegate:default";
+
+/// Whether the default user may do what the scripts do. Before redis/redis#14541 and valkey-io/valkey#3983 were mended,
+/// a server that loads its append-only file skips whatever the default user may not do, if it was done by a script.
+async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bool>, OpenError> {
+    if options.user.as_deref().is_none_or(|user| user == "default") {
+        return Ok(Some(true));
+    }
+    let mut command = cmd("ACL");
+    command.arg("DRYRUN").arg("default").arg("HSET").arg(AUDIT_KEY).arg("field").arg("value");
+    match ask_all(wire, &command, options.timeout).await {
+        Ok(answers) => Ok(Some(answers.iter().all(|answer| *answer == Value::Okay))),
+        Err(Failure::Refused(_)) => Ok(None),
+        Err(failure) => Err(failure.into()),
+    }
+}
+
+fn info_of(info: Value) -> Node {
+    let text: String = redis::from_redis_value(info).unwrap_or_default();
+    let pair =
+        |line: &str| line.trim_end().split_once(':').map(|(name, value)| (name.to_owned(), value.to_owned()));
+    text.lines().filter_map(pair).collect()
+}
+
+fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
+    let get = |name: &str| node.get(name).cloned();
+    let valkey = get("valkey_version");
+    let version = valkey.clone().or_else(|| get("redis_version"));
+    let product =
+        if valkey.is_some() || get("server_name").as_deref() == Some("valkey") { "Valkey" } else { "Redis" };
+    let major = version.as_deref().and_then(|version| version.split('.').next()?.parse::<u32>().ok());
+    if major.is_some_and(|major| major < 7) {
+        let version = version.unwrap_or_default();
+        return Err(OpenError::Unfit(format!(
+            "the server is {product} {version}; 7.0 is the oldest that can be used"
+        )));
+    }
+    match (get("redis_mode").or_else(|| get("server_mode")).as_deref(), &options.topology) {
+        (Some("sentinel"), _) => {
+            return Err(OpenError::Unfit(
+                "the address is that of a sentinel; write redis-sentinel://…/service".to_owned(),
+            ));
+        }
+        (Some("cluster"), Topology::Single | Topology::Sentinel { .. }) => {
+            return Err(OpenError::Unfit(
+                "the server is part of a Cluster; write redis-cluster://".to_owned(),
+            ));
+        }
+        (Some("standalone"), Topology::Cluster) => {
+            return Err(OpenError::Unfit("the server is not part of a Cluster; write redis://".to_owned()));
+        }
+        _ => {}
+    }
+    if get("role").as_deref() == Some("slave") {
+        return Err(OpenError::Unreachable("the server is a replica".to_owned()));
+    }
+    let policy = get("maxmemory_policy");
+    Ok(Server {
+        name: version.map_or_else(
+            || "a server of an unknown version".to_owned(),
+            |version| format!("{product} {version}"),
+        ),
+        evicts: policy.as_deref().is_some_and(|policy| policy != "noeviction"),
+        policy,
+        aof: get("aof_enabled").map(|enabled| enabled == "1"),
+        fsync: get("appendfsync"),
+        replicas: get("connected_slaves").and_then(|count| count.parse().ok()),
+        default_writes: node.get(DEFAULT_WRITES).map(|writes| writes == "true"),
+        fails_over: options.topology != Topology::Single,
+        wait: options.wait.is_some(),
+    })
+}
+
+impl Server {
+    fn or_worse(mut self, other: Self) -> Self {
+        if self.name != other.name {
+            self.name = format!("{}, {}", self.name, other.name);
+        }
+        if !self.evicts {
+            (self.policy, self.evicts) = (self.policy.and(other.policy), other.evicts);
+        }
+        self.aof = self.aof.zip(other.aof).map(|(one, two)| one && two);
+        if other.fsync.as_deref() != Some("always") {
+            self.fsync = other.fsync;
+        }
+        self.replicas = self.replicas.zip(other.replicas).map(|(one, two)| one.max(two));
+        self
+    }
+
+    fn is_synced(&self) -> bool {
+        self.aof == Some(true)
+            && self.fsync.as_deref() == Some("always")
+            && self.replicas == Some(0)
+            && self.default_writes == Some(true)
+            && !self.fails_over
+            && !self.evicts
+            && self.policy.is_some()
+    }
+
+    /// What the store may promise on this server.
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        if self.is_synced() {
+            Capabilities::new("redis", Durability::Synced, Fencing::Monotonic)
+        } else {
+            Capabilities::new("redis", Durability::Buffered, Fencing::Equality)
+        }
+    }
+
+    /// All of it in sentences.
+    pub(crate) fn findings(&self) -> Vec<Finding> {
+        let fine = |text: String| Finding { gravity: Gravity::Fine, text };
+        let warning = |text: &str| Finding { gravity: Gravity::Warning, text: text.to_owned() };
+        let mut found = vec![fine(self.name.clone())];
+        found.push(match (&self.policy, self.evicts) {
+            (None, _) => warning(
+                "maxmemory-policy could not be read (INFO is not allowed); anything but noeviction removes records, and \
+                 their keys execute again",
+            ),
+            (Some(policy), true) => Finding {
+                gravity: Gravity::Warning,
+                text: format!(
+                    "maxmemory-policy is {policy}: when memory is used up, records are removed, and their keys EXECUTE AGAIN"
+                ),
+            },
+            (Some(_), false) => fine("maxmemory-policy noeviction: when memory is used up, requests with a key are refused".to_owned()),
+        });
+        found.push(match (self.aof, self.fsync.as_deref()) {
+            (None, _) => warning(
+                "whether there is an append-only file could not be read (INFO is not allowed); count on losing every record \
+                 when the server stops",
+            ),
+            (Some(false), _) => warning(
+                "appendonly no: a server that stops loses every record since its last snapshot, and their keys execute again",
+            ),
+            (Some(true), Some("always")) => fine("appendonly yes, appendfsync always: on disk before it counts".to_owned()),
+            (Some(true), Some("everysec")) => warning(
+                "appendfsync everysec: a machine that fails loses about the last second of records, and their keys execute \
+                 again; a server process that is killed loses nothing",
+            ),
+            (Some(true), Some(_)) => warning(
+                "appendfsync no: a machine that fails loses what the operating system had not written yet, often half a \
+                 minute of records, and their keys execute again",
+            ),
+            (Some(true), None) => warning(
+                "appendonly yes, but appendfsync could not be read (CONFIG is not allowed); anything but always loses the \
+                 last records when the machine fails, and their keys execute again",
+            ),
+        });
+        match (self.aof, self.default_writes) {
+            (Some(false), _) | (_, Some(true)) => {}
+            (_, Some(false)) => found.push(warning(
+                "the default user may not write: a server without the mending of redis/redis#14541 (valkey-io/valkey#3983) SKIPS \
+                 EVERY RECORD when it loads its append-only file, and their keys execute again; write \
+                 `user default off ~* &* +@all`, which lets nobody log in either",
+            )),
+            (_, None) => found.push(warning(
+                "whether the default user may write could not be read (ACL DRYRUN is not allowed); where it may not, a server \
+                 without the mending of redis/redis#14541 (valkey-io/valkey#3983) skips every record when it loads its \
+                 append-only file",
+            )),
+        }
+        if self.fails_over || self.replicas.is_some_and(|count| count > 0) {
+            found.push(warning(if self.wait {
+                "replicas: a failover may lose records that too few replicas had; those that were waited for are lost only \
+                 where the sentinels or the Cluster promote another replica"
+            } else {
+                "replicas: they are behind, and a failover loses what they had not got yet, though it was acknowledged; \
+                 their keys execute again"
+            }));
+        }
+        if self.replicas.is_none() {
+            found.push(warning("whether there are replicas could not be read (INFO is not allowed)"));
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn server() -> Server {
+        Server {
+            name: "Redis 7.0.15".to_owned(),
+            policy: Some("noeviction".to_owned()),
+            aof: Some(true),
+            fsync: Some("always".to_owned()),
+            replicas: Some(0),
+            default_writes: Some(true),
+            ..Server::default()
+        }
+    }
+
+    #[test]
+    fn promises_no_more_than_the_configuration_keeps() {
+        let promise = |server: &Server| {
+            let found = server.capabilities();
+            (found.durability, found.fencing)
+        };
+        assert_eq!(promise(&server()), (Durability::Synced, Fencing::Monotonic));
+        assert!(server().findings().iter().all(|finding| finding.gravity == Gravity::Fine));
+        let weaker = [
+            Server { policy: None, ..server() },
+            Server { evicts: true, ..server() },
+            Server { aof: Some(false), ..server() },
+            Server { aof: None, ..server() },
+            Server { fsync: Some("everysec".to_owned()), ..server() },
+            Server { fsync: Some("no".to_owned()), ..server() },
+            Server { fsync: None, ..server() },
+            Server { replicas: Some(1), ..server() },
+            Server { replicas: None, ..server() },
+            Server { fails_over: true, ..server() },
+            Server { default_writes: Some(false), ..server() },
+            Server { default_writes: None, ..server() },
+        ];
+        for server in weaker {
+            assert_eq!(promise(&server), (Durability::Buffered, Fencing::Equality), "{server:?}");
+            let warnings = server.findings().iter().filter(|f| f.gravity == Gravity::Warning).count();
+            assert_eq!(warnings, 1, "{server:?}");
+        }
+    }
+
+    #[test]
+    fn of_several_primaries_the_worst_counts() {
+        let worse = [
+            Server { aof: Some(false), ..server() },
+            Server { fsync: Some("no".to_owned()), ..server() },
+            Server { evicts: true, policy: Some("allkeys-lru".to_owned()), ..server() },
+        ];
+        for worse in worse {
+            assert_eq!(server().or_worse(worse.clone()), worse);
+            assert_eq!(worse.clone().or_worse(server()), worse);
+        }
+    }
+}

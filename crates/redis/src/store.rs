@@ -1,0 +1,454 @@
+//! The store itself: what callers hold.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Claim, Command, Complete, Completion, ListPage, ListQuery, OnAbandoned,
+    Outcome, Record, RecordId, Resolution, Resolve, StateName, Store, StoreError, StoreFuture, Timestamp,
+    Write, decide, limits,
+};
+use pin_project_lite::pin_project;
+use redis::{Cmd, Value, cmd};
+use tokio::runtime::Handle;
+
+use crate::answer::{Said, audit_entry, senseless};
+use crate::clock::ServerClock;
+use crate::contract::{AUDIT_KEY, Script, Scripts, record_key};
+use crate::error::{Failure, OpenError};
+use crate::link::{Connection, Link};
+use crate::list;
+use crate::options::RedisOptions;
+use crate::probe::{Finding, probe};
+
+/// The store on Redis or Valkey. See the [crate's page](crate).
+pub struct RedisStore {
+    shared: Shared,
+}
+
+pub(crate) struct Shared {
+    pub(crate) link: Arc<Link>,
+    scripts: Scripts,
+    clock: ServerClock,
+    #[cfg(test)]
+    pub(crate) test_clock: Option<Arc<dyn oncegate_core::Clock>>,
+}
+
+/// Written to see whether writes are taken.
+const CHECK_KEY: &str = "oncegate:{check}";
+
+/// How often an entry of a Cluster's audit trail is tried to be added.
+const AUDIT_TRIES: u32 = 3;
+
+impl RedisStore {
+    /// Connects, and looks at the server. Has to be called within a Tokio runtime with time and I/O, where the connection
+    /// then lives; the store may be used from any thread, with or without a runtime.
+    ///
+    /// # Errors
+    /// [`OpenError`] where the server cannot be reached, is older than 7.0, does not accept the login, or evicts records.
+    pub async fn open(options: RedisOptions) -> Result<Self, OpenError> {
+        Self::open_with(options, Scripts::published()).await
+    }
+
+    pub(crate) async fn open_with(options: RedisOptions, scripts: Scripts) -> Result<Self, OpenError> {
+        let link = Link::open(options, Handle::current()).await?;
+        let time = link.send(&cmd("TIME")).await?;
+        let (seconds, micros): (u64, u64) =
+            redis::from_redis_value(time).map_err(|_| OpenError::from(Failure::Senseless))?;
+        let now = Timestamp::from_millis(seconds.saturating_mul(1000).saturating_add(micros / 1000));
+        let shared = Shared {
+            link,
+            scripts,
+            clock: ServerClock::new(now),
+            #[cfg(test)]
+            test_clock: None,
+        };
+        Ok(Self { shared })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_test_clock(mut self, clock: Arc<dyn oncegate_core::Clock>) -> Self {
+        self.shared.test_clock = Some(clock);
+        self
+    }
+
+    /// What was found out about the server when it was last connected to or checked: what it is, and what its
+    /// configuration can lose, each in a sentence.
+    #[must_use]
+    pub fn findings(&self) -> Vec<Finding> {
+        self.shared.link.server().findings()
+    }
+
+    /// Runs a future with the store's runtime at hand, whoever polls it.
+    fn run<'a, T: Send + 'a>(
+        &'a self,
+        future: impl Future<Output = Result<T, StoreError>> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
+        Box::pin(Within { runtime: self.shared.link.runtime(), future })
+    }
+}
+
+impl Shared {
+    /// Calls a script: by its name, or as a whole where the server does not know it (any more).
+    async fn call(
+        &self,
+        connection: &Connection,
+        script: &Script,
+        keys: &[&str],
+        arguments: &[&[u8]],
+    ) -> Result<Said, Failure> {
+        let command = |name: &str, script: &str| {
+            let mut command = cmd(name);
+            command.arg(script).arg(keys.len());
+            for key in keys {
+                command.arg(*key);
+            }
+            for argument in arguments {
+                command.arg(*argument);
+            }
+            self.end(&mut command);
+            command
+        };
+        let mut result = self.link.send_on(connection, &command("EVALSHA", script.sha1())).await;
+        if matches!(&result, Err(failure) if failure.is("NOSCRIPT")) {
+            result = self.link.send_on(connection, &command("EVAL", script.code())).await;
+        }
+        let said = Said::read(result?).ok_or(Failure::Senseless)?;
+        self.clock.seen(said.now);
+        Ok(said)
+    }
+
+    #[cfg(not(test))]
+    #[allow(clippy::unused_self, reason = "tests say the time here")]
+    const fn end(&self, _: &mut Cmd) {}
+
+    /// The scripts of the tests take the time as their last argument.
+    #[cfg(test)]
+    fn end(&self, command: &mut Cmd) {
+        if let Some(clock) = &self.test_clock {
+            command.arg(clock.now().as_millis());
+        }
+    }
+
+    async fn apply(&self, id: RecordId, command: &Command) -> Result<Outcome, StoreError> {
+        let connection = self.link.connection().await?;
+        let key = record_key(&id);
+        let outcome = match command {
+            Command::Claim(claim) => self.claim(&connection, id, &key, claim, command).await?,
+            Command::Renew(renew) => {
+                let arguments = [&text(renew.token), &millis(renew.lease), &millis(renew.retention)];
+                self.call(&connection, &self.scripts.renew, &[&key], &octets(&arguments)).await?.outcome()?
+            }
+            Command::Complete(complete) => self.complete(&connection, &key, complete).await?,
+            Command::Release(release) => {
+                let arguments = [&text(release.token), &millis(release.retention)];
+                self.call(&connection, &self.scripts.release, &[&key], &octets(&arguments))
+                    .await?
+                    .outcome()?
+            }
+            Command::Resolve(resolve) => self.resolve(&connection, id, &key, resolve).await?,
+            Command::Purge => self.call(&connection, &self.scripts.purge, &[&key], &[]).await?.outcome()?,
+            _ => return Err(StoreError::invalid("the Redis store does not know this command")),
+        };
+        let counts = matches!(
+            outcome,
+            Outcome::Execute(_)
+                | Outcome::Unknown
+                | Outcome::Completed
+                | Outcome::Released
+                | Outcome::Resolved { .. }
+                | Outcome::Replay(_)
+                | Outcome::Unreplayable
+        );
+        if counts {
+            self.wait_for_replicas(&connection).await?;
+        }
+        Ok(outcome)
+    }
+
+    async fn claim(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+        key: &str,
+        claim: &Claim,
+        command: &Command,
+    ) -> Result<Outcome, StoreError> {
+        let attempt = format!("{:032x}", claim.attempt.get());
+        let fingerprint = RecordId::from_bytes(*claim.fingerprint.digest()).to_string();
+        let on_abandoned = match claim.on_abandoned {
+            OnAbandoned::Park => "park",
+            OnAbandoned::Reexecute => "reexecute",
+            OnAbandoned::Reconcile => "reconcile",
+            _ => {
+                return Err(StoreError::invalid(
+                    "the Redis store does not know this way to treat what is abandoned",
+                ));
+            }
+        };
+        let (version, caller) = (claim.fingerprint.version().to_string(), claim.label.caller().to_string());
+        let (lease, retention) = (millis(claim.lease), millis(claim.retention));
+        let arguments = [
+            attempt.as_bytes(),
+            version.as_bytes(),
+            fingerprint.as_bytes(),
+            lease.as_bytes(),
+            retention.as_bytes(),
+            on_abandoned.as_bytes(),
+            caller.as_bytes(),
+            claim.label.operation().as_bytes(),
+        ];
+        match self.call(connection, &self.scripts.claim, &[key], &arguments).await {
+            Err(failure) if failure.is("OOM") => {
+                // Nothing can be written. What needs no writing is answered all the same.
+                let read = self.lookup_now(connection, id).await;
+                let known = read.ok().map(|(record, now)| decide(record.as_ref(), command, now));
+                match known {
+                    Some(decision) if decision.write == Write::Keep => Ok(decision.outcome),
+                    _ => Err(failure.into()),
+                }
+            }
+            said => said?.outcome(),
+        }
+    }
+
+    async fn complete(
+        &self,
+        connection: &Connection,
+        key: &str,
+        complete: &Complete,
+    ) -> Result<Outcome, StoreError> {
+        let (name, response) = match &complete.completion {
+            Completion::Replayable(response) => ("replayable", &response.as_encoded()[..]),
+            Completion::Awaited => ("awaited", &[][..]),
+            Completion::Tombstone => ("tombstone", &[][..]),
+            Completion::Unknown => ("unknown", &[][..]),
+            _ => return Err(StoreError::invalid("the Redis store does not know this completion")),
+        };
+        let (token, retention) = (text(complete.token), millis(complete.retention));
+        let arguments = [token.as_bytes(), name.as_bytes(), retention.as_bytes(), response];
+        self.call(connection, &self.scripts.complete, &[key], &arguments).await?.outcome()
+    }
+
+    async fn resolve(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+        key: &str,
+        resolve: &Resolve,
+    ) -> Result<Outcome, StoreError> {
+        let (name, response) = match &resolve.resolution {
+            Resolution::Complete(Some(response)) => ("complete", &response.as_encoded()[..]),
+            Resolution::Complete(None) => ("complete", &[][..]),
+            Resolution::Release => ("release", &[][..]),
+            _ => return Err(StoreError::invalid("the Redis store does not know this resolution")),
+        };
+        let (retention, force) = (millis(resolve.retention), if resolve.force { "1" } else { "0" });
+        let (actor, reason) = (resolve.actor.as_bytes(), resolve.reason.as_bytes());
+        let arguments = [name.as_bytes(), retention.as_bytes(), force.as_bytes(), actor, reason, response];
+        let both = [key, AUDIT_KEY];
+        let keys = if connection.is_cluster() { &both[..1] } else { &both[..] };
+        let said = self.call(connection, &self.scripts.resolve, keys, &arguments).await?;
+        let (now, to) = (said.now, said.resolved_to());
+        let outcome = said.outcome()?;
+        if let (true, Outcome::Resolved { from }, Some(to)) = (connection.is_cluster(), &outcome, to) {
+            self.add_audit(connection, id, now, (*from, to), resolve).await?;
+        }
+        Ok(outcome)
+    }
+
+    /// On a Cluster, where the audit trail is on another node than the record.
+    async fn add_audit(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+        at: Timestamp,
+        (from, to): (StateName, StateName),
+        resolve: &Resolve,
+    ) -> Result<(), StoreError> {
+        let (at, id) = (at.to_string(), id.to_string());
+        let arguments = [
+            at.as_bytes(),
+            id.as_bytes(),
+            from.as_str().as_bytes(),
+            to.as_str().as_bytes(),
+            resolve.actor.as_bytes(),
+            resolve.reason.as_bytes(),
+        ];
+        let mut tries = 1;
+        loop {
+            let said = self.call(connection, &self.scripts.audit, &[AUDIT_KEY], &arguments).await;
+            match said {
+                Ok(_) => return Ok(()),
+                Err(_) if tries < AUDIT_TRIES => tries += 1,
+                Err(failure) => return Err(failure.into()),
+            }
+        }
+    }
+
+    /// Where it was asked for: an answer counts once enough replicas have what it rests on. `WAIT` looks at what was
+    /// written on this same connection.
+    async fn wait_for_replicas(&self, connection: &Connection) -> Result<(), StoreError> {
+        let Some(wait) = self.link.options().wait else { return Ok(()) };
+        let mut command = cmd("WAIT");
+        command.arg(wait.replicas).arg(millis(wait.timeout));
+        let limit = wait.timeout + self.link.options().timeout;
+        match self.link.send_within(connection, &command, limit).await? {
+            Value::Int(count) if count >= i64::from(wait.replicas) => Ok(()),
+            Value::Int(count) => Err(StoreError::unavailable(format!(
+                "Redis: {count} of {} replicas have the record in time; it may be sent again",
+                wait.replicas
+            ))),
+            _ => Err(senseless()),
+        }
+    }
+
+    async fn lookup_now(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+    ) -> Result<(Option<Record>, Timestamp), StoreError> {
+        let said = self.call(connection, &self.scripts.lookup, &[&record_key(&id)], &[]).await?;
+        let now = said.now;
+        Ok((said.record()?.map(|found| found.record), now))
+    }
+
+    /// The record, if it is one that a listing asked for. Its response is only read when that is clear.
+    pub(crate) async fn listed(&self, id: RecordId, query: &ListQuery) -> Result<Option<Record>, StoreError> {
+        let connection = self.link.connection().await?;
+        let key = record_key(&id);
+        let said = self.call(&connection, &self.scripts.lookup, &[&key], &[b"head"]).await?;
+        let now = said.now;
+        let Some(found) = said.record()?.filter(|found| query.matches(&found.record, now)) else {
+            return Ok(None);
+        };
+        if !found.is_head {
+            return Ok(Some(found.record));
+        }
+        let (record, now) = self.lookup_now(&connection, id).await?;
+        Ok(record.filter(|record| query.matches(record, now)))
+    }
+
+    async fn audit(&self, before: Option<u64>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+        if limit == 0 {
+            return Ok(Vec::new());
+        }
+        let end = match before {
+            None => "+".to_owned(),
+            Some(0 | 1) => return Ok(Vec::new()),
+            Some(before) => format!("({before}-0"),
+        };
+        let mut command = cmd("XREVRANGE");
+        command.arg(AUDIT_KEY).arg(end).arg("-").arg("COUNT").arg(limit.min(limits::PAGE_MAX));
+        let Value::Array(entries) = self.link.send(&command).await? else { return Err(senseless()) };
+        let damaged = || StoreError::corrupt("an entry of the audit trail in Redis cannot be read");
+        entries.into_iter().map(|entry| audit_entry(entry).ok_or_else(damaged)).collect()
+    }
+
+    /// Whether a write would be taken, and whether the configuration is still one that may be used.
+    async fn check(&self) -> Result<(), StoreError> {
+        let connection = self.link.connection().await?;
+        let mut command = cmd("SET");
+        command.arg(CHECK_KEY).arg("").arg("PX").arg(1000);
+        self.link.send_on(&connection, &command).await?;
+        let server = probe(connection.wire(), self.link.options()).await.map_err(|error| match error {
+            OpenError::Unreachable(what) => StoreError::unavailable(format!("Redis: {what}")),
+            OpenError::Unfit(what) => StoreError::invalid(what),
+        })?;
+        self.link.set_server(server);
+        Ok(())
+    }
+
+    fn now(&self) -> Timestamp {
+        #[cfg(test)]
+        if let Some(clock) = &self.test_clock {
+            return clock.now();
+        }
+        self.clock.now()
+    }
+}
+
+impl Store for RedisStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.run(async move { self.shared.apply(id, &command).await })
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.run(async move {
+            let connection = self.shared.link.connection().await?;
+            Ok(self.shared.lookup_now(&connection, id).await?.0)
+        })
+    }
+
+    /// In the order of the server's walk through its keys; a record whose key the server moves meanwhile may be there
+    /// twice, and one that comes or goes meanwhile may be missing.
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.run(async move { list::list(&self.shared, &query).await })
+    }
+
+    /// Nothing: the server removes what is past its retention by itself, ten minutes later.
+    fn purge(&self, _: usize) -> StoreFuture<'_, usize> {
+        Box::pin(std::future::ready(Ok(0)))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.run(self.shared.audit(before, limit))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.run(self.shared.check())
+    }
+
+    fn now(&self) -> Timestamp {
+        self.shared.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.shared.link.server().capabilities()
+    }
+}
+
+impl fmt::Debug for RedisStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStore").field("options", self.shared.link.options()).finish_non_exhaustive()
+    }
+}
+
+fn text(number: impl fmt::Display) -> String {
+    number.to_string()
+}
+
+fn octets<'a, const N: usize>(texts: &[&'a String; N]) -> [&'a [u8]; N] {
+    texts.map(|text| text.as_bytes())
+}
+
+/// Longest duration of the contract, which no limit reaches.
+const MILLIS_MAX: u64 = 1 << 50;
+
+/// Whole milliseconds, so that no lease is shorter than was asked for.
+fn millis(duration: Duration) -> String {
+    Timestamp::from_millis(0).after(duration).as_millis().min(MILLIS_MAX).to_string()
+}
+
+pin_project! {
+    /// A future that finds the store's runtime, wherever it is polled.
+    struct Within<'a, F> {
+        runtime: &'a Handle,
+        #[pin]
+        future: F,
+    }
+}
+
+impl<F: Future> Future for Within<'_, F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        let _entered = this.runtime.enter();
+        this.future.poll(context)
+    }
+}

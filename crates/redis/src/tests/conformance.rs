@@ -1,0 +1,70 @@
+//! The Redis store, held to the suite that every store is held to, on a real server.
+//!
+//! The suite's clock starts in 2023 and is moved by hand. The scripts are built with a `now` that is an argument, and the
+//! clock is moved ahead by a constant, to the time at which the sequence starts: the server's own expiry then comes ten
+//! minutes after what the scripts take for expired, or later, and no sequence takes that long.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use oncegate_core::{Clock, Store as _, Timestamp};
+use oncegate_servers::{RedisOptions as ServerOptions, RedisServer};
+use oncegate_testkit::ManualClock;
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use tokio::runtime::Runtime;
+
+use crate::contract::Scripts;
+use crate::{RedisOptions, RedisStore};
+
+const SUITE_START: u64 = 1_700_000_000_000;
+
+struct Ahead {
+    clock: Arc<ManualClock>,
+    by: Duration,
+}
+
+impl Clock for Ahead {
+    fn now(&self) -> Timestamp {
+        self.clock.now().after(self.by)
+    }
+}
+
+/// The scripts with the time as their last argument.
+pub(super) fn scripts_with_time() -> Scripts {
+    Scripts::edited(|name, code| {
+        let Some((before, rest)) = code.split_once("-- [now]") else { return code.to_owned() };
+        let (_, after) = rest.split_once("-- [/now]").expect("the chunk ends");
+        assert_ne!(name, "audit");
+        format!("{before}local now = tonumber(table.remove(ARGV))\n{after}")
+    })
+}
+
+fn real_now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap()
+}
+
+#[test]
+fn the_redis_store_conforms() {
+    let runtime = Runtime::new().unwrap();
+    let server = RedisServer::start(ServerOptions::new().with_appendfsync("always")).unwrap();
+    let options = RedisOptions::from_url(&server.url()).unwrap();
+    Suite::new().with_cases(64).with_own_expiry().with_any_order().check(|| {
+        server.command(&["FLUSHALL"]).unwrap();
+        let by = real_now() - Duration::from_millis(SUITE_START);
+        let (runtime, options) = (&runtime, &options);
+        move |clock: Arc<ManualClock>| {
+            let store = runtime.block_on(RedisStore::open_with(options.clone(), scripts_with_time()));
+            store.unwrap().with_test_clock(Arc::new(Ahead { clock, by }))
+        }
+    });
+}
+
+#[test]
+fn one_of_many_claimants_executes() {
+    let runtime = Runtime::new().unwrap();
+    let server = RedisServer::start(ServerOptions::new()).unwrap();
+    let store = runtime.block_on(RedisStore::open(RedisOptions::from_url(&server.url()).unwrap())).unwrap();
+    check_concurrent_claims(&store, 20, 8);
+    let seen = Duration::from_millis(store.now().as_millis());
+    assert!(seen.abs_diff(real_now()) < Duration::from_secs(10));
+}

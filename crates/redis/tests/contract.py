@@ -1,0 +1,153 @@
+"""The contract as a service in another language uses it: the Lua files, redis-py, and nothing of Oncegate.
+
+Usage: contract.py redis://host:port/db
+"""
+
+import hashlib
+import os
+import pathlib
+import secrets
+import struct
+import sys
+import threading
+import time
+
+import redis
+
+LUA = pathlib.Path(__file__).parent.parent / "lua"
+MINUTE = 60_000
+CALLER = "00" * 8
+
+
+class Contract:
+    def __init__(self, client):
+        self.client = client
+        self.code = {path.stem: path.read_bytes() for path in LUA.glob("*.lua")}
+        self.sha1 = {name: hashlib.sha1(code).hexdigest() for name, code in self.code.items()}
+
+    def call(self, name, keys, *arguments):
+        try:
+            return self.client.evalsha(self.sha1[name], len(keys), *keys, *arguments)
+        except redis.exceptions.NoScriptError:
+            return self.client.eval(self.code[name], len(keys), *keys, *arguments)
+
+    def claim(self, key, attempt, body, on_abandoned="park", lease=MINUTE):
+        fingerprint = hashlib.sha256(body).hexdigest()
+        return self.call("claim", [key], attempt, 1, fingerprint, lease, MINUTE, on_abandoned, CALLER, "POST /orders")
+
+    def complete(self, key, token, response):
+        return self.call("complete", [key], token, "replayable", MINUTE, response)
+
+
+def response(status, headers, body):
+    octets = struct.pack(">BHHH", 1, status, len(headers), 0)
+    for name, value in headers:
+        octets += struct.pack(">HI", len(name), len(value)) + name + value
+    return octets + body
+
+
+def new_key():
+    return "oncegate:{%s}" % secrets.token_hex(32)
+
+
+def main(url):
+    client = redis.Redis.from_url(url)
+    client.script_flush()
+    contract = Contract(client)
+    assert sorted(contract.code) == sorted(
+        ["claim", "renew", "complete", "release", "resolve", "lookup", "purge", "audit"]
+    )
+
+    # Claim, conflict, mismatch, complete, replay.
+    key, attempt = new_key(), secrets.token_hex(16)
+    heard = []
+    listening = threading.Event()
+
+    def listen():
+        pubsub = redis.Redis.from_url(url).pubsub()
+        pubsub.execute_command("SSUBSCRIBE", key)
+        pubsub.parse_response()
+        listening.set()
+        heard.append(pubsub.parse_response())
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    assert listening.wait(10)
+    word, now, token, attempts, lease_until, after_abandoned = contract.claim(key, attempt, b"pay 5")
+    assert (word, attempts, after_abandoned) == (b"execute", b"1", b"0")
+    assert abs(int(now) - time.time() * 1000) < 60_000 and int(token) == int(now)
+    assert int(lease_until) == int(now) + MINUTE
+    # Its answer was lost; it is the same claim.
+    assert contract.claim(key, attempt, b"pay 5")[2] == token
+    assert contract.claim(key, secrets.token_hex(16), b"pay 5")[0] == b"in-progress"
+    assert contract.claim(key, secrets.token_hex(16), b"pay 9")[0] == b"mismatch"
+    assert contract.call("renew", [key], token, MINUTE, MINUTE)[0] == b"renewed"
+    assert client.hget(key, "state") == b"in-progress"
+    receipt = response(201, [(b"content-type", b"application/octet-stream")], bytes(range(256)) * 100)
+    assert contract.complete(key, int(token) + 1, receipt)[0] == b"fenced"
+    assert contract.complete(key, token, receipt)[0] == b"completed"
+    assert contract.complete(key, token, receipt)[0] == b"completed"
+    assert contract.complete(key, token, receipt + b"x")[0] == b"fenced"
+    again = contract.claim(key, secrets.token_hex(16), b"pay 5")
+    assert (again[0], again[2]) == (b"replay", receipt)
+    listener.join(10)
+    assert heard and heard[0][-1] == b"completed " + token, heard
+    fields = client.hgetall(key)
+    assert fields[b"version"] == b"1" and fields[b"token"] == token and fields[b"response"] == receipt
+    assert b"attempt" not in fields and b"lease_until" not in fields
+
+    # Released: the key is free, and tokens go on.
+    key = new_key()
+    first = contract.claim(key, secrets.token_hex(16), b"a")[2]
+    assert contract.call("release", [key], first, MINUTE)[0] == b"released"
+    second = contract.claim(key, secrets.token_hex(16), b"b")
+    assert second[0] == b"execute" and int(second[2]) > int(first) and second[3] == b"2"
+    assert contract.complete(key, first, receipt)[0] == b"fenced"
+
+    # Abandoned: parked, resolved by an operator, in the trail.
+    key = new_key()
+    contract.claim(key, secrets.token_hex(16), b"a", lease=0)
+    assert contract.claim(key, secrets.token_hex(16), b"a")[0] == b"unknown"
+    resolved = contract.call(
+        "resolve", [key, "oncegate:{audit}"], "complete", MINUTE, 0, "ann", "found in the ledger", receipt
+    )
+    assert resolved[0] == b"resolved" and resolved[2:] == [b"unknown", b"completed"], resolved
+    number, entry = client.xrevrange("oncegate:{audit}", count=1)[0]
+    assert entry[b"record"].decode() in key and entry[b"actor"] == b"ann" and number.endswith(b"-0")
+    assert contract.claim(key, secrets.token_hex(16), b"a")[2] == receipt
+
+    # Abandoned: executed again under a greater token, which knows of it.
+    key = new_key()
+    first = contract.claim(key, secrets.token_hex(16), b"a", lease=0)[2]
+    second = contract.claim(key, secrets.token_hex(16), b"a", on_abandoned="reexecute")
+    assert second[0] == b"execute" and int(second[2]) > int(first) and second[5] == b"1"
+
+    # Looked up, and refused.
+    found = contract.call("lookup", [key], "head")
+    fields = dict(zip(found[2::2], found[3::2]))
+    assert found[0] == b"found" and fields[b"state"] == b"in-progress" and fields[b"token"] == second[2]
+    assert contract.call("lookup", [new_key()])[0] == b"absent"
+    assert contract.call("purge", [key])[0] == b"kept"
+    client.set(key, "something else")
+    for wrong, code in [
+        (lambda: contract.claim(key, secrets.token_hex(16), b"a"), "CORRUPT"),
+        (lambda: contract.claim(new_key(), "no attempt", b"a"), "INVALID"),
+        (lambda: contract.call("complete", [new_key()], "1", "replayable", MINUTE), "INVALID"),
+        (lambda: contract.call("renew", [new_key()], "1", "1e3", MINUTE), "INVALID"),
+    ]:
+        try:
+            wrong()
+        except redis.exceptions.ResponseError as error:
+            assert str(error).startswith(code), error
+        else:
+            raise AssertionError(code)
+    if os.environ.get("LEAVE_FOR_RUST"):
+        # A record that the Rust store is to replay.
+        key = "oncegate:{%s}" % ("ab" * 32)
+        token = contract.claim(key, secrets.token_hex(16), b"a")[2]
+        contract.complete(key, token, receipt)
+    print("contract: all as it is written down")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

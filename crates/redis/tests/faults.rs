@@ -1,0 +1,497 @@
+//! What goes wrong with a real server, and what the store says to it.
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use oncegate_core::{
+    Answer, CallerTag, Command, Complete, Completion, Durability, Fencing, Label, ListQuery, Outcome,
+    Resolution, Resolve, State, StateName, Store as _, StoreErrorKind, StoredResponse,
+};
+use oncegate_redis::contract::record_key;
+use oncegate_redis::{Gravity, OpenError, RedisStore};
+use oncegate_servers::{RedisOptions as ServerOptions, RedisServer};
+use support::*;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+
+fn start(options: ServerOptions) -> RedisServer {
+    RedisServer::start(options).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_a_hundred_claims_from_two_processes_one_executes() {
+    let server = start(ServerOptions::new());
+    let stores = [Arc::new(open(&server.url()).await), Arc::new(open(&server.url()).await)];
+    for round in 0..10 {
+        let claims = (0..100_u64).map(|n| {
+            let store = stores[(n % 2) as usize].clone();
+            tokio::spawn(async move { try_claim(&store, round, n).await.unwrap() })
+        });
+        let claims: Vec<_> = claims.collect();
+        let (mut executed, mut waits) = (0, 0);
+        for claim in claims {
+            match claim.await.unwrap() {
+                Outcome::Execute(_) => executed += 1,
+                Outcome::InProgress { .. } => waits += 1,
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!((executed, waits), (1, 99));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn scripts_that_the_server_forgets_are_brought_again() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                server.command(&["SCRIPT", "FLUSH"]).unwrap();
+            }
+        });
+        tokio::task::block_in_place(|| {
+            tokio::runtime::Handle::current().block_on(async {
+                for n in 0..300 {
+                    let grant = granted(&store, n, n).await;
+                    assert!(matches!(
+                        store.apply(id(n), renewal(grant.token)).await,
+                        Ok(Outcome::Renewed { .. })
+                    ));
+                    assert_eq!(
+                        store.apply(id(n), completion(grant.token, n)).await.unwrap(),
+                        Outcome::Completed
+                    );
+                    assert_eq!(try_claim(&store, n, n).await.unwrap(), Outcome::Replay(response(n)));
+                }
+            });
+        });
+        done.store(true, Ordering::Relaxed);
+    });
+}
+
+#[tokio::test]
+async fn an_attempt_whose_record_was_flushed_is_fenced_and_the_next_token_is_greater() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let lost = granted(&store, 1, 1).await;
+    server.command(&["FLUSHALL"]).unwrap();
+    for command in [renewal(lost.token), completion(lost.token, 1), release(lost.token)] {
+        assert_eq!(store.apply(id(1), command).await.unwrap(), Outcome::Fenced);
+    }
+    assert_eq!(store.lookup(id(1)).await.unwrap(), None);
+    let next = granted(&store, 1, 2).await;
+    assert!(next.token > lost.token);
+    assert_eq!(store.apply(id(1), completion(lost.token, 1)).await.unwrap(), Outcome::Fenced);
+    assert_eq!(store.apply(id(1), completion(next.token, 2)).await.unwrap(), Outcome::Completed);
+}
+
+#[tokio::test]
+async fn what_was_acknowledged_survives_kill_9_where_every_write_is_flushed() {
+    let mut server = start(ServerOptions::new().with_appendfsync("always"));
+    let store = open(&server.url()).await;
+    assert_eq!(store.capabilities().durability, Durability::Synced);
+    assert_eq!(store.capabilities().fencing, Fencing::Monotonic);
+    let mut tokens = Vec::new();
+    for round in 0..3_u64 {
+        for n in round * 100..(round + 1) * 100 {
+            let grant = granted(&store, n, n).await;
+            if n % 2 == 0 {
+                store.apply(id(n), completion(grant.token, n)).await.unwrap();
+            }
+            tokens.push(grant.token);
+        }
+        server.kill();
+        unavailable(try_claim(&store, 0, 9999).await);
+        server.restart().unwrap();
+        until_ok(|| store.check()).await;
+        for (n, token) in (0_u64..).zip(&tokens) {
+            let record = store.lookup(id(n)).await.unwrap().expect("it was acknowledged");
+            assert_eq!(record.token, *token);
+            if n % 2 == 0 {
+                assert_eq!(record.state, State::Completed(Answer::Replayable(response(n))));
+            } else {
+                // The same attempt goes on where it was.
+                assert_eq!(granted(&store, n, n).await.token, *token);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn without_a_file_a_restart_loses_what_the_findings_say_and_fences_the_owner() {
+    let mut server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let found = store.capabilities();
+    assert_eq!((found.durability, found.fencing), (Durability::Buffered, Fencing::Equality));
+    let findings = store.findings();
+    let says = findings.iter().any(|f| f.gravity == Gravity::Warning && f.text.starts_with("appendonly no"));
+    assert!(says, "{findings:?}");
+    let before = granted(&store, 1, 1).await;
+    server.kill();
+    server.restart().unwrap();
+    until_ok(|| store.check()).await;
+    assert_eq!(store.apply(id(1), completion(before.token, 1)).await.unwrap(), Outcome::Fenced);
+    assert!(granted(&store, 1, 2).await.token > before.token);
+}
+
+#[tokio::test]
+async fn a_server_that_pauses_is_unavailable_in_bounded_time_and_then_knows_the_attempt() {
+    let server = start(ServerOptions::new());
+    let url = format!("{}?timeout=300ms&connect-timeout=500ms", server.url());
+    let store = open(&url).await;
+    let first = granted(&store, 1, 1).await;
+    server.command(&["CLIENT", "PAUSE", "2000", "ALL"]).unwrap();
+    let started = Instant::now();
+    unavailable(try_claim(&store, 2, 2).await);
+    unavailable(store.apply(id(1), completion(first.token, 1)).await);
+    unavailable(store.lookup(id(1)).await);
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    // Whether the paused claim was applied in the end or not: it is the same claim.
+    let Outcome::Execute(second) = until_ok(|| try_claim(&store, 2, 2)).await else { panic!() };
+    assert_eq!(second.attempts, 1);
+    assert_eq!(store.apply(id(1), completion(first.token, 1)).await.unwrap(), Outcome::Completed);
+    assert_eq!(store.apply(id(1), completion(first.token, 1)).await.unwrap(), Outcome::Completed);
+}
+
+#[tokio::test]
+async fn a_full_memory_refuses_what_is_new_and_goes_on_with_what_is_there() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let (owned, done) = (granted(&store, 1, 1).await, granted(&store, 2, 2).await);
+    store.apply(id(2), completion(done.token, 2)).await.unwrap();
+    server.command(&["CONFIG", "SET", "maxmemory", "1"]).unwrap();
+    assert!(unavailable(try_claim(&store, 3, 3).await).contains("OOM"));
+    assert!(unavailable(store.apply(id(1), completion(owned.token, 1)).await).contains("OOM"));
+    unavailable(store.check().await);
+    // What needs no room.
+    assert!(matches!(store.apply(id(1), renewal(owned.token)).await, Ok(Outcome::Renewed { .. })));
+    assert_eq!(try_claim(&store, 2, 22).await.unwrap(), Outcome::Replay(response(2)));
+    assert!(matches!(try_claim(&store, 1, 11).await, Ok(Outcome::InProgress { .. })));
+    assert!(store.lookup(id(1)).await.unwrap().is_some());
+    server.command(&["CONFIG", "SET", "maxmemory", "0"]).unwrap();
+    store.check().await.unwrap();
+    assert_eq!(store.apply(id(1), completion(owned.token, 1)).await.unwrap(), Outcome::Completed);
+    granted(&store, 3, 3).await;
+}
+
+/// Between the store and the server: gives requests on, and cuts the connection instead of giving an answer when told to.
+struct Cutter {
+    port: u16,
+    cut: Arc<AtomicBool>,
+    cuts: Arc<AtomicUsize>,
+}
+
+impl Cutter {
+    async fn start(to: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let cutter = Self { port, cut: Arc::default(), cuts: Arc::default() };
+        let (cut, cuts) = (cutter.cut.clone(), cutter.cuts.clone());
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let (cut, cuts) = (cut.clone(), cuts.clone());
+                let server = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
+                tokio::spawn(async move {
+                    let (mut from_client, mut to_client) = client.into_split();
+                    let (mut from_server, mut to_server) = server.into_split();
+                    let there =
+                        tokio::spawn(async move { tokio::io::copy(&mut from_client, &mut to_server).await });
+                    let mut buffer = vec![0; 65536];
+                    while let Ok(count @ 1..) = from_server.read(&mut buffer).await {
+                        if cut.swap(false, Ordering::SeqCst) {
+                            cuts.fetch_add(1, Ordering::SeqCst);
+                            break;
+                        }
+                        if to_client.write_all(&buffer[..count]).await.is_err() {
+                            break;
+                        }
+                    }
+                    there.abort();
+                });
+            }
+        });
+        cutter
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_whose_answer_was_cut_off_is_recognised_when_it_is_sent_again() {
+    let server = start(ServerOptions::new());
+    let cutter = Cutter::start(server.port()).await;
+    let store = open(&format!("redis://127.0.0.1:{}", cutter.port)).await;
+    let direct = open(&server.url()).await;
+    // So that the server knows the scripts, and what is cut off is an answer of theirs.
+    let grant = granted(&direct, 1_000_000, 1).await;
+    direct.apply(id(1_000_000), completion(grant.token, 1)).await.unwrap();
+    for n in 0..20 {
+        cutter.cut.store(true, Ordering::SeqCst);
+        unavailable(try_claim(&store, n, n).await);
+        let applied = direct.lookup(id(n)).await.unwrap().expect("the server had applied it");
+        assert!(matches!(try_claim(&direct, n, 1000 + n).await, Ok(Outcome::InProgress { .. })));
+        let Outcome::Execute(again) = until_ok(|| try_claim(&store, n, n)).await else { panic!() };
+        assert_eq!((again.token, again.attempts), (applied.token, 1));
+        cutter.cut.store(true, Ordering::SeqCst);
+        unavailable(store.apply(id(n), completion(again.token, n)).await);
+        let done = until_ok(|| store.apply(id(n), completion(again.token, n))).await;
+        assert_eq!(done, Outcome::Completed);
+        assert_eq!(try_claim(&store, n, 2000 + n).await.unwrap(), Outcome::Replay(response(n)));
+    }
+    assert_eq!(cutter.cuts.load(Ordering::SeqCst), 40);
+}
+
+#[tokio::test]
+async fn hostile_octets_come_back_as_they_were() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let operations =
+        ["", "POST /\0x", "a'b\"c\\d\r\n*1\r\n$8\r\nFLUSHALL\r\n", "é🦀 ]] -- {x}", "%s%d%.0f", "return 1"];
+    for (n, operation) in (0..).zip(operations) {
+        let mut claim = claim(n);
+        claim.label = Label::new(CallerTag::from_bytes([0xff; 8]), operation);
+        let Outcome::Execute(grant) = store.apply(id(n), Command::Claim(claim)).await.unwrap() else {
+            panic!()
+        };
+        let every: Vec<u8> = (0..=255).cycle().take(100_000).collect();
+        let answer = StoredResponse::new(
+            200,
+            &[("x-raw", &every[..256])],
+            &[Bytes::from(every.clone())],
+            &[("t", operation.as_bytes())],
+        );
+        let answer = answer.unwrap();
+        let completion = Completion::Replayable(answer.clone());
+        let complete = Complete { token: grant.token, completion, retention: MINUTE };
+        assert_eq!(
+            store.apply(id(n), Command::Complete(complete.clone())).await.unwrap(),
+            Outcome::Completed
+        );
+        assert_eq!(store.apply(id(n), Command::Complete(complete)).await.unwrap(), Outcome::Completed);
+        assert_eq!(try_claim(&store, n, 77).await.unwrap(), Outcome::Replay(answer));
+        let record = store.lookup(id(n)).await.unwrap().unwrap();
+        assert_eq!(record.label.operation(), operation);
+    }
+    let grant = granted(&store, 99, 99).await;
+    let unknown = Complete { token: grant.token, completion: Completion::Unknown, retention: MINUTE };
+    store.apply(id(99), Command::Complete(unknown)).await.unwrap();
+    for (n, text) in (1..).zip(["a\0b\r\n", "'\"]]", "-- 🦀"]) {
+        let resolve = Resolve {
+            resolution: Resolution::Release,
+            retention: MINUTE,
+            force: true,
+            actor: text.to_owned(),
+            reason: text.repeat(2),
+        };
+        let outcome = store.apply(id(99), Command::Resolve(resolve)).await.unwrap();
+        assert!(matches!(outcome, Outcome::Resolved { .. }));
+        let entry = store.audit(None, 1).await.unwrap().remove(0);
+        assert_eq!((entry.number, entry.id, entry.to), (n, id(99), StateName::Released));
+        assert_eq!((entry.actor.as_str(), entry.reason), (text, text.repeat(2)));
+        granted(&store, 99, 100 + n).await;
+    }
+    assert_eq!(store.list(ListQuery::default()).await.unwrap().records.len(), operations.len() + 1);
+}
+
+#[tokio::test]
+async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let healthy = granted(&store, 0, 0).await;
+    type Damage = &'static [&'static str];
+    let damages: [Damage; 16] = [
+        &["SET", "{}", "x"],
+        &["RPUSH", "{}", "x"],
+        &["HSET", "{}", "version", "2"],
+        &["HDEL", "{}", "version"],
+        &["HSET", "{}", "state", "gone"],
+        &["HDEL", "{}", "state"],
+        &["HSET", "{}", "token", "01"],
+        &["HSET", "{}", "token", "9007199254740992"],
+        &["HSET", "{}", "token", "1e3"],
+        &["HSET", "{}", "expires_at", "-1"],
+        &["HDEL", "{}", "expires_at"],
+        &["HSET", "{}", "fingerprint", "xyz"],
+        &["HSET", "{}", "fingerprint_version", "2"],
+        &["HSET", "{}", "attempt", "5"],
+        &["HSET", "{}", "state", "completed"],
+        &["HSET", "{}", "caller", ""],
+    ];
+    let resolve = |force| {
+        let (actor, reason) = ("a".to_owned(), "b".to_owned());
+        Command::Resolve(Resolve { resolution: Resolution::Release, retention: MINUTE, force, actor, reason })
+    };
+    for (n, damage) in (1..).zip(damages) {
+        let grant = granted(&store, n, n).await;
+        let key = record_key(&id(n));
+        if !damage[0].starts_with('H') {
+            server.command(&["DEL", &key]).unwrap();
+        }
+        let parts: Vec<_> = damage.iter().map(|part| if *part == "{}" { &key } else { *part }).collect();
+        server.command(&parts).unwrap();
+        let before = server.command(&["DUMP", &key]).unwrap();
+        // A fingerprint of another version can be neither compared nor read, but its owner still owns the record.
+        let foreign = damage.contains(&"fingerprint_version");
+        let commands = [
+            Command::Claim(claim(n)),
+            Command::Claim(claim(n + 1000)),
+            renewal(grant.token),
+            completion(grant.token, n),
+            release(grant.token),
+            resolve(true),
+            Command::Purge,
+        ];
+        for command in &commands[..if foreign { 2 } else { commands.len() }] {
+            let error = store.apply(id(n), command.clone()).await.unwrap_err();
+            assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{damage:?} {command:?}: {error}");
+        }
+        assert_eq!(store.lookup(id(n)).await.unwrap_err().kind(), StoreErrorKind::Corrupt, "{damage:?}");
+        assert_eq!(server.command(&["DUMP", &key]).unwrap(), before, "{damage:?}");
+    }
+    let page = store.list(ListQuery::default()).await.unwrap();
+    assert_eq!((page.records.len(), page.unreadable.len(), page.next), (1, damages.len(), None));
+    assert_eq!(page.records[0].1.token, healthy.token);
+}
+
+#[tokio::test]
+async fn a_response_that_cannot_be_read_is_corrupt() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let grant = granted(&store, 1, 1).await;
+    store.apply(id(1), completion(grant.token, 1)).await.unwrap();
+    server.command(&["HSET", &record_key(&id(1)), "response", "not a response"]).unwrap();
+    for result in [try_claim(&store, 1, 2).await.map(drop), store.lookup(id(1)).await.map(drop)] {
+        assert_eq!(result.unwrap_err().kind(), StoreErrorKind::Corrupt);
+    }
+}
+
+#[tokio::test]
+async fn a_login_that_is_refused_is_said_without_it() {
+    let server = start(ServerOptions::new().with_user("app", "hunter2", "~* &* +@all"));
+    open(&server.url()).await;
+    for url in [server.url().replace("hunter2", "hunter3"), format!("redis://127.0.0.1:{}", server.port())] {
+        let error = RedisStore::open(options(&url)).await.unwrap_err();
+        assert!(matches!(error, OpenError::Unfit(_)), "{error}");
+        assert!(!error.to_string().contains("hunter"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn what_may_not_be_asked_is_said_and_promised_for() {
+    let rules = "~oncegate:* resetchannels +@read +@write +@scripting +@connection +time";
+    let server = start(ServerOptions::new().with_appendfsync("always").with_user("app", "secret", rules));
+    let store = open(&server.url()).await;
+    let findings: Vec<_> = store.findings().into_iter().filter(|f| f.gravity == Gravity::Warning).collect();
+    assert_eq!(findings.len(), 4, "{findings:?}");
+    assert!(findings.iter().all(|f| f.text.contains("could not be read")), "{findings:?}");
+    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    // It may not publish either, and ends its attempts all the same.
+    let grant = granted(&store, 1, 1).await;
+    assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
+    assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
+    store.check().await.unwrap();
+    assert_eq!(store.list(ListQuery::default()).await.unwrap().records.len(), 1);
+}
+
+#[tokio::test]
+async fn a_default_user_without_rights_is_pointed_out_because_of_what_a_restart_then_skips() {
+    let options = ServerOptions::new().with_appendfsync("always").with_user("app", "secret", "~* &* +@all");
+    let mut server = start(options);
+    let store = open(&server.url()).await;
+    assert_eq!(store.capabilities().durability, Durability::Synced);
+    let grant = granted(&store, 1, 1).await;
+    server.kill();
+    server.restart().unwrap();
+    until_ok(|| store.check()).await;
+    assert_eq!(store.lookup(id(1)).await.unwrap().expect("it was acknowledged").token, grant.token);
+    server.command(&["ACL", "SETUSER", "default", "reset"]).unwrap();
+    store.check().await.unwrap();
+    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert!(store.findings().iter().any(|f| f.text.contains("SKIPS EVERY RECORD")), "{:?}", store.findings());
+}
+
+#[tokio::test]
+async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
+    let server = start(ServerOptions::new().with("maxmemory-policy allkeys-lru"));
+    let error = RedisStore::open(options(&server.url())).await.unwrap_err();
+    assert!(matches!(&error, OpenError::Unfit(what) if what.contains("allkeys-lru")), "{error}");
+    let store = open(&format!("{}?danger-allow-eviction=true", server.url())).await;
+    assert!(store.findings().iter().any(|f| f.text.contains("EXECUTE AGAIN")));
+    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    // And one that begins to.
+    server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
+    let store = open(&server.url()).await;
+    server.command(&["CONFIG", "SET", "maxmemory-policy", "volatile-ttl"]).unwrap();
+    assert_eq!(store.check().await.unwrap_err().kind(), StoreErrorKind::Invalid);
+}
+
+#[tokio::test]
+async fn an_answer_counts_only_when_enough_replicas_have_it() {
+    let primary = start(ServerOptions::new());
+    let url = format!("{}?wait-replicas=1&wait-timeout=200ms", primary.url());
+    let store = open(&url).await;
+    let error = unavailable(try_claim(&store, 1, 1).await);
+    assert!(error.contains("0 of 1 replicas"), "{error}");
+    let replica = start(ServerOptions::new().with(format!("replicaof 127.0.0.1 {}", primary.port())));
+    primary.wait_for(&["INFO", "replication"], "state=online").unwrap();
+    // The same claim is still that one.
+    let grant = granted(&store, 1, 1).await;
+    assert_eq!(grant.attempts, 1);
+    assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
+    let on_replica = replica.command(&["HGET", &record_key(&id(1)), "state"]).unwrap();
+    assert!(on_replica.contains("completed"), "{on_replica}");
+    // A replica is no store.
+    let error = RedisStore::open(options(&replica.url())).await.unwrap_err();
+    assert!(error.to_string().contains("replica"), "{error}");
+    // With a replica there is a failover, whatever is on disk.
+    store.check().await.unwrap();
+    assert_eq!(store.capabilities().fencing, Fencing::Equality);
+}
+
+#[tokio::test]
+async fn the_server_removes_a_record_ten_minutes_after_its_retention() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let grant = granted(&store, 1, 1).await;
+    let ttl = || {
+        let answer = server.command(&["PTTL", &record_key(&id(1))]).unwrap();
+        answer.trim().trim_start_matches(':').parse::<i64>().unwrap()
+    };
+    let near =
+        |minutes: i64| assert!((minutes * 60_000 - 20_000..=minutes * 60_000).contains(&ttl()), "{}", ttl());
+    near(12);
+    store.apply(id(1), renewal(grant.token)).await.unwrap();
+    near(12);
+    store.apply(id(1), completion(grant.token, 1)).await.unwrap();
+    near(11);
+    assert_eq!(store.purge(10).await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn listings_reach_every_record_page_by_page() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    for n in 0..500 {
+        granted(&store, n, n).await;
+        server.command(&["SET", &format!("other:{n}"), "x"]).unwrap();
+    }
+    for limit in [1, 7, 1000] {
+        let (mut query, mut found) = (ListQuery::default(), std::collections::BTreeSet::new());
+        query.limit = limit;
+        loop {
+            let page = store.list(query.clone()).await.unwrap();
+            assert!(page.records.len() <= limit && page.unreadable.is_empty());
+            found.extend(page.records.into_iter().map(|(id, _)| id));
+            assert!(page.next.is_none() || page.next > query.after);
+            query.after = page.next;
+            if query.after.is_none() {
+                break;
+            }
+        }
+        assert_eq!(found, (0..500).map(id).collect(), "{limit}");
+    }
+}

@@ -1,0 +1,85 @@
+//! What the tests on real servers have in common.
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use oncegate_core::{
+    AttemptId, CallerTag, Claim, Command, Complete, Completion, FencingToken, Fingerprint, Grant, Label,
+    OnAbandoned, Outcome, RecordId, Release, Renew, Store as _, StoreError, StoreErrorKind, StoredResponse,
+};
+use oncegate_redis::{RedisOptions, RedisStore};
+
+pub(crate) const MINUTE: Duration = Duration::from_secs(60);
+
+pub(crate) fn options(url: &str) -> RedisOptions {
+    RedisOptions::from_url(url).unwrap()
+}
+
+pub(crate) async fn open(url: &str) -> RedisStore {
+    RedisStore::open(options(url)).await.unwrap()
+}
+
+pub(crate) fn id(n: u64) -> RecordId {
+    let mut bytes = [0x5a; 32];
+    bytes[..8].copy_from_slice(&n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
+    RecordId::from_bytes(bytes)
+}
+
+pub(crate) fn claim(attempt: u64) -> Claim {
+    Claim {
+        attempt: AttemptId::new(attempt.into()),
+        fingerprint: Fingerprint::of_parts("test", &[b"pay 5"]),
+        lease: MINUTE,
+        retention: MINUTE,
+        on_abandoned: OnAbandoned::Park,
+        label: Label::new(CallerTag::from_bytes([1; 8]), "POST /payments"),
+    }
+}
+
+pub(crate) fn response(n: u64) -> StoredResponse {
+    let body = [Bytes::from(format!("receipt {n}"))];
+    StoredResponse::new(201, &[("content-type", &b"text/plain"[..])], &body, &[]).unwrap()
+}
+
+pub(crate) fn completion(token: FencingToken, n: u64) -> Command {
+    let completion = Completion::Replayable(response(n));
+    Command::Complete(Complete { token, completion, retention: MINUTE })
+}
+
+pub(crate) fn renewal(token: FencingToken) -> Command {
+    Command::Renew(Renew { token, lease: MINUTE, retention: MINUTE })
+}
+
+pub(crate) fn release(token: FencingToken) -> Command {
+    Command::Release(Release { token, retention: MINUTE })
+}
+
+pub(crate) async fn try_claim(store: &RedisStore, n: u64, attempt: u64) -> Result<Outcome, StoreError> {
+    store.apply(id(n), Command::Claim(claim(attempt))).await
+}
+
+pub(crate) async fn granted(store: &RedisStore, n: u64, attempt: u64) -> Grant {
+    match try_claim(store, n, attempt).await {
+        Ok(Outcome::Execute(grant)) => grant,
+        other => panic!("record {n}: {other:?}"),
+    }
+}
+
+pub(crate) fn unavailable<T: std::fmt::Debug>(result: Result<T, StoreError>) -> String {
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    error.to_string()
+}
+
+/// Tries until it is answered.
+pub(crate) async fn until_ok<T, F: Future<Output = Result<T, StoreError>>>(mut act: impl FnMut() -> F) -> T {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        match act().await {
+            Ok(value) => return value,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
