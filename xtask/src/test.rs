@@ -9,6 +9,8 @@ use crate::run::{Result, cargo, has, install, root, target};
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_express()?;
     prepare_fastapi()?;
+    prepare_postgres()?;
+    prepare_psycopg()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
@@ -20,6 +22,14 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
 
 fn cmd(command: &mut Command) -> Result<()> {
     crate::run::run(command)
+}
+
+/// A server to start clusters of our own with. The package may start one itself, on its usual port, which nothing here
+/// touches.
+fn prepare_postgres() -> Result<()> {
+    let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let is_there = versions.map(|version| version.path().join("bin/initdb")).any(|initdb| initdb.exists());
+    if is_there || has("initdb", &["--version"]) { Ok(()) } else { install(&["postgresql"]) }
 }
 
 /// The order service in Node: its packages beside it.
@@ -37,8 +47,18 @@ fn prepare_express() -> Result<()> {
 
 /// The order service in Python: its packages in an environment of its own.
 fn prepare_fastapi() -> Result<()> {
-    let environment = target().join("fastapi-orders");
-    let requirements = root().join("examples/fastapi-orders/requirements.txt");
+    prepare_python("fastapi-orders", "examples/fastapi-orders/requirements.txt")
+}
+
+/// An ordinary client of PostgreSQL, which calls the contract without anything of ours.
+fn prepare_psycopg() -> Result<()> {
+    prepare_python("psycopg", "crates/postgres/tests/python/requirements.txt")
+}
+
+/// An environment of this name in the target directory.
+fn prepare_python(name: &str, requirements: &str) -> Result<()> {
+    let environment = target().join(name);
+    let requirements = root().join(requirements);
     let done = environment.join("installed");
     if is_newer(&done, &requirements) {
         return Ok(());

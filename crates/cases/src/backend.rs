@@ -19,9 +19,13 @@ use tokio::task::JoinSet;
 use tower_service::Service;
 
 use crate::client::within;
+use crate::plan::{FOUND, Word};
 
 /// The field that names a script. The doors know nothing of it.
 const SCRIPT: &str = "x-script";
+
+/// Where the sidecar asks what became of an attempt.
+pub(crate) const ASKED_AT: &str = "/oncegate/outcome";
 
 /// What one execution does. By default it answers 201 with a receipt that no other execution gives.
 #[derive(Clone)]
@@ -176,6 +180,7 @@ struct Shared {
     seen: Mutex<Vec<Seen>>,
     begun: watch::Sender<usize>,
     ended: watch::Sender<usize>,
+    word: Mutex<Option<Word>>,
 }
 
 impl Default for Backend {
@@ -185,6 +190,7 @@ impl Default for Backend {
             seen: Mutex::default(),
             begun: watch::Sender::new(0),
             ended: watch::Sender::new(0),
+            word: Mutex::default(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -196,6 +202,11 @@ impl Backend {
         let mut scripts = lock(&self.shared.scripts);
         scripts.push(script);
         (SCRIPT.into(), (scripts.len() - 1).to_string().into())
+    }
+
+    /// What is said to whoever asks what became of an attempt.
+    pub(crate) fn will_say(&self, word: Option<Word>) {
+        *lock(&self.shared.word) = word;
     }
 
     /// How many executions took effect.
@@ -246,6 +257,10 @@ impl Backend {
         B: Body<Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
         let (parts, body) = request.into_parts();
+        let word = *lock(&self.shared.word);
+        if let Some(word) = word.filter(|_| parts.uri.path() == ASKED_AT) {
+            return Ok(word.told(&parts.headers));
+        }
         let number =
             parts.headers.get(SCRIPT).and_then(|v| v.to_str().ok()).and_then(|v| v.parse::<usize>().ok());
         let script = number.and_then(|n| lock(&self.shared.scripts).get(n).cloned()).unwrap_or_default();
@@ -314,6 +329,20 @@ impl Script {
             }
         }
         response
+    }
+}
+
+impl Word {
+    /// The answer to the question what became of an attempt.
+    fn told(self, asked: &HeaderMap) -> Response<Answer> {
+        let (outcome, script) = match self {
+            Self::Found => ("happened", Script::whole(202, "text/plain", FOUND)),
+            Self::NotFound => ("did-not-happen", Script::empty(404)),
+            Self::Unclear => ("unknown", Script::empty(200)),
+        };
+        let repeated = |script: Script, name| script.field(name, asked.get(name).expect("a question has it"));
+        let script = repeated(repeated(script, "oncegate-record"), "oncegate-token");
+        script.field("oncegate-outcome", outcome).respond(0)
     }
 }
 

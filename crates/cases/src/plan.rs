@@ -15,6 +15,8 @@ use oncegate_http::{
     Reconciled, ServerErrors, Settings,
 };
 
+use crate::backend::ASKED_AT;
+
 /// The settings of a door. What is not said is left to the door's own default.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -52,12 +54,14 @@ pub struct Plan {
     pub wait: Option<Duration>,
     /// What follows an abandoned attempt.
     pub on_abandoned: Option<OnAbandoned>,
-    /// What somebody who is asked about an abandoned attempt says; only the layer can ask.
+    /// What somebody who is asked about an abandoned attempt says.
     pub reconcile: Option<Word>,
     /// What is done with answers from 500 to 599.
     pub server_errors: Option<ServerErrors>,
     /// The largest body of a request.
     pub max_request_body: Option<usize>,
+    /// What the bodies of requests may hold together.
+    pub request_budget: Option<usize>,
     /// The largest body that is stored.
     pub max_response_body: Option<usize>,
     /// How long the sidecar waits for an answer.
@@ -150,6 +154,7 @@ impl Default for Plan {
             reconcile: None,
             server_errors: None,
             max_request_body: None,
+            request_budget: None,
             max_response_body: None,
             upstream_timeout: None,
             fail_open: false,
@@ -265,6 +270,9 @@ impl Plan {
     pub fn layer(&self, engine: Engine) -> IdempotencyLayer {
         let mut layer =
             IdempotencyLayer::new(engine).with_settings(self.settings()).expect("settings that fit");
+        if let Some(octets) = self.request_budget {
+            layer = layer.with_request_budget(octets);
+        }
         for route in &self.routes {
             let settings = route.plan.settings();
             layer = layer.with_route(route.methods.clone(), route.path, settings).expect("a route");
@@ -360,8 +368,11 @@ impl Plan {
             ("retention", self.retention.map(millis)),
             ("wait", self.wait.map(millis)),
             ("on-abandoned", self.on_abandoned.map(|policy| format!("{policy:?}").to_lowercase())),
+            ("reconcile", self.reconcile.map(|_| ASKED_AT.to_owned())),
+            ("reconcile-timeout", self.reconcile.map(|_| "300ms".to_owned())),
             ("server-errors", self.server_errors.map(|policy| format!("{policy:?}").to_lowercase())),
             ("max-request-body", self.max_request_body.map(|octets| octets.to_string())),
+            ("request-budget", self.request_budget.map(|octets| octets.to_string())),
             ("max-response-body", self.max_response_body.map(|octets| octets.to_string())),
             ("upstream-timeout", self.upstream_timeout.map(millis)),
         ];

@@ -262,6 +262,7 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("key-invalid", 400, Some("fix-request"), None),
     ("request-too-large", 413, Some("fix-request"), None),
     ("request-incomplete", 400, None, None),
+    ("overloaded", 503, Some("same-key"), None),
     ("scope-unavailable", 500, Some("stop"), None),
     ("store-unavailable", 503, Some("same-key"), None),
     ("key-reused", 422, Some("new-key"), Some("Idempotency-Key is already used")),
@@ -302,7 +303,7 @@ pub fn assert_problem(slug: &str, status: u16, answer: &Answer) {
         !String::from_utf8_lossy(&answer.body).contains(MARK),
         "tells what the first one got: {answer:?}"
     );
-    if matches!(slug, "request-in-progress" | "store-unavailable") {
+    if matches!(slug, "request-in-progress" | "store-unavailable" | "overloaded") {
         retry_after(answer);
     }
 }

@@ -127,11 +127,13 @@ impl World {
     /// A world whose door is not open yet.
     #[must_use]
     pub fn closed(door: Door, kind: Kind, plan: Plan) -> Self {
+        let backend = Backend::default();
+        backend.will_say(plan.reconcile);
         Self {
             door,
             kind,
             plan,
-            backend: Backend::default(),
+            backend,
             faults: Faults::default(),
             store: None,
             embedded: None,
@@ -150,7 +152,7 @@ impl World {
                 let store: Arc<dyn Store> = Arc::new(store);
                 self.faults = faults;
                 let engine = Engine::new(store);
-                Instance::Layer { served: self.serve_layer(&engine).await, engine }
+                Instance::Layer { served: self.serve_layer(&self.plan, &engine).await, engine }
             }
             Door::Sidecar => {
                 if self.upstream.is_none() {
@@ -178,13 +180,18 @@ impl World {
 
     /// A second layer with an engine of its own on the same store, as in another process.
     pub async fn second_layer(&self) -> (Served, Faults) {
-        let store = self.store.clone().expect("an open store");
-        let (store, faults) = FaultyStore::new(store);
-        (self.serve_layer(&Engine::new(Arc::new(store))).await, faults)
+        self.second_layer_given(&self.plan).await
     }
 
-    async fn serve_layer(&self, engine: &Engine) -> Served {
-        Served::start(self.plan.layer(engine.clone()).layer(self.backend.clone())).await
+    /// As [`Self::second_layer`], with settings of its own.
+    pub async fn second_layer_given(&self, plan: &Plan) -> (Served, Faults) {
+        let store = self.store.clone().expect("an open store");
+        let (store, faults) = FaultyStore::new(store);
+        (self.serve_layer(plan, &Engine::new(Arc::new(store))).await, faults)
+    }
+
+    async fn serve_layer(&self, plan: &Plan, engine: &Engine) -> Served {
+        Served::start(plan.layer(engine.clone()).layer(self.backend.clone())).await
     }
 
     /// The store, for others than the door.

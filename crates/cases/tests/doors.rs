@@ -28,7 +28,11 @@ fn main() {
             }
         }
     }
-    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+    let mut arguments = Arguments::from_args();
+    // Most of them wait most of the time, for a lease or a retention to end.
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+    arguments.test_threads.get_or_insert(4 * cores);
+    libtest_mimic::run(&arguments, trials).exit();
 }
 
 fn names_are_not_used_twice() -> Result<(), Failed> {

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use oncegate_core::StateName;
 use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
 
-use crate::config::{Config, Draft, ProxyArgs, StoreChoice, TlsFiles, size_text};
+use crate::config::{Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, size_text};
 use crate::proxy::server_config;
 
 /// Runs the checks, prints a line for each thing, and says whether there was an error.
@@ -89,6 +89,7 @@ fn check(draft: &Draft) -> Report {
     match &draft.store {
         Some(StoreChoice::Memory) => report.ok("store memory:"),
         Some(StoreChoice::Directory(dir)) => store(dir, &mut report),
+        Some(StoreChoice::Postgres(url)) => postgres(url, &mut report),
         None => {
             report.warn("store: not checked, because of the errors above it is not clear which one is meant")
         }
@@ -105,6 +106,9 @@ fn configuration(config: &Config, report: &mut Report) {
     let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
     report.ok(format!("service {}: not contacted", config.to));
+    for path in config.asks_at() {
+        report.ok(format!("abandoned requests: the service is asked at {}{path}, not contacted", config.to));
+    }
 }
 
 fn tls(files: &TlsFiles, report: &mut Report) {
@@ -125,6 +129,14 @@ fn secret(what: &str, file: &Path, report: &mut Report) {
         let file = file.display();
         report
             .warn(format!("{what} in {file} can be read by everybody on this machine; run: chmod o= {file}"));
+    }
+}
+
+/// Asks the database what it has; nothing is written.
+fn postgres(url: &StoreUrl, report: &mut Report) {
+    match crate::schema::usable(url.reveal()) {
+        Ok(promise) => report.ok(format!("store {url}: can be used; {promise}")),
+        Err(error) => report.error(format!("store {error}")),
     }
 }
 

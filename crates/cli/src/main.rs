@@ -8,6 +8,7 @@ mod demo;
 mod failpoint;
 mod keys;
 mod proxy;
+mod schema;
 
 use std::process::ExitCode;
 
@@ -15,6 +16,7 @@ use clap::{Parser, Subcommand};
 use config::ProxyArgs;
 use demo::DemoArgs;
 use keys::KeysArgs;
+use schema::SchemaArgs;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -49,6 +51,10 @@ enum Command {
     ///
     /// Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
     Keys(KeysArgs),
+    /// Prepares a database for its store: prints the SQL, applies it, or says what the database has.
+    ///
+    /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage.
+    Schema(SchemaArgs),
 }
 
 fn main() -> ExitCode {
@@ -57,6 +63,7 @@ fn main() -> ExitCode {
         Command::Check(args) => return check::run(&args),
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
+        Command::Schema(args) => schema::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use support::{Message, Process, Sidecar, Wire, ask, request, until};
 use tempfile::TempDir;
+use tokio::net::TcpSocket;
 use tokio::process::Command;
 
 /// What differs between the services.
@@ -57,6 +58,8 @@ const KEY: &str = r#"Idempotency-Key: "7f1d3c1e""#;
 /// A service, and the sidecar in front of it.
 struct World {
     kind: Kind,
+    /// Nobody else gets the service's port while the service is away.
+    _reserved: TcpSocket,
     service: Process,
     at: SocketAddr,
     sidecar: Sidecar,
@@ -66,9 +69,14 @@ struct World {
 impl World {
     async fn start(kind: Kind, flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let (service, at) = serve(kind, directory.path(), 0).await;
+        let reserved = TcpSocket::new_v4().unwrap();
+        // As the services' own sockets have it; so they may share the port, as long as only one of them listens.
+        reserved.set_reuseaddr(true).unwrap();
+        reserved.bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let port = reserved.local_addr().unwrap().port();
+        let (service, at) = serve(kind, directory.path(), port).await;
         let sidecar = protect(at, directory.path(), flags).await;
-        Self { kind, service, at, sidecar, directory }
+        Self { kind, _reserved: reserved, service, at, sidecar, directory }
     }
 
     async fn restart_sidecar(&mut self, flags: &[&str]) {
@@ -185,11 +193,14 @@ async fn fifty_at_once_are_one_order(kind: Kind) {
     world.holds(1, 0, 0).await;
 }
 
+/// How long an order takes that somebody has to ask for again before it is done, also on a busy machine.
+const SLOW_MS: u32 = 6000;
+
 async fn whoever_hangs_up_gets_the_answer_later(kind: Kind) {
     let world = World::start(kind, &[]).await;
-    drop(world.slow_order(1500).await);
-    world.retry_slow_order(1500).await.is_problem(409, "request-in-progress");
-    let answer = world.retry_until_settled(1500).await;
+    drop(world.slow_order(SLOW_MS).await);
+    world.retry_slow_order(SLOW_MS).await.is_problem(409, "request-in-progress");
+    let answer = world.retry_until_settled(SLOW_MS).await;
     assert!(answer.has_status(201).is_replay());
     assert_eq!(answer.get("location"), Some("/orders/1"));
     world.holds(1, 0, 0).await;
@@ -280,11 +291,11 @@ async fn events_come_one_by_one_and_once(kind: Kind) {
 async fn a_killed_sidecar_leaves_an_unknown_outcome(kind: Kind) {
     let flags = ["--lease=1s"];
     let mut world = World::start(kind, &flags).await;
-    let mut client = world.slow_order(3000).await;
+    let mut client = world.slow_order(30_000).await;
     world.sidecar.process.kill().await;
     client.ends().await;
     world.restart_sidecar(&flags).await;
-    let answer = world.retry_until_settled(3000).await;
+    let answer = world.retry_until_settled(30_000).await;
     answer.is_problem(500, "outcome-unknown");
     assert_eq!(answer.json()["retry"], "stop");
     world.holds(1, 0, 0).await;

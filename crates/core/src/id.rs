@@ -1,6 +1,7 @@
 //! Identifiers: what the caller sends, what it is unique within, and what the store is asked for.
 
 use std::fmt;
+use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
@@ -9,9 +10,9 @@ use crate::limits;
 /// The caller's token for one intent: 1 to 255 octets, opaque and case-sensitive.
 ///
 /// It is parsed where it enters (an HTTP field, a message header); inside, only its length counts. `Debug` does not
-/// show it, because people put customer data in keys.
+/// show it, because people put customer data in keys. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub struct IdempotencyKey(Box<[u8]>);
+pub struct IdempotencyKey(Arc<[u8]>);
 
 /// Why octets are not an [`IdempotencyKey`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +45,7 @@ impl IdempotencyKey {
     ///
     /// # Errors
     /// [`KeyError`] where there are none, or more than [`limits::KEY_MAX`].
-    pub fn new(octets: impl Into<Box<[u8]>>) -> Result<Self, KeyError> {
+    pub fn new(octets: impl Into<Arc<[u8]>>) -> Result<Self, KeyError> {
         let octets = octets.into();
         match octets.len() {
             0 => Err(KeyError::Empty),
@@ -106,13 +107,13 @@ impl fmt::Debug for CallerTag {
 /// What a key is unique within: a caller, and an operation where keys belong to operations.
 ///
 /// The caller's identity (a credential, a subject, a tenant) is hashed at once and kept nowhere.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Scope {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scope<'a> {
     caller: [u8; 32],
-    operation: Vec<Box<[u8]>>,
+    operation: &'a [&'a [u8]],
 }
 
-impl Scope {
+impl<'a> Scope<'a> {
     /// The scope of one caller, told apart by `identity`, whose `kind` (such as `header:authorization`) keeps equal
     /// identities of different kinds apart.
     #[must_use]
@@ -121,20 +122,19 @@ impl Scope {
         part(&mut hash, b"oncegate-caller-1");
         part(&mut hash, kind.as_bytes());
         part(&mut hash, identity);
-        Self { caller: hash.finalize().into(), operation: Vec::new() }
+        Self { caller: hash.finalize().into(), operation: &[] }
     }
 
     /// The scope of a service that has one caller only, or whose callers may share keys.
     #[must_use]
     pub const fn single_tenant() -> Self {
-        Self { caller: [0; 32], operation: Vec::new() }
+        Self { caller: [0; 32], operation: &[] }
     }
 
-    /// Narrows the scope to an operation, such as a method and a path. Called again it narrows further.
+    /// Narrows the caller's scope to an operation, such as a method and a path.
     #[must_use]
-    pub fn within(mut self, part: impl Into<Box<[u8]>>) -> Self {
-        self.operation.push(part.into());
-        self
+    pub const fn within<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
+        Scope { caller: self.caller, operation }
     }
 
     /// The caller's mark for listings.
@@ -160,12 +160,12 @@ pub struct RecordId([u8; 32]);
 impl RecordId {
     /// Derives the place of the record for `key` in `scope`.
     #[must_use]
-    pub fn derive(scope: &Scope, key: &IdempotencyKey) -> Self {
+    pub fn derive(scope: &Scope<'_>, key: &IdempotencyKey) -> Self {
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-record-1");
         part(&mut hash, &scope.caller);
         hash.update((scope.operation.len() as u64).to_be_bytes());
-        for operation in &scope.operation {
+        for operation in scope.operation {
             part(&mut hash, operation);
         }
         part(&mut hash, key.as_bytes());
@@ -320,7 +320,8 @@ mod tests {
     #[test]
     fn no_separator_inside_a_part_makes_two_records_meet() {
         let id = |parts: &[&str], key: &str| {
-            let scope = parts.iter().fold(Scope::single_tenant(), |s, p| s.within(p.as_bytes()));
+            let parts: Vec<_> = parts.iter().map(|part| part.as_bytes()).collect();
+            let scope = Scope::single_tenant().within(&parts);
             RecordId::derive(&scope, &IdempotencyKey::new(key.as_bytes()).unwrap())
         };
         let ids = [

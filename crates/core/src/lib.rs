@@ -43,6 +43,7 @@ mod decide;
 pub mod fingerprint;
 mod id;
 pub mod limits;
+mod map;
 mod memory;
 mod record;
 mod response;
@@ -55,6 +56,7 @@ pub use decide::{
 };
 pub use fingerprint::{Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError};
 pub use id::{AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, RecordId, Scope};
+pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName};
 pub use response::{ResponseError, StoredResponse};

@@ -1,15 +1,15 @@
 //! The store that keeps records in memory: the executable specification, and good enough for one process whose records
 //! need not survive it.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::clock::{Clock, Timestamp};
 use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
+use crate::map::{RecordMap, Sharded};
 use crate::record::Record;
 use crate::store::{
     AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreFuture,
@@ -18,17 +18,14 @@ use crate::store::{
 /// Records in memory. Nothing survives the process; within it, everything the protocol promises holds.
 pub struct MemoryStore<C> {
     clock: C,
-    shards: [Mutex<Shard>; SHARDS],
+    shards: Sharded<Shard>,
     audit: Mutex<Audit>,
     capacity_per_shard: usize,
 }
 
-/// Enough that two threads seldom meet, few enough that an empty store is small.
-const SHARDS: usize = 64;
-
 #[derive(Default)]
 struct Shard {
-    records: HashMap<RecordId, Box<Record>, BuildHasherDefault<IdHasher>>,
+    records: RecordMap<RecordId, Box<Record>>,
     /// When to look at a record again, in coarse steps, so that purging reads only what is due. A record is in here once
     /// per claim; if it lives longer than it was noted for (a renewal, a completion), it is noted again when it is due.
     due: BTreeMap<u64, Vec<RecordId>>,
@@ -51,15 +48,15 @@ impl<C: Clock> MemoryStore<C> {
     pub fn with_capacity(clock: C, records: usize) -> Self {
         Self {
             clock,
-            shards: std::array::from_fn(|_| Mutex::default()),
+            shards: Sharded::default(),
             audit: Mutex::default(),
-            capacity_per_shard: records.div_ceil(SHARDS),
+            capacity_per_shard: records.div_ceil(Sharded::<Shard>::COUNT),
         }
     }
 
     /// How many records there are, expired ones included.
     pub fn len(&self) -> usize {
-        self.shards.iter().map(|shard| lock(shard).records.len()).sum()
+        self.shards.each().map(|shard| shard.records.len()).sum()
     }
 
     /// Whether there is no record.
@@ -67,17 +64,9 @@ impl<C: Clock> MemoryStore<C> {
         self.len() == 0
     }
 
-    fn shard(&self, id: &RecordId) -> MutexGuard<'_, Shard> {
-        let [first, ..] = *id.as_bytes();
-        match self.shards.get(usize::from(first) % SHARDS).or(self.shards.first()) {
-            Some(shard) => lock(shard),
-            None => unreachable!("there are {SHARDS} shards"),
-        }
-    }
-
     fn apply_now(&self, id: RecordId, command: &Command) -> Result<Outcome, StoreError> {
         let now = self.clock.now();
-        let mut shard = self.shard(&id);
+        let mut shard = self.shards.of(&id);
         let Decision { outcome, write } = decide(shard.records.get(&id).map(Box::as_ref), command, now);
         match write {
             Write::Keep => {}
@@ -112,8 +101,7 @@ impl<C: Clock> MemoryStore<C> {
     fn list_now(&self, query: &ListQuery) -> ListPage {
         let now = self.clock.now();
         let mut records = Vec::new();
-        for shard in &self.shards {
-            let shard = lock(shard);
+        for shard in self.shards.each() {
             records.extend(
                 shard
                     .records
@@ -135,8 +123,7 @@ impl<C: Clock> MemoryStore<C> {
     fn purge_now(&self, limit: usize) -> usize {
         let now = self.clock.now();
         let mut purged = 0;
-        for shard in &self.shards {
-            let mut shard = lock(shard);
+        for mut shard in self.shards.each() {
             while purged < limit {
                 let Some(id) = shard.next_due(now) else { break };
                 match shard.records.get(&id).map(|record| (record.is_expired(now), record.expires_at)) {
@@ -161,7 +148,8 @@ impl<C: Clock> Store for MemoryStore<C> {
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         let now = self.clock.now();
-        let record = self.shard(&id).records.get(&id).filter(|r| !r.is_expired(now)).map(|r| (**r).clone());
+        let record =
+            self.shards.of(&id).records.get(&id).filter(|r| !r.is_expired(now)).map(|r| (**r).clone());
         Box::pin(std::future::ready(Ok(record)))
     }
 
@@ -235,25 +223,6 @@ fn due_step(expires_at: Timestamp) -> u64 {
 /// A panic while a lock was held left the map whole: every change is one call. So the lock may be taken again.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Record identifiers are SHA-256 digests: eight of their octets are as good a hash as any.
-#[derive(Default)]
-struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        // The last octets: the first one already chose the shard.
-        if let Some(last) = bytes.last_chunk() {
-            self.0 = u64::from_ne_bytes(*last);
-        }
-    }
-
-    fn write_usize(&mut self, _length_prefix: usize) {}
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! What a store holds for a [`RecordId`](crate::RecordId).
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
@@ -114,6 +115,28 @@ impl fmt::Display for StateName {
 }
 
 impl Record {
+    /// A record as a store puts it together that keeps its parts and not its [octets](crate::codec). First attempt, and
+    /// changed and expired when it was created: the store sets these fields next.
+    #[must_use]
+    pub const fn new(
+        fingerprint: Fingerprint,
+        token: FencingToken,
+        state: State,
+        label: Label,
+        created_at: Timestamp,
+    ) -> Self {
+        Self {
+            fingerprint,
+            token,
+            attempts: 1,
+            state,
+            label,
+            created_at,
+            changed_at: created_at,
+            expires_at: created_at,
+        }
+    }
+
     /// Whether the record is past its retention and counts as absent.
     #[must_use]
     pub fn is_expired(&self, now: Timestamp) -> bool {
@@ -135,22 +158,19 @@ impl Record {
 }
 
 /// What an operator sees of a record: who, in a mark that does not tell the identity, and which operation.
+/// Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Label {
     caller: CallerTag,
-    operation: Box<str>,
+    operation: Arc<str>,
 }
 
 impl Label {
     /// A label. An operation longer than [`limits::OPERATION_MAX`] octets is cut.
     #[must_use]
-    pub fn new(caller: CallerTag, operation: impl Into<String>) -> Self {
-        let mut operation = operation.into();
-        if operation.len() > limits::OPERATION_MAX {
-            let end = (0..=limits::OPERATION_MAX).rev().find(|at| operation.is_char_boundary(*at));
-            operation.truncate(end.unwrap_or(0));
-        }
-        Self { caller, operation: operation.into_boxed_str() }
+    pub fn new(caller: CallerTag, operation: &str) -> Self {
+        let end = operation.floor_char_boundary(limits::OPERATION_MAX);
+        Self { caller, operation: operation.get(..end).unwrap_or_default().into() }
     }
 
     /// The caller's mark.
@@ -178,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_long_operation_is_cut_at_a_character_boundary() {
-        let cut = |text: String| Label::new(CallerTag::default(), text).operation().len();
+        let cut = |text: String| Label::new(CallerTag::default(), &text).operation().len();
         assert_eq!(cut("a".repeat(limits::OPERATION_MAX)), limits::OPERATION_MAX);
         assert_eq!(cut("a".repeat(limits::OPERATION_MAX + 1)), limits::OPERATION_MAX);
         assert_eq!(cut(format!("{}é", "a".repeat(limits::OPERATION_MAX - 1))), limits::OPERATION_MAX - 1);

@@ -24,8 +24,9 @@ fn record_ids_and_downstream_keys() {
             None => Scope::single_tenant(),
             Some(caller) => Scope::caller(caller["kind"].as_str().unwrap(), &octets(&caller["identity_hex"])),
         };
-        let parts = case["operation_hex"].as_array().unwrap();
-        let scope = parts.iter().fold(scope, |scope, part| scope.within(octets(part)));
+        let parts: Vec<_> = case["operation_hex"].as_array().unwrap().iter().map(octets).collect();
+        let parts: Vec<_> = parts.iter().map(|part| &part[..]).collect();
+        let scope = scope.within(&parts);
         let id = RecordId::derive(&scope, &IdempotencyKey::new(octets(&case["key_hex"])).unwrap());
         assert_eq!(id.to_string(), case["record_id"], "{}", case["name"]);
         assert_eq!(scope.caller_tag().to_string(), case["caller_tag"], "{}", case["name"]);

@@ -19,7 +19,15 @@ const PROBE_BYTES: usize = 1024 * 1024;
 pub(crate) struct Directory {
     path: PathBuf,
     /// Locked. The lock goes with the process, however that ends.
-    _lock: File,
+    lock: File,
+}
+
+impl Drop for Directory {
+    /// To close the file would not do: a process that another thread is just starting has a copy of it, and with it the
+    /// lock, until it runs its own program.
+    fn drop(&mut self) {
+        let _closed_all_the_same = self.lock.unlock();
+    }
 }
 
 impl Directory {
@@ -38,7 +46,7 @@ impl Directory {
         }
         // Not synced: it matters only while this process lives.
         lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())).map_err(io)?;
-        Ok(Self { path: path.to_owned(), _lock: lock })
+        Ok(Self { path: path.to_owned(), lock })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -124,4 +132,20 @@ fn read_pid(lock: &mut File) -> Option<u32> {
     lock.seek(SeekFrom::Start(0)).ok()?;
     lock.take(20).read_to_string(&mut text).ok()?;
     text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_free_when_its_owner_lets_go_though_a_starting_process_has_a_copy_of_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let owned = Directory::own(dir.path()).unwrap();
+        let copy = owned.lock.try_clone().unwrap();
+        assert!(matches!(Directory::own(dir.path()), Err(OpenError::InUse { .. })));
+        drop(owned);
+        drop(Directory::own(dir.path()).unwrap());
+        drop(copy);
+    }
 }

@@ -10,8 +10,8 @@ use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Fingerprint, Label, Outcome, RecordId, Release, Store, StoreError,
-    StoreErrorKind, StoredResponse,
+    AttemptId, Claim, Command, Fingerprint, Label, Outcome, Record, RecordId, Release, State, Store,
+    StoreError, StoreErrorKind, StoredResponse,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
@@ -121,7 +121,7 @@ impl EngineBuilder {
                 observer: self.observer,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
-                flights: Flights::new(),
+                flights: Arc::default(),
                 origin: random_bits(),
                 claims: AtomicU64::new(0),
             }),
@@ -416,6 +416,15 @@ impl Inner {
             while Instant::now() < give_up {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_secs(2));
+                // Where it was never granted there is nothing to take back, and to claim it for that would get in the way
+                // of those who come again.
+                match inner.store.lookup(request.id).await {
+                    Err(error) if error.kind() == StoreErrorKind::Unavailable => continue,
+                    Ok(record) if !record.as_ref().is_some_and(|record| is_held_by(record, attempt)) => {
+                        return;
+                    }
+                    _ => {}
+                }
                 match inner.store.apply(request.id, claim_command(&request, attempt)).await {
                     Err(error) if error.kind() == StoreErrorKind::Unavailable => {}
                     // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
@@ -436,6 +445,10 @@ impl Inner {
             }
         });
     }
+}
+
+fn is_held_by(record: &Record, attempt: AttemptId) -> bool {
+    matches!(record.state, State::InProgress { attempt: holder, .. } if holder == attempt)
 }
 
 fn claim_command(request: &ClaimRequest, attempt: AttemptId) -> Command {

@@ -3,20 +3,15 @@
 //! Of several claims for one record in one process only the first asks the store; the others hear from it. They are woken
 //! when it ends, so nobody polls.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use oncegate_core::{Fingerprint, RecordId, StoreErrorKind, StoredResponse, limits};
+use oncegate_core::{Fingerprint, RecordId, RecordMap, Sharded, StoreErrorKind, StoredResponse, limits};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// Every flight of one engine.
-#[derive(Debug)]
-pub(crate) struct Flights {
-    shards: Vec<Mutex<HashMap<RecordId, Arc<Flight>>>>,
-}
-
-const SHARDS: usize = 64;
+#[derive(Debug, Default)]
+pub(crate) struct Flights(Sharded<RecordMap<RecordId, Arc<Flight>>>);
 
 /// One record that somebody in this process is at.
 #[derive(Debug)]
@@ -72,12 +67,8 @@ pub(crate) struct Leader {
 }
 
 impl Flights {
-    pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { shards: (0..SHARDS).map(|_| Mutex::default()).collect() })
-    }
-
     pub(crate) fn join(self: &Arc<Self>, id: RecordId, fingerprint: Fingerprint) -> Joined {
-        let mut shard = self.shard(&id);
+        let mut shard = self.0.of(&id);
         if let Some(flight) = shard.get(&id) {
             return Joined::Follower(flight.clone());
         }
@@ -89,15 +80,7 @@ impl Flights {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.shards.iter().map(|shard| lock(shard).len()).sum()
-    }
-
-    fn shard(&self, id: &RecordId) -> MutexGuard<'_, HashMap<RecordId, Arc<Flight>>> {
-        let [first, ..] = *id.as_bytes();
-        match self.shards.get(usize::from(first) % SHARDS) {
-            Some(shard) => lock(shard),
-            None => unreachable!("there are {SHARDS} shards"),
-        }
+        self.0.each().map(|shard| shard.len()).sum()
     }
 }
 
@@ -114,7 +97,7 @@ impl Leader {
 
 impl Drop for Leader {
     fn drop(&mut self) {
-        self.flights.shard(&self.id).remove(&self.id);
+        self.flights.0.of(&self.id).remove(&self.id);
         let mut phase = lock(&self.flight.phase);
         if !matches!(phase.0, Phase::Landed(_)) {
             phase.0 = Phase::Landed(Landing::AskAgain);

@@ -4,10 +4,11 @@
 //! an entry in a map and no timer.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::{Command, Outcome, Renew, Store, StoreError};
+use oncegate_core::{Command, Outcome, Renew, Sharded, Store, StoreError};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -26,9 +27,12 @@ pub(crate) struct Keeper {
 struct Shared {
     store: Arc<dyn Store>,
     observer: Arc<dyn Observer>,
-    due: Mutex<BTreeMap<(Instant, u64), Attempt>>,
-    /// Rung when an attempt became the first to be due.
-    earlier: Notify,
+    due: Sharded<BTreeMap<(Instant, u64), Attempt>>,
+    /// Milliseconds from `start` to when the task looks at `due` next. Whoever is due sooner has to ring.
+    looks_at: AtomicU64,
+    start: Instant,
+    ring: Notify,
+    running: AtomicBool,
     purge_every: Option<Duration>,
 }
 
@@ -39,16 +43,30 @@ impl Keeper {
         purge_every: Option<Duration>,
         runtime: Option<Handle>,
     ) -> Self {
-        let shared = Shared { store, observer, due: Mutex::default(), earlier: Notify::new(), purge_every };
+        let shared = Shared {
+            store,
+            observer,
+            due: Sharded::default(),
+            looks_at: AtomicU64::new(u64::MAX),
+            start: Instant::now(),
+            ring: Notify::new(),
+            running: AtomicBool::new(false),
+            purge_every,
+        };
         Self { shared: Arc::new(shared), runtime, task: Mutex::new(None) }
     }
 
     /// Starts the task if it does not run: for the first time, or because the runtime that it ran on is gone.
     pub(crate) fn ensure_running(&self) {
+        // Only read, so that the cores need not pass it around.
+        if self.shared.running.load(Ordering::Acquire) {
+            return;
+        }
         let mut task = lock(&self.task);
-        if task.as_ref().is_none_or(AbortHandle::is_finished) {
+        if !self.shared.running.load(Ordering::Acquire) {
+            let running = Running::new(self.shared.clone());
             let runtime = self.runtime.clone().unwrap_or_else(Handle::current);
-            *task = Some(runtime.spawn(self.shared.clone().run()).abort_handle());
+            *task = Some(runtime.spawn(async move { running.0.run(&running.0).await }).abort_handle());
         }
     }
 
@@ -60,7 +78,7 @@ impl Keeper {
     }
 
     pub(crate) fn forget(&self, attempt: &Attempt) {
-        let mut due = lock(&self.shared.due);
+        let mut due = self.shared.due.of(&attempt.0.id);
         if let Some(at) = lock(&attempt.0.due).take() {
             due.remove(&(at, attempt.0.number));
         }
@@ -75,37 +93,58 @@ impl Drop for Keeper {
     }
 }
 
+/// Says that the task runs, until it is dropped, which is also what a runtime that ends does with it.
+struct Running(Arc<Shared>);
+
+impl Running {
+    fn new(shared: Arc<Shared>) -> Self {
+        shared.running.store(true, Ordering::Release);
+        Self(shared)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.running.store(false, Ordering::Release);
+    }
+}
+
 impl Shared {
     /// Puts an attempt on the list: a new one, or one that is kept and whose renewal has just ended.
     fn schedule(&self, attempt: &Attempt, at: Instant, is_new: bool) {
-        let mut due = lock(&self.due);
+        let mut due = self.due.of(&attempt.0.id);
         let mut place = lock(&attempt.0.due);
         if !is_new && place.is_none() {
             return; // forgotten while its renewal was under way
         }
         *place = Some(at);
-        let key = (at, attempt.0.number);
-        due.insert(key, attempt.clone());
-        let is_first = due.first_key_value().is_some_and(|(first, _)| *first == key);
+        due.insert((at, attempt.0.number), attempt.clone());
         drop(place);
         drop(due);
-        if is_first {
-            self.earlier.notify_one();
+        if self.millis(at) < self.looks_at.load(Ordering::SeqCst) {
+            self.ring.notify_one();
         }
     }
 
-    async fn run(self: Arc<Self>) {
+    fn millis(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.start).as_millis()).unwrap_or(u64::MAX)
+    }
+
+    async fn run(&self, this: &Arc<Self>) {
         let mut purge_at = self.purge_every.map(|every| Instant::now() + every);
         loop {
-            let first = lock(&self.due).first_key_value().map(|((at, _), _)| *at);
+            // While it reads, everybody rings: what was put into a shard behind its back is then looked at again.
+            self.looks_at.store(u64::MAX, Ordering::SeqCst);
+            let first = self.due.each().filter_map(|due| due.first_key_value().map(|((at, _), _)| *at)).min();
             let next = [first, purge_at].into_iter().flatten().min();
+            self.looks_at.store(next.map_or(u64::MAX, |next| self.millis(next)), Ordering::SeqCst);
             tokio::select! {
-                () = self.earlier.notified() => continue,
+                () = self.ring.notified() => continue,
                 () = sleep_until(next) => {}
             }
             let now = Instant::now();
             for attempt in self.take_due(now) {
-                tokio::spawn(self.clone().renew(attempt));
+                tokio::spawn(this.clone().renew(attempt));
             }
             if let (Some(at), Some(every)) = (purge_at, self.purge_every)
                 && now >= at
@@ -118,9 +157,12 @@ impl Shared {
     }
 
     fn take_due(&self, now: Instant) -> Vec<Attempt> {
-        let mut due = lock(&self.due);
-        let later = due.split_off(&(now, u64::MAX));
-        std::mem::replace(&mut *due, later).into_values().collect()
+        let mut all = Vec::new();
+        for mut due in self.due.each() {
+            let later = due.split_off(&(now, u64::MAX));
+            all.extend(std::mem::replace(&mut *due, later).into_values());
+        }
+        all
     }
 
     async fn renew(self: Arc<Self>, attempt: Attempt) {

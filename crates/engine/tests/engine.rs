@@ -343,6 +343,20 @@ async fn a_claim_that_nobody_heard_of_is_taken_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_claim_that_was_never_granted_is_not_made_to_be_taken_back() {
+    let world = World::new();
+    world.faults.outage();
+    assert!(world.engine.claim(request()).await.is_err());
+    let asked = world.faults.calls(Operation::Claim);
+    sleep(Duration::from_secs(1)).await;
+    world.faults.heal();
+    sleep(LEASE).await;
+    assert_eq!(world.faults.calls(Operation::Claim), asked, "claimed by nobody");
+    assert_eq!(world.state().await, None, "a record of nothing");
+    assert_eq!(world.permit(request()).await.attempt().number(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn all_duplicates_hear_that_the_store_is_out_of_reach_and_ask_it_once() {
     let world = Arc::new(World::new());
     world.faults.outage();

@@ -12,6 +12,8 @@ use http_body_util::BodyExt;
 use pin_project_lite::pin_project;
 use tokio::sync::mpsc;
 
+use crate::budget::Held;
+
 /// Any error of a body.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 
@@ -28,8 +30,8 @@ pin_project! {
     enum RequestInner<B> {
         /// Untouched.
         Passing { #[pin] body: B },
-        /// Read whole.
-        Whole { body: Whole },
+        /// Read whole, with what is held of the budget for it.
+        Whole { body: Whole, held: Option<Held> },
     }
 }
 
@@ -57,13 +59,18 @@ pin_project! {
 /// Octets and trailer fields that are there.
 struct Whole {
     data: Option<Bytes>,
-    trailers: Option<HeaderMap>,
+    /// Boxed, as they are seldom there, so that a body is small to move.
+    trailers: Option<Box<HeaderMap>>,
 }
 
 impl Whole {
+    fn new(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { data: Some(data), trailers: trailers.map(Box::new) }
+    }
+
     fn next(&mut self) -> Option<Frame<Bytes>> {
         let data = self.data.take().filter(|data| !data.is_empty()).map(Frame::data);
-        data.or_else(|| self.trailers.take().map(Frame::trailers))
+        data.or_else(|| self.trailers.take().map(|trailers| Frame::trailers(*trailers)))
     }
 
     fn is_end(&self) -> bool {
@@ -87,8 +94,8 @@ impl<B> RequestBody<B> {
         Self { inner: RequestInner::Passing { body } }
     }
 
-    pub(crate) const fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
-        Self { inner: RequestInner::Whole { body: Whole { data: Some(data), trailers } } }
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Option<Held>) -> Self {
+        Self { inner: RequestInner::Whole { body: Whole::new(data, trailers), held } }
     }
 }
 
@@ -97,8 +104,8 @@ impl<B> ResponseBody<B> {
         Self { inner: ResponseInner::Passing { body } }
     }
 
-    pub(crate) const fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
-        Self { inner: ResponseInner::Whole { body: Whole { data: Some(data), trailers } } }
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
+        Self { inner: ResponseInner::Whole { body: Whole::new(data, trailers) } }
     }
 
     pub(crate) const fn pumped(
@@ -122,21 +129,21 @@ where
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().inner.project() {
             RequestProj::Passing { body } => poll_passing(body, cx),
-            RequestProj::Whole { body } => Poll::Ready(body.next().map(Ok)),
+            RequestProj::Whole { body, .. } => Poll::Ready(body.next().map(Ok)),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.inner {
             RequestInner::Passing { body } => body.is_end_stream(),
-            RequestInner::Whole { body } => body.is_end(),
+            RequestInner::Whole { body, .. } => body.is_end(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.inner {
             RequestInner::Passing { body } => body.size_hint(),
-            RequestInner::Whole { body } => body.size(),
+            RequestInner::Whole { body, .. } => body.size(),
         }
     }
 }
@@ -185,7 +192,7 @@ fn poll_passing<B: Body<Error: Into<BoxError>>>(
 }
 
 /// Copies nothing where the data are [`Bytes`] already.
-fn into_bytes<D: Buf>(frame: Frame<D>) -> Frame<Bytes> {
+pub(crate) fn into_bytes<D: Buf>(frame: Frame<D>) -> Frame<Bytes> {
     frame.map_data(|mut data| data.copy_to_bytes(data.remaining()))
 }
 

@@ -15,19 +15,19 @@ use crate::settings::Settings;
 /// Where the record of this request is, and what an operator sees of it.
 pub(crate) fn locate(
     settings: &Settings,
-    scope: Scope,
+    scope: &Scope<'_>,
     parts: &Parts,
     key: &IdempotencyKey,
 ) -> (RecordId, Label) {
     let (method, path) = (parts.method.as_str(), parts.uri.path());
     let mut operation = String::with_capacity(method.len() + 1 + path.len());
     operation.extend([method, " ", path]);
-    let label = Label::new(scope.caller_tag(), operation);
-    let scope = match settings.profile.key_scope {
-        KeyScope::Endpoint => scope.within(method.as_bytes()).within(path.as_bytes()),
-        KeyScope::Caller => scope,
+    let label = Label::new(scope.caller_tag(), &operation);
+    let id = match settings.profile.key_scope {
+        KeyScope::Endpoint => RecordId::derive(&scope.within(&[method.as_bytes(), path.as_bytes()]), key),
+        KeyScope::Caller => RecordId::derive(scope, key),
     };
-    (RecordId::derive(&scope, key), label)
+    (id, label)
 }
 
 /// What makes this request the same as another.

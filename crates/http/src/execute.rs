@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderName};
@@ -13,7 +14,7 @@ use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use oncegate_core::{Completion, IdempotencyKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Permit, Settled};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tower_service::Service;
 
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
@@ -25,12 +26,23 @@ use crate::refusal::{Condition, Refusal};
 use crate::service::{Executed, set_status, take_status};
 use crate::settings::Settings;
 
-/// One execution under a permit. `send` goes to the client, who may be gone.
-pub(crate) struct Execution<RB, E> {
+/// One execution under a permit.
+pub(crate) struct Execution {
     pub(crate) settings: Arc<Settings>,
     pub(crate) permit: Permit,
     pub(crate) key: IdempotencyKey,
-    pub(crate) send: oneshot::Sender<Result<Executed<RB>, E>>,
+}
+
+/// How an execution ends: the answer for the client, who may be gone, and what is left to do while it is read.
+pub(crate) struct Ended<RB, E> {
+    pub(crate) answer: Result<Executed<RB>, E>,
+    pub(crate) rest: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+impl<RB, E> Ended<RB, E> {
+    const fn with(answer: Executed<RB>) -> Self {
+        Self { answer: Ok(answer), rest: None }
+    }
 }
 
 /// What is done with a handler's answer.
@@ -42,17 +54,16 @@ enum Fate {
     Unknown,
 }
 
-impl<RB, E> Execution<RB, E>
-where
-    RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
-    E: Send + 'static,
-{
-    pub(crate) async fn run<S, B>(self, inner: S, mut request: Request<RequestBody<B>>)
+impl Execution {
+    pub(crate) async fn run<S, B, RB>(
+        self,
+        inner: S,
+        mut request: Request<RequestBody<B>>,
+    ) -> Ended<RB, S::Error>
     where
-        S: Service<Request<RequestBody<B>>, Response = Response<RB>, Error = E, Future: Send>
-            + Send
-            + 'static,
+        S: Service<Request<RequestBody<B>>, Response = Response<RB>, Future: Send> + Send + 'static,
         B: Send + 'static,
+        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         let context = IdempotencyContext::new(self.key.clone(), self.permit.attempt());
         request.extensions_mut().insert(context.clone());
@@ -61,25 +72,28 @@ where
         let (execution, request) = if asks {
             // Boxed, as all that seldom happens, so that what always happens is small.
             match Box::pin(self.reconcile(context, request)).await {
-                Some(goes_on) => goes_on,
-                None => return,
+                Ok(goes_on) => goes_on,
+                Err(answer) => return Ended::with(answer),
             }
         } else {
             (self, request)
         };
         match catch_panic(call(inner, request)).await {
             Ok(Ok(response)) => execution.finish(response).await,
-            Ok(Err(error)) => Box::pin(execution.fail(Some(error), None)).await,
-            Err(Panicked) => Box::pin(execution.fail(None, None)).await,
+            Ok(Err(error)) => {
+                Box::pin(execution.fail::<RB>(None)).await;
+                Ended { answer: Err(error), rest: None }
+            }
+            Err(Panicked) => Ended::with(Box::pin(execution.fail(None)).await),
         }
     }
 
     /// Asks what became of an abandoned attempt. Goes on only if the operation did not happen.
-    async fn reconcile<B>(
+    async fn reconcile<B, RB>(
         self,
         context: IdempotencyContext,
         request: Request<RequestBody<B>>,
-    ) -> Option<(Self, Request<RequestBody<B>>)> {
+    ) -> Result<(Self, Request<RequestBody<B>>), Executed<RB>> {
         let (parts, body) = request.into_parts();
         let asked = match &self.settings.reconcile {
             // A panic tells nothing about the attempt that was asked for.
@@ -87,22 +101,32 @@ where
             None => Err(Panicked),
         };
         match asked.unwrap_or(Reconciled::CannotTell) {
-            Reconciled::DidNotHappen => return Some((self, Request::from_parts(parts, body))),
+            // I7: while it was asked, somebody else may have come to own the record, and be executing.
+            Reconciled::DidNotHappen if !context.attempt().is_owner() => {
+                Err(Executed::Refused(Refusal::new(Condition::StoreUnavailable).with_retry_after(1)))
+            }
+            Reconciled::DidNotHappen => Ok((self, Request::from_parts(parts, body))),
             Reconciled::Happened(stored) => {
                 let settled = self.permit.complete(Completion::Replayable(stored.clone())).await;
-                let _gone = self.send.send(Ok(Executed::Reconciled(stored, settled)));
+                Err(Executed::Reconciled(stored, settled))
+            }
+            Reconciled::Unreplayable => {
+                self.permit.complete(Completion::Tombstone).await;
+                Err(Executed::Refused(Refusal::new(Condition::ReplayUnavailable)))
             }
             Reconciled::CannotTell => {
                 self.permit.complete(Completion::Unknown).await;
-                let _gone = self.send.send(Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown))));
+                Err(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)))
             }
         }
-        None
     }
 
-    async fn finish(self, mut response: Response<RB>) {
+    async fn finish<RB, E>(self, mut response: Response<RB>) -> Ended<RB, E>
+    where
+        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    {
         if let Some(Unanswered(status)) = response.extensions_mut().remove() {
-            return Box::pin(self.fail(None, Some(status))).await;
+            return Ended::with(Box::pin(self.fail(Some(status))).await);
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
@@ -128,34 +152,42 @@ where
                 let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
                 let settled = self.permit.complete(completion).await;
                 let body = ResponseBody::whole(join(chunks), trailers);
-                let _gone = self.send.send(Ok(Executed::Response(marked(parts, body, &settled))));
+                Ended::with(Executed::Response(marked(parts, body, &settled)))
             }
             Ok(Read::More { chunks, rest }) => {
                 let settled = self.permit.complete(Completion::Tombstone).await;
-                Box::pin(stream(&self.settings, self.send, parts, chunks, rest, &settled)).await;
+                stream(&self.settings, parts, chunks, rest, &settled)
             }
             // The answer broke off: the client got nothing of it, and what it would have said is not known.
             Ok(Read::Broken(error)) => {
                 tracing::warn!(%error, "response body broke off");
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
-                Box::pin(self.fail(None, status)).await;
+                Ended::with(Box::pin(self.fail(status)).await)
             }
-            Err(Panicked) => Box::pin(self.fail(None, None)).await,
+            Err(Panicked) => Ended::with(Box::pin(self.fail(None)).await),
         }
     }
 
     /// An answer that will not be replayed: settled by its head, and its body passes through.
-    async fn settle_and_pass(self, fate: Fate, parts: Parts, body: RB) {
+    async fn settle_and_pass<RB, E>(self, fate: Fate, parts: Parts, body: RB) -> Ended<RB, E>
+    where
+        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    {
         let settled = match fate {
             Fate::Release => self.permit.release().await,
             Fate::Unknown => self.permit.complete(Completion::Unknown).await,
             Fate::Tombstone | Fate::Replay => self.permit.complete(Completion::Tombstone).await,
         };
-        stream(&self.settings, self.send, parts, Vec::new(), Box::pin(body), &settled).await;
+        if body.is_end_stream() {
+            // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.
+            let body = ResponseBody::whole(Bytes::new(), None);
+            return Ended::with(Executed::Response(marked(parts, body, &settled)));
+        }
+        stream(&self.settings, parts, Vec::new(), Box::pin(body), &settled)
     }
 
     /// The handler ended without an answer, so whether its effect happened is not known.
-    async fn fail(self, error: Option<E>, status: Option<StatusCode>) {
+    async fn fail<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
         let condition = match self.settings.profile.server_errors {
             ServerErrors::Replay => {
                 self.permit.complete(Completion::Unknown).await;
@@ -166,11 +198,7 @@ where
                 Condition::HandlerFailed
             }
         };
-        let answer = match error {
-            Some(error) => Err(error),
-            None => Ok(Executed::Refused(Refusal::new(condition).with_status(status))),
-        };
-        let _gone = self.send.send(answer);
+        Executed::Refused(Refusal::new(condition).with_status(status))
     }
 }
 
@@ -191,17 +219,18 @@ fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirectiv
 }
 
 /// Answers that have no end, or that are no answer but another protocol.
-fn cannot_be_stored(parts: &Parts) -> bool {
+pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
         return true;
     }
     let Some(content_type) = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {
         return false;
     };
-    let essence = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    essence == "text/event-stream"
-        || essence == "multipart/x-mixed-replace"
-        || essence.starts_with("application/grpc")
+    let essence = content_type.split(';').next().unwrap_or_default().trim();
+    const GRPC: &str = "application/grpc";
+    essence.eq_ignore_ascii_case("text/event-stream")
+        || essence.eq_ignore_ascii_case("multipart/x-mixed-replace")
+        || essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
 }
 
 /// Takes the handler's word off the response.
@@ -227,17 +256,16 @@ pub(crate) fn mark<T>(response: &mut Response<T>, settled: &Settled) {
     }
 }
 
-/// Sends what was read and pumps the rest, at the client's pace. A client that goes away does not stop the handler's body:
-/// it is read on, for a bounded time, so that the handler runs to its end.
-async fn stream<RB, E>(
+/// An answer whose body was not read to its end: what was read comes first, and the rest is pumped behind it.
+fn stream<RB, E>(
     settings: &Settings,
-    send: oneshot::Sender<Result<Executed<RB>, E>>,
     parts: Parts,
     read: Vec<Bytes>,
-    mut rest: Pin<Box<RB>>,
+    rest: Pin<Box<RB>>,
     settled: &Settled,
-) where
-    RB: Body<Error: Into<BoxError>>,
+) -> Ended<RB, E>
+where
+    RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
 {
     let mut size = rest.size_hint();
     let ahead: u64 = read.iter().map(|chunk| chunk.len() as u64).sum();
@@ -249,29 +277,37 @@ async fn stream<RB, E>(
     for chunk in read {
         let _fits = frames.try_send(Ok(Frame::data(chunk)));
     }
-    let body = ResponseBody::pumped(receiver, size);
-    let mut client = send.send(Ok(Executed::Response(marked(parts, body, settled)))).is_ok();
+    let response = marked(parts, ResponseBody::pumped(receiver, size), settled);
+    let rest = pump(rest, frames, settings.stream_patience);
+    Ended { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
+}
+
+/// Brings a handler's body to the client, at the client's pace. A client that goes away does not stop the body: it is read
+/// on, for so long, so that the handler runs to its end.
+async fn pump<RB>(
+    mut body: Pin<Box<RB>>,
+    frames: mpsc::Sender<Result<Frame<Bytes>, BoxError>>,
+    patience: Duration,
+) where
+    RB: Body<Error: Into<BoxError>>,
+{
     let mut give_up = None;
     loop {
+        let client = !frames.is_closed();
         if !client && give_up.is_none() {
-            give_up = Some(tokio::time::Instant::now() + settings.stream_patience);
+            give_up = Some(tokio::time::Instant::now() + patience);
         }
         let frame = tokio::select! {
-            frame = next_frame(&mut rest) => frame,
-            () = frames.closed(), if client => { client = false; continue }
+            frame = next_frame(&mut body) => frame,
+            () = frames.closed(), if client => continue,
             () = sleep_until(give_up), if give_up.is_some() => return,
         };
-        match frame {
-            None => return,
-            Some(frame) => {
-                let broken = frame.is_err();
-                if client {
-                    client = frames.send(frame).await.is_ok();
-                }
-                if broken {
-                    return;
-                }
-            }
+        let Some(frame) = frame else { return };
+        let broken = frame.is_err();
+        // Whether it was taken is seen at the next turn.
+        let _taken = frames.send(frame).await;
+        if broken {
+            return;
         }
     }
 }

@@ -66,7 +66,7 @@ const NEVER: [&str; 39] = [
 ];
 
 /// Never kept, by how the name starts.
-const NEVER_PREFIXES: [&str; 4] = ["access-control-", "ratelimit", "x-ratelimit-", "x-b3-"];
+const NEVER_PREFIXES: [&str; 5] = ["access-control-", "oncegate-", "ratelimit", "x-ratelimit-", "x-b3-"];
 
 /// The fields that a record keeps.
 #[derive(Clone, Debug, Default)]
@@ -144,8 +144,12 @@ mod tests {
         for name in ["content-type", "location", "etag", "link", "x-order"] {
             headers.insert(HeaderName::from_static(name), HeaderValue::from_static("v"));
         }
-        for name in NEVER.iter().copied().chain(["access-control-allow-origin", "ratelimit-limit", "x-other"])
-        {
+        for name in NEVER.iter().copied().chain([
+            "access-control-allow-origin",
+            "oncegate-record",
+            "ratelimit-limit",
+            "x-other",
+        ]) {
             headers.insert(HeaderName::from_static(name), HeaderValue::from_static("v"));
         }
         headers.append("link", HeaderValue::from_static("second"));

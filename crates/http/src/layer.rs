@@ -7,9 +7,14 @@ use http::Method;
 use oncegate_engine::{ConfigError, Engine};
 use tower_layer::Layer;
 
+use crate::budget::Budget;
 use crate::event::RequestObserver;
 use crate::service::Idempotency;
 use crate::settings::Settings;
+
+/// What request bodies may hold together by default: 128 of the largest that are taken by default, and no more than a
+/// small machine can spare.
+const REQUEST_BUDGET: usize = 256 * 1024 * 1024;
 
 /// Makes retries safe. See the [crate] for what it does exactly.
 #[derive(Clone)]
@@ -21,6 +26,7 @@ pub struct IdempotencyLayer {
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) observer: Arc<dyn RequestObserver>,
+    pub(crate) request_budget: Arc<Budget>,
     default: Arc<Settings>,
     routes: Vec<Route>,
 }
@@ -88,8 +94,14 @@ impl IdempotencyLayer {
     /// apart by `Authorization`.
     #[must_use]
     pub fn new(engine: Engine) -> Self {
-        let default = Arc::new(Settings::default());
-        Self { shared: Arc::new(Shared { engine, observer: Arc::new(()), default, routes: Vec::new() }) }
+        let shared = Shared {
+            engine,
+            observer: Arc::new(()),
+            request_budget: Arc::new(Budget::new(REQUEST_BUDGET)),
+            default: Arc::new(Settings::default()),
+            routes: Vec::new(),
+        };
+        Self { shared: Arc::new(shared) }
     }
 
     /// What is done on every route that has no settings of its own.
@@ -126,17 +138,29 @@ impl IdempotencyLayer {
         self.change(|shared| shared.observer = Arc::new(observer))
     }
 
+    /// How many octets the bodies of all requests with a key may hold together, on all routes and in all copies of the layer,
+    /// from when they come in until the handler has taken them. A body for which there is no room is refused with a 503,
+    /// and nothing is claimed. By default 256 MiB. It should be several times [`Settings::with_max_request_body`]: a body
+    /// that is larger than the whole of it is always refused.
+    #[must_use]
+    pub fn with_request_budget(self, octets: usize) -> Self {
+        self.change(|shared| shared.request_budget = Arc::new(Budget::new(octets)))
+    }
+
     /// The settings that a request with this method and path (without a query) runs under.
     #[must_use]
     pub fn settings(&self, method: &Method, path: &str) -> &Settings {
         self.shared.settings(method, path)
     }
 
-    /// A copy that shares no reference count with this one, only the engine and the observer: for programs with a
-    /// runtime per core, where every request would otherwise pass that count from core to core.
+    /// A copy that shares no reference count with this one, only the engine, the observer and what request bodies may hold
+    /// together: for programs with a runtime per core, where every request would otherwise pass that count from core to
+    /// core.
     #[must_use]
     pub fn unshared(&self) -> Self {
-        Self { shared: Arc::new(Shared::clone(&self.shared)) }
+        let mut shared = Shared::clone(&self.shared);
+        shared.request_budget = Arc::new(shared.request_budget.apart());
+        Self { shared: Arc::new(shared) }
     }
 
     fn change(self, change: impl FnOnce(&mut Shared)) -> Self {

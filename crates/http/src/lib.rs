@@ -16,7 +16,8 @@
 //! 6. Its answer is classified by status, policy and [`StoreDirective`], stored durably, and then sent.
 //!
 //! Refusals are responses and never errors; their bodies are problem details (RFC 9457) with a member `retry` that says
-//! `same-key`, `new-key`, `fix-request` or `stop`. They tell nothing of the stored request or response.
+//! `same-key`, `new-key`, `fix-request` or `stop`. They tell nothing of the stored request or response. A call of gRPC is
+//! refused as such, with a status of its own and without a body: [`Condition::grpc_code`].
 //!
 //! # Caveats
 //! - Put the layer inside authentication (a replay must not be a way around it) and inside compression (so that what is
@@ -24,7 +25,8 @@
 //! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than
 //!   [`Settings::with_max_response_body`] goes to the first client as it comes and leaves a tombstone: a retry hears that it
 //!   was done and cannot be replayed, and nothing runs twice.
-//! - A body that is sent under a key is held in memory until the handler takes it.
+//! - A body that is sent under a key is held in memory until the handler takes it. All together are bounded by
+//!   [`IdempotencyLayer::with_request_budget`].
 //!
 //! # Example
 //! ```
@@ -77,10 +79,12 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod body;
+mod budget;
 mod canonical;
 mod context;
 mod event;
 mod execute;
+mod grpc;
 mod headers;
 mod key;
 mod layer;
@@ -94,6 +98,7 @@ mod settings;
 pub use body::{BoxError, RequestBody, ResponseBody};
 pub use context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
 pub use event::{Disposition, RequestObserver};
+pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};
 pub use layer::{IdempotencyLayer, PathPattern};
 pub use profile::{KeyScope, Profile, Row, ServerErrors};

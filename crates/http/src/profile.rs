@@ -205,7 +205,7 @@ impl Profile {
 }
 
 /// What problem types start with. Not an address: nothing has to be looked up to tell them apart.
-const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
+pub(crate) const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
 
 fn push_escaped(body: &mut String, text: &str) {
     let quoted = serde_json::Value::from(text).to_string();

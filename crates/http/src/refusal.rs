@@ -6,7 +6,8 @@ use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::{Response, StatusCode};
 
-use crate::profile::Profile;
+use crate::grpc::GrpcForm;
+use crate::profile::{Profile, Row};
 
 /// Why the layer itself answers, and not the handler. Each has a row in `docs/reference/problems.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,6 +21,8 @@ pub enum Condition {
     RequestTooLarge,
     /// The request's body ended early.
     RequestIncomplete,
+    /// The requests that are being received hold as much as they may.
+    Overloaded,
     /// The request does not say whose it is.
     ScopeUnavailable,
     /// The store could not be asked.
@@ -67,11 +70,12 @@ impl Retry {
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
         Self::RequestIncomplete,
+        Self::Overloaded,
         Self::ScopeUnavailable,
         Self::StoreUnavailable,
         Self::KeyReused,
@@ -90,6 +94,7 @@ impl Condition {
             Self::KeyInvalid => "key-invalid",
             Self::RequestTooLarge => "request-too-large",
             Self::RequestIncomplete => "request-incomplete",
+            Self::Overloaded => "overloaded",
             Self::ScopeUnavailable => "scope-unavailable",
             Self::StoreUnavailable => "store-unavailable",
             Self::KeyReused => "key-reused",
@@ -109,6 +114,7 @@ impl Condition {
             Self::KeyInvalid => "Idempotency-Key is invalid",
             Self::RequestTooLarge => "The request is too large to be protected by an Idempotency-Key",
             Self::RequestIncomplete => "The request ended before its body was complete",
+            Self::Overloaded => "Too much is being received at the moment",
             Self::ScopeUnavailable => "The request does not tell whose Idempotency-Key this is",
             Self::StoreUnavailable => "Idempotency-Keys cannot be honoured at the moment",
             Self::KeyReused => "Idempotency-Key is already used",
@@ -131,6 +137,9 @@ impl Condition {
                 "Nothing was executed. Send a smaller body, or send this one without a key where that is allowed."
             }
             Self::RequestIncomplete => "Nothing was executed. Send the request again.",
+            Self::Overloaded => {
+                "Nothing was executed: there is no room for the body. Send the same request with the same key later."
+            }
             Self::ScopeUnavailable => {
                 "Nothing was executed. The service expects callers to be told apart before the request reaches it."
             }
@@ -161,6 +170,7 @@ impl Condition {
             Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => Retry::FixRequest,
             Self::KeyReused => Retry::NewKey,
             Self::RequestIncomplete
+            | Self::Overloaded
             | Self::StoreUnavailable
             | Self::RequestInProgress
             | Self::HandlerFailed => Retry::SameKey,
@@ -176,7 +186,7 @@ impl Condition {
         match self {
             Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete => StatusCode::BAD_REQUEST,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Overloaded | Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
             // Not 409 for what is not in progress: common clients send a 409 again by themselves.
             Self::KeyReused | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
             Self::RequestInProgress => StatusCode::CONFLICT,
@@ -221,25 +231,38 @@ impl Refusal {
         Self { status, ..self }
     }
 
-    /// The answer as this profile words it.
-    pub(crate) fn into_response(self, profile: &Profile) -> Response<Bytes> {
-        let mut row = profile.row(self.condition);
+    /// The answer as this profile words it, or as a client that speaks gRPC reads it.
+    pub(crate) fn into_response(self, profile: &Profile, grpc: Option<GrpcForm>) -> Response<Bytes> {
+        let condition = self.condition;
+        let mut row = profile.row(condition);
         row.status = self.status.unwrap_or(row.status);
-        let detail = self.detail.as_deref().unwrap_or(self.condition.detail());
-        let body = profile.render(self.condition, &row, detail);
+        let detail = self.detail.as_deref().unwrap_or(condition.detail());
+        let mut response = match grpc {
+            None => Self::problem(profile, condition, &row, detail),
+            Some(form) => {
+                let code = condition.grpc_code();
+                form.refusal(code, condition.slug(), detail, condition.retry(), self.retry_after)
+            }
+        };
+        let headers = response.headers_mut();
+        if let Some(seconds) = self.retry_after {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if let Some((name, value)) = profile.retry_headers(condition.retry()) {
+            headers.insert(name, value);
+        }
+        response.extensions_mut().insert(self);
+        response
+    }
+
+    fn problem(profile: &Profile, condition: Condition, row: &Row, detail: &str) -> Response<Bytes> {
+        let body = profile.render(condition, row, detail);
         let mut response = Response::new(Bytes::from(body));
         *response.status_mut() = row.status;
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(profile.error_content_type));
         headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        if let Some(seconds) = self.retry_after {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        if let Some((name, value)) = profile.retry_headers(self.condition.retry()) {
-            headers.insert(name, value);
-        }
-        response.extensions_mut().insert(self);
         response
     }
 }

@@ -15,7 +15,12 @@ pub struct CallerScope(Kind);
 
 #[derive(Clone)]
 enum Kind {
-    Header { name: HeaderName, kind: Arc<str>, required: bool },
+    /// `anonymous` is the scope of callers without the field, where they have one.
+    Header {
+        name: HeaderName,
+        kind: Arc<str>,
+        anonymous: Option<Scope<'static>>,
+    },
     SingleTenant,
     Function(Arc<Function>),
 }
@@ -38,14 +43,14 @@ impl CallerScope {
     #[must_use]
     pub fn header(name: HeaderName) -> Self {
         let kind = format!("header:{name}").into();
-        Self(Kind::Header { name, kind, required: false })
+        Self(Kind::Header { name, kind, anonymous: Some(Scope::caller("anonymous", b"")) })
     }
 
     /// The same, but a request without the field is refused.
     #[must_use]
     pub fn required_header(name: HeaderName) -> Self {
         let kind = format!("header:{name}").into();
-        Self(Kind::Header { name, kind, required: true })
+        Self(Kind::Header { name, kind, anonymous: None })
     }
 
     /// All callers share one scope: right where there is one caller only, or where keys are unique by themselves and no
@@ -78,18 +83,17 @@ impl CallerScope {
     }
 
     /// The caller's scope; `None` where the request has none and must be refused.
-    pub(crate) fn of(&self, parts: &Parts) -> Option<Scope> {
+    pub(crate) fn of(&self, parts: &Parts) -> Option<Scope<'static>> {
         match &self.0 {
             Kind::SingleTenant => Some(Scope::single_tenant()),
             Kind::Function(identity) => identity(parts).map(|identity| Scope::caller("function", &identity)),
-            Kind::Header { name, kind, required } => {
+            Kind::Header { name, kind, anonymous } => {
                 let mut values = parts.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
                     (Some(value), None) => Some(Scope::caller(kind, value.as_bytes())),
                     // Two credentials: whose request it is cannot be said.
                     (Some(_), Some(_)) => None,
-                    (None, _) if *required => None,
-                    (None, _) => Some(Scope::caller("anonymous", b"")),
+                    (None, _) => *anonymous,
                 }
             }
         }
@@ -99,8 +103,8 @@ impl CallerScope {
 impl fmt::Debug for CallerScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Kind::Header { kind, required, .. } => {
-                write!(f, "{kind}{}", if *required { " (required)" } else { "" })
+            Kind::Header { kind, anonymous, .. } => {
+                write!(f, "{kind}{}", if anonymous.is_none() { " (required)" } else { "" })
             }
             Kind::SingleTenant => f.write_str("single-tenant"),
             Kind::Function(_) => f.write_str("function"),

@@ -3,25 +3,27 @@
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::mem;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::header::{HeaderName, HeaderValue, TRAILER};
+use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
 use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
-use oncegate_core::{IdempotencyKey, StoreErrorKind, StoredResponse};
+use oncegate_core::{IdempotencyKey, Scope, StoreErrorKind, StoredResponse};
 use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, Settled};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
 use tower_service::Service;
 
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
+use crate::budget::{Charged, Held, NoRoom, tie};
 use crate::canonical;
 use crate::event::Disposition;
-use crate::execute::{Execution, mark, take_directive};
+use crate::execute::{Ended, Execution, mark, take_directive};
+use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::layer::Shared;
 use crate::refusal::{Condition, Refusal};
@@ -136,7 +138,7 @@ where
         // The one that is ready is called; the clone takes its place.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let keyed = Keyed { shared: self.shared.clone(), settings: settings.clone(), echo: None };
+        let keyed = Keyed { shared: self.shared.clone(), settings: settings.clone(), echo: None, grpc: None };
         ResponseFuture { inner: FutureInner::Keyed { future: Box::pin(keyed.answer(inner, request)) } }
     }
 }
@@ -147,6 +149,8 @@ struct Keyed {
     settings: Arc<Settings>,
     /// The key's field as it was received, for the answer.
     echo: Option<HeaderValue>,
+    /// How the client is refused, where it speaks gRPC.
+    grpc: Option<GrpcForm>,
 }
 
 impl Keyed {
@@ -163,13 +167,21 @@ impl Keyed {
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         let (parts, body) = request.into_parts();
-        let (claim, key, request) = match self.prepare(parts, body).await {
-            Ok(prepared) => prepared,
+        self.grpc = GrpcForm::of(&parts.headers);
+        let (scope, key) = match self.whose(&parts) {
+            Ok(whose) => whose,
             Err(refusal) => return Ok(self.refuse(refusal)),
         };
-        let id = claim.id;
+        let (data, trailers, held) = match self.read(body).await {
+            Ok(read) => read,
+            Err(refusal) => return Ok(self.refuse(refusal)),
+        };
+        let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
+        let fingerprint = canonical::fingerprint(&self.settings, &parts, &data);
+        let claim = ClaimRequest { id, fingerprint, label, policy: self.settings.policy };
+        let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
-            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request).await,
+            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request()).await,
             Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay(&stored)),
             Ok(ClaimOutcome::InProgress { lease_left }) => {
                 let retry_after = lease_left.as_secs_f64().ceil().min(RETRY_AFTER_MAX);
@@ -185,7 +197,7 @@ impl Keyed {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
                     // Boxed, as all that seldom happens, so that what always happens is small.
                     (StoreErrorKind::Unavailable, StoreOutage::Open) => {
-                        Box::pin(self.fail_open(inner, request)).await
+                        Box::pin(self.fail_open(inner, request())).await
                     }
                     _ => {
                         let refusal = Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
@@ -196,43 +208,55 @@ impl Keyed {
         }
     }
 
-    /// Scope, key, presence, body: everything before the claim, in the order of the protocol.
-    async fn prepare<B>(
-        &mut self,
-        parts: Parts,
-        body: B,
-    ) -> Result<(ClaimRequest, IdempotencyKey, Request<RequestBody<B>>), Refusal>
+    /// Whose key it is, and which.
+    fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, IdempotencyKey), Refusal> {
+        let settings = &self.settings;
+        let scope = settings.caller.of(parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
+        match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
+            None => Err(Refusal::new(Condition::KeyMissing)),
+            Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
+            Some(Ok((key, field))) => {
+                self.echo = Some(field.clone());
+                Ok((scope, key))
+            }
+        }
+    }
+
+    /// The whole body, for the fingerprint.
+    async fn read<B>(&self, body: B) -> Result<(Bytes, Option<HeaderMap>, Option<Held>), Refusal>
     where
         B: Body<Error: Into<BoxError>>,
     {
-        let settings = &self.settings;
-        let scope = settings.caller.of(&parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
-        let key = match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
-            None => return Err(Refusal::new(Condition::KeyMissing)),
-            Some(Err(problem)) => return Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
-            Some(Ok((key, field))) => {
-                self.echo = Some(field.clone());
-                key
+        let limit = self.settings.max_request_body;
+        let mut held = Held::nothing(self.shared.request_budget.clone());
+        let read = {
+            let mut reading = pin!(read_up_to(Charged::new(body, &mut held), limit));
+            // Most bodies are there with their heads, and need no timer.
+            match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
+                Poll::Ready(read) => read,
+                Poll::Pending => tokio::time::timeout(self.settings.request_patience, reading)
+                    .await
+                    .unwrap_or_else(|_| Read::Broken("it took too long".into())),
             }
         };
-        let limit = settings.max_request_body;
-        let read = tokio::time::timeout(settings.request_patience, read_up_to(body, limit)).await;
-        let (data, trailers) = match read.unwrap_or_else(|_| Read::Broken("it took too long".into())) {
-            Read::Whole { chunks, trailers } => (join(chunks), trailers),
+        match read {
+            Read::Whole { chunks, trailers } => {
+                let (data, held) = tie(join(chunks), held);
+                Ok((data, trailers, held))
+            }
             Read::More { .. } => {
                 let detail =
                     format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
-                return Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail));
+                Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
+            }
+            Read::Broken(error) if error.is::<NoRoom>() => {
+                Err(Refusal::new(Condition::Overloaded).with_retry_after(1))
             }
             Read::Broken(error) => {
                 tracing::debug!(%error, "request body broke off");
-                return Err(Refusal::new(Condition::RequestIncomplete));
+                Err(Refusal::new(Condition::RequestIncomplete))
             }
-        };
-        let (id, label) = canonical::locate(settings, scope, &parts, &key);
-        let fingerprint = canonical::fingerprint(settings, &parts, &data);
-        let claim = ClaimRequest { id, fingerprint, label, policy: settings.policy };
-        Ok((claim, key, Request::from_parts(parts, RequestBody::whole(data, trailers))))
+        }
     }
 
     /// Executes where a client that hangs up drops this future and not the handler: in a task of its own, unless the
@@ -251,31 +275,45 @@ impl Keyed {
         B: Send + 'static,
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
-        let (send, receive) = oneshot::channel();
-        let execution = Execution { settings: self.settings.clone(), permit, key, send };
-        let mut work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(execution.run(inner, request));
-        if poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await.is_pending() {
-            self.shared.engine.spawn(work);
-        }
-        match receive.await {
-            Ok(Ok(Executed::Response(mut response))) => {
+        let execution = Execution { settings: self.settings.clone(), permit, key };
+        let mut work: Pin<Box<dyn Future<Output = Ended<RB, S::Error>> + Send>> =
+            Box::pin(execution.run(inner, request));
+        let answer = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
+            Poll::Ready(Ended { answer, rest }) => {
+                rest.map(|rest| self.shared.engine.spawn(rest));
+                answer
+            }
+            Poll::Pending => {
+                let (send, receive) = oneshot::channel();
+                self.shared.engine.spawn(async move {
+                    let Ended { answer, rest } = work.await;
+                    let _gone = send.send(answer);
+                    if let Some(rest) = rest {
+                        rest.await;
+                    }
+                });
+                // Otherwise the task was cut off with its runtime.
+                let cut_off = |_| Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)));
+                receive.await.unwrap_or_else(cut_off)
+            }
+        };
+        match answer {
+            Ok(Executed::Response(mut response)) => {
                 // Only the layer says what was replayed.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
                 self.shared.observer.observe(Disposition::Executed, Some(response.status()));
                 Ok(self.echoed(response))
             }
-            Ok(Ok(Executed::Reconciled(stored, settled))) => {
+            Ok(Executed::Reconciled(stored, settled)) => {
                 let mut response = self.replay(&stored);
                 mark(&mut response, &settled);
                 Ok(response)
             }
-            Ok(Ok(Executed::Refused(refusal))) => Ok(self.refuse(refusal)),
-            Ok(Err(error)) => {
+            Ok(Executed::Refused(refusal)) => Ok(self.refuse(refusal)),
+            Err(error) => {
                 self.shared.observer.observe(Disposition::Executed, None);
                 Err(error)
             }
-            // The task was cut off with its runtime.
-            Err(_) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
         }
     }
 
@@ -316,7 +354,7 @@ impl Keyed {
 
     fn refuse<RB>(&self, refusal: Refusal) -> Response<ResponseBody<RB>> {
         let condition = refusal.condition;
-        let response = refusal.into_response(&self.settings.profile);
+        let response = refusal.into_response(&self.settings.profile, self.grpc);
         self.shared.observer.observe(Disposition::Refused(condition), Some(response.status()));
         self.echoed(response.map(|body: Bytes| ResponseBody::whole(body, None)))
     }

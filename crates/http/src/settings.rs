@@ -3,15 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::Method;
+use bytes::Bytes;
 use http::header::HeaderName;
 use http::request::Parts;
+use http::{HeaderMap, Method};
 use oncegate_core::fingerprint::FingerprintRules;
-use oncegate_core::{IdempotencyKey, RecordId, limits};
+use oncegate_core::{IdempotencyKey, RecordId, StoredResponse, limits};
 use oncegate_engine::{ConfigError, Policy};
 
 use crate::canonical;
-use crate::headers::KeptHeaders;
+use crate::execute::cannot_be_stored;
+use crate::headers::{KeptHeaders, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax};
 use crate::profile::{KeyScope, Profile, ServerErrors};
 use crate::reconcile::Reconcile;
@@ -105,7 +107,7 @@ impl Settings {
     #[must_use]
     pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
         let scope = self.caller.of(request)?;
-        Some(canonical::locate(self, scope, request, key).0)
+        Some(canonical::locate(self, &scope, request, key).0)
     }
 
     /// How callers are told apart.
@@ -257,6 +259,29 @@ impl Settings {
     #[must_use]
     pub fn with_reconcile(self, reconcile: impl Reconcile) -> Self {
         Self { reconcile: Some(Arc::new(reconcile)), ..self }
+    }
+
+    /// The largest body, in octets, that is stored.
+    #[must_use]
+    pub const fn max_response_body(&self) -> usize {
+        self.max_response_body
+    }
+
+    /// What a record keeps of an answer: for a [`Reconcile`] that was given the answer of an earlier attempt. `None` where
+    /// it could not be replayed: it has no end, is another protocol, or is too large.
+    #[must_use]
+    pub fn stored(
+        &self,
+        head: &http::response::Parts,
+        body: &[Bytes],
+        trailers: Option<&HeaderMap>,
+    ) -> Option<StoredResponse> {
+        let len: usize = body.iter().map(Bytes::len).sum();
+        if cannot_be_stored(head) || len > self.max_response_body {
+            return None;
+        }
+        let kept = self.kept.of(&head.headers);
+        StoredResponse::new(head.status.as_u16(), &kept, body, &kept_trailers(trailers)).ok()
     }
 
     /// Whether requests with this method are protected.

@@ -384,7 +384,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                     lease: *lease,
                     retention: *retention,
                     on_abandoned: *abandoned,
-                    label: Label::new(caller_tag(*on % 2), operation_of(*on)),
+                    label: Label::new(caller_tag(*on % 2), &operation_of(*on)),
                 };
                 let seen = self.seen.entry(id(*on)).or_default();
                 if let Some(last) = seen.last_claim.as_ref().filter(|_| *again) {

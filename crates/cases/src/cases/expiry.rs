@@ -6,12 +6,15 @@ use oncegate_testkit::Latch;
 
 use super::pay_as;
 use crate::backend::Script;
-use crate::client::until;
+use crate::client::{PATIENCE, until};
 use crate::plan::Plan;
 use crate::table::{Case, assert_fresh, assert_replay};
 use crate::world::World;
 
 const RETENTION: Duration = Duration::from_millis(1200);
+
+/// Stores count in whole ones.
+const MILLISECOND: Duration = Duration::from_millis(1);
 
 pub(super) fn cases() -> Vec<Case> {
     let brief = Plan { retention: Some(RETENTION), ..Plan::default() };
@@ -56,17 +59,13 @@ pub(super) fn cases() -> Vec<Case> {
 async fn expiry(world: World) {
     let asked = Instant::now();
     let first = world.send(pay_as("a")).await;
-    while asked.elapsed() + Duration::from_millis(50) < RETENTION {
-        let again = world.send(pay_as("a")).await;
-        assert_replay(&world.plan, &pay_as("a"), &first, &again);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    // Nobody else asks, so that there is a second effect if this was the request that had it.
     until("the key is new", async || {
         let answer = world.send(pay_as("a")).await;
         let new = world.backend.effects() == 2;
         if new {
             assert_fresh(&world.plan, &pay_as("a"), &answer);
-            assert!(asked.elapsed() >= RETENTION, "new after {:?}", asked.elapsed());
+            assert!(asked.elapsed() + MILLISECOND >= RETENTION, "new after {:?}", asked.elapsed());
         } else {
             assert_replay(&world.plan, &pay_as("a"), &first, &answer);
         }
@@ -77,35 +76,48 @@ async fn expiry(world: World) {
 
 async fn replays_do_not_extend(world: World) {
     world.send(pay_as("a")).await;
+    // It was kept from a time before this on, and whoever was told so asked before it ended.
     let answered = Instant::now();
+    let mut last_kept = answered;
     until("the key is new though it was asked for all the time", async || {
+        let sent = Instant::now();
         world.send(pay_as("a").json("{}")).await;
-        world.backend.effects() == 2
+        let new = world.backend.effects() == 2;
+        if !new {
+            last_kept = sent;
+        }
+        new
     })
     .await;
-    assert!(answered.elapsed() < RETENTION + Duration::from_secs(2), "it took {:?}", answered.elapsed());
+    let kept = last_kept - answered;
+    assert!(kept < RETENTION + Duration::from_millis(100), "kept for {kept:?}");
 }
 
 async fn expiry_races(world: World) {
-    let start = Instant::now();
-    let mut executions = Vec::new();
-    while start.elapsed() < Duration::from_millis(3500) {
+    let retention = world.plan.retention.expect("a retention");
+    let give_up = Instant::now() + PATIENCE;
+    // Of each execution, between which times it was.
+    let mut executions: Vec<(Instant, Instant)> = Vec::new();
+    while executions.len() < 4 {
+        assert!(Instant::now() < give_up, "{} executions", executions.len());
         let before = world.backend.effects();
+        let start = Instant::now();
         let crowd: Vec<_> = (0..20).map(|_| world.start_send(pay_as("a"))).collect();
         for one in crowd {
             let answer = one.await.unwrap().expect("an answer");
             assert!([201, 409].contains(&answer.status()), "{answer:?}");
         }
+        let end = Instant::now();
         match world.backend.effects() - before {
             0 => {}
-            1 => executions.push(Instant::now()),
-            more => panic!("{more} executions at once"),
+            1 => executions.push((start, end)),
+            // On a machine that is so busy that the retention of the first one ended before its crowd was answered.
+            more => assert!(retention * (more as u32 - 1) <= end - start, "{more} executions at once"),
         }
     }
-    assert!(executions.len() >= 3, "{} executions", executions.len());
     for pair in executions.windows(2) {
-        // An execution is noticed when its whole crowd is answered, so this is not exact.
-        assert!(pair[1] - pair[0] > Duration::from_millis(700), "again after {:?}", pair[1] - pair[0]);
+        let at_most = pair[1].1 - pair[0].0;
+        assert!(at_most + MILLISECOND >= retention, "again after {at_most:?} at the most");
     }
 }
 
@@ -114,14 +126,19 @@ async fn from_completion(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     tokio::time::sleep(RETENTION).await;
+    let not_yet_completed = Instant::now();
     done.open();
     let first = first.await.unwrap().expect("an answer");
-    let answered = Instant::now();
-    while answered.elapsed() + Duration::from_millis(200) < RETENTION {
-        assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
+    loop {
+        let again = world.send(pay_as("a")).await;
+        let effects = world.backend.effects();
+        if not_yet_completed.elapsed() + MILLISECOND >= RETENTION {
+            break;
+        }
+        assert_replay(&world.plan, &pay_as("a"), &first, &again);
+        assert_eq!(effects, 1);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(world.backend.effects(), 1);
 }
 
 async fn tombstones(world: World) {
@@ -133,7 +150,7 @@ async fn tombstones(world: World) {
         world.backend.effects() == 2
     })
     .await;
-    assert!(asked.elapsed() >= RETENTION, "new after {:?}", asked.elapsed());
+    assert!(asked.elapsed() + MILLISECOND >= RETENTION, "new after {:?}", asked.elapsed());
 }
 
 async fn restart(mut world: World) {

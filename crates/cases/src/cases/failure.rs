@@ -6,7 +6,7 @@ use bytes::Bytes;
 use oncegate_core::OnAbandoned;
 use oncegate_http::ServerErrors;
 use oncegate_testkit::{Fault, Latch, Operation};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::{Piece, Script};
@@ -24,12 +24,15 @@ const PROCESS: &str = "the service behind the layer is in its process";
 
 const SHORT: Duration = Duration::from_millis(400);
 
+/// Within it a request has to reach the service, and one that is not held to be answered, also on a busy machine.
+const UPSTREAM_TIMEOUT: Duration = Duration::from_secs(2);
+
 pub(super) fn cases() -> Vec<Case> {
     let release = Plan { server_errors: Some(ServerErrors::Release), ..Plan::default() };
     let short = Plan { lease: Some(SHORT), ..Plan::default() };
     let reexecute = Plan { on_abandoned: Some(OnAbandoned::Reexecute), ..short.clone() };
     let open = Plan { fail_open: true, ..Plan::default() };
-    let impatient = Plan { upstream_timeout: Some(Duration::from_millis(500)), ..Plan::default() };
+    let impatient = Plan { upstream_timeout: Some(UPSTREAM_TIMEOUT), ..Plan::default() };
     let mut all = vec![
         // The client.
         Case::code(
@@ -184,7 +187,6 @@ pub(super) fn cases() -> Vec<Case> {
         Case::code("C96-claim-stalls", "who goes away while the claim stalls leaves the key free", |world| {
             Box::pin(claim_stalls(world))
         })
-        .given(short.clone())
         .only_layer(STORE),
         Case::code(
             "C96-hundred-with-store-down",
@@ -296,7 +298,9 @@ pub(super) fn cases() -> Vec<Case> {
         let plan =
             Plan { on_abandoned: Some(OnAbandoned::Reconcile), reconcile: Some(word), ..short.clone() };
         let case = Case::code(id, title, |world| Box::pin(reconcile(world))).given(plan);
-        all.push(case.only_layer("the sidecar has nobody to ask"));
+        all.push(
+            case.only_layer("two instances on one store are needed; the sidecar is killed for it in C90"),
+        );
     }
     all
 }
@@ -450,13 +454,16 @@ async fn body_breaks_off(world: World) {
     stays_unknown(&world).await;
 }
 
-/// A port where nobody listens, and stays so as long as the listener is not asked for.
-async fn nobody() -> std::net::SocketAddr {
-    TcpListener::bind(("127.0.0.1", 0)).await.expect("a port").local_addr().expect("an address")
+/// A port where nobody listens before the socket is told to, and that nobody else can get meanwhile.
+pub(super) fn nobody() -> (TcpSocket, std::net::SocketAddr) {
+    let socket = TcpSocket::new_v4().expect("a socket");
+    socket.bind(([127, 0, 0, 1], 0).into()).expect("a port");
+    let address = socket.local_addr().expect("an address");
+    (socket, address)
 }
 
 async fn refused_connection(mut world: World) {
-    let address = nobody().await;
+    let (socket, address) = nobody();
     world.start_in_front_of(address).await;
     for key in ["a", "a", "b"] {
         let answer = world.send(pay_as(key)).await;
@@ -465,8 +472,7 @@ async fn refused_connection(mut world: World) {
     }
     // Another request may use the key: it is free.
     assert_refusal("upstream-unreachable", &world.send(pay_as("a").json("{}")).await);
-    let listener = TcpListener::bind(address).await.expect("the port again");
-    let served = world.backend.serve_on(listener);
+    let served = world.backend.serve_on(socket.listen(16).expect("a listener"));
     let first = world.send(pay_as("a")).await;
     assert_fresh(&world.plan, &pay_as("a"), &first);
     assert_eq!((first.status(), world.backend.effects()), (201, 1), "{first:?}");
@@ -474,12 +480,12 @@ async fn refused_connection(mut world: World) {
 }
 
 async fn refused_ten_times(mut world: World) {
-    let address = nobody().await;
+    let (socket, address) = nobody();
     world.start_in_front_of(address).await;
     for _ in 0..10 {
         assert_refusal("upstream-unreachable", &world.send(pay_as("a")).await);
     }
-    let _served = world.backend.serve_on(TcpListener::bind(address).await.expect("the port again"));
+    let _served = world.backend.serve_on(socket.listen(16).expect("a listener"));
     let first = world.send(pay_as("a")).await;
     assert_eq!(first.status(), 201);
     assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
@@ -487,7 +493,8 @@ async fn refused_ten_times(mut world: World) {
 }
 
 async fn refused_without_a_key(mut world: World) {
-    world.start_in_front_of(nobody().await).await;
+    let (_socket, address) = nobody();
+    world.start_in_front_of(address).await;
     let answer = world.send(pay()).await;
     assert_problem("upstream-unreachable", 502, &answer);
     assert_eq!(world.send(Request::new("GET", "/")).await.status(), 502);
@@ -499,7 +506,7 @@ async fn hangs(world: World) {
     let asked = Instant::now();
     let first = world.send(request.clone()).await;
     assert_problem(UNKNOWN, 504, &first);
-    assert!(asked.elapsed() >= Duration::from_millis(500), "too early: {:?}", asked.elapsed());
+    assert!(asked.elapsed() >= UPSTREAM_TIMEOUT, "too early: {:?}", asked.elapsed());
     assert_echo(&world.plan, &request, &first);
     stays_unknown(&world).await;
 }
@@ -703,7 +710,7 @@ async fn renewal_fails(world: World, once: bool) {
         assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert!(world.faults.calls(Operation::Renew) >= 2, "nobody renewed");
+    until("it was renewed twice", async || world.faults.calls(Operation::Renew) >= 2).await;
     done.open();
     let first = first.await.unwrap().expect("an answer");
     assert_fresh(&world.plan, &pay_as("a"), &first);
@@ -739,11 +746,17 @@ fn not_stored(world: &World, first: &Answer) {
 
 async fn completion_fails_reexecute(world: World) {
     world.faults.always(Operation::Complete, Fault::Refuse);
+    let asked = Instant::now();
     let first = world.send(pay_as("a")).await;
     not_stored(&world, &first);
-    assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
+    let mut later = world.send(pay_as("a")).await;
+    if asked.elapsed() < SHORT {
+        assert_refusal("request-in-progress", &later);
+    }
     // The engine may still be trying to write the first one's end, until the lease is over.
-    let later = world.settled(&pay_as("a")).await;
+    if later.status() == 409 {
+        later = world.settled(&pay_as("a")).await;
+    }
     assert_eq!((later.status(), world.backend.effects()), (201, 2), "{later:?}");
     assert_eq!(later.json()["effect"], 2);
 }
@@ -866,7 +879,8 @@ async fn stale_owner_while_replaced(world: World) {
         for operation in [Operation::Renew, Operation::Complete, Operation::Release] {
             world.faults.always(operation, Fault::Refuse);
         }
-        let (other, _) = world.second_layer().await;
+        // Whoever replaces it has all the time in the world.
+        let (other, _) = world.second_layer_given(&Plan { lease: None, ..world.plan.clone() }).await;
         let request = world.ready(pay_as(&key).script(Script::status(202).held(&done_second)));
         let address = other.address;
         let second = tokio::spawn(async move {
@@ -904,6 +918,7 @@ async fn stale_owner_while_replaced(world: World) {
 
 async fn reconcile(world: World) {
     let never = Latch::new();
+    let asked = Instant::now();
     let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
     world.backend.until_effects(1).await;
     for operation in [Operation::Renew, Operation::Complete] {
@@ -915,9 +930,13 @@ async fn reconcile(world: World) {
         connection.exchange(&pay_as("a")).await.expect("an answer")
     };
     let mut answer = there().await;
-    assert_refusal("request-in-progress", &answer);
+    if asked.elapsed() < SHORT {
+        assert_refusal("request-in-progress", &answer);
+    }
     until("the lease is over", async || {
-        answer = there().await;
+        if answer.status() == 409 {
+            answer = there().await;
+        }
         answer.status() != 409
     })
     .await;
@@ -948,7 +967,9 @@ async fn reconcile(world: World) {
 }
 
 async fn abandoned_park(world: World) {
+    let retention = world.plan.retention.expect("a retention");
     let never = Latch::new();
+    let asked = Instant::now();
     let first = world.start_send(pay_as("a").script(Script::default().held(&never)));
     world.backend.until_effects(1).await;
     for operation in [Operation::Renew, Operation::Complete] {
@@ -959,24 +980,32 @@ async fn abandoned_park(world: World) {
         let mut connection = crate::client::Connection::open(other.address).await;
         connection.exchange(&pay_as("a")).await.expect("an answer")
     };
+    let mut not_yet_parked = Instant::now();
     let mut answer = there().await;
-    assert_refusal("request-in-progress", &answer);
+    if asked.elapsed() < SHORT {
+        assert_refusal("request-in-progress", &answer);
+    }
     until("the lease is over", async || {
-        answer = there().await;
+        if answer.status() == 409 {
+            not_yet_parked = Instant::now();
+            answer = there().await;
+        }
         answer.status() != 409
     })
     .await;
     assert_refusal(UNKNOWN, &answer);
-    let parked = Instant::now();
-    assert_refusal(UNKNOWN, &there().await);
-    assert_eq!(world.backend.effects(), 1);
     // When retention ends, nobody remembers.
     until("retention is over", async || {
         answer = there().await;
+        let effects = world.backend.effects();
+        // Stores count in whole milliseconds.
+        if not_yet_parked.elapsed() + Duration::from_millis(1) < retention {
+            assert_refusal(UNKNOWN, &answer);
+            assert_eq!(effects, 1);
+        }
         answer.status() != 500
     })
     .await;
     assert_eq!((answer.status(), world.backend.effects()), (201, 2), "{answer:?}");
-    assert!(parked.elapsed() >= Duration::from_millis(1300), "forgotten after {:?}", parked.elapsed());
     first.abort();
 }

@@ -3,6 +3,7 @@
 mod crash;
 mod expiry;
 mod failure;
+mod grpc;
 mod headers;
 mod mismatch;
 mod operator;
@@ -28,6 +29,7 @@ pub fn cases() -> Vec<Case> {
         mismatch::cases,
         parallel::cases,
         failure::cases,
+        grpc::cases,
         crash::cases,
         scope::cases,
         expiry::cases,

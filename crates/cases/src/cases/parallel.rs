@@ -89,7 +89,8 @@ pub(super) fn cases() -> Vec<Case> {
             |world| Box::pin(renewal_against_another(world)),
         )
         .given(Plan {
-            lease: Some(Duration::from_millis(800)),
+            // On a busy machine a renewal may be more than a second late before it is too late.
+            lease: Some(Duration::from_secs(2)),
             on_abandoned: Some(OnAbandoned::Reexecute),
             ..Plan::default()
         })
@@ -351,7 +352,7 @@ async fn renewal_against_another(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let start = Instant::now();
-    while start.elapsed() < Duration::from_millis(2400) {
+    while start.elapsed() < Duration::from_secs(5) {
         assert_refusal(IN_PROGRESS, &there().await);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

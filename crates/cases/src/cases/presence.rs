@@ -1,13 +1,16 @@
 //! Which requests are covered, which need a key, and in which order things are looked at.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use http::Method;
 
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
-use crate::client::Request;
+use crate::client::{Connection, Request, until};
 use crate::plan::{Callers, Plan};
-use crate::table::{Case, executes, passes, refused, replays};
+use crate::table::{Case, assert_echo, assert_refusal, assert_replay, executes, passes, refused, replays};
+use crate::world::World;
 
 pub(super) fn cases() -> Vec<Case> {
     let required = Plan { require_key: true, ..Plan::default() };
@@ -146,6 +149,12 @@ pub(super) fn cases() -> Vec<Case> {
             vec![passes(pay()), passes(Request::new("GET", "/payments/1").key("abc"))]
         })
         .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
+        Case::code(
+            "S3-bodies-together",
+            "bodies for which there is no room beside the others are a 503, and claim nothing",
+            |world| Box::pin(bodies_together(world)),
+        )
+        .given(Plan { max_request_body: Some(1000), request_budget: Some(1000), ..Plan::default() }),
         Case::code("C22-problem", "a problem is JSON with its own status", |world| {
             Box::pin(async move {
                 let answer = world.send(pay()).await;
@@ -160,4 +169,48 @@ pub(super) fn cases() -> Vec<Case> {
         })
         .given(required),
     ]
+}
+
+async fn bodies_together(world: World) {
+    let sized = |key: &str, octets| Request::post("/notes").key(key).body("text/plain", vec![b'x'; octets]);
+    assert_eq!(world.send(sized("a", 1000)).await.status(), 201);
+    // A client that has sent six hundred octets of a thousand. They are held when there is no more room for what does not
+    // fit beside them; where that came first, they are refused, and sent again.
+    let (mut looks, mut slow) = (0, None);
+    until("they are held", async || {
+        looks += 1;
+        let mut connection = match slow.take() {
+            Some(connection) => connection,
+            None => {
+                let (request, mut connection) =
+                    (sized(&format!("slow-{looks}"), 1000), world.connect().await);
+                connection.write(&request.octets()[..request.octets().len() - 400]).await;
+                connection
+            }
+        };
+        let held = world.send(sized(&format!("look-{looks}"), 401)).await.status() == 503;
+        let answered = async |connection: &mut Connection| {
+            tokio::time::timeout(Duration::from_millis(20), connection.answer("POST")).await.is_ok()
+        };
+        let refused = !held && answered(&mut connection).await;
+        slow = (!refused).then_some(connection);
+        held
+    })
+    .await;
+    let mut connection = slow.expect("a client");
+    let (refused, before) = (sized("c", 401), world.backend.effects());
+    let answer = world.send(refused.clone()).await;
+    assert_refusal("overloaded", &answer);
+    assert_echo(&world.plan, &refused, &answer);
+    // What was answered before has no room either.
+    assert_refusal("overloaded", &world.send(sized("a", 1000)).await);
+    assert_eq!(world.backend.effects(), before);
+    let fits = world.send(sized("d", 400)).await;
+    assert_eq!(fits.status(), 201, "{fits:?}");
+    connection.write(&[b'x'; 400]).await;
+    assert_eq!(connection.answer("POST").await.expect("an answer").status(), 201);
+    // Nothing was claimed: the key is free, for another body too.
+    let first = world.send(sized("c", 900)).await;
+    assert_eq!(first.status(), 201, "{first:?}");
+    assert_replay(&world.plan, &sized("c", 900), &first, &world.send(sized("c", 900)).await);
 }

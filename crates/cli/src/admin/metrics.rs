@@ -3,18 +3,17 @@
 //! Every outcome has a number from the start, so that a rate of something that never happened is zero and not absent. No
 //! label ever holds a key, a path or a caller.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, Store,
-    StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId,
+    RecordMap, Sharded, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Engine, Event, EventKind, Observer};
-use oncegate_http::{Condition, Disposition, RequestObserver};
+use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -36,8 +35,9 @@ struct Inner {
     store_errors: Family<[Label; 2], Counter>,
     store_durations: [Histogram; COMMANDS.len()],
     upstream_durations: [Histogram; UpstreamResult::ALL.len()],
-    /// Attempts that execute, and since when. In shards, so that two threads seldom meet.
-    running: [Mutex<HashMap<(RecordId, FencingToken), Instant>>; 64],
+    reconciled: [Counter; ReconcileResult::ALL.len()],
+    /// Attempts that execute, and since when.
+    running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
     executing: Gauge,
     in_flight: Gauge,
@@ -73,6 +73,41 @@ impl UpstreamResult {
     }
 }
 
+/// What the service said of an abandoned attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReconcileResult {
+    /// It took place, and its answer is replayed.
+    Happened,
+    /// It took place, and its answer cannot be replayed.
+    Unreplayable,
+    /// It did not take place, and is executed.
+    DidNotHappen,
+    /// Nothing that could be relied on.
+    CannotTell,
+}
+
+impl ReconcileResult {
+    const ALL: [Self; 4] = [Self::Happened, Self::Unreplayable, Self::DidNotHappen, Self::CannotTell];
+
+    pub(crate) const fn of(found: &Reconciled) -> Self {
+        match found {
+            Reconciled::Happened(_) => Self::Happened,
+            Reconciled::Unreplayable => Self::Unreplayable,
+            Reconciled::DidNotHappen => Self::DidNotHappen,
+            _ => Self::CannotTell,
+        }
+    }
+
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Happened => "happened",
+            Self::Unreplayable => "unreplayable",
+            Self::DidNotHappen => "did-not-happen",
+            Self::CannotTell => "cannot-tell",
+        }
+    }
+}
+
 /// From 50 microseconds, a write to memory, to 10 seconds, a disk in trouble.
 const STORE_BUCKETS: [f64; 15] =
     [5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 10.0];
@@ -102,7 +137,9 @@ impl Metrics {
         let events: Family<[Label; 1], Counter> = Family::default();
         r.register("events", "What happened to records", events.clone());
         let takeovers = Counter::default();
-        r.register("takeovers", "Executions that followed an abandoned attempt", takeovers.clone());
+        r.register("takeovers", "Claims that took over an abandoned attempt", takeovers.clone());
+        let reconciled: Family<[Label; 1], Counter> = Family::default();
+        r.register("reconciled", "What the service said of abandoned attempts", reconciled.clone());
         let replays_after_wait = Counter::default();
         r.register(
             "replays_after_wait",
@@ -147,7 +184,9 @@ impl Metrics {
                 .map(|command| store_durations.get_or_create_owned(&[("command", command)])),
             upstream_durations: UpstreamResult::ALL
                 .map(|result| upstream_durations.get_or_create_owned(&[("result", result.as_str())])),
-            running: std::array::from_fn(|_| Mutex::default()),
+            reconciled: ReconcileResult::ALL
+                .map(|result| reconciled.get_or_create_owned(&[("result", result.as_str())])),
+            running: Sharded::default(),
             attempt_durations,
             executing,
             in_flight,
@@ -169,11 +208,18 @@ impl Metrics {
         }
     }
 
+    /// Takes note of what was found out about an abandoned attempt.
+    pub(crate) fn observe_reconciled(&self, result: ReconcileResult) {
+        if let Some(counter) = self.0.reconciled.get(result as usize) {
+            counter.inc();
+        }
+    }
+
     /// Everything, in the text format of OpenMetrics, which Prometheus reads.
     pub(super) fn render(&self, engine: &Engine, draining: bool) -> Result<String, fmt::Error> {
         self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
         self.0.draining.set(draining.into());
-        let executing: usize = self.0.running.iter().map(|shard| lock(shard).len()).sum();
+        let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
         self.0.executing.set(i64::try_from(executing).unwrap_or(i64::MAX));
         let mut text = String::new();
         encode(&mut text, &self.0.registry)?;
@@ -181,24 +227,19 @@ impl Metrics {
     }
 
     fn begun(&self, event: &Event) {
-        if let (Some(shard), Some(token)) = (self.shard(&event.id), event.token) {
-            lock(shard).insert((event.id, token), Instant::now());
+        if let Some(token) = event.token {
+            self.0.running.of(&event.id).insert((event.id, token), Instant::now());
         }
     }
 
     /// Also told of attempts that never began, because their caller had gone away.
     fn ended(&self, event: &Event) {
-        if let (Some(shard), Some(token)) = (self.shard(&event.id), event.token) {
-            let begun = lock(shard).remove(&(event.id, token));
+        if let Some(token) = event.token {
+            let begun = self.0.running.of(&event.id).remove(&(event.id, token));
             if let (Some(begun), EventKind::Executed) = (begun, event.kind) {
                 self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
             }
         }
-    }
-
-    fn shard(&self, id: &RecordId) -> Option<&Mutex<HashMap<(RecordId, FencingToken), Instant>>> {
-        let [first, ..] = *id.as_bytes();
-        self.0.running.get(usize::from(first) % self.0.running.len())
     }
 
     fn store_answered(&self, error: Option<&StoreError>) {
@@ -212,11 +253,6 @@ impl Metrics {
             self.0.degraded.set(degraded);
         }
     }
-}
-
-/// Every change under these locks is one call, so a panic elsewhere leaves them whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn store_histogram() -> Histogram {

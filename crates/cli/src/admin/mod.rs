@@ -46,7 +46,7 @@ use tokio::sync::Semaphore;
 use self::problem::Problem;
 use crate::config::AdminToken;
 
-pub(crate) use self::metrics::{Metrics, UpstreamResult};
+pub(crate) use self::metrics::{Metrics, ReconcileResult, UpstreamResult};
 
 /// What the admin API speaks about.
 #[derive(Clone, Debug)]

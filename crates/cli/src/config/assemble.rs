@@ -4,6 +4,7 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
+use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_engine::ConfigError;
 use oncegate_http::{PathPattern, Settings, StoreOutage};
@@ -44,6 +45,23 @@ pub(super) fn draft(
             routes.push(route);
         }
     }
+    if let Some(path) = &values.reconcile
+        && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
+    {
+        let what = "nothing asks there: on-abandoned is reconcile nowhere";
+        warnings.push(Problem::warning(path.source.clone(), what));
+    }
+    let budget = given(&values.request_budget);
+    let of_routes = routes.iter().map(|route| route.config.max_request_body);
+    let largest = of_routes.fold(default.max_request_body, usize::max);
+    if budget < largest {
+        let what = format!(
+            "all request bodies together may hold {}, but one alone may have {} (max-request-body)",
+            units::size_text(budget as u64),
+            units::size_text(largest as u64)
+        );
+        problems.push(Problem::error(values.request_budget.as_ref().map(|given| given.source.clone()), what));
+    }
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
     // A URL that could not be read has been complained about already.
@@ -66,6 +84,7 @@ pub(super) fn draft(
         upstream_protocol: given(&values.upstream_protocol),
         connect_timeout: given(&values.connect_timeout),
         drain_timeout: given(&values.drain_timeout),
+        request_budget: given(&values.request_budget),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         tls: tls.clone(),
@@ -128,7 +147,18 @@ fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Prob
         push_once(problems, Problem::error(place.cloned(), error.to_string()));
         Settings::default()
     });
-    RouteConfig { settings, upstream_timeout: given(&values.upstream_timeout) }
+    if settings.policy().on_abandoned() == OnAbandoned::Reconcile && values.reconcile.is_none() {
+        let source = values.on_abandoned.as_ref().map(|given| given.source.clone());
+        let what = "nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"";
+        push_once(problems, Problem::error(source, what));
+    }
+    RouteConfig {
+        settings,
+        upstream_timeout: given(&values.upstream_timeout),
+        max_request_body: given(&values.max_request_body),
+        reconcile: values.reconcile.as_ref().map(|path| path.value.clone()),
+        reconcile_timeout: given(&values.reconcile_timeout),
+    }
 }
 
 fn settings(values: &Values) -> Result<Settings, ConfigError> {

@@ -21,6 +21,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http::Method;
+use http::uri::PathAndQuery;
+use oncegate_core::OnAbandoned;
 use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{IdempotencyLayer, PathPattern, Settings};
 
@@ -34,7 +36,7 @@ pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
 pub(crate) use self::units::{
-    AdminToken, StoreChoice, Upstream, UpstreamProtocol, duration, duration_text, size_text,
+    AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text,
 };
 
 /// One value that somebody said.
@@ -58,6 +60,8 @@ pub(crate) struct Config {
     pub(crate) upstream_protocol: UpstreamProtocol,
     pub(crate) connect_timeout: Duration,
     pub(crate) drain_timeout: Duration,
+    /// What the bodies of requests with a key may hold together.
+    pub(crate) request_budget: usize,
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,
@@ -85,6 +89,19 @@ pub(crate) struct RouteConfig {
     pub(crate) settings: Settings,
     /// How long the service may take until its answer begins; `None` is for ever.
     pub(crate) upstream_timeout: Option<Duration>,
+    /// The largest body of a request with a key.
+    pub(crate) max_request_body: usize,
+    /// Where the service is asked what became of an abandoned attempt.
+    pub(crate) reconcile: Option<PathAndQuery>,
+    /// For how long.
+    pub(crate) reconcile_timeout: Duration,
+}
+
+impl RouteConfig {
+    /// Whether the service is asked what became of an abandoned attempt.
+    pub(crate) fn asks(&self) -> bool {
+        self.settings.policy().on_abandoned() == OnAbandoned::Reconcile
+    }
 }
 
 /// A route of its own.
@@ -119,15 +136,34 @@ impl Config {
         config.ok_or_else(|| Problems(problems.into_iter().filter(Problem::is_error).collect()))
     }
 
-    /// The layer that does what is configured, on this engine. Add the observer to it.
+    /// The layer that does what is configured, on this engine. Add the observer to it. `settings` gives those of a route,
+    /// with what a configuration cannot hold: whoever asks the service what became of an abandoned attempt.
     ///
     /// # Errors
     /// None for a configuration that was loaded.
-    pub(crate) fn layer(&self, engine: Engine) -> Result<IdempotencyLayer, ConfigError> {
-        let layer = IdempotencyLayer::new(engine).with_settings(self.default.settings.clone())?;
+    pub(crate) fn layer(
+        &self,
+        engine: Engine,
+        settings: impl Fn(&RouteConfig) -> Settings,
+    ) -> Result<IdempotencyLayer, ConfigError> {
+        let layer = IdempotencyLayer::new(engine)
+            .with_request_budget(self.request_budget)
+            .with_settings(settings(&self.default))?;
         self.routes.iter().try_fold(layer, |layer, route| {
-            layer.with_route(route.methods.clone(), route.pattern.as_str(), route.config.settings.clone())
+            layer.with_route(route.methods.clone(), route.pattern.as_str(), settings(&route.config))
         })
+    }
+
+    /// Where the service is asked what became of abandoned attempts: each path once.
+    pub(crate) fn asks_at(&self) -> Vec<&PathAndQuery> {
+        let mut paths = Vec::new();
+        for route in std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config)) {
+            if let Some(path) = route.reconcile.as_ref().filter(|path| route.asks() && !paths.contains(path))
+            {
+                paths.push(path);
+            }
+        }
+        paths
     }
 
     /// Whether the service may be spoken to in HTTP/2: TLS may agree on it.
@@ -191,6 +227,8 @@ fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
         });
         if let Some(Entry { raw, source, .. }) = said {
             let text = match raw {
+                // The one value that is no secret and may hold one.
+                Raw::Text(text) if setting.name == "store" => units::safe_url(text),
                 Raw::Text(text) => text.clone(),
                 Raw::List(texts) => texts.join(","),
             };

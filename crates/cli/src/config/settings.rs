@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use http::Method;
 use http::header::HeaderName;
+use http::uri::PathAndQuery;
 use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_http::{CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, StoreOutage};
@@ -185,9 +186,10 @@ settings! {
     "admin-token" SERVICE Secret One "TOKEN" Nothing("");
     admin_token: AdminToken = units::admin_token;
 
-    /// Keeps records in this directory, which one process owns at a time; or in memory with `memory:`, where nothing
-    /// survives a restart.
-    "store" SERVICE Service One "DIR|memory:" Value("./oncegate-data");
+    /// Keeps records in this directory, which one process owns at a time; in a PostgreSQL database that any number of
+    /// processes share, with `postgres://USER@HOST/DATABASE`; or in memory with `memory:`, where nothing survives a
+    /// restart. A URL with a password belongs into the environment.
+    "store" SERVICE Service One "DIR|URL|memory:" Value("./oncegate-data");
     store: StoreChoice = units::store;
 
     /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
@@ -258,9 +260,21 @@ settings! {
     wait: Duration = units::wait;
 
     /// What happens to a key whose owner crashed: `park` (the outcome is unknown until an operator says: at most one
-    /// execution), or `reexecute` (the next request with the key executes: at least one).
-    "on-abandoned" RECORDS Route One "park|reexecute" Value("park");
+    /// execution), `reexecute` (the next request with the key executes: at least one), or `reconcile` (the service is
+    /// asked; see `reconcile`).
+    "on-abandoned" RECORDS Route One "park|reexecute|reconcile" Value("park");
     on_abandoned: OnAbandoned = units::on_abandoned;
+
+    /// Where the service is asked what became of a request whose owner crashed, such as `/oncegate/outcome`: a path,
+    /// which gets a GET with the key and the caller's credentials, and has to answer as docs/reference/http.md says.
+    /// For on-abandoned = reconcile.
+    "reconcile" RECORDS Route One "PATH" Nothing("");
+    reconcile: PathAndQuery = units::reconcile;
+
+    /// For how long the service is asked, again and again, until it says what became of the request. After that the
+    /// outcome is unknown until an operator says. From 10ms to 10m.
+    "reconcile-timeout" RECORDS Route One "DURATION" Value("10s");
+    reconcile_timeout: Duration = units::reconcile_timeout;
 
     /// What is done with answers from 500 to 599: `replay` (kept: the effect may have happened), or `release` (the key
     /// is free again: the service undoes everything before it answers so).
@@ -298,6 +312,12 @@ settings! {
     /// refused with 413. Bodies without a key have no limit. At most 1GiB.
     "max-request-body" LIMITS Route One "SIZE" Value("2MiB");
     max_request_body: usize = units::request_body;
+
+    /// How much the bodies of all requests with a key may hold together, from when they come in until the service has
+    /// them. A request for whose body there is no room is refused with 503. At least as much as one body may be, and at
+    /// most 1024GiB.
+    "request-budget" LIMITS Service One "SIZE" Value("256MiB");
+    request_budget: usize = units::request_budget;
 
     /// The largest body of an answer that is stored. A larger one reaches the first client whole and cannot be
     /// replayed. At most 64MiB.

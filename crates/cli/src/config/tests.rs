@@ -101,6 +101,8 @@ const SAMPLES: &[(&str, &str)] = &[
     ("retention", "48h"),
     ("wait", "1s"),
     ("on-abandoned", "reexecute"),
+    ("reconcile", "/outcomes"),
+    ("reconcile-timeout", "3s"),
     ("server-errors", "release"),
     ("store-outage", "open"),
     ("stored-headers", "X-Order"),
@@ -109,6 +111,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("fingerprint.raw", "true"),
     ("fingerprint.headers", "X-Version"),
     ("max-request-body", "64KiB"),
+    ("request-budget", "64MiB"),
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
     ("connect-timeout", "1s"),
@@ -266,6 +269,26 @@ fn single_mistakes_have_single_answers() {
             "--tls-cert: a certificate without its key; set tls-key too",
         ),
         (
+            Given { env: &[TO], flags: &["--on-abandoned", "reconcile"], ..NOTHING },
+            "--on-abandoned: nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"",
+        ),
+        (
+            Given { env: &[TO], file: "[[route]]\npath = \"/a\"\non-abandoned = \"reconcile\"\n", ..NOTHING },
+            "oncegate.toml:3:16: on-abandoned: nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"",
+        ),
+        (
+            Given { env: &[TO], flags: &["--request-budget", "1MiB"], ..NOTHING },
+            "--request-budget: all request bodies together may hold 1MiB, but one alone may have 2MiB (max-request-body)",
+        ),
+        (
+            Given {
+                env: &[TO],
+                file: "[[route]]\npath = \"/a\"\nmax-request-body = \"300MiB\"\n",
+                ..NOTHING
+            },
+            "all request bodies together may hold 256MiB, but one alone may have 300MiB (max-request-body)",
+        ),
+        (
             Given { env: &[TO], flags: &["--listen", "0.0.0.0:9090"], ..NOTHING },
             "--listen: the admin address 127.0.0.1:9090 is taken by the address for requests, 0.0.0.0:9090",
         ),
@@ -336,6 +359,10 @@ fn what_works_but_should_be_known_is_a_warning() {
         (
             Given { env: &[TO], flags: &["--upstream-timeout", "31s"], ..NOTHING },
             "--upstream-timeout: the service may take 31s, but a stop waits for 30s only",
+        ),
+        (
+            Given { env: &[TO], flags: &["--reconcile", "/outcome"], ..NOTHING },
+            "--reconcile: nothing asks there: on-abandoned is reconcile nowhere",
         ),
         (
             Given { env: &[TO], flags: &["--drain-timeout", "5s"], ..NOTHING },
@@ -415,7 +442,7 @@ upstream-timeout = "none"
 "#;
     let config = Given { env: &[TO], flags: &["--drain-timeout", "60s"], file }.config();
     let engine = Engine::new(std::sync::Arc::new(MemoryStore::new(Frozen)));
-    let layer = config.layer(engine).unwrap();
+    let layer = config.layer(engine, |route| route.settings.clone()).unwrap();
     for (method, path, lease, timeout) in [
         (Method::POST, "/payments/7", "11s", "1s"),
         (Method::PUT, "/payments/7", "11s", "1s"),
@@ -499,6 +526,8 @@ fn every_setting_of_a_route_arrives() {
         ("retention", "Policy { lease: 30s, retention: 172800s"),
         ("wait", "wait: 1s"),
         ("on-abandoned", "on_abandoned: Reexecute"),
+        ("reconcile", "reconcile: Some(/outcomes)"),
+        ("reconcile-timeout", "reconcile_timeout: 3s"),
         ("server-errors", "server_errors: Release"),
         ("store-outage", "store_outage: Open"),
         ("stored-headers", "kept: KeptHeaders { more: [\"x-order\"] }"),
@@ -545,6 +574,7 @@ fn every_setting_of_the_service_arrives() {
         ("threads", "3", "threads: Some(3)"),
         ("connect-timeout", "1s", "connect_timeout: 1s"),
         ("drain-timeout", "60s", "drain_timeout: 60s"),
+        ("request-budget", "64MiB", "request_budget: 67108864"),
     ] {
         let variable = Setting::named(name).unwrap().variable();
         let said = [TO, (&variable, text)];

@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use http::Method;
 use http::header::HeaderName;
-use http::uri::{Authority, Scheme, Uri};
+use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, limits};
 use oncegate_http::{
     CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
 };
+use oncegate_postgres::PostgresOptions;
 
 use super::problem::did_you_mean;
 
@@ -31,6 +32,43 @@ pub(crate) enum StoreChoice {
     Memory,
     /// In this directory.
     Directory(PathBuf),
+    /// In this PostgreSQL database.
+    Postgres(StoreUrl),
+}
+
+/// Where a database is. There may be a password in it, which is shown nowhere.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct StoreUrl(String);
+
+impl StoreUrl {
+    /// The whole of it, for whoever connects.
+    pub(crate) fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&safe_url(&self.0))
+    }
+}
+
+impl fmt::Debug for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A URL without its password and its parameters, also where it is not quite one. What is no URL stays as it is.
+pub(crate) fn safe_url(text: &str) -> String {
+    let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
+    let (user, place) = match rest.rsplit_once('@') {
+        Some((user, place)) => (user.split([':', '/']).next().unwrap_or_default(), place),
+        None => ("", rest),
+    };
+    let place = place.split(['?', '#']).next().unwrap_or_default();
+    let at = if user.is_empty() { "" } else { "@" };
+    format!("{scheme}://{user}{at}{place}")
 }
 
 /// The service behind the sidecar.
@@ -213,6 +251,13 @@ pub(crate) fn request_body(text: &str) -> Read<usize> {
     at_most(text, REQUEST_BODY_MAX, "a request body is held in memory while it is executed")
 }
 
+/// Largest that may be configured for all request bodies together: more than machines have.
+const REQUEST_BUDGET_MAX: usize = 1 << 40;
+
+pub(crate) fn request_budget(text: &str) -> Read<usize> {
+    at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
+}
+
 pub(crate) fn response_body(text: &str) -> Read<usize> {
     at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
 }
@@ -305,9 +350,18 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
             Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
                 .to_owned())
         }
+        _ if text.starts_with("postgres://") || text.starts_with("postgresql://") => {
+            match PostgresOptions::new(text) {
+                Ok(_) => Ok(StoreChoice::Postgres(StoreUrl(text.to_owned()))),
+                Err(error) => Err(format!("{:?}: {error}", safe_url(text))),
+            }
+        }
         // Names of stores that need a server, not directories that look like one by accident.
         _ if text.contains("://") => {
-            Err(format!("{text:?} is a URL; the stores there are are a directory, or \"memory:\""))
+            let shown = safe_url(text);
+            Err(format!(
+                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", or \"memory:\""
+            ))
         }
         _ => Ok(StoreChoice::Directory(text.into())),
     }
@@ -382,7 +436,32 @@ pub(crate) fn key_scope(text: &str) -> Read<KeyScope> {
 }
 
 pub(crate) fn on_abandoned(text: &str) -> Read<OnAbandoned> {
-    one_of(text, &[("park", OnAbandoned::Park), ("reexecute", OnAbandoned::Reexecute)])
+    use OnAbandoned::{Park, Reconcile, Reexecute};
+    one_of(text, &[("park", Park), ("reexecute", Reexecute), ("reconcile", Reconcile)])
+}
+
+/// A path of the service, and of no other: the caller's credentials go there.
+pub(crate) fn reconcile(text: &str) -> Read<PathAndQuery> {
+    const ALLOWED: &str = "write a path of the service, such as \"/oncegate/outcome\"";
+    if text.contains(['{', '}']) {
+        return Err(format!(
+            "{text:?} has braces, but nothing is put into the path: the key and the request are told in header fields; {ALLOWED}"
+        ));
+    }
+    if text.contains("://") {
+        return Err(format!("{text:?} is a URL, but only the service itself is asked; {ALLOWED}"));
+    }
+    if !text.starts_with('/') || text.starts_with("//") {
+        return Err(format!("{text:?} is not a path; {ALLOWED}"));
+    }
+    if text.contains(['?', '#']) {
+        return Err(format!("{text:?} has a query or a fragment; {ALLOWED}"));
+    }
+    PathAndQuery::try_from(text).map_err(|error| format!("{text:?} is not a path: {error}; {ALLOWED}"))
+}
+
+pub(crate) fn reconcile_timeout(text: &str) -> Read<Duration> {
+    bounded(text, 10 * MILLI, 600 * SECOND)
 }
 
 pub(crate) fn server_errors(text: &str) -> Read<ServerErrors> {
@@ -495,6 +574,8 @@ mod tests {
         );
         assert!(request_body("1GiB").is_ok());
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
+        assert!(request_budget("1024GiB").is_ok());
+        assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));
     }
 
     #[test]
@@ -553,7 +634,7 @@ mod tests {
         let table: [(&str, String); 12] = [
             ("\"ietff\" is not one of ietf, seed, stripe; did you mean `ietf`?", error(profile("ietff"))),
             (
-                "\"reexecut\" is not one of park, reexecute; did you mean `reexecute`?",
+                "\"reexecut\" is not one of park, reexecute, reconcile; did you mean `reexecute`?",
                 error(on_abandoned("reexecut")),
             ),
             ("\"maybe\" is not one of closed, open", error(store_outage("maybe"))),
@@ -593,9 +674,38 @@ mod tests {
     }
 
     #[test]
+    fn the_service_is_asked_at_a_path_of_its_own() {
+        assert_eq!(reconcile("/oncegate/outcome").unwrap(), "/oncegate/outcome");
+        for (text, why) in [
+            ("http://elsewhere/outcome", "is a URL, but only the service itself is asked"),
+            ("//elsewhere/outcome", "is not a path"),
+            ("outcome", "is not a path; write a path of the service"),
+            ("", "is not a path"),
+            ("/outcomes/{key}", "has braces, but nothing is put into the path"),
+            ("/outcome?a=1", "has a query"),
+            ("/out come", "is not a path: "),
+        ] {
+            assert!(error(reconcile(text)).contains(why), "{text}: {}", error(reconcile(text)));
+        }
+        assert!(reconcile_timeout("10ms").is_ok() && reconcile_timeout("10m").is_ok());
+        assert!(error(reconcile_timeout("9ms")).contains("from 10ms to 10m"));
+        assert!(error(reconcile_timeout("601s")).contains("from 10ms to 10m"));
+    }
+
+    #[test]
     fn a_store_is_a_directory_or_memory() {
         assert_eq!(store("memory:"), Ok(StoreChoice::Memory));
         assert_eq!(store("./data"), Ok(StoreChoice::Directory("./data".into())));
+        let url = "postgresql://app:s3cret@db:6432/shop?sslmode=require";
+        assert_eq!(store(url), Ok(StoreChoice::Postgres(StoreUrl(url.to_owned()))));
+        let shown = store(url).map(|choice| format!("{choice:?}"));
+        assert_eq!(shown, Ok("Postgres(postgresql://app@db:6432/shop)".to_owned()));
+        for wrong in
+            ["postgres://a:s3cret@h/d?x=s3cret", "postgres://a:s3cret@[/d", "mysql://a:s3/cret@h/d?p=s3cret"]
+        {
+            let said = error(store(wrong));
+            assert!(said.contains("//a@") && !said.contains("s3") && !said.contains("cret"), "{said}");
+        }
         assert!(error(store("memory")).contains("write \"memory:\""));
         assert!(error(store("redis://host")).contains("is a URL"));
     }

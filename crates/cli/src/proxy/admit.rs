@@ -4,9 +4,10 @@
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Authority;
 use http::{Method, Request, Response, StatusCode, Version};
+use oncegate_http::{GrpcCode, GrpcForm};
 
 use super::body::ProxyBody;
-use super::forward::own;
+use super::forward::Words;
 
 /// Afterwards there is one valid `Host`, or none where the client need not say any, and one line of cookies.
 ///
@@ -25,13 +26,14 @@ pub(super) fn admit<B>(request: &mut Request<B>) -> Result<(), Box<Response<Prox
         }
         Err(refused) => {
             tracing::debug!(detail = refused.detail, "request refused");
-            Err(Box::new(refused.into_response(request.version())))
+            Err(Box::new(refused.into_response(request)))
         }
     }
 }
 
 struct Refused {
     status: StatusCode,
+    code: GrpcCode,
     slug: &'static str,
     title: &'static str,
     detail: &'static str,
@@ -39,18 +41,22 @@ struct Refused {
 
 const fn malformed(detail: &'static str) -> Refused {
     let title = "The request is malformed";
-    Refused { status: StatusCode::BAD_REQUEST, slug: "request-malformed", title, detail }
+    let (status, code) = (StatusCode::BAD_REQUEST, GrpcCode::InvalidArgument);
+    Refused { status, code, slug: "request-malformed", title, detail }
 }
 
 const fn unsupported(detail: &'static str) -> Refused {
     let title = "The request asks for what this proxy does not do";
-    Refused { status: StatusCode::NOT_IMPLEMENTED, slug: "request-unsupported", title, detail }
+    let (status, code) = (StatusCode::NOT_IMPLEMENTED, GrpcCode::Unimplemented);
+    Refused { status, code, slug: "request-unsupported", title, detail }
 }
 
 impl Refused {
-    fn into_response(self, version: Version) -> Response<ProxyBody> {
-        let mut response = own(self.status, self.slug, self.title, "fix-request", self.detail);
-        if version != Version::HTTP_2 {
+    fn into_response<B>(self, request: &Request<B>) -> Response<ProxyBody> {
+        let Self { status, code, slug, title, detail } = self;
+        let words = Words { status, code, slug, title, retry: "fix-request", detail };
+        let mut response = words.into_response(GrpcForm::of(request.headers()));
+        if request.version() != Version::HTTP_2 {
             // Whoever sends such a thing may disagree with this proxy about where the next request begins.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }

@@ -15,7 +15,9 @@ use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioIo;
-use oncegate_http::{IdempotencyContext, Relayed, RequestBody, StoreDirective, Unanswered};
+use oncegate_http::{
+    GrpcCode, GrpcForm, IdempotencyContext, Relayed, RequestBody, Retry, StoreDirective, Unanswered,
+};
 use tower_service::Service;
 
 use super::body::{Activity, NotedBody, ProxyBody};
@@ -68,6 +70,7 @@ impl Forward {
         let config = &self.upstream.config;
         let timeout = config.route(request.method(), request.uri().path()).upstream_timeout;
         let keyed = IdempotencyContext::from_extensions(request.extensions()).is_some();
+        let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
         let mut client = &self.upstream.client;
@@ -95,21 +98,21 @@ impl Forward {
                 Some(response) => (UpstreamResult::Answered, response),
                 None => {
                     tracing::warn!("upstream switched protocols unasked");
-                    (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY))
+                    (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY, grpc))
                 }
             },
             None => {
                 tracing::warn!(?timeout, "upstream did not answer in time");
-                (UpstreamResult::TimedOut, unanswered(keyed, StatusCode::GATEWAY_TIMEOUT))
+                (UpstreamResult::TimedOut, unanswered(keyed, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
             // No request was sent without a connection.
             Some(Err(error)) if error.is_connect() => {
                 tracing::warn!(error = %chain(&error), "upstream is unreachable");
-                (UpstreamResult::Unreached, unreachable_upstream())
+                (UpstreamResult::Unreached, unreachable_upstream(grpc))
             }
             Some(Err(error)) => {
                 tracing::warn!(error = %chain(&error), "upstream broke off");
-                (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY))
+                (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY, grpc))
             }
         };
         self.upstream.metrics.observe_upstream(result, asked.elapsed());
@@ -135,7 +138,7 @@ impl Forward {
 }
 
 /// Takes the host off, for the address. An empty one stays: no address has it.
-fn take_host(headers: &mut http::HeaderMap) -> Option<Authority> {
+pub(super) fn take_host(headers: &mut http::HeaderMap) -> Option<Authority> {
     let host = Authority::try_from(headers.get(header::HOST)?.as_bytes()).ok()?;
     headers.remove(header::HOST);
     Some(host)
@@ -172,55 +175,70 @@ async fn silence(activity: &Activity, patience: Option<Duration>) {
 }
 
 /// The request was sent, at least in part, and there is no answer: whether it took effect is not known.
-fn unanswered(keyed: bool, status: StatusCode) -> Response<ProxyBody> {
-    let mut response = own(
+fn unanswered(keyed: bool, status: StatusCode, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let words = Words {
         status,
-        "upstream-unanswered",
-        "The service gave no answer",
-        if keyed { "stop" } else { "unprotected" },
-        "The request was sent to the service, and no whole answer came. It may have taken effect.",
-    );
+        code: GrpcCode::Unknown,
+        slug: "upstream-unanswered",
+        title: "The service gave no answer",
+        retry: if keyed { "stop" } else { "unprotected" },
+        detail: "The request was sent to the service, and no whole answer came. It may have taken effect.",
+    };
+    let mut response = words.into_response(grpc);
     response.extensions_mut().insert(Unanswered(status));
     response
 }
 
 /// Nothing was sent.
-fn unreachable_upstream() -> Response<ProxyBody> {
-    let mut response = own(
-        StatusCode::BAD_GATEWAY,
-        "upstream-unreachable",
-        "The service is unreachable",
-        "same-key",
-        "The request did not reach the service. Send it again, with the same key if it has one.",
-    );
+fn unreachable_upstream(grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let words = Words {
+        status: StatusCode::BAD_GATEWAY,
+        code: GrpcCode::Unavailable,
+        slug: "upstream-unreachable",
+        title: "The service is unreachable",
+        retry: "same-key",
+        detail: "The request did not reach the service. Send it again, with the same key if it has one.",
+    };
+    let mut response = words.into_response(grpc);
     response.extensions_mut().insert(StoreDirective::Release);
     response
 }
 
-pub(super) fn own(
-    status: StatusCode,
-    slug: &str,
-    title: &str,
-    retry: &str,
-    detail: &str,
-) -> Response<ProxyBody> {
-    let body = serde_json::json!({
-        "type": format!("urn:oncegate:problem:{slug}"),
-        "title": title,
-        "status": status.as_u16(),
-        "detail": detail,
-        "retry": retry,
-    });
-    let mut response = Response::new(ProxyBody::own(Bytes::from(body.to_string())));
-    *response.status_mut() = status;
-    let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
+/// An answer of the proxy itself.
+pub(super) struct Words {
+    pub(super) status: StatusCode,
+    /// The status of a call of gRPC.
+    pub(super) code: GrpcCode,
+    pub(super) slug: &'static str,
+    pub(super) title: &'static str,
+    pub(super) retry: &'static str,
+    pub(super) detail: &'static str,
+}
+
+impl Words {
+    pub(super) fn into_response(self, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+        if let Some(form) = grpc {
+            let retry = if self.retry == "same-key" { Retry::SameKey } else { Retry::Stop };
+            return form.refusal(self.code, self.slug, self.detail, retry, None).map(ProxyBody::own);
+        }
+        let body = serde_json::json!({
+            "type": format!("urn:oncegate:problem:{}", self.slug),
+            "title": self.title,
+            "status": self.status.as_u16(),
+            "detail": self.detail,
+            "retry": self.retry,
+        });
+        let mut response = Response::new(ProxyBody::own(Bytes::from(body.to_string())));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        response
+    }
 }
 
 /// An error with all that caused it.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {

@@ -15,9 +15,9 @@ const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host")
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
-const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
-const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
-const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
+pub(crate) const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
+pub(crate) const TOKEN: HeaderName = HeaderName::from_static("oncegate-token");
+pub(crate) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 
 /// Who is at the other end of a connection, as the upstream is told.
 #[derive(Debug)]
@@ -61,8 +61,23 @@ impl Peer {
     }
 }
 
+/// The fields that belong to one connection, besides those that `Connection` names.
+const HOP_BY_HOP: [HeaderName; 7] = [
+    header::CONNECTION,
+    header::TRANSFER_ENCODING,
+    header::TE,
+    header::UPGRADE,
+    header::PROXY_AUTHORIZATION,
+    KEEP_ALIVE,
+    PROXY_CONNECTION,
+];
+
 /// Takes off the fields that belong to one connection. Returns what an upgrade asks for.
 pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> {
+    // Most messages have none of them, which one look at the names tells.
+    if !headers.keys().any(|name| HOP_BY_HOP.contains(name)) {
+        return None;
+    }
     let mut upgrade = None;
     let trailers = has_token(headers, &header::TE, b"trailers");
     if headers.contains_key(header::CONNECTION) {
@@ -76,18 +91,17 @@ pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> 
                 }
             }
         }
-        headers.remove(header::CONNECTION);
         // Whom these fields concern is not for a client to take off.
         for name in nominated.iter().filter(|name| !PROTECTED.contains(*name)) {
             headers.remove(name);
         }
     }
-    for name in [KEEP_ALIVE, PROXY_CONNECTION, header::PROXY_AUTHORIZATION, header::UPGRADE, header::TE] {
-        headers.remove(name);
-    }
-    if headers.remove(header::TRANSFER_ENCODING).is_some() {
+    if headers.contains_key(header::TRANSFER_ENCODING) {
         // RFC 9112, 6.3: the length of a message that has both is not what it says.
         headers.remove(header::CONTENT_LENGTH);
+    }
+    for name in &HOP_BY_HOP {
+        headers.remove(name);
     }
     if trailers {
         // What gRPC asks for, and this proxy passes them on.
@@ -134,7 +148,7 @@ pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<Header
 }
 
 /// Only this proxy says which attempt it is. Many services do not tell `_` from `-`.
-fn remove_ours(headers: &mut HeaderMap) {
+pub(crate) fn remove_ours(headers: &mut HeaderMap) {
     const OURS: &[u8] = b"oncegate";
     let is_ours = |name: &HeaderName| {
         let name = name.as_str().as_bytes();
@@ -145,7 +159,7 @@ fn remove_ours(headers: &mut HeaderMap) {
     }
 }
 
-const fn via(version: Version) -> HeaderValue {
+pub(crate) const fn via(version: Version) -> HeaderValue {
     HeaderValue::from_static(match version {
         Version::HTTP_10 => "1.0 oncegate",
         Version::HTTP_2 => "2 oncegate",

@@ -3,10 +3,13 @@
 //! A connection lives on one core, its upstream connections too, and nothing of it is handed between threads.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use http_body_util::Either;
@@ -158,15 +161,19 @@ async fn run<E: fmt::Display>(
         if tokio::time::timeout(PATIENCE, stop.wait_for(|stop| *stop)).await.is_ok() {
             tokio::time::sleep(LAST_PATIENCE).await;
         }
-        if begun.load(Ordering::Relaxed) {
-            std::future::pending::<()>().await;
-        }
     };
-    tokio::select! {
-        biased;
-        result = connection => if let Err(error) = result {
-            tracing::debug!(%error, "connection closed");
-        },
-        () = silent => tracing::debug!("no request came in time"),
-    }
+    let (mut connection, mut silent) = (pin!(connection), pin!(silent));
+    poll_fn(|cx| {
+        if let Poll::Ready(result) = connection.as_mut().poll(cx) {
+            if let Err(error) = result {
+                tracing::debug!(%error, "connection closed");
+            }
+            return Poll::Ready(());
+        }
+        if begun.load(Ordering::Relaxed) {
+            return Poll::Pending;
+        }
+        silent.as_mut().poll(cx).map(|()| tracing::debug!("no request came in time"))
+    })
+    .await;
 }

@@ -8,6 +8,7 @@ mod body;
 mod forward;
 mod headers;
 mod listen;
+mod reconcile;
 mod run;
 mod tls;
 

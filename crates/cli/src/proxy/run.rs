@@ -8,13 +8,15 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, Store};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
 use oncegate_engine::Engine;
+use oncegate_postgres::{PostgresOptions, PostgresStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
+use super::reconcile::Questions;
 use super::{DataPath, bind, server_config};
 use crate::admin::{self, AdminState, Draining, Metrics};
-use crate::config::{Config, ProxyArgs, StoreChoice};
+use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
@@ -46,7 +48,7 @@ fn allow_many_files() {
 }
 
 async fn serve(config: Config) -> Result<(), String> {
-    let store = open(&config.store)?;
+    let store = open(&config.store).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     let (listen, sockets) = bind(config.listen, threads)
@@ -63,8 +65,10 @@ async fn serve(config: Config) -> Result<(), String> {
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(metrics.clone());
     let engine = builder.build();
-    let layer =
-        config.layer(engine.clone()).map_err(|error| error.to_string())?.with_observer(metrics.clone());
+    let config = Arc::new(config);
+    let questions = Questions::new(config.clone(), metrics.clone())?;
+    let layer = config.layer(engine.clone(), |route| questions.settings(route));
+    let layer = layer.map_err(|error| error.to_string())?.with_observer(metrics.clone());
 
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
@@ -84,7 +88,7 @@ async fn serve(config: Config) -> Result<(), String> {
         name(&config.store)
     );
     let drain = config.drain_timeout;
-    let path = DataPath { engine, layer, metrics, config: Arc::new(config), tls };
+    let path = DataPath { engine, layer, metrics, config, tls };
     // Before anybody can know that it runs, and end it.
     let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
@@ -117,10 +121,11 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(error.to_string()))
 }
 
-fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
+async fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
     Ok(match choice {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory)?),
+        StoreChoice::Postgres(url) => Arc::new(open_postgres(url).await?),
     })
 }
 
@@ -128,10 +133,16 @@ fn open_directory(directory: &Path) -> Result<EmbeddedStore, String> {
     EmbeddedStore::open(EmbeddedOptions::new(directory)).map_err(|error| error.to_string())
 }
 
+async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, String> {
+    let options = PostgresOptions::new(url.reveal()).map_err(|error| error.to_string())?;
+    PostgresStore::open(options).await.map_err(|error| error.to_string())
+}
+
 fn name(choice: &StoreChoice) -> String {
     match choice {
         StoreChoice::Memory => "memory:".to_owned(),
         StoreChoice::Directory(directory) => directory.display().to_string(),
+        StoreChoice::Postgres(url) => url.to_string(),
     }
 }
 

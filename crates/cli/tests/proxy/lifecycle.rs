@@ -136,7 +136,7 @@ async fn a_call_without_a_key_ends_when_its_client_hangs_up() {
 
 #[tokio::test]
 async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
-    let flags = ["--drain-timeout=3s", "--lease=1s"];
+    let flags = ["--drain-timeout=6s", "--lease=1s"];
     let mut world = World::start(&flags).await;
     let (mut client, mut wire) = world.ask().await;
     let begun = Instant::now();
@@ -144,7 +144,7 @@ async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
     // Nothing comes from the service. The time-out is the whole time, whatever there is to wait for.
     world.sidecar.process.ended().await;
     let took = begun.elapsed();
-    assert!(took > Duration::from_millis(2500) && took < Duration::from_millis(5500), "{took:?}");
+    assert!(took >= Duration::from_secs(6) && took < Duration::from_millis(11_500), "{took:?}");
     assert_eq!(client.rest().await, b"");
     wire.ends().await;
     world.restart(&flags).await;

@@ -3,11 +3,14 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod budget;
 mod config;
 mod fields;
 mod framing;
 mod lifecycle;
+mod postgres;
 mod protocols;
+mod reconcile;
 mod streams;
 
 /// What a service says where it does not matter.

@@ -220,7 +220,7 @@ async fn a_client_may_speak_tls_with_either_version() {
         assert_eq!(stream.get_ref().1.alpn_protocol(), agreed);
         if agreed == Some(b"h2") {
             let asked = Request::get("https://localhost/").body(text("")).unwrap();
-            assert_eq!(send(&mut http2(stream).await, asked).await.0.status, 200);
+            assert_eq!(send(&mut Box::pin(http2(stream)).await, asked).await.0.status, 200);
         } else {
             let mut wire = Wire::new(stream);
             wire.send(request("GET", "/", &[], "")).await;

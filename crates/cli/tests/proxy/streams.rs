@@ -13,7 +13,7 @@ use crate::{KEY, OK};
 const MIB: usize = 1024 * 1024;
 const LARGE: usize = 64 * MIB;
 /// What the sidecar may hold of a body of [`LARGE`] octets, besides what it has anyway.
-const HELD: u64 = 16 * MIB as u64;
+const HELD: u64 = 8 * MIB as u64;
 
 #[tokio::test]
 async fn events_arrive_one_by_one() {
@@ -232,11 +232,34 @@ async fn stands_still(poured: &AtomicUsize) -> usize {
     }
 }
 
+/// What may become resident with an upload and count for nothing: a five-hundredth of it.
+const NOTHING: u64 = (LARGE / 512) as u64;
+
 #[tokio::test]
 async fn a_large_upload_streams_and_is_not_held() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &[]).await;
+    let sidecar = Sidecar::start_in_small_pages(service.address, &["--threads=1"]).await;
     let before = sidecar.resident();
+    upload(&sidecar, &service, Some(before)).await;
+    upload(&sidecar, &service, Some(before)).await;
+    // What was freed on the way is used again: three uploads after each other need nothing more. The first ones do, and
+    // how many they are depends on how they meet with what is read of them. If something of each were kept, there would
+    // be no end.
+    let (mut most, mut uploads, mut needed_nothing) = (sidecar.resident(), 0, 0);
+    while needed_nothing < 3 {
+        upload(&sidecar, &service, None).await;
+        uploads += 1;
+        let now = sidecar.resident();
+        needed_nothing = if now <= most + NOTHING { needed_nothing + 1 } else { 0 };
+        most = most.max(now);
+        assert!(uploads <= 20, "{} octets are kept after {uploads} uploads", most.saturating_sub(before));
+    }
+    assert!(most.saturating_sub(before) < HELD, "{} octets are kept", most.saturating_sub(before));
+}
+
+/// [`LARGE`] octets. Where it is said what was resident before, the service does not take them for a while, and the
+/// sidecar must not hold many of them then.
+async fn upload(sidecar: &Sidecar, service: &Service, before: Option<u64>) {
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/", &[&format!("Content-Length: {LARGE}")], "")).await;
     client.send([b'x'; 1]).await;
@@ -246,9 +269,11 @@ async fn a_large_upload_streams_and_is_not_held() {
     assert_eq!(wire.take(1).await, b"x");
     client.send(vec![b'x'; MIB / 16 - 1]).await;
     let (poured, task) = pour(client, LARGE - MIB / 16);
-    assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the client back");
-    let held = sidecar.resident().saturating_sub(before);
-    assert!(held < HELD, "{held} octets are held");
+    if let Some(before) = before {
+        assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the client back");
+        let held = sidecar.resident().saturating_sub(before);
+        assert!(held < HELD, "{held} octets are held");
+    }
     let mut left = LARGE - 1;
     while left > 0 {
         left -= wire.take(left.min(MIB)).await.len();
@@ -256,16 +281,13 @@ async fn a_large_upload_streams_and_is_not_held() {
     wire.send(OK).await;
     let mut client = within("the end of the upload", task).await.unwrap();
     client.message().await.has_status(200);
-    // What passed through is not there; of what was freed on the way the allocator may keep some for later.
-    let kept = sidecar.resident().saturating_sub(before);
-    assert!(kept < LARGE as u64 / 2, "{kept} octets were kept");
 }
 
 #[tokio::test]
 async fn a_large_download_streams_and_is_not_held() {
     for fields in [&[][..], &[KEY]] {
         let service = Service::new().await;
-        let sidecar = Sidecar::start(service.address, &[]).await;
+        let sidecar = Sidecar::start_in_small_pages(service.address, &["--threads=1"]).await;
         let before = sidecar.resident();
         let sent = request("POST", "/", fields, "{}");
         let mut client = sidecar.connect().await;
@@ -403,17 +425,17 @@ async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
         client.message().await.is_problem(504, slug);
         wire.ends().await;
     }
-    // Longer than the time-out as a whole, never silent for so long.
+    // Longer than the time-out as a whole, never silent for nearly so long.
     let mut client = sidecar.connect().await;
     client.send(request("GET", "/slow", &[], "")).await;
     let mut wire = service.accept().await;
     wire.message().await;
-    wire.send("HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n").await;
-    for octet in 0..6 {
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        wire.send([b'0' + octet]).await;
+    wire.send("HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n").await;
+    for _ in 0..30 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        wire.send("x").await;
     }
-    assert_eq!(client.message().await.has_status(200).text(), "012345");
+    assert_eq!(client.message().await.has_status(200).text(), "x".repeat(30));
     // One that begins and does not go on.
     client.send(request("GET", "/stuck", &[], "")).await;
     (wire, _) = service.next(wire).await;

@@ -20,11 +20,18 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 /// How long anything is waited for. Far longer than everything takes, so that a test that fails has a reason.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(25);
+
+/// How long a program may take to start. Programs in Python and in Node that start all at once read and translate a lot.
+const START_PATIENCE: Duration = Duration::from_secs(180);
 
 /// What comes of this in time.
-pub(crate) async fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> T {
-    match tokio::time::timeout(PATIENCE, future).await {
+pub(crate) fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> impl Future<Output = T> {
+    within_time(PATIENCE, what, future)
+}
+
+async fn within_time<T>(time: Duration, what: impl fmt::Display, future: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(time, future).await {
         Ok(output) => output,
         Err(_) => panic!("waited in vain: {what}"),
     }
@@ -57,7 +64,8 @@ impl Process {
 
     /// The first line on the standard output.
     pub(crate) async fn first_line(&mut self) -> String {
-        let came = within("a line of a program that starts", self.stdout.wait_for(|lines| !lines.is_empty()));
+        let line = self.stdout.wait_for(|lines| !lines.is_empty());
+        let came = within_time(START_PATIENCE, "a line of a program that starts", line);
         let line = came.await.ok().map(|lines| lines[0].clone());
         match line {
             Some(line) => line,
@@ -159,6 +167,15 @@ impl Sidecar {
     /// One request on a connection of its own, and its answer.
     pub(crate) async fn ask(&self, request: &str) -> Message {
         ask(self.address, request).await
+    }
+
+    /// As [`Self::start`], with memory in pages of the usual size, so that [`Self::resident`] is close to what is in use.
+    ///
+    /// The allocator asks for huge pages, which are resident whole however little of them is used: a few objects that
+    /// are spread out count for tens of megabytes.
+    pub(crate) async fn start_in_small_pages(to: SocketAddr, flags: &[&str]) -> Self {
+        let mut command = sidecar(&format!("http://{to}"));
+        Self::run(command.arg("--store=memory:").args(flags).env("MIMALLOC_ALLOW_THP", "0")).await
     }
 
     /// How much memory it has resident, in octets.

@@ -1,0 +1,213 @@
+//! Calls of gRPC, over HTTP/2: what is not answered by the service is told in the way that its clients read.
+
+use bytes::Bytes;
+use http::{HeaderMap, Request, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Body as _;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use oncegate_testkit::{Latch, Operation};
+use tokio::net::TcpStream;
+
+use super::failure::nobody;
+use crate::backend::{MARK, Piece, Script};
+use crate::client::{until, within};
+use crate::plan::Plan;
+use crate::table::Case;
+use crate::world::{Door, World};
+
+pub(super) fn cases() -> Vec<Case> {
+    let required = Plan { require_key: true, max_request_body: Some(64), ..Plan::default() };
+    vec![
+        Case::code("S3-grpc-refusals", "a call is refused with a status of gRPC and nothing else", |world| {
+            Box::pin(refusals(world))
+        })
+        .given(required.clone()),
+        Case::code("S3-grpc-refusals-stripe", "and that does not depend on the profile", |world| {
+            Box::pin(refusals(world))
+        })
+        .given(Plan { profile: "stripe", ..required }),
+        Case::code("S3-grpc-failed", "a service's own trailers-only answer stays one", |world| {
+            Box::pin(failed(world))
+        }),
+        Case::code("S3-grpc-in-progress", "a call that is being processed: come again, and when", |world| {
+            Box::pin(in_progress(world))
+        }),
+        Case::code("S3-grpc-unknown", "a call of which nobody knows how it ended is UNKNOWN", |world| {
+            Box::pin(unknown(world))
+        }),
+        Case::code("S3-grpc-store-down", "no store: UNAVAILABLE, and when to come again", |world| {
+            Box::pin(store_down(world))
+        })
+        .only_layer("the sidecar's store cannot be told to fail"),
+        Case::closed(
+            "S3-grpc-unreachable",
+            "a call that did not reach the service is UNAVAILABLE",
+            |world| Box::pin(unreachable(world)),
+        )
+        .only_sidecar("the service behind the layer is in its process"),
+        Case::code("S3-grpc-not-json", "other requests over HTTP/2 get problem details", |world| {
+            Box::pin(not_json(world))
+        })
+        .given(Plan { require_key: true, ..Plan::default() }),
+    ]
+}
+
+/// What a call came to.
+#[derive(Debug)]
+struct Answer {
+    status: StatusCode,
+    fields: HeaderMap,
+    /// Whether the stream ended with the header fields.
+    trailers_only: bool,
+    body: Bytes,
+    trailers: HeaderMap,
+}
+
+impl Answer {
+    fn get(&self, name: &str) -> Option<&str> {
+        self.fields.get(name).map(|value| value.to_str().expect("ASCII"))
+    }
+}
+
+async fn call(world: &World, media_type: &str, key: Option<&str>, body: &str, script: Script) -> Answer {
+    let stream = TcpStream::connect(world.address()).await.expect("a connection");
+    let handshake = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream));
+    let (mut client, connection) = handshake.await.expect("HTTP/2");
+    tokio::spawn(connection);
+    let (name, order) = world.backend.order(script);
+    let mut request = Request::post("http://cases.test/payments.Payments/Pay")
+        .header("te", "trailers")
+        .header("content-type", media_type)
+        .header(name, order);
+    if let Some(key) = key {
+        request = request.header("idempotency-key", key);
+    }
+    let request = request.body(Full::<Bytes>::from(body.to_owned())).expect("a request");
+    let response = within(client.send_request(request)).await.expect("in time").expect("an answer");
+    let (head, body) = response.into_parts();
+    let trailers_only = body.is_end_stream();
+    let body = within(body.collect()).await.expect("in time").expect("a whole answer");
+    let trailers = body.trailers().cloned().unwrap_or_default();
+    Answer { status: head.status, fields: head.headers, trailers_only, body: body.to_bytes(), trailers }
+}
+
+const GRPC: &str = "application/grpc";
+
+async fn pay(world: &World, key: Option<&str>, body: &str) -> Answer {
+    call(world, GRPC, key, body, paid()).await
+}
+
+/// A service's own answer to a call.
+fn paid() -> Script {
+    let message = [&b"\0\0\0\0\x16"[..], MARK.as_bytes()].concat();
+    Script::pieces(200, GRPC, vec![Piece::Data(message.into())])
+        .trailer("grpc-status", "0")
+        .field("trailer", "grpc-status")
+}
+
+fn assert_refused(answer: &Answer, slug: &str, code: u8, pushback: Option<&str>) {
+    assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
+    assert!(answer.trailers_only && answer.body.is_empty(), "{answer:?}");
+    assert_eq!(answer.get("content-type"), Some(GRPC), "{answer:?}");
+    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
+    assert_eq!(answer.get("grpc-status"), Some(&*code.to_string()), "{answer:?}");
+    assert_eq!(answer.get("grpc-retry-pushback-ms"), pushback, "{answer:?}");
+    let message = answer.get("grpc-message").expect("a message");
+    assert!(message.starts_with(&format!("urn:oncegate:problem:{slug}: ")), "{answer:?}");
+    assert!(!message.contains(MARK) && message.len() > 40, "{answer:?}");
+    assert_eq!(answer.get("idempotent-replayed"), None, "{answer:?}");
+}
+
+async fn refusals(world: World) {
+    assert_refused(&pay(&world, None, "1").await, "key-missing", 3, Some("-1"));
+    assert_refused(&pay(&world, Some("\"a"), "1").await, "key-invalid", 3, Some("-1"));
+    assert_refused(&pay(&world, Some("a"), &"1".repeat(65)).await, "request-too-large", 3, Some("-1"));
+    assert_eq!(world.backend.effects(), 0);
+    let first = pay(&world, Some("a"), "1").await;
+    assert_eq!((first.status, first.body.len()), (StatusCode::OK, 5 + MARK.len()), "{first:?}");
+    assert_eq!((first.trailers["grpc-status"].as_bytes(), first.get("grpc-status")), (&b"0"[..], None));
+    // Nothing is told of the first one's answer, which was not kept: nor that it succeeded.
+    let again = pay(&world, Some("a"), "1").await;
+    assert_refused(&again, "replay-unavailable", 2, Some("-1"));
+    assert_eq!(again.get("idempotency-key"), Some("a"), "{again:?}");
+    let other = pay(&world, Some("a"), "2").await;
+    assert_refused(&other, "key-reused", 9, Some("-1"));
+    for (media_type, answered) in [
+        ("application/grpc+proto", GRPC),
+        ("Application/gRPC; charset=x", GRPC),
+        ("application/grpc-web+proto", "application/grpc-web"),
+        ("application/grpc-web-text", "application/grpc-web-text"),
+    ] {
+        let answer = call(&world, media_type, Some("\"a"), "1", paid()).await;
+        assert_eq!((answer.get("content-type"), answer.get("grpc-status")), (Some(answered), Some("3")));
+        assert!(answer.trailers_only, "{answer:?}");
+    }
+    assert_eq!(world.backend.effects(), 1);
+}
+
+async fn failed(world: World) {
+    let script = || Script::empty(200).field("content-type", GRPC).field("grpc-status", "5");
+    for key in [None, Some("a")] {
+        let answer = call(&world, GRPC, key, "1", script()).await;
+        assert_eq!(answer.get("grpc-status"), Some("5"), "{answer:?}");
+        assert!(answer.trailers_only, "{answer:?}");
+    }
+    assert_refused(&pay(&world, Some("a"), "1").await, "replay-unavailable", 2, Some("-1"));
+    assert_eq!(world.backend.effects(), 2);
+}
+
+async fn in_progress(world: World) {
+    let done = Latch::new();
+    let (first, ()) = tokio::join!(call(&world, GRPC, Some("a"), "1", paid().held(&done)), async {
+        world.backend.until_effects(1).await;
+        let answer = pay(&world, Some("a"), "1").await;
+        let seconds: u64 = answer.get("retry-after").and_then(|text| text.parse().ok()).expect("seconds");
+        let millis = (seconds * 1000).to_string();
+        assert!(seconds >= 1);
+        assert_refused(&answer, "request-in-progress", 10, Some(&millis));
+        done.open();
+    });
+    assert_eq!(first.trailers["grpc-status"], "0");
+}
+
+async fn unknown(world: World) {
+    let script = if world.door == Door::Layer { Script::panics() } else { Script::fails() };
+    for script in [script, paid()] {
+        let answer = call(&world, GRPC, Some("a"), "1", script).await;
+        assert_refused(&answer, "outcome-unknown", 2, Some("-1"));
+    }
+    assert_eq!(world.backend.effects(), 1);
+    if world.door == Door::Sidecar {
+        // Without a key it may have taken effect as well, and a retry would not be safe.
+        let answer = call(&world, GRPC, None, "1", Script::fails()).await;
+        assert_refused(&answer, "upstream-unanswered", 2, Some("-1"));
+    }
+}
+
+async fn store_down(world: World) {
+    world.faults.outage();
+    let answer = pay(&world, Some("a"), "1").await;
+    assert_refused(&answer, "store-unavailable", 14, Some("1000"));
+    world.faults.heal();
+    until("the store is back", async || pay(&world, Some("a"), "1").await.get("grpc-status").is_none()).await;
+    assert_eq!(world.backend.effects(), 1);
+    world.faults.always(Operation::Claim, oncegate_testkit::Fault::Corrupt);
+    assert_refused(&pay(&world, Some("b"), "1").await, "record-corrupt", 15, Some("-1"));
+}
+
+async fn unreachable(mut world: World) {
+    let (_socket, address) = nobody();
+    world.start_in_front_of(address).await;
+    for key in [Some("a"), Some("a"), None] {
+        assert_refused(&pay(&world, key, "1").await, "upstream-unreachable", 14, None);
+    }
+}
+
+async fn not_json(world: World) {
+    for media_type in ["application/json", "application/grp", "text/plain"] {
+        let answer = call(&world, media_type, None, "1", Script::default()).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{answer:?}");
+        assert_eq!(answer.get("content-type"), Some("application/problem+json"), "{answer:?}");
+        assert_eq!(answer.get("grpc-status"), None, "{answer:?}");
+    }
+}

@@ -1,0 +1,111 @@
+//! `oncegate schema`: what a database needs before a sidecar can keep records in it.
+
+use std::future::Future;
+use std::io::Write as _;
+
+use clap::{Args, Subcommand, ValueEnum};
+use oncegate_core::{Durability, Store as _};
+use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
+
+/// Prepares a database for its store.
+#[derive(Args, Debug)]
+pub(crate) struct SchemaArgs {
+    #[command(subcommand)]
+    command: SchemaCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum SchemaCommand {
+    /// Prints the SQL that makes the schema in an empty database
+    Print {
+        /// The kind of database
+        kind: Kind,
+    },
+    /// Brings the database to the version that this program needs, as its owner
+    Apply(Database),
+    /// Says which version the database has
+    Status(Database),
+}
+
+#[derive(Args)]
+struct Database {
+    /// The kind of database
+    kind: Kind,
+    /// The database, such as postgres://OWNER@HOST/DATABASE; a password is better in the environment
+    #[arg(long, env = "ONCEGATE_STORE", hide_env_values = true)]
+    url: String,
+}
+
+/// Without the URL, in which there may be a password.
+impl std::fmt::Debug for Database {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Database").field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    Postgres,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
+    match &args.command {
+        SchemaCommand::Print { kind: Kind::Postgres } => say(&schema::print()),
+        SchemaCommand::Apply(database @ Database { kind: Kind::Postgres, .. }) => {
+            let options = options(&database.url)?;
+            let before = block_on(schema::apply(&options))?;
+            let (name, version) = (options.database(), schema::VERSION);
+            say(&match before.found {
+                Some(found) if found == version => {
+                    format!("{name} has version {version} already; nothing was changed\n")
+                }
+                Some(found) => format!("{name} is brought from version {found} to {version}\n"),
+                None => format!("{name} now has version {version}\n"),
+            })
+        }
+        SchemaCommand::Status(database @ Database { kind: Kind::Postgres, .. }) => {
+            let options = options(&database.url)?;
+            let status = block_on(schema::status(&options))?;
+            let (name, needed) = (options.database(), status.needed);
+            match status.found {
+                Some(found) if found == needed => {
+                    say(&format!("{name} has version {found}, as this program needs\n"))
+                }
+                Some(found) if found > needed => {
+                    Err(OpenError::NewerContract { database: name, found, known: needed }.to_string())
+                }
+                found => Err(OpenError::NoContract { database: name, found, needed }.to_string()),
+            }
+        }
+    }
+}
+
+/// Whether a sidecar can use the PostgreSQL database at this URL, and what it promises then.
+pub(crate) fn usable(url: &str) -> Result<&'static str, String> {
+    let options = options(url)?;
+    let durability = block_on(async {
+        let store = PostgresStore::open(options).await?;
+        let durability = store.capabilities().durability;
+        store.close().await;
+        Ok(durability)
+    })?;
+    Ok(match durability {
+        Durability::Synced => "what it commits is flushed",
+        _ => "what it commits is NOT flushed: a crash of the server may lose records",
+    })
+}
+
+fn options(url: &str) -> Result<PostgresOptions, String> {
+    PostgresOptions::new(url).map_err(|error| error.to_string())
+}
+
+fn block_on<T>(run: impl Future<Output = Result<T, OpenError>>) -> Result<T, String> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
+    runtime.block_on(run).map_err(|error| error.to_string())
+}
+
+fn say(text: &str) -> Result<(), String> {
+    std::io::stdout().write_all(text.as_bytes()).map_err(|error| format!("cannot print: {error}"))
+}

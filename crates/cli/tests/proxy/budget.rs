@@ -1,0 +1,207 @@
+//! What the bodies of requests with a key may hold together.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::OK;
+use crate::support::{Message, PATIENCE, Service, Sidecar, Wire, request, until};
+
+const BUDGET: usize = 100_000;
+const FLAGS: [&str; 3] = ["--request-budget=100000", "--max-request-body=100000", "--threads=1"];
+
+fn key() -> String {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    format!("Idempotency-Key: key-{}", NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A request with a body of so many octets, and a key that no other has.
+fn post(octets: usize) -> String {
+    request("POST", "/orders", &[&key()], &"x".repeat(octets))
+}
+
+fn is_overloaded(answer: &Message) {
+    answer.is_problem(503, "overloaded");
+    assert_eq!(answer.json()["retry"], "same-key");
+    assert_eq!(answer.get("retry-after"), Some("1"));
+    assert_eq!(answer.get("cache-control"), Some("no-store"));
+}
+
+/// A client that has sent so many octets of a body that goes on.
+async fn holding(sidecar: &Sidecar, octets: usize) -> Wire {
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let mut wire = sidecar.connect().await;
+        let head = format!(
+            "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nContent-Length: {BUDGET}\r\n\r\n{}",
+            key(),
+            "x".repeat(octets)
+        );
+        wire.send(head).await;
+        // It is held when there is no more room for what would not fit beside it. Where that came first, this one is refused.
+        loop {
+            assert!(Instant::now() < give_up, "it is never held");
+            if sidecar.ask(&post(BUDGET - octets + 1)).await.status() == 503 {
+                return wire;
+            }
+            if tokio::time::timeout(Duration::from_millis(20), wire.try_head()).await.is_ok() {
+                break;
+            }
+        }
+    }
+}
+
+/// Everything is given back.
+async fn all_is_free(sidecar: &Sidecar) {
+    until("everything was given back", async || sidecar.ask(&post(BUDGET)).await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn what_fits_beside_the_others_is_taken_and_an_octet_more_is_not() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &FLAGS).await;
+    sidecar.ask(&post(BUDGET)).await.has_status(200);
+    let mut held = holding(&sidecar, 60_000).await;
+    let asked = service.requests();
+    for _ in 0..3 {
+        sidecar.ask(&post(40_000)).await.has_status(200);
+        let refused = post(40_001);
+        is_overloaded(&sidecar.ask(&refused).await);
+    }
+    assert_eq!(service.requests(), asked + 3);
+    // Without a key, and without a body, nothing is held.
+    sidecar.ask(&request("POST", "/orders", &[], &"x".repeat(50_000))).await.has_status(200);
+    sidecar.ask(&request("POST", "/orders", &[&key()], "")).await.has_status(200);
+    // Nothing was claimed: the same key is free for another request.
+    let taken = key();
+    is_overloaded(&sidecar.ask(&request("POST", "/orders", &[&taken], &"x".repeat(40_001))).await);
+    sidecar.ask(&request("POST", "/orders", &[&taken], "{}")).await.has_status(200);
+    held.send("x".repeat(40_000)).await;
+    held.message().await.has_status(200);
+    all_is_free(&sidecar).await;
+    let metrics =
+        crate::support::ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").await;
+    assert!(metrics.text().contains("oncegate_requests_total{outcome=\"overloaded\",status=\"5xx\"}"));
+}
+
+#[tokio::test]
+async fn whatever_becomes_of_a_request_what_it_held_is_given_back() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &FLAGS).await;
+    let chunked = |chunks: &str| {
+        format!(
+            "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nTransfer-Encoding: chunked\r\n\r\n{chunks}",
+            key()
+        )
+    };
+    let chunk = format!("ea60\r\n{}\r\n", "x".repeat(60_000));
+    let again = post(60_000);
+    for _ in 0..5 {
+        // A client that hangs up, one that breaks its framing, and one that says too much.
+        drop(holding(&sidecar, 60_000).await);
+        all_is_free(&sidecar).await;
+        sidecar.ask(&chunked(&format!("{chunk}zz\r\n"))).await.has_status(400);
+        sidecar.ask(&chunked(&format!("{chunk}{chunk}0\r\n\r\n"))).await;
+        all_is_free(&sidecar).await;
+        // A replay, a mismatch, and a refusal.
+        sidecar.ask(&again).await.has_status(200);
+        sidecar.ask(&again.replace("xx", "yy")).await.is_problem(422, "key-reused");
+        all_is_free(&sidecar).await;
+    }
+    let gone = Service::new().await;
+    let address = gone.address;
+    drop(gone);
+    let sidecar = Sidecar::start(address, &FLAGS).await;
+    for _ in 0..10 {
+        sidecar.ask(&post(60_000)).await.is_problem(502, "upstream-unreachable");
+    }
+}
+
+#[tokio::test]
+async fn a_body_is_held_until_a_slow_service_has_it() {
+    const LARGE: usize = 40 * 1024 * 1024;
+    let service = Service::new().await;
+    let budget = format!("--request-budget={LARGE}");
+    let body = format!("--max-request-body={LARGE}");
+    let sidecar = Sidecar::start(service.address, &[&budget, &body, "--threads=1"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(post(LARGE)).await;
+    // It reads the head, and for now nothing more: more than the sockets hold stays in the sidecar.
+    let mut wire = service.accept().await;
+    let head = wire.head().await;
+    let small = post(1024 * 1024);
+    for _ in 0..3 {
+        is_overloaded(&sidecar.ask(&small).await);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    wire.body(head).await;
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+    let mut client = sidecar.connect().await;
+    client.send(&small).await;
+    let (mut wire, seen) = service.next(wire).await;
+    assert_eq!(seen.body.len(), 1024 * 1024);
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+}
+
+#[tokio::test]
+async fn many_tiny_pieces_count_for_more_than_their_octets() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &FLAGS).await;
+    let pieces = |count: usize| {
+        format!(
+            "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nTransfer-Encoding: chunked\r\n\r\n{}0\r\n\r\n",
+            key(),
+            "1\r\nx\r\n".repeat(count)
+        )
+    };
+    sidecar.ask(&pieces(1_000)).await.has_status(200);
+    let mut wire = sidecar.connect().await;
+    let _refused_before_its_end = wire.try_send(pieces(20_000)).await;
+    is_overloaded(&wire.message().await);
+    all_is_free(&sidecar).await;
+}
+
+#[tokio::test]
+async fn threads_share_it() {
+    let service = Service::new().await.answers(OK);
+    let flags = ["--request-budget=8MiB", "--max-request-body=1MiB", "--threads=4"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let part = 1_000_000;
+    let mut wires = Vec::new();
+    for _ in 0..16 {
+        let mut wire = sidecar.connect().await;
+        let head = format!(
+            "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nContent-Length: {}\r\n\r\n",
+            key(),
+            part + 1
+        );
+        wire.send(head + &"x".repeat(part)).await;
+        wires.push(wire);
+    }
+    // Some have room, on whatever thread they are, and the others are told so before their bodies end.
+    let mut refused = 0;
+    let give_up = Instant::now() + PATIENCE;
+    while refused < 8 {
+        assert!(Instant::now() < give_up, "{refused} refused");
+        let mut wire = wires.remove(0);
+        match tokio::time::timeout(Duration::from_millis(20), wire.message()).await {
+            Ok(answer) => {
+                is_overloaded(&answer);
+                refused += 1;
+            }
+            Err(_) => wires.push(wire),
+        }
+    }
+    let mut taken = 0;
+    for mut wire in wires {
+        let _refused_before = wire.try_send("x").await;
+        match wire.message().await.status() {
+            200 => taken += 1,
+            503 => refused += 1,
+            other => panic!("{other}"),
+        }
+    }
+    assert!((1..=8).contains(&taken), "{taken} taken, {refused} refused");
+    until("everything was given back", async || sidecar.ask(&post(1_000_000)).await.status() == 200).await;
+}

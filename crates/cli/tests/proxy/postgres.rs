@@ -1,0 +1,88 @@
+//! Several sidecars that keep their records in one PostgreSQL database.
+
+use std::process::{Command, Output};
+
+use oncegate_servers::PostgresServer;
+use rustix::process::Signal;
+
+use crate::support::{Service, Sidecar, request, sidecar, until};
+use crate::{KEY, OK};
+
+fn oncegate(args: &[&str], url: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(args).env_clear().env("ONCEGATE_STORE", url).output().unwrap()
+}
+
+/// Whether it went well, and what it said; never the password.
+fn said(server: &PostgresServer, output: &Output) -> (bool, String) {
+    let text = [&output.stdout[..], &output.stderr].concat();
+    let text = String::from_utf8(text).unwrap();
+    assert!(!text.contains(server.password()), "{text}");
+    (output.status.success(), text)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_sidecars_on_one_database_know_of_each_others_keys() {
+    let mut server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let url = server.url();
+    let run = |args: &[&str]| said(&server, &oncegate(args, &url));
+
+    // What has no schema is refused politely, and what to do about it is done.
+    let check = ["check", "--to=http://127.0.0.1:9"];
+    let (ok, text) =
+        run(&["proxy", "--to=http://127.0.0.1:9", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0"]);
+    assert!(!ok && text.contains("oncegate schema apply postgres"), "{text}");
+    let (ok, text) = run(&check);
+    assert!(!ok && text.contains("error store postgres://oncegate@127.0.0.1:"), "{text}");
+    assert!(!run(&["schema", "status", "postgres"]).0);
+    let (ok, text) = run(&["schema", "apply", "postgres"]);
+    assert!(ok && text.contains("now has version 1"), "{text}");
+    let (ok, text) = run(&["schema", "apply", "postgres"]);
+    assert!(ok && text.contains("nothing was changed"), "{text}");
+    assert!(run(&["schema", "status", "postgres"]).0);
+    let (ok, text) = run(&check);
+    assert!(ok && text.contains("can be used"), "{text}");
+    let (ok, text) = run(&["schema", "print", "postgres"]);
+    assert!(ok && text.contains("CREATE FUNCTION oncegate.claim("), "{text}");
+
+    let service = Service::new().await.answers(OK);
+    let to = format!("http://{}", service.address);
+    let start = async || {
+        let mut command = sidecar(&to);
+        command.env("ONCEGATE_STORE", &url).env("ONCEGATE_LOG", "trace");
+        Sidecar::run(&mut command).await
+    };
+    let (mut first, second) = (start().await, start().await);
+    let asked = request("POST", "/orders", &[KEY], "{}");
+    let answer = first.ask(&asked).await;
+    assert_eq!(answer.has_status(200).text(), "ok");
+    assert!(second.ask(&asked).await.has_status(200).is_replay());
+    second.ask(&request("POST", "/orders", &[KEY], "{\"other\":1}")).await.is_problem(422, "key-reused");
+
+    // A sidecar that loses its database refuses, and goes on when it is back.
+    let other = request("POST", "/orders", &["Idempotency-Key: intent-2"], "{}");
+    let mut server = tokio::task::spawn_blocking(move || {
+        server.stop_immediately().unwrap();
+        server
+    })
+    .await
+    .unwrap();
+    second.ask(&other).await.is_problem(503, "store-unavailable");
+    assert_eq!(service.requests(), 1);
+    let server = tokio::task::spawn_blocking(move || {
+        server.start_again().unwrap();
+        server
+    })
+    .await
+    .unwrap();
+    // The claim of the request that was refused is taken back first.
+    until("the request is executed", async || second.ask(&other).await.status() == 200).await;
+    assert!(first.ask(&other).await.has_status(200).is_replay());
+    assert_eq!(service.requests(), 2);
+
+    first.process.signal(Signal::TERM);
+    let line = first.process.output().await.join("\n");
+    assert!(line.contains("store postgres://oncegate@127.0.0.1:"), "{line}");
+    let logged = first.process.errors().await;
+    assert!(logged.contains("postgres://oncegate@") && !logged.contains(server.password()), "{logged}");
+}

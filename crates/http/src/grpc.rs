@@ -1,0 +1,176 @@
+//! Refusals for clients that speak gRPC: they read the status of the call, and neither a status of HTTP nor a body.
+
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use http::{Response, StatusCode};
+
+use crate::refusal::{Condition, Retry};
+
+/// The canonical status of a call, of those that refusals have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[repr(u16)]
+pub enum GrpcCode {
+    /// How the call ended is not known: it may have taken effect.
+    Unknown = 2,
+    /// The call has to be corrected.
+    InvalidArgument = 3,
+    /// The key belongs to another call.
+    FailedPrecondition = 9,
+    /// Somebody is at it: come again.
+    Aborted = 10,
+    /// Asked for what is not done here.
+    Unimplemented = 12,
+    /// Somebody in front or the operator has to mend something.
+    Internal = 13,
+    /// Nothing took effect: come again.
+    Unavailable = 14,
+    /// A record cannot be read.
+    DataLoss = 15,
+}
+
+/// How a client that speaks gRPC is answered without its call having reached the service: a response without a body that
+/// has the status of the call among its header fields, as gRPC over HTTP/2 calls it, trailers only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GrpcForm(&'static str);
+
+impl GrpcForm {
+    /// The form for a request with these fields; `None` where it is no call of gRPC.
+    #[must_use]
+    pub fn of(headers: &HeaderMap) -> Option<Self> {
+        const PREFIX: &[u8] = b"application/grpc";
+        let (start, rest) = headers.get(CONTENT_TYPE)?.as_bytes().split_at_checked(PREFIX.len())?;
+        if !start.eq_ignore_ascii_case(PREFIX) {
+            return None;
+        }
+        // Its variants for browsers look at the media type that they asked with.
+        let starts = |text: &str| {
+            rest.get(..text.len()).is_some_and(|start| start.eq_ignore_ascii_case(text.as_bytes()))
+        };
+        if starts("-web-text") {
+            Some(Self("application/grpc-web-text"))
+        } else if starts("-web") {
+            Some(Self("application/grpc-web"))
+        } else {
+            Some(Self("application/grpc"))
+        }
+    }
+
+    /// The answer: this status, and a message of the problem's type and what it means. `retry_after`, in seconds, says when
+    /// to come again; `retry` says whether.
+    #[must_use]
+    pub fn refusal(
+        self,
+        code: GrpcCode,
+        slug: &str,
+        detail: &str,
+        retry: Retry,
+        retry_after: Option<u64>,
+    ) -> Response<Bytes> {
+        let mut response = Response::new(Bytes::new());
+        *response.status_mut() = StatusCode::OK;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(self.0));
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        headers.insert(GRPC_STATUS, HeaderValue::from(code as u16));
+        if let Ok(message) = HeaderValue::try_from(message(slug, detail)) {
+            headers.insert(GRPC_MESSAGE, message);
+        }
+        match retry_after {
+            Some(seconds) if retry == Retry::SameKey => {
+                headers.insert(PUSHBACK, HeaderValue::from(seconds.saturating_mul(1000)));
+            }
+            // When to come again is for the client to say.
+            None if retry == Retry::SameKey => {}
+            _ => {
+                headers.insert(PUSHBACK, HeaderValue::from_static("-1"));
+            }
+        }
+        response
+    }
+}
+
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// gRFC A6: in how many milliseconds to send the call again; negative: not at all.
+const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
+
+impl Condition {
+    /// The status of a call that is refused for this. Chosen by what clients do on it. `ALREADY_EXISTS` is none of them:
+    /// clients take it for "my earlier try succeeded", and neither a key that another call used nor an answer that was not
+    /// kept says that.
+    #[must_use]
+    pub const fn grpc_code(self) -> GrpcCode {
+        match self {
+            Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => GrpcCode::InvalidArgument,
+            Self::KeyReused => GrpcCode::FailedPrecondition,
+            Self::RequestInProgress => GrpcCode::Aborted,
+            Self::ReplayUnavailable | Self::OutcomeUnknown => GrpcCode::Unknown,
+            Self::ScopeUnavailable => GrpcCode::Internal,
+            Self::RecordCorrupt => GrpcCode::DataLoss,
+            Self::RequestIncomplete | Self::StoreUnavailable | Self::Overloaded | Self::HandlerFailed => {
+                GrpcCode::Unavailable
+            }
+        }
+    }
+}
+
+/// Percent-encoded as gRPC over HTTP/2 says: what is not visible ASCII or a space, and the percent sign.
+fn message(slug: &str, detail: &str) -> String {
+    let text = format!("{}{slug}: {detail}", crate::profile::PROBLEM_TYPES);
+    let mut encoded = String::with_capacity(text.len());
+    for octet in text.bytes() {
+        if matches!(octet, b' '..=b'~') && octet != b'%' {
+            encoded.push(char::from(octet));
+        } else {
+            let _infallible = write!(encoded, "%{octet:02X}");
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_known_by_their_media_type() {
+        for (content_type, expected) in [
+            ("application/grpc", Some("application/grpc")),
+            ("application/grpc+proto", Some("application/grpc")),
+            ("Application/GRPC; charset=utf-8", Some("application/grpc")),
+            ("application/grpc-web", Some("application/grpc-web")),
+            ("application/grpc-web+proto", Some("application/grpc-web")),
+            ("application/grpc-Web-Text+proto", Some("application/grpc-web-text")),
+            ("application/json", None),
+            ("application/grp", None),
+            ("", None),
+        ] {
+            let mut headers = HeaderMap::new();
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+            assert_eq!(GrpcForm::of(&headers).map(|form| form.0), expected, "{content_type}");
+        }
+        assert_eq!(GrpcForm::of(&HeaderMap::new()), None);
+    }
+
+    #[test]
+    fn a_message_is_percent_encoded() {
+        assert_eq!(message("a", "50 % ü\n~"), "urn:oncegate:problem:a: 50 %25 %C3%BC%0A~");
+    }
+
+    #[test]
+    fn whether_and_when_to_come_again_is_said() {
+        let of = |retry, after| {
+            let form = GrpcForm("application/grpc");
+            let response = form.refusal(GrpcCode::Unknown, "a", "b", retry, after);
+            response.headers().get(PUSHBACK).map(|value| value.to_str().unwrap().to_owned())
+        };
+        assert_eq!(of(Retry::SameKey, Some(2)).as_deref(), Some("2000"));
+        assert_eq!(of(Retry::SameKey, None), None);
+        for retry in [Retry::NewKey, Retry::FixRequest, Retry::Stop] {
+            assert_eq!(of(retry, None).as_deref(), Some("-1"));
+        }
+    }
+}

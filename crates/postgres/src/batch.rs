@@ -1,0 +1,210 @@
+//! Commands that are ready together, sent together: natural batching.
+//!
+//! The first command goes out at once, alone. While it is on its way the next ones gather, and go out together when it is
+//! back; nothing is ever held back to wait for more. A batch is one statement and one commit, so under load many commands
+//! share one flush.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Command, Completion, Outcome, RecordId, StoreError};
+use tokio::sync::oneshot;
+
+/// The most octets of responses in one batch, but for one response that is larger.
+const BATCH_OCTETS: usize = 8 * 1024 * 1024;
+
+/// How many full batches may wait.
+const WAITING_BATCHES: usize = 16;
+
+/// A command, and who waits for its answer.
+pub(crate) struct Job {
+    pub(crate) id: RecordId,
+    pub(crate) command: Command,
+    pub(crate) reply: oneshot::Sender<Result<Outcome, StoreError>>,
+    pub(crate) since: Instant,
+}
+
+/// Commands of one kind.
+pub(crate) struct Lane {
+    inner: Mutex<Inner>,
+    most_jobs: usize,
+    most_senders: usize,
+    patience: Duration,
+}
+
+#[derive(Default)]
+struct Inner {
+    jobs: VecDeque<Job>,
+    senders: usize,
+}
+
+/// Held by a sender for as long as it runs.
+pub(crate) struct Sending(Option<Arc<Lane>>);
+
+impl Sending {
+    pub(crate) const fn on(lane: Arc<Lane>) -> Self {
+        Self(Some(lane))
+    }
+
+    /// The next batch; after the last one it is done.
+    pub(crate) fn next(&mut self) -> Option<Vec<Job>> {
+        let batch = self.0.as_ref()?.take();
+        if batch.is_none() {
+            self.0 = None;
+        }
+        batch
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        if let Some(lane) = &self.0 {
+            lane.abandon();
+        }
+    }
+}
+
+/// What became of a job that was put in.
+pub(crate) enum Put {
+    /// One more sender is needed.
+    Start,
+    /// The senders that there are will come to it.
+    Wait,
+    /// There are too many.
+    Full,
+}
+
+impl Lane {
+    /// Batches of so many jobs, so many at once; a job that waits for longer than `patience` is given up.
+    pub(crate) fn new(most_jobs: usize, most_senders: usize, patience: Duration) -> Self {
+        Self { inner: Mutex::default(), most_jobs, most_senders, patience }
+    }
+
+    pub(crate) fn put(&self, job: Job) -> Put {
+        let mut inner = self.lock();
+        if inner.jobs.len() >= self.most_jobs.saturating_mul(WAITING_BATCHES) {
+            return Put::Full;
+        }
+        inner.jobs.push_back(job);
+        if inner.senders >= self.most_senders {
+            return Put::Wait;
+        }
+        inner.senders += 1;
+        Put::Start
+    }
+
+    /// The next batch, in which no record is twice. `None` where there is none: the sender ends.
+    fn take(&self) -> Option<Vec<Job>> {
+        let mut inner = self.lock();
+        let mut batch: Vec<Job> = Vec::new();
+        let mut ids = HashSet::new();
+        let mut left = VecDeque::new();
+        let mut octets = 0;
+        while batch.len() < self.most_jobs && octets < BATCH_OCTETS {
+            let Some(job) = inner.jobs.pop_front() else { break };
+            // Nobody waits for it any more: carried out, a claim would only leave a record without an owner.
+            if job.reply.is_closed() {
+                continue;
+            }
+            if job.since.elapsed() > self.patience {
+                // Nobody may be there to be told.
+                let _ = job
+                    .reply
+                    .send(Err(StoreError::unavailable("PostgreSQL is too slow for what is asked of it")));
+                continue;
+            }
+            if !ids.insert(job.id) {
+                left.push_back(job);
+                continue;
+            }
+            octets += weight(&job.command);
+            batch.push(job);
+        }
+        // In their order, before those that came later.
+        while let Some(job) = left.pop_back() {
+            inner.jobs.push_front(job);
+        }
+        if batch.is_empty() {
+            inner.senders = inner.senders.saturating_sub(1);
+            return None;
+        }
+        Some(batch)
+    }
+
+    /// A sender ended without being told to: with its runtime. Where it was the last one, nobody is left waiting.
+    fn abandon(&self) {
+        let mut inner = self.lock();
+        inner.senders = inner.senders.saturating_sub(1);
+        if inner.senders == 0 {
+            inner.jobs.clear();
+        }
+    }
+
+    /// Whole after every panic: each change is one call.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn weight(command: &Command) -> usize {
+    match command {
+        Command::Complete(complete) => match &complete.completion {
+            Completion::Replayable(response) => response.as_encoded().len(),
+            _ => 0,
+        },
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(id: u8) -> (Job, oneshot::Receiver<Result<Outcome, StoreError>>) {
+        let (reply, answer) = oneshot::channel();
+        let id = RecordId::from_bytes([id; 32]);
+        (Job { id, command: Command::Purge, reply, since: Instant::now() }, answer)
+    }
+
+    fn ids(batch: Option<Vec<Job>>) -> Option<Vec<u8>> {
+        batch.map(|batch| batch.iter().map(|job| job.id.as_bytes()[0]).collect())
+    }
+
+    #[test]
+    fn no_record_is_twice_in_a_batch_and_the_order_is_kept() {
+        let lane = Lane::new(3, 1, Duration::from_secs(60));
+        let mut answers = Vec::new();
+        for id in [1, 2, 1, 3, 1, 2] {
+            let (job, answer) = job(id);
+            lane.put(job);
+            answers.push(answer);
+        }
+        assert_eq!(ids(lane.take()), Some(vec![1, 2, 3]));
+        assert_eq!(ids(lane.take()), Some(vec![1, 2]));
+        assert_eq!(ids(lane.take()), Some(vec![1]));
+        assert_eq!(ids(lane.take()), None);
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_not_sent_and_what_waited_too_long_is_given_up() {
+        let lane = Lane::new(3, 1, Duration::ZERO);
+        let (first, answer) = job(1);
+        drop(answer);
+        let (second, mut answer) = job(2);
+        assert!(matches!((lane.put(first), lane.put(second)), (Put::Start, Put::Wait)));
+        std::thread::yield_now();
+        assert_eq!(ids(lane.take()), None);
+        assert!(answer.try_recv().unwrap().is_err());
+        assert!(matches!(lane.put(job(3).0), Put::Start), "the sender has ended");
+    }
+
+    #[test]
+    fn so_many_may_wait_and_no_more() {
+        let lane = Lane::new(1, 1, Duration::from_secs(60));
+        for number in 0..WAITING_BATCHES {
+            assert!(!matches!(lane.put(job(1).0), Put::Full), "{number}");
+        }
+        assert!(matches!(lane.put(job(1).0), Put::Full));
+    }
+}

@@ -1,0 +1,160 @@
+//! One call of a function of the contract: as a prepared statement, or as one message that nothing needs to be prepared for.
+
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{AssertSqlSafe, Error};
+
+/// A statement with its arguments. `$1` to `$n`, each once and in order.
+#[derive(Clone)]
+pub(crate) struct Call {
+    sql: &'static str,
+    args: Vec<Arg>,
+}
+
+/// What a statement can be given. Nothing but these, so that no text is ever part of a statement.
+#[derive(Clone)]
+pub(crate) enum Arg {
+    Octets(Bytes),
+    NoOctets,
+    Big(i64),
+    NoBig,
+    Small(i32),
+    Flag(bool),
+    Text(String),
+    NoText,
+    ManyOctets(Vec<Option<Vec<u8>>>),
+    ManyBig(Vec<i64>),
+    ManyText(Vec<String>),
+}
+
+impl Call {
+    pub(crate) fn new(sql: &'static str, args: impl IntoIterator<Item = Arg>) -> Self {
+        Self { sql, args: args.into_iter().collect() }
+    }
+
+    /// Sends it in one round trip; the first time on a connection it takes one more to prepare it.
+    pub(crate) async fn prepared(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
+        let mut query = sqlx::query(self.sql);
+        for arg in self.args {
+            query = match arg {
+                Arg::Octets(octets) => query.bind(octets.to_vec()),
+                Arg::NoOctets => query.bind(None::<Vec<u8>>),
+                Arg::Big(number) => query.bind(number),
+                Arg::NoBig => query.bind(None::<i64>),
+                Arg::Small(number) => query.bind(number),
+                Arg::Flag(flag) => query.bind(flag),
+                Arg::Text(text) => query.bind(text),
+                Arg::NoText => query.bind(None::<String>),
+                Arg::ManyOctets(list) => query.bind(list),
+                Arg::ManyBig(list) => query.bind(list),
+                Arg::ManyText(list) => query.bind(list),
+            };
+        }
+        query.fetch_all(connection).await
+    }
+
+    /// Sends it as one message of the simple protocol, in one round trip, with nothing that outlives the transaction.
+    pub(crate) async fn in_one_message(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
+        // Whatever came from outside is in here as hexadecimal digits only.
+        sqlx::raw_sql(AssertSqlSafe(self.written_out())).fetch_all(connection).await
+    }
+
+    fn written_out(&self) -> String {
+        let mut sql = String::with_capacity(self.sql.len() + 64 * self.args.len());
+        let mut args = self.args.iter();
+        let mut rest = self.sql;
+        while let Some((before, after)) = rest.split_once('$') {
+            sql.push_str(before);
+            if let Some(arg) = args.next() {
+                arg.write_out(&mut sql);
+            }
+            rest = after.trim_start_matches(|c: char| c.is_ascii_digit());
+        }
+        sql.push_str(rest);
+        sql
+    }
+}
+
+impl Arg {
+    fn write_out(&self, to: &mut String) {
+        // Writing to a string cannot fail.
+        let _ = match self {
+            Self::Octets(octets) => return write_octets(octets, to),
+            Self::NoOctets => write!(to, "null::bytea"),
+            Self::Big(number) => write!(to, "({number}::bigint)"),
+            Self::NoBig => write!(to, "null::bigint"),
+            Self::Small(number) => write!(to, "({number}::integer)"),
+            Self::Flag(flag) => write!(to, "{flag}"),
+            Self::Text(text) => return write_text(text, to),
+            Self::NoText => write!(to, "null::text"),
+            Self::ManyOctets(list) => {
+                return write_list(list, "bytea", to, |octets, to| match octets {
+                    Some(octets) => write_octets(octets, to),
+                    None => to.push_str("null"),
+                });
+            }
+            Self::ManyBig(list) => {
+                return write_list(list, "bigint", to, |number, to| {
+                    let _ = write!(to, "{number}");
+                });
+            }
+            Self::ManyText(list) => return write_list(list, "text", to, |text, to| write_text(text, to)),
+        };
+    }
+}
+
+fn write_octets(octets: &[u8], to: &mut String) {
+    to.push_str("decode('");
+    for octet in octets {
+        for digit in [octet >> 4, octet & 15] {
+            to.push(char::from_digit(digit.into(), 16).unwrap_or('0'));
+        }
+    }
+    to.push_str("','hex')");
+}
+
+fn write_text(text: &str, to: &mut String) {
+    to.push_str("convert_from(");
+    write_octets(text.as_bytes(), to);
+    to.push_str(",'UTF8')");
+}
+
+fn write_list<T>(list: &[T], of: &str, to: &mut String, mut write_one: impl FnMut(&T, &mut String)) {
+    to.push_str("array[");
+    for (number, item) in list.iter().enumerate() {
+        if number > 0 {
+            to.push(',');
+        }
+        write_one(item, to);
+    }
+    to.push_str("]::");
+    to.push_str(of);
+    to.push_str("[]");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_from_outside_is_digits() {
+        let call = Call::new(
+            "SELECT * FROM f($1, $2, $3, $4, $5)",
+            [
+                Arg::Octets(Bytes::from_static(b"\x00'\xff")),
+                Arg::Text("'); DROP".to_owned()),
+                Arg::Big(-1),
+                Arg::ManyOctets(vec![None, Some(vec![1])]),
+                Arg::ManyText(vec!["$1".to_owned()]),
+            ],
+        );
+        assert_eq!(
+            call.written_out(),
+            "SELECT * FROM f(decode('0027ff','hex'), convert_from(decode('27293b2044524f50','hex'),'UTF8'), \
+             (-1::bigint), array[null,decode('01','hex')]::bytea[], \
+             array[convert_from(decode('2431','hex'),'UTF8')]::text[])"
+        );
+    }
+}

@@ -1,0 +1,137 @@
+//! Why a store does not open, and what an error of the database means to a caller.
+
+use std::fmt;
+
+use oncegate_core::StoreError;
+use sqlx::Error;
+use sqlx::error::DatabaseError;
+
+/// Why a store does not open. Its `Display` is a sentence for whoever runs the program, without the URL's password.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The URL is not one, or has a part that is not known. Its text is not repeated: there may be a password in it.
+    Url(String),
+    /// The database cannot be reached, or refuses.
+    Connect {
+        /// Which database.
+        database: String,
+        /// Why, in words.
+        why: String,
+    },
+    /// The database has no contract, or an older one.
+    NoContract {
+        /// Which database.
+        database: String,
+        /// Its version, where there is one.
+        found: Option<i32>,
+        /// The version that this program needs.
+        needed: i32,
+    },
+    /// The database has a newer contract than this program knows.
+    NewerContract {
+        /// Which database.
+        database: String,
+        /// Its version.
+        found: i32,
+        /// The version that this program knows.
+        known: i32,
+    },
+    /// It is a standby, which takes no writes.
+    Standby {
+        /// Which database.
+        database: String,
+    },
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Url(what) => f.write_str(what),
+            Self::Connect { database, why } => write!(f, "{database} cannot be used: {why}"),
+            Self::NoContract { database, found: None, .. } => write!(
+                f,
+                "{database} has no Oncegate schema, or this role may not use it; run `oncegate schema apply postgres \
+                 --url URL` as the database's owner, and grant the role what docs/reference/store-contract-postgres.md says"
+            ),
+            Self::NoContract { database, found: Some(found), needed } => write!(
+                f,
+                "{database} has version {found} of the contract, and this program needs {needed}; run `oncegate schema \
+                 apply postgres --url URL`"
+            ),
+            Self::NewerContract { database, found, known } => write!(
+                f,
+                "{database} has version {found} of the contract, and this program knows versions up to {known}; upgrade \
+                 this program"
+            ),
+            Self::Standby { database } => {
+                write!(f, "{database} is a standby, which takes no writes; give the primary")
+            }
+        }
+    }
+}
+
+impl std::error::Error for OpenError {}
+
+/// Whether the connection is gone or at its end, so that the command may be sent again on another one.
+pub(crate) fn is_lost(error: &Error) -> bool {
+    match error {
+        Error::Io(_) | Error::Tls(_) | Error::Protocol(_) => true,
+        // Admin shutdown, crash shutdown, idle session timed out, and the conflicts that SQL says to try again.
+        Error::Database(error) => {
+            matches!(code(&**error).as_str(), "57P01" | "57P02" | "57P05" | "25006" | "40001" | "40P01")
+        }
+        _ => false,
+    }
+}
+
+fn code(error: &dyn DatabaseError) -> String {
+    error.code().map(std::borrow::Cow::into_owned).unwrap_or_default()
+}
+
+/// In words that hold nothing of what was sent: the server's own may quote it.
+pub(crate) fn in_words(error: &Error) -> String {
+    match error {
+        Error::Database(error) => {
+            let code = code(&**error);
+            match code.get(..2) {
+                // About the connection, the role, the database and the server's resources; never about data.
+                Some("08" | "28" | "3D" | "53" | "57" | "58") => {
+                    format!("PostgreSQL says: {} (SQLSTATE {code})", error.message())
+                }
+                _ if code == "42501" => format!("the role may not do this (SQLSTATE {code}); see the grants"),
+                _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
+            }
+        }
+        Error::Io(error) => format!("no connection to PostgreSQL: {error}"),
+        Error::Tls(error) => format!("no TLS with PostgreSQL: {error}"),
+        Error::PoolTimedOut => "no connection to PostgreSQL came free in time".to_owned(),
+        Error::PoolClosed => "the store is closed".to_owned(),
+        Error::Protocol(_) => "PostgreSQL answered out of order".to_owned(),
+        Error::Configuration(_) => "the settings of the connection do not fit".to_owned(),
+        Error::ColumnDecode { .. } | Error::ColumnNotFound(_) | Error::Decode(_) | Error::RowNotFound => {
+            "PostgreSQL gave an answer that is not that of the contract".to_owned()
+        }
+        _ => "the call of PostgreSQL failed".to_owned(),
+    }
+}
+
+/// What a caller can do about it.
+pub(crate) fn store_error(error: &Error) -> StoreError {
+    let words = in_words(error);
+    match error {
+        Error::Database(error) => {
+            let code = code(&**error);
+            match code.get(..2) {
+                Some("22" | "23" | "42" | "3F" | "0A") => StoreError::invalid(words),
+                Some("XX") if code != "XX000" => StoreError::corrupt(words),
+                _ if code == "OG003" => StoreError::corrupt(words),
+                _ => StoreError::unavailable(words),
+            }
+        }
+        Error::ColumnDecode { .. } | Error::ColumnNotFound(_) | Error::Decode(_) | Error::RowNotFound => {
+            StoreError::invalid(words)
+        }
+        _ => StoreError::unavailable(words),
+    }
+}

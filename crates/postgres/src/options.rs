@@ -1,0 +1,214 @@
+//! How a store is opened.
+
+use std::fmt;
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use sqlx::ConnectOptions as _;
+use sqlx::postgres::PgConnectOptions;
+use tokio::runtime::Handle;
+
+use crate::error::OpenError;
+
+/// What libpq calls them, as far as they are known here.
+const PARAMETERS: [&str; 12] = [
+    "sslmode",
+    "sslrootcert",
+    "sslcert",
+    "sslkey",
+    "host",
+    "hostaddr",
+    "port",
+    "dbname",
+    "user",
+    "password",
+    "application_name",
+    "options",
+];
+
+/// How a store is opened.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct PostgresOptions {
+    connect: PgConnectOptions,
+    pub(crate) pool_size: u32,
+    pub(crate) statement_timeout: Duration,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) transaction_pooler: bool,
+    pub(crate) max_batch: usize,
+    pub(crate) runtime: Option<Handle>,
+}
+
+impl PostgresOptions {
+    /// The database at `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=verify-full&sslrootcert=FILE`. What is left out
+    /// comes from the environment variables that libpq reads, and from its password file.
+    ///
+    /// Beside libpq's parameters there is `pooler=transaction`, for [`PostgresOptions::with_transaction_pooler`].
+    ///
+    /// # Errors
+    /// [`OpenError::Url`], which does not repeat the URL.
+    pub fn new(url: &str) -> Result<Self, OpenError> {
+        let wrong = |what: &str| OpenError::Url(what.to_owned());
+        if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
+            return Err(wrong("the URL does not start with postgres:// or postgresql://"));
+        }
+        let (base, query) = url.split_once('?').unwrap_or((url, ""));
+        let mut transaction_pooler = false;
+        let mut parameters = Vec::new();
+        for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
+            let name = parameter.split('=').next().unwrap_or_default();
+            if parameter == "pooler=transaction" {
+                transaction_pooler = true;
+            } else if PARAMETERS.contains(&name) {
+                parameters.push(parameter);
+            } else {
+                return Err(wrong(
+                    "the URL has a parameter that is not known; there are those of libpq, such as sslmode, and \
+                     pooler=transaction",
+                ));
+            }
+        }
+        let url =
+            if parameters.is_empty() { base.to_owned() } else { format!("{base}?{}", parameters.join("&")) };
+        // The parser's own words may repeat a part of the URL.
+        let connect = PgConnectOptions::from_str(&url)
+            .map_err(|_| wrong("the URL cannot be read; write postgres://USER@HOST:PORT/DATABASE"))?
+            .extra_float_digits(None)
+            // A statement may hold what a record holds.
+            .disable_statement_logging();
+        let connect = match connect.get_application_name() {
+            Some(_) => connect,
+            None => connect.application_name("oncegate"),
+        };
+        Ok(Self {
+            connect,
+            pool_size: 8,
+            statement_timeout: Duration::from_secs(5),
+            connect_timeout: Duration::from_secs(3),
+            transaction_pooler,
+            max_batch: 128,
+            runtime: None,
+        })
+    }
+
+    /// The most connections, at least 1. Default: 8. A call that finds none free waits for one, for the connect timeout at
+    /// the longest.
+    #[must_use]
+    pub fn with_pool_size(mut self, connections: u32) -> Self {
+        self.pool_size = connections.max(1);
+        self
+    }
+
+    /// How long a statement may take, here and on the server. Default: 5 s. What was sent by then may have been carried out.
+    #[must_use]
+    pub fn with_statement_timeout(mut self, timeout: Duration) -> Self {
+        self.statement_timeout = timeout.max(Duration::from_millis(1));
+        self
+    }
+
+    /// How long a call waits for a connection, be it a free one or a new one. Default: 3 s.
+    #[must_use]
+    pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout.max(Duration::from_millis(1));
+        self
+    }
+
+    /// What the server calls the connections in `pg_stat_activity`. Default: `oncegate`.
+    #[must_use]
+    pub fn with_application_name(mut self, name: &str) -> Self {
+        self.connect = self.connect.application_name(name);
+        self
+    }
+
+    /// The connections go through a pooler that gives each transaction another session, such as PgBouncer in transaction
+    /// mode: no statement is prepared and no setting is sent, each call is one message. Costs some 10 % more time for a call
+    /// and twice the octets for a response.
+    #[must_use]
+    pub const fn with_transaction_pooler(mut self, through_pooler: bool) -> Self {
+        self.transaction_pooler = through_pooler;
+        self
+    }
+
+    /// The most commands that are sent as one statement, at least 1. Default: 128. Commands are never held back to fill one.
+    #[must_use]
+    pub fn with_max_batch(mut self, commands: usize) -> Self {
+        self.max_batch = commands.clamp(1, 1024);
+        self
+    }
+
+    /// Connections live on this runtime, whatever runtime a call comes from. Default: the one that the store is opened on.
+    #[must_use]
+    pub fn with_runtime(mut self, runtime: Handle) -> Self {
+        self.runtime = Some(runtime);
+        self
+    }
+
+    /// The database, for messages: user, host, port and name, without the password.
+    #[must_use]
+    pub fn database(&self) -> String {
+        let connect = &self.connect;
+        let host = connect
+            .get_socket()
+            .map_or_else(|| connect.get_host().to_owned(), |path| path.display().to_string());
+        let name = connect.get_database().unwrap_or_else(|| connect.get_username());
+        format!("postgres://{}@{host}:{}/{name}", connect.get_username(), connect.get_port())
+    }
+
+    /// For whoever migrates: without any bound on a statement.
+    pub(crate) fn bare_connect_options(&self) -> PgConnectOptions {
+        self.connect.clone()
+    }
+
+    /// With the settings that a session gets when it starts, which a pooler would refuse or lose.
+    pub(crate) fn connect_options(&self) -> PgConnectOptions {
+        if self.transaction_pooler {
+            return self.connect.clone().statement_cache_capacity(0);
+        }
+        let millis = self.statement_timeout.as_millis().to_string();
+        self.connect.clone().options([
+            ("statement_timeout", millis.as_str()),
+            ("default_transaction_isolation", "read committed"),
+            ("default_transaction_read_only", "off"),
+        ])
+    }
+}
+
+impl fmt::Debug for PostgresOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresOptions")
+            .field("database", &self.database())
+            .field("pool_size", &self.pool_size)
+            .field("statement_timeout", &self.statement_timeout)
+            .field("connect_timeout", &self.connect_timeout)
+            .field("transaction_pooler", &self.transaction_pooler)
+            .field("max_batch", &self.max_batch)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_is_never_shown() {
+        let url = "postgres://app:s3cret@db.example:6432/shop?sslmode=require&pooler=transaction";
+        let options = PostgresOptions::new(url).unwrap();
+        assert!(options.transaction_pooler);
+        assert_eq!(options.database(), "postgres://app@db.example:6432/shop");
+        assert!(!format!("{options:?}").contains("s3cret"));
+        for url in [
+            "postgres://app:s3cret@[::/shop",
+            "postgres://app:s3cret@h:99999/shop",
+            "postgres://h/shop?pasword=s3cret",
+            "postgres://h/shop?sslmode=s3cret",
+            "mysql://app:s3cret@h/shop",
+        ] {
+            let error = PostgresOptions::new(url).unwrap_err();
+            assert!(
+                !error.to_string().contains("s3cret") && !format!("{error:?}").contains("s3cret"),
+                "{error:?}"
+            );
+        }
+    }
+}

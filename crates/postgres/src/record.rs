@@ -1,0 +1,183 @@
+//! Between rows of the contract and the vocabulary of the core.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    Answer, AttemptId, AuditEntry, CallerTag, Completion, FencingToken, Fingerprint, Grant, Label,
+    OnAbandoned, Outcome, Record, RecordId, State, StateName, StoreError, StoredResponse, Timestamp, limits,
+};
+use sqlx::postgres::PgRow;
+use sqlx::{Decode, Postgres, Row as _, Type};
+
+use crate::error::store_error;
+
+/// What a function answered to a command.
+pub(crate) enum Said {
+    Outcome(Outcome),
+    /// Somebody's open transaction holds the record.
+    Locked,
+}
+
+/// A column that may be null.
+pub(crate) fn maybe<'r, T>(row: &'r PgRow, column: &str) -> Result<Option<T>, StoreError>
+where
+    T: Decode<'r, Postgres> + Type<Postgres>,
+{
+    row.try_get(column).map_err(|error| store_error(&error))
+}
+
+/// A column that may not.
+pub(crate) fn column<'r, T>(row: &'r PgRow, column: &str) -> Result<T, StoreError>
+where
+    T: Decode<'r, Postgres> + Type<Postgres>,
+{
+    maybe(row, column)?.ok_or_else(strange)
+}
+
+pub(crate) fn strange() -> StoreError {
+    StoreError::invalid("PostgreSQL gave an answer that is not that of the contract")
+}
+
+fn corrupt() -> StoreError {
+    StoreError::corrupt("a record in PostgreSQL is damaged, or was written by a newer program")
+}
+
+pub(crate) fn number(row: &PgRow, name: &str) -> Result<u64, StoreError> {
+    u64::try_from(column::<i64>(row, name)?).map_err(|_| corrupt())
+}
+
+fn time(row: &PgRow, name: &str) -> Result<Timestamp, StoreError> {
+    number(row, name).map(Timestamp::from_millis)
+}
+
+fn octets<const N: usize>(row: &PgRow, name: &str) -> Result<[u8; N], StoreError> {
+    column::<Vec<u8>>(row, name)?.try_into().map_err(|_| corrupt())
+}
+
+fn response(row: &PgRow) -> Result<StoredResponse, StoreError> {
+    let octets = column::<Vec<u8>>(row, "response")?;
+    StoredResponse::decode(Bytes::from(octets)).ok_or_else(corrupt)
+}
+
+/// What an outcome by this name is, with the rest of its row.
+pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
+    let outcome = match column::<&str>(row, "outcome")? {
+        "execute" => Outcome::Execute(Grant {
+            token: FencingToken::new(number(row, "token")?),
+            attempts: u32::try_from(number(row, "attempts")?).unwrap_or(u32::MAX),
+            lease_until: time(row, "lease_until")?,
+            after_abandoned: column(row, "after_abandoned")?,
+        }),
+        "replay" => Outcome::Replay(response(row)?),
+        "in-progress" => {
+            Outcome::InProgress { lease_left: Duration::from_millis(number(row, "lease_left_ms")?) }
+        }
+        "mismatch" => Outcome::Mismatch,
+        "unknown" => Outcome::Unknown,
+        "unreplayable" => Outcome::Unreplayable,
+        "renewed" => Outcome::Renewed { lease_until: time(row, "lease_until")? },
+        "completed" => Outcome::Completed,
+        "released" => Outcome::Released,
+        "fenced" => Outcome::Fenced,
+        "resolved" => Outcome::Resolved { from: state_before(row)?.ok_or_else(strange)? },
+        "not-resolvable" => Outcome::NotResolvable { state: state_before(row)? },
+        "purged" => Outcome::Purged,
+        "kept" => Outcome::Kept,
+        "locked" => return Ok(Said::Locked),
+        _ => return Err(strange()),
+    };
+    Ok(Said::Outcome(outcome))
+}
+
+fn state_before(row: &PgRow) -> Result<Option<StateName>, StoreError> {
+    maybe::<&str>(row, "state_before")?.map(|name| StateName::from_name(name).ok_or_else(strange)).transpose()
+}
+
+/// A row of `lookup` and `list`.
+pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
+    let state = match column::<&str>(row, "state")? {
+        "in-progress" => State::InProgress {
+            attempt: AttemptId::new(u128::from_be_bytes(octets(row, "attempt")?)),
+            lease_until: time(row, "lease_until")?,
+            after_abandoned: column(row, "after_abandoned")?,
+        },
+        "unknown" => State::Unknown,
+        "completed" => State::Completed(Answer::Replayable(response(row)?)),
+        "awaited" => State::Completed(Answer::Awaited),
+        "tombstone" => State::Completed(Answer::Tombstone),
+        "released" => State::Released,
+        _ => return Err(corrupt()),
+    };
+    let [version, digest @ ..] = octets::<33>(row, "fingerprint")?;
+    let label = Label::new(CallerTag::from_bytes(octets(row, "caller")?), column(row, "operation")?);
+    let fingerprint = Fingerprint::from_parts(version, digest).ok_or_else(corrupt)?;
+    let token = FencingToken::new(number(row, "token")?);
+    let mut record = Record::new(fingerprint, token, state, label, time(row, "created_at")?);
+    record.attempts = u32::try_from(number(row, "attempts")?).unwrap_or(u32::MAX);
+    record.changed_at = time(row, "changed_at")?;
+    record.expires_at = time(row, "expires_at")?;
+    Ok(record)
+}
+
+pub(crate) fn record_id(row: &PgRow) -> Result<RecordId, StoreError> {
+    octets(row, "id").map(RecordId::from_bytes)
+}
+
+pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
+    let state =
+        |name| column::<&str>(row, name).and_then(|name| StateName::from_name(name).ok_or_else(strange));
+    Ok(AuditEntry {
+        number: number(row, "number")?,
+        at: time(row, "at")?,
+        id: record_id(row)?,
+        from: state("state_before")?,
+        to: state("state_after")?,
+        actor: column(row, "actor")?,
+        reason: column(row, "reason")?,
+    })
+}
+
+pub(crate) const fn on_abandoned(policy: OnAbandoned) -> Option<&'static str> {
+    match policy {
+        OnAbandoned::Park => Some("park"),
+        OnAbandoned::Reexecute => Some("reexecute"),
+        OnAbandoned::Reconcile => Some("reconcile"),
+        _ => None,
+    }
+}
+
+/// The state that a completion ends in, and its response.
+pub(crate) const fn end(completion: &Completion) -> Option<(&'static str, Option<&StoredResponse>)> {
+    match completion {
+        Completion::Replayable(response) => Some(("completed", Some(response))),
+        Completion::Awaited => Some(("awaited", None)),
+        Completion::Tombstone => Some(("tombstone", None)),
+        Completion::Unknown => Some(("unknown", None)),
+        _ => None,
+    }
+}
+
+/// Whole milliseconds, rounded up as [`Timestamp::after`] does.
+pub(crate) fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX)
+}
+
+pub(crate) fn fingerprint(fingerprint: &Fingerprint) -> Vec<u8> {
+    let mut octets = Vec::with_capacity(33);
+    octets.push(fingerprint.version());
+    octets.extend_from_slice(fingerprint.digest());
+    octets
+}
+
+/// Text as PostgreSQL can keep it: without the one character that it cannot, and within its bound. What is kept as text is
+/// for eyes only.
+pub(crate) fn text(text: &str, most: usize) -> String {
+    let text = text.replace('\0', "\u{2400}");
+    let end = text.floor_char_boundary(most);
+    text.get(..end).unwrap_or_default().to_owned()
+}
+
+pub(crate) fn operation(label: &Label) -> String {
+    text(label.operation(), limits::OPERATION_MAX)
+}

@@ -1,0 +1,583 @@
+//! The store itself: what callers hold.
+
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Claim, Command, Complete, Durability, Fencing, FencingToken, ListPage,
+    ListQuery, Outcome, Record, RecordId, Release, Renew, Resolution, Resolve, Store, StoreError,
+    StoreErrorKind, StoreFuture, Timestamp, limits,
+};
+use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
+use sqlx::{Error, Row as _};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+use crate::batch::{Job, Lane, Put, Sending};
+use crate::call::{Arg, Call};
+use crate::error::{OpenError, in_words, is_lost, store_error};
+use crate::options::PostgresOptions;
+use crate::record::{self, Said, maybe, strange};
+use crate::schema;
+
+/// How long a store goes on trying where somebody's open transaction holds the record: as long as a commit takes, and not as
+/// long as an application's transaction may.
+const LOCKED_PAUSES: [Duration; 4] = [
+    Duration::from_millis(3),
+    Duration::from_millis(10),
+    Duration::from_millis(30),
+    Duration::from_millis(80),
+];
+
+/// The store on a PostgreSQL primary. See the [crate's page](crate).
+pub struct PostgresStore {
+    shared: Arc<Shared>,
+    runtime: Handle,
+}
+
+struct Shared {
+    pool: PgPool,
+    clock: ServerClock,
+    statement_timeout: Duration,
+    transaction_pooler: bool,
+    durability: Durability,
+    claims: Arc<Lane>,
+    completions: Arc<Lane>,
+}
+
+impl PostgresStore {
+    /// Connects, and sees that the database has the contract, takes writes, and flushes what it commits.
+    ///
+    /// # Errors
+    /// [`OpenError`]: it cannot be reached, has no contract, an older or a newer one, or is a standby.
+    ///
+    /// # Panics
+    /// Outside of a Tokio runtime, where the options give none.
+    pub async fn open(options: PostgresOptions) -> Result<Self, OpenError> {
+        let runtime = options.runtime.clone().unwrap_or_else(Handle::current);
+        let opened = runtime.spawn(Shared::open(options)).await;
+        let shared =
+            opened.unwrap_or_else(|_| Err(OpenError::Url("the runtime is shutting down".to_owned())))?;
+        Ok(Self { shared: Arc::new(shared), runtime })
+    }
+
+    /// Waits for what runs, and closes every connection. Commands that come later are refused as unavailable.
+    pub async fn close(&self) {
+        let pool = self.shared.pool.clone();
+        // It ends early only with the runtime.
+        let _ = self.runtime.spawn(async move { pool.close().await }).await;
+    }
+
+    /// Runs on the store's own runtime: a caller that goes away leaves no connection in the middle of an answer.
+    fn on_runtime<T, F>(&self, run: impl FnOnce(Arc<Shared>) -> F) -> StoreFuture<'_, T>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, StoreError>> + Send + 'static,
+    {
+        let task = self.runtime.spawn(run(self.shared.clone()));
+        Box::pin(async move { task.await.unwrap_or_else(|_| Err(shutting_down())) })
+    }
+
+    /// Sends it with others of its kind, if there are any just now.
+    fn in_lane(&self, lane: &Arc<Lane>, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        let (reply, answer) = oneshot::channel();
+        match lane.put(Job { id, command, reply, since: Instant::now() }) {
+            Put::Wait => {}
+            Put::Start => {
+                let mut sending = Sending::on(lane.clone());
+                let shared = self.shared.clone();
+                self.runtime.spawn(async move {
+                    while let Some(batch) = sending.next() {
+                        shared.clone().send_batch(batch).await;
+                    }
+                });
+            }
+            Put::Full => {
+                let error = StoreError::unavailable("too many commands wait for PostgreSQL");
+                return Box::pin(std::future::ready(Err(error)));
+            }
+        }
+        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(shutting_down())) })
+    }
+}
+
+fn shutting_down() -> StoreError {
+    StoreError::unavailable("the store's runtime is shutting down")
+}
+
+impl Store for PostgresStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        match command {
+            Command::Claim(_) => self.in_lane(&self.shared.claims, id, command),
+            Command::Complete(_) => self.in_lane(&self.shared.completions, id, command),
+            _ => self.on_runtime(|shared| async move { shared.apply(id, command).await }),
+        }
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.on_runtime(|shared| async move {
+            let call = Call::new("SELECT * FROM oncegate.lookup($1)", [id_arg(&id)]);
+            let rows = shared.call(call, true).await?;
+            rows.first().map(record::record).transpose()
+        })
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.on_runtime(|shared| async move { shared.list(&query).await })
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.on_runtime(move |shared| async move {
+            let limit = limit.min(limits::PAGE_MAX);
+            let args = [Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX))];
+            let rows = shared.call(Call::new("SELECT * FROM oncegate.purge($1)", args), false).await?;
+            let purged: i32 = record::column(rows.first().ok_or_else(strange)?, "purged")?;
+            usize::try_from(purged).map_err(|_| strange())
+        })
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.on_runtime(move |shared| async move {
+            let before =
+                before.map_or(Arg::NoBig, |number| Arg::Big(i64::try_from(number).unwrap_or(i64::MAX)));
+            let most = Arg::Small(i32::try_from(limit.min(limits::PAGE_MAX)).unwrap_or(i32::MAX));
+            let call = Call::new("SELECT * FROM oncegate.audit_trail($1, $2)", [before, most]);
+            shared.call(call, true).await?.iter().map(record::audit_entry).collect()
+        })
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.on_runtime(|shared| async move {
+            let rows = shared.call(Call::new(STANDING, []), true).await?;
+            let standing = Standing::read(rows.first().ok_or_else(strange)?)?;
+            if standing.is_standby {
+                return Err(StoreError::unavailable("the database is a standby, which takes no writes"));
+            }
+            match standing.version {
+                Some(version) if version >= schema::VERSION => Ok(()),
+                _ => Err(StoreError::invalid("the database has not the contract that this program needs")),
+            }
+        })
+    }
+
+    fn now(&self) -> Timestamp {
+        self.shared.clock.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = Capabilities::new("postgres", self.shared.durability, Fencing::Monotonic);
+        capabilities.atomic_with_effect = true;
+        capabilities
+    }
+}
+
+impl fmt::Debug for PostgresStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresStore").finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    async fn open(options: PostgresOptions) -> Result<Self, OpenError> {
+        let database = options.database();
+        let pool = PgPoolOptions::new()
+            .max_connections(options.pool_size)
+            .acquire_timeout(options.connect_timeout)
+            // That would be one more round trip for each call. A connection that died is found by the call itself.
+            .test_before_acquire(false)
+            .connect_lazy_with(options.connect_options());
+        // A third of the connections for each kind, so that renewals find one free in between.
+        let senders = usize::try_from(options.pool_size / 3).unwrap_or(1).clamp(1, 4);
+        let patience = options.connect_timeout + options.statement_timeout;
+        let lane = || Lane::new(options.max_batch, senders, patience);
+        let shared = Self {
+            pool,
+            clock: ServerClock::default(),
+            statement_timeout: options.statement_timeout,
+            transaction_pooler: options.transaction_pooler,
+            durability: Durability::Synced,
+            claims: Arc::new(lane()),
+            completions: Arc::new(lane()),
+        };
+        let standing = match shared.send(Call::new(STANDING, [])).await {
+            Ok(rows) => rows.first().map(Standing::read).and_then(Result::ok),
+            Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => {
+                return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
+            }
+            Err(failure) => return Err(OpenError::Connect { database, why: failure.to_string() }),
+        };
+        let standing = standing.ok_or_else(|| OpenError::Connect {
+            database: database.clone(),
+            why: "its answer is not that of the contract".to_owned(),
+        })?;
+        match standing.version {
+            Some(found) if found > schema::VERSION => {
+                return Err(OpenError::NewerContract { database, found, known: schema::VERSION });
+            }
+            Some(schema::VERSION) => {}
+            found => return Err(OpenError::NoContract { database, found, needed: schema::VERSION }),
+        }
+        if standing.is_standby {
+            return Err(OpenError::Standby { database });
+        }
+        if !standing.is_synced {
+            tracing::warn!(
+                %database,
+                "the server does not flush what it commits (fsync or synchronous_commit is off): a crash may lose \
+                 records, and their requests would execute again"
+            );
+        }
+        let durability = if standing.is_synced { Durability::Synced } else { Durability::Buffered };
+        Ok(Self { durability, ..shared })
+    }
+
+    async fn apply(&self, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
+        let unknown = || StoreError::invalid("the PostgreSQL store does not know this command");
+        // Sent again, each of these gets the answer that it lost; an operator's word is taken once.
+        let again = !matches!(command, Command::Resolve(_) | Command::Purge);
+        let call = match &command {
+            Command::Claim(claim) => claim_call(&id, claim).ok_or_else(unknown)?,
+            Command::Renew(renew) => renew_call(&id, renew),
+            Command::Complete(complete) => complete_call(&id, complete).ok_or_else(unknown)?,
+            Command::Release(release) => release_call(&id, release),
+            Command::Resolve(resolve) => resolve_call(&id, resolve).ok_or_else(unknown)?,
+            Command::Purge => Call::new("SELECT * FROM oncegate.purge_one($1)", [id_arg(&id)]),
+            _ => return Err(unknown()),
+        };
+        for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
+            let rows = self.call(call.clone(), again).await?;
+            match (record::said(rows.first().ok_or_else(strange)?)?, pause) {
+                (Said::Outcome(outcome), _) => return Ok(outcome),
+                (Said::Locked, Some(pause)) => tokio::time::sleep(pause).await,
+                (Said::Locked, None) => break,
+            }
+        }
+        Err(StoreError::unavailable("another transaction holds the record"))
+    }
+
+    /// One statement for all of them, or for the one that there is.
+    async fn send_batch(self: Arc<Self>, batch: Vec<Job>) {
+        let call = if batch.len() > 1 { many_call(&batch) } else { None };
+        let Some(call) = call else { return self.send_each(batch).await };
+        let error = match self.call(call, true).await {
+            Ok(rows) if rows.len() == batch.len() => {
+                for (job, row) in batch.into_iter().zip(&rows) {
+                    match record::said(row) {
+                        // Not before the others; it may take a while.
+                        Ok(Said::Locked) => drop(tokio::spawn(self.clone().send_each(vec![job]))),
+                        // Nobody may be waiting any more, here and below.
+                        Ok(Said::Outcome(outcome)) => drop(job.reply.send(Ok(outcome))),
+                        Err(error) => drop(job.reply.send(Err(error))),
+                    }
+                }
+                return;
+            }
+            Ok(_) => strange(),
+            Err(error) => error,
+        };
+        if error.kind() != StoreErrorKind::Unavailable {
+            // One of them was refused, and with it all were. Each is asked for by itself.
+            return self.send_each(batch).await;
+        }
+        for job in batch {
+            let _ = job.reply.send(Err(StoreError::unavailable(error.to_string())));
+        }
+    }
+
+    async fn send_each(self: Arc<Self>, batch: Vec<Job>) {
+        for job in batch {
+            let outcome = self.apply(job.id, job.command).await;
+            let _ = job.reply.send(outcome);
+        }
+    }
+
+    async fn list(&self, query: &ListQuery) -> Result<ListPage, StoreError> {
+        let text = |value: Option<&str>| {
+            value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)))
+        };
+        let octets =
+            |value: Option<&[u8]>| value.map_or(Arg::NoOctets, |value| Arg::Octets(value.to_vec().into()));
+        let args = [
+            text(query.state.map(|state| state.as_str())),
+            octets(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
+            text(query.operation.as_deref()),
+            Arg::Big(record::millis(query.min_age)),
+            octets(query.after.as_ref().map(|id| &id.as_bytes()[..])),
+            Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
+        ];
+        let rows =
+            self.call(Call::new("SELECT * FROM oncegate.list($1, $2, $3, $4, $5, $6)", args), true).await?;
+        let mut page = ListPage::default();
+        for row in &rows {
+            let id = record::record_id(row)?;
+            if maybe::<&str>(row, "state")?.is_none() {
+                page.next = Some(id);
+                continue;
+            }
+            match record::record(row) {
+                Ok(record) => page.records.push((id, record)),
+                Err(_) => page.unreadable.push(id),
+            }
+        }
+        Ok(page)
+    }
+
+    /// One call. Sent `again`, once, where its connection turned out to be dead.
+    async fn call(&self, call: Call, again: bool) -> Result<Vec<PgRow>, StoreError> {
+        let spare = again.then(|| call.clone());
+        let mut result = self.send(call).await;
+        if let (Err(Failure::Lost(_)), Some(spare)) = (&result, spare) {
+            // Whatever ended it has likely ended those that are idle, too.
+            while let Some(idle) = self.pool.try_acquire() {
+                drop(idle.detach());
+            }
+            result = self.send(spare).await;
+        }
+        result.map_err(Failure::into_store_error)
+    }
+
+    /// Sends it once, and takes its server's time from the answer.
+    async fn send(&self, call: Call) -> Result<Vec<PgRow>, Failure> {
+        let rows = self.exchange(call).await?;
+        if let Some(clock) = rows.first().and_then(|row| row.try_get::<i64, _>("clock").ok()) {
+            self.clock.saw(clock);
+        }
+        Ok(rows)
+    }
+
+    async fn exchange(&self, call: Call) -> Result<Vec<PgRow>, Failure> {
+        let mut connection = self.pool.acquire().await.map_err(Failure::Refused)?;
+        let sent = async {
+            if self.transaction_pooler {
+                call.in_one_message(&mut connection).await
+            } else {
+                call.prepared(&mut connection).await
+            }
+        };
+        // The server ends a statement by itself; where it does not answer at all, it is not waited for any longer.
+        match tokio::time::timeout(self.statement_timeout + ANSWER_MARGIN, sent).await {
+            Ok(Ok(rows)) => Ok(rows),
+            Ok(Err(error)) if is_lost(&error) => {
+                drop(connection.detach());
+                Err(Failure::Lost(error))
+            }
+            Ok(Err(error)) => Err(Failure::Refused(error)),
+            Err(_) => {
+                // In the middle of an answer: of no use to anybody.
+                drop(connection.detach());
+                Err(Failure::TimedOut)
+            }
+        }
+    }
+}
+
+/// How much longer than the server we wait for its answer.
+const ANSWER_MARGIN: Duration = Duration::from_millis(500);
+
+/// What is asked when the store is opened, and to see whether it can be used.
+const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
+     current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on' AS is_synced, \
+     oncegate.now_ms() AS clock";
+
+struct Standing {
+    version: Option<i32>,
+    is_standby: bool,
+    is_synced: bool,
+}
+
+impl Standing {
+    fn read(row: &PgRow) -> Result<Self, StoreError> {
+        Ok(Self {
+            version: maybe(row, "version")?,
+            is_standby: record::column(row, "is_standby")?,
+            is_synced: record::column(row, "is_synced")?,
+        })
+    }
+}
+
+/// No such schema, no such function, or no right to look.
+fn is_missing(error: &dyn sqlx::error::DatabaseError) -> bool {
+    matches!(error.code().as_deref(), Some("3F000" | "42883" | "42P01" | "42501"))
+}
+
+/// Why a call has no answer.
+enum Failure {
+    /// Its connection is gone: it may have been carried out.
+    Lost(Error),
+    /// The server did not answer in time: it may have been carried out.
+    TimedOut,
+    /// It was not carried out.
+    Refused(Error),
+}
+
+impl Failure {
+    fn into_store_error(self) -> StoreError {
+        match self {
+            Self::Lost(error) => StoreError::unavailable(in_words(&error)),
+            Self::Refused(error) => store_error(&error),
+            Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer in time"),
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lost(error) | Self::Refused(error) => f.write_str(&in_words(error)),
+            Self::TimedOut => f.write_str("it did not answer in time"),
+        }
+    }
+}
+
+fn id_arg(id: &RecordId) -> Arg {
+    Arg::Octets(id.as_bytes().to_vec().into())
+}
+
+fn token_arg(token: FencingToken) -> Arg {
+    Arg::Big(token_number(token))
+}
+
+/// No token that was ever given out is beyond the range; one that is made up is nobody's.
+fn token_number(token: FencingToken) -> i64 {
+    i64::try_from(token.get()).unwrap_or(-1)
+}
+
+fn duration_arg(duration: Duration) -> Arg {
+    Arg::Big(record::millis(duration))
+}
+
+fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
+    let args = [
+        id_arg(id),
+        Arg::Octets(claim.attempt.get().to_be_bytes().to_vec().into()),
+        Arg::Octets(record::fingerprint(&claim.fingerprint).into()),
+        duration_arg(claim.lease),
+        duration_arg(claim.retention),
+        Arg::Text(record::on_abandoned(claim.on_abandoned)?.to_owned()),
+        Arg::Octets(claim.label.caller().as_bytes().to_vec().into()),
+        Arg::Text(record::operation(&claim.label)),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8)", args))
+}
+
+/// Claims, or completions.
+fn many_call(batch: &[Job]) -> Option<Call> {
+    match batch.first()?.command {
+        Command::Claim(_) => claim_many_call(batch),
+        _ => complete_many_call(batch),
+    }
+}
+
+fn claim_many_call(batch: &[Job]) -> Option<Call> {
+    let (mut ids, mut attempts, mut fingerprints) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut leases, mut retentions, mut policies) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut callers, mut operations) = (Vec::new(), Vec::new());
+    for job in batch {
+        let Command::Claim(claim) = &job.command else { return None };
+        ids.push(Some(job.id.as_bytes().to_vec()));
+        attempts.push(Some(claim.attempt.get().to_be_bytes().to_vec()));
+        fingerprints.push(Some(record::fingerprint(&claim.fingerprint)));
+        leases.push(record::millis(claim.lease));
+        retentions.push(record::millis(claim.retention));
+        policies.push(record::on_abandoned(claim.on_abandoned)?.to_owned());
+        callers.push(Some(claim.label.caller().as_bytes().to_vec()));
+        operations.push(record::operation(&claim.label));
+    }
+    let args = [
+        Arg::ManyOctets(ids),
+        Arg::ManyOctets(attempts),
+        Arg::ManyOctets(fingerprints),
+        Arg::ManyBig(leases),
+        Arg::ManyBig(retentions),
+        Arg::ManyText(policies),
+        Arg::ManyOctets(callers),
+        Arg::ManyText(operations),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8)", args))
+}
+
+fn complete_many_call(batch: &[Job]) -> Option<Call> {
+    let (mut ids, mut tokens, mut states) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut responses, mut retentions) = (Vec::new(), Vec::new());
+    for job in batch {
+        let Command::Complete(complete) = &job.command else { return None };
+        let (state, response) = record::end(&complete.completion)?;
+        ids.push(Some(job.id.as_bytes().to_vec()));
+        tokens.push(token_number(complete.token));
+        states.push(state.to_owned());
+        responses.push(response.map(|response| response.as_encoded().to_vec()));
+        retentions.push(record::millis(complete.retention));
+    }
+    let args = [
+        Arg::ManyOctets(ids),
+        Arg::ManyBig(tokens),
+        Arg::ManyText(states),
+        Arg::ManyOctets(responses),
+        Arg::ManyBig(retentions),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.complete_many($1, $2, $3, $4, $5)", args))
+}
+
+fn renew_call(id: &RecordId, renew: &Renew) -> Call {
+    let args = [id_arg(id), token_arg(renew.token), duration_arg(renew.lease), duration_arg(renew.retention)];
+    Call::new("SELECT * FROM oncegate.renew($1, $2, $3, $4)", args)
+}
+
+fn complete_call(id: &RecordId, complete: &Complete) -> Option<Call> {
+    let (state, response) = record::end(&complete.completion)?;
+    let args = [
+        id_arg(id),
+        token_arg(complete.token),
+        Arg::Text(state.to_owned()),
+        response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
+        duration_arg(complete.retention),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.complete_if_owner($1, $2, $3, $4, $5)", args))
+}
+
+fn release_call(id: &RecordId, release: &Release) -> Call {
+    let args = [id_arg(id), token_arg(release.token), duration_arg(release.retention)];
+    Call::new("SELECT * FROM oncegate.release($1, $2, $3)", args)
+}
+
+fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
+    let (resolution, response) = match &resolve.resolution {
+        Resolution::Complete(response) => ("complete", response.as_ref()),
+        Resolution::Release => ("release", None),
+        _ => return None,
+    };
+    let args = [
+        id_arg(id),
+        Arg::Text(resolution.to_owned()),
+        response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
+        duration_arg(resolve.retention),
+        Arg::Flag(resolve.force),
+        Arg::Text(record::text(&resolve.actor, limits::AUDIT_TEXT_MAX)),
+        Arg::Text(record::text(&resolve.reason, limits::AUDIT_TEXT_MAX)),
+    ];
+    Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7)", args))
+}
+
+/// The server's time: as it was last seen, and what has passed here since.
+#[derive(Debug)]
+struct ServerClock(Mutex<(u64, Instant)>);
+
+impl Default for ServerClock {
+    fn default() -> Self {
+        Self(Mutex::new((0, Instant::now())))
+    }
+}
+
+impl ServerClock {
+    fn saw(&self, millis: i64) {
+        let seen = (u64::try_from(millis).unwrap_or_default(), Instant::now());
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = seen;
+    }
+
+    fn now(&self) -> Timestamp {
+        let (seen, at) = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Timestamp::from_millis(seen).after(at.elapsed())
+    }
+}

@@ -1,0 +1,153 @@
+//! Commands that are ready together, sent together.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::{Command, Completion, Outcome, RecordId, Store as _, StoreErrorKind, limits};
+use oncegate_postgres::PostgresStore;
+use sqlx::Row as _;
+
+use crate::support::{Database, claim, claims, completes, id, renews, response, run, sql_id, token, try_run};
+
+/// A store that sends one batch at a time, so that what comes meanwhile gathers.
+async fn one_sender(database: &Database) -> Arc<PostgresStore> {
+    Arc::new(PostgresStore::open(database.options().with_pool_size(3)).await.unwrap())
+}
+
+async fn all(
+    store: &Arc<PostgresStore>,
+    commands: impl IntoIterator<Item = (RecordId, Command)>,
+) -> Vec<Result<Outcome, oncegate_core::StoreError>> {
+    // Every command is put in before the first answer is awaited.
+    let sent: Vec<_> = commands
+        .into_iter()
+        .map(|(id, command)| {
+            let store = store.clone();
+            tokio::spawn(async move { store.apply(id, command).await })
+        })
+        .collect();
+    let mut answers = Vec::new();
+    for answer in sent {
+        answers.push(answer.await.unwrap());
+    }
+    answers
+}
+
+#[tokio::test]
+async fn many_commands_share_few_transactions_and_get_their_own_answers() {
+    let database = Database::fresh().await;
+    let store = one_sender(&database).await;
+    let granted = all(&store, (0..200).map(|n| (id(n), claims(n.into())))).await;
+    let tokens: Vec<_> = granted.iter().map(|outcome| token(outcome.as_ref().unwrap())).collect();
+    let mut admin = database.connect().await;
+    let transactions = "SELECT count(DISTINCT xmin::text) FROM oncegate.records";
+    let count: i64 = try_run(&mut admin, transactions).await.unwrap()[0].get(0);
+    assert!(count <= 100, "{count} transactions for 200 claims");
+    let end = |n: u8| match n % 4 {
+        0 => Completion::Tombstone,
+        1 => Completion::Unknown,
+        2 => Completion::Awaited,
+        _ => Completion::Replayable(response(b"paid")),
+    };
+    // Every tenth shows a token that is not its own.
+    let shown =
+        |n: u8| if n % 10 == 9 { tokens[usize::from(n)].get() + 1 } else { tokens[usize::from(n)].get() };
+    let completed =
+        all(&store, (0..200).map(|n| (id(n), completes(oncegate_core::FencingToken::new(shown(n)), end(n)))))
+            .await;
+    let count: i64 = try_run(&mut admin, transactions).await.unwrap()[0].get(0);
+    assert!(count <= 100, "{count} transactions for 200 completions");
+    let again = all(&store, (0..200).map(|n| (id(n), claims(1000 + u128::from(n))))).await;
+    for n in 0..200_u8 {
+        let (end, asked) =
+            (completed[usize::from(n)].as_ref().unwrap(), again[usize::from(n)].as_ref().unwrap());
+        if n % 10 == 9 {
+            assert_eq!(*end, Outcome::Fenced, "{n}");
+            assert!(matches!(asked, Outcome::InProgress { .. }), "{n}: {asked:?}");
+            continue;
+        }
+        assert_eq!(*end, Outcome::Completed, "{n}");
+        let expected = match n % 4 {
+            1 => Outcome::Unknown,
+            3 => Outcome::Replay(response(b"paid")),
+            _ => Outcome::Unreplayable,
+        };
+        assert_eq!(*asked, expected, "{n}");
+    }
+}
+
+#[tokio::test]
+async fn one_bad_command_spoils_no_other() {
+    let database = Database::fresh().await;
+    let store = one_sender(&database).await;
+    // A record that nobody can read, a claim that does not fit the contract, and one that an open transaction holds.
+    for n in [5, 6] {
+        store.apply(id(n), claims(1)).await.unwrap();
+    }
+    let mut admin = database.connect().await;
+    run(
+        &mut admin,
+        "ALTER TABLE oncegate.records DROP CONSTRAINT records_state, DROP CONSTRAINT records_owner",
+    )
+    .await;
+    run(&mut admin, &format!("UPDATE oncegate.records SET state = 'paused' WHERE id = {}", sql_id(id(5))))
+        .await;
+    run(&mut admin, &format!("BEGIN; SELECT FROM oncegate.records WHERE id = {} FOR UPDATE", sql_id(id(6))))
+        .await;
+    let command = |n: u8| {
+        // The fifth is asked for as its owner would, the sixth again as its owner does, the seventh for too long.
+        let mut claim = claim(if n == 6 { 1 } else { 2 });
+        if n == 7 {
+            claim.retention = limits::RETENTION_MAX + Duration::from_secs(1);
+        }
+        (id(n), Command::Claim(claim))
+    };
+    let answers = all(&store, (0..40).map(command)).await;
+    for (n, answer) in answers.iter().enumerate() {
+        match n {
+            5 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Corrupt),
+            6 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Unavailable),
+            7 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Invalid),
+            _ => assert!(matches!(answer, Ok(Outcome::Execute(_))), "{n}: {answer:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn commands_on_one_record_are_answered_as_if_they_came_alone() {
+    let database = Database::fresh().await;
+    let store = one_sender(&database).await;
+    let answers = all(&store, (0..60).map(|n| (id(n % 2), claims(n.into())))).await;
+    let executed = answers.iter().filter(|answer| matches!(answer, Ok(Outcome::Execute(_)))).count();
+    let waiting = answers.iter().filter(|answer| matches!(answer, Ok(Outcome::InProgress { .. }))).count();
+    assert_eq!((executed, waiting), (2, 58));
+    let owner = token(answers.iter().flatten().find(|answer| matches!(answer, Outcome::Execute(_))).unwrap());
+    assert!(matches!(
+        store.apply(id(0), renews(owner)).await.unwrap(),
+        Outcome::Renewed { .. } | Outcome::Fenced
+    ));
+}
+
+#[tokio::test]
+async fn a_claim_that_nobody_waits_for_is_not_sent() {
+    let database = Database::fresh().await;
+    let store = one_sender(&database).await;
+    let mut admin = database.connect().await;
+    // The first one is on its way for as long as the table is locked; the others wait for it, and some of them give up.
+    run(&mut admin, "BEGIN; LOCK TABLE oncegate.records").await;
+    let first = tokio::spawn({
+        let store = store.clone();
+        async move { store.apply(id(1), claims(1)).await }
+    });
+    let waits = "SELECT FROM pg_locks WHERE NOT granted";
+    let mut watcher = database.connect().await;
+    while try_run(&mut watcher, waits).await.unwrap().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    drop(store.apply(id(2), claims(2)));
+    let third = store.apply(id(3), claims(3));
+    run(&mut admin, "COMMIT").await;
+    assert!(matches!(first.await.unwrap().unwrap(), Outcome::Execute(_)));
+    assert!(matches!(third.await.unwrap(), Outcome::Execute(_)));
+    assert_eq!(store.lookup(id(2)).await.unwrap(), None);
+}

@@ -1,0 +1,366 @@
+//! The store and the functions, used well and badly.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    Answer, CallerTag, Capabilities, Command, Completion, Durability, Fencing, Label, ListQuery, OnAbandoned,
+    Outcome, Resolution, Resolve, State, StateName, Store, StoreErrorKind, StoredResponse, limits,
+};
+use oncegate_postgres::PostgresStore;
+use sqlx::Row as _;
+
+use crate::support::{
+    Database, claim, claims, completes, id, renews, response, run, sql_id, sqlstate, token, try_run,
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_of_a_hundred_claims_through_two_stores_executes() {
+    let database = Database::fresh().await;
+    let stores = [Arc::new(database.store().await), Arc::new(database.store().await)];
+    for round in 0..5 {
+        let claimants: Vec<_> = (0..100_usize)
+            .map(|n| {
+                let store = stores[n % 2].clone();
+                tokio::spawn(async move { store.apply(id(round), claims(n as u128)).await.unwrap() })
+            })
+            .collect();
+        let mut executed = 0;
+        for claimant in claimants {
+            match claimant.await.unwrap() {
+                Outcome::Execute(_) => executed += 1,
+                Outcome::InProgress { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(executed, 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_of_many_takes_over_an_abandoned_record() {
+    let database = Database::fresh().await;
+    let store = Arc::new(database.store().await);
+    let mut short = claim(1);
+    short.lease = Duration::from_millis(1);
+    let first = token(&store.apply(id(1), Command::Claim(short)).await.unwrap());
+    let claimants: Vec<_> = (2..50_u128)
+        .map(|n| {
+            let store = store.clone();
+            let mut claim = claim(n);
+            claim.on_abandoned = OnAbandoned::Reexecute;
+            tokio::spawn(async move { store.apply(id(1), Command::Claim(claim)).await.unwrap() })
+        })
+        .collect();
+    let mut tokens = Vec::new();
+    for claimant in claimants {
+        match claimant.await.unwrap() {
+            Outcome::Execute(grant) => tokens.push(grant.token),
+            outcome => assert!(matches!(outcome, Outcome::InProgress { .. }), "{outcome:?}"),
+        }
+    }
+    assert!(tokens.len() == 1 && tokens[0] > first, "{tokens:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hostile_octets_are_data() {
+    let database = Database::fresh().await;
+    let octets: Vec<u8> = (0..=255).chain(*b"'); DROP SCHEMA oncegate CASCADE; --\\").collect();
+    let value = octets.clone();
+    let answer = StoredResponse::new(200, &[("x-raw", &value[..])], &[Bytes::from(octets)], &[]).unwrap();
+    let operation = "POST /'; DROP SCHEMA oncegate CASCADE; -- \" \\ $1 %s \u{202e}é\u{0}";
+    for (number, pooler) in [(1, false), (2, true)] {
+        let store = PostgresStore::open(database.options().with_transaction_pooler(pooler)).await.unwrap();
+        let mut hostile = claim(1);
+        hostile.label = Label::new(CallerTag::from_bytes(*b"'\0\\\xff--;$"), operation);
+        let owner = token(&store.apply(id(number), Command::Claim(hostile)).await.unwrap());
+        let record = store.lookup(id(number)).await.unwrap().unwrap();
+        assert_eq!(record.label.operation(), operation.replace('\0', "\u{2400}"));
+        assert_eq!(record.label.caller().as_bytes(), b"'\0\\\xff--;$");
+        let complete = completes(owner, Completion::Replayable(answer.clone()));
+        assert_eq!(store.apply(id(number), complete).await.unwrap(), Outcome::Completed);
+        assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(answer.clone()));
+        let query = |operation: &str| {
+            let mut query = ListQuery::default();
+            query.operation = Some(operation.to_owned());
+            query
+        };
+        assert_eq!(store.list(query("POST /'; DROP\0' OR true")).await.unwrap().records, []);
+        assert_eq!(store.list(query("POST /';")).await.unwrap().records.len(), usize::from(number));
+        let resolve = Resolve {
+            resolution: Resolution::Release,
+            retention: Duration::from_secs(60),
+            force: true,
+            actor: "o'brien\0".to_owned(),
+            reason: "'); --".repeat(400),
+        };
+        store.apply(id(number + 10), claims(3)).await.unwrap();
+        let resolved = store.apply(id(number + 10), Command::Resolve(resolve)).await.unwrap();
+        assert_eq!(resolved, Outcome::Resolved { from: StateName::InProgress });
+        let entry = store.audit(None, 1).await.unwrap().remove(0);
+        assert_eq!(entry.actor, "o'brien\u{2400}");
+        assert!(entry.reason.len() <= limits::AUDIT_TEXT_MAX && entry.reason.starts_with("'); --"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_does_not_fit_the_contract_is_refused() {
+    let database = Database::fresh().await;
+    let mut app = database.connect().await;
+    let good = "decode(repeat('01', 32), 'hex'), decode(repeat('01', 16), 'hex'), decode(repeat('01', 33), 'hex'), 1000, 1000";
+    for (from, to) in [
+        ("repeat('01', 32)", "repeat('01', 31)"),
+        ("repeat('01', 16)", "repeat('01', 17)"),
+        ("repeat('01', 33)", "repeat('01', 32)"),
+        ("1000, 1000", "0, 1000"),
+        ("1000, 1000", "3600001, 1000"),
+        ("1000, 1000", "1000, 34560000001"),
+        ("1000, 1000", "1000, null"),
+        ("1000, 1000", "1000, 1000, 'Park'"),
+        ("decode(repeat('01', 32), 'hex')", "null"),
+    ] {
+        let sql = format!("SELECT * FROM oncegate.claim({})", good.replace(from, to));
+        let error = try_run(&mut app, &sql).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{sql}");
+    }
+    run(
+        &mut app,
+        &format!("SELECT * FROM oncegate.claim({})", good.replace("1000, 1000", "3600000, 34560000000")),
+    )
+    .await;
+    let record = "decode(repeat('01', 32), 'hex'), (SELECT token FROM oncegate.records)";
+    for end in
+        ["'completed', null, 1000", "'tombstone', '\\x01', 1000", "'done', null, 1000", "'unknown', null, 0"]
+    {
+        let error = try_run(&mut app, &format!("SELECT oncegate.complete_if_owner({record}, {end})"))
+            .await
+            .unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{end}");
+    }
+    // Octets that are no response never get into a record.
+    for octets in
+        ["", "01", "02000000000000", "0100c900010000", "0100c9000100000001000000ff61", "0100c9ffffffff00"]
+    {
+        let sql = format!("SELECT oncegate.complete({record}, decode('{octets}', 'hex'))");
+        let error = try_run(&mut app, &sql).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{octets}");
+    }
+    let mut store_response = claim(1);
+    store_response.retention = limits::RETENTION_MAX + Duration::from_millis(1);
+    let store = database.store().await;
+    let error = store.apply(id(9), Command::Claim(store_response)).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Invalid);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_response_made_by_the_contract_is_one() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    let sql = format!(
+        "SELECT oncegate.complete({}, {owner}, oncegate.response(201, ARRAY['Content-Type', 'X-Name'], \
+         ARRAY['text/plain', 'ü'], '\\x00ff'))",
+        sql_id(id(1))
+    );
+    run(&mut database.connect().await, &sql).await;
+    let fields = [("content-type", &b"text/plain"[..]), ("x-name", "ü".as_bytes())];
+    let expected = StoredResponse::new(201, &fields, &[Bytes::from_static(b"\x00\xff")], &[]).unwrap();
+    assert_eq!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Replay(expected));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_record_that_cannot_be_read_is_never_executed() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    store.apply(id(1), completes(owner, Completion::Replayable(response(b"paid")))).await.unwrap();
+    let mut admin = database.connect().await;
+    run(&mut admin, "UPDATE oncegate.records SET response = '\\x0100c9ffffffff00'").await;
+    assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
+    assert_eq!(store.lookup(id(1)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
+    assert_eq!(store.list(ListQuery::default()).await.unwrap().unreadable, [id(1)]);
+    // A state of some later contract.
+    run(
+        &mut admin,
+        "ALTER TABLE oncegate.records DROP CONSTRAINT records_state, DROP CONSTRAINT records_response",
+    )
+    .await;
+    run(&mut admin, "UPDATE oncegate.records SET state = 'paused'").await;
+    assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_reapers_share_the_work() {
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    let fill = "INSERT INTO oncegate.records (id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at,
+            expires_at, purge_at)
+        SELECT sha256(n::text::bytea), 'released', decode(repeat('01', 33), 'hex'), 1, 1, '\\x0000000000000000', '', 1, 1,
+            CASE WHEN n % 10 = 0 THEN oncegate.now_ms() + 3600000 ELSE 5 END, 10 FROM generate_series(1, 1000) AS n";
+    run(&mut admin, fill).await;
+    let reapers: Vec<_> = (0..4)
+        .map(|_| {
+            let options = database.options();
+            tokio::spawn(async move {
+                let store = PostgresStore::open(options).await.unwrap();
+                let mut purged = 0;
+                loop {
+                    match store.purge(50).await.unwrap() {
+                        0 => return purged,
+                        n => purged += n,
+                    }
+                }
+            })
+        })
+        .collect();
+    let mut total = 0;
+    for reaper in reapers {
+        total += reaper.await.unwrap();
+    }
+    assert_eq!(total, 900, "each expired record is purged once, and no other");
+    // What lives longer than it was noted for is noted again, and not looked at by the next purge.
+    let due = try_run(&mut admin, "SELECT FROM oncegate.records WHERE purge_at <= oncegate.now_ms()")
+        .await
+        .unwrap();
+    assert_eq!(due.len(), 0);
+    // Rows that somebody holds are left to the next time.
+    run(&mut admin, "UPDATE oncegate.records SET expires_at = 5, purge_at = 10").await;
+    let mut other = database.connect().await;
+    run(&mut other, "BEGIN; SELECT FROM oncegate.records ORDER BY id LIMIT 40 FOR UPDATE").await;
+    let store = database.store().await;
+    assert_eq!(store.purge(1000).await.unwrap(), 60);
+    run(&mut other, "ROLLBACK").await;
+    assert_eq!(store.purge(1000).await.unwrap(), 40);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn renewals_and_completions_update_no_index() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut admin = database.connect().await;
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    let version = "SELECT purge_at FROM oncegate.records";
+    let before: i64 = try_run(&mut admin, version).await.unwrap()[0].get(0);
+    for _ in 0..20 {
+        store.apply(id(1), renews(owner)).await.unwrap();
+    }
+    store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
+    let after: i64 = try_run(&mut admin, version).await.unwrap()[0].get(0);
+    assert_eq!(before, after);
+    // The server counts with a delay, when the session that wrote is idle.
+    let stats = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'records'";
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    loop {
+        let row = &try_run(&mut admin, stats).await.unwrap()[0];
+        let (updates, hot): (i64, i64) = (row.get(0), row.get(1));
+        if updates == 21 {
+            assert_eq!(hot, 21);
+            break;
+        }
+        assert!(std::time::Instant::now() < deadline, "{updates} updates, {hot} of them heap-only");
+        // Each statement lets the sessions of the store tell what they did.
+        store.lookup(id(1)).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    let name = format!("app_{}", database.name);
+    run(
+        &mut admin,
+        &format!(
+            "CREATE ROLE {name} LOGIN PASSWORD 'app'; GRANT USAGE ON SCHEMA oncegate TO {name};
+             GRANT EXECUTE ON FUNCTION oncegate.complete, oncegate.response, oncegate.lookup TO {name}"
+        ),
+    )
+    .await;
+    let store = database.store().await;
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    let mut app = database.connect().await;
+    run(&mut app, &format!("SET ROLE {name}")).await;
+    for forbidden in [
+        "SELECT * FROM oncegate.records",
+        "UPDATE oncegate.records SET token = 1",
+        "SELECT * FROM oncegate.purge(1)",
+        "SELECT * FROM oncegate.claim_many(null, null, null, null, null, null, null, null)",
+        "CREATE FUNCTION oncegate.evil() RETURNS void LANGUAGE sql AS ''",
+    ] {
+        let error = try_run(&mut app, forbidden).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "42501", "{forbidden}");
+    }
+    // Nothing of the caller's own stands before the contract's.
+    run(
+        &mut admin,
+        &format!(
+            "CREATE SCHEMA evil; GRANT USAGE ON SCHEMA evil TO {name};
+             CREATE FUNCTION evil.evil(text, text) RETURNS boolean LANGUAGE plpgsql
+                AS $$ BEGIN RAISE EXCEPTION 'evil'; END $$;
+             CREATE OPERATOR evil.= (LEFTARG = text, RIGHTARG = text, FUNCTION = evil.evil)"
+        ),
+    )
+    .await;
+    run(&mut app, "SET search_path = evil, pg_catalog").await;
+    run(&mut app, &format!("SELECT oncegate.complete({}, {owner})", sql_id(id(1)))).await;
+    let record = store.lookup(id(1)).await.unwrap().unwrap();
+    assert_eq!(record.state, State::Completed(Answer::Awaited));
+    // The store's own role needs no more than the functions.
+    run(&mut admin, &format!("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO {name}")).await;
+    let url =
+        database.url().replace("oncegate:", &format!("{name}:")).replace(database.server.password(), "app");
+    let store = PostgresStore::open(oncegate_postgres::PostgresOptions::new(&url).unwrap()).await.unwrap();
+    assert!(matches!(store.apply(id(2), claims(1)).await.unwrap(), Outcome::Execute(_)));
+    store.check().await.unwrap();
+    drop(store);
+    run(&mut admin, &format!("DROP OWNED BY {name}")).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_says_what_it_promises() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    // The server of the tests flushes nothing.
+    let mut promises = Capabilities::new("postgres", Durability::Buffered, Fencing::Monotonic);
+    promises.atomic_with_effect = true;
+    assert_eq!(store.capabilities(), promises);
+    let rows = try_run(&mut database.connect().await, "SELECT oncegate.now_ms()").await.unwrap();
+    let server: i64 = rows[0].get(0);
+    let apart = store.now().as_millis().abs_diff(server as u64);
+    assert!(apart < 5_000, "{apart} ms");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_listing_goes_on_where_a_page_was_full() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    // More than fits into a page of 8 MiB.
+    let body = vec![7; 5 * 1024 * 1024];
+    for number in 1..=4 {
+        let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
+        let answer = StoredResponse::new(200, &[], &[Bytes::from(body.clone())], &[]).unwrap();
+        store.apply(id(number), completes(owner, Completion::Replayable(answer))).await.unwrap();
+    }
+    let mut query = ListQuery::default();
+    let first = store.list(query.clone()).await.unwrap();
+    assert_eq!((first.records.len(), first.next), (2, Some(id(2))));
+    query.after = first.next;
+    let second = store.list(query).await.unwrap();
+    assert_eq!((second.records.len(), second.next), (2, None));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_listens_is_told_where_that_is_switched_on() {
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    run(&mut admin, &format!("ALTER DATABASE {} SET oncegate.notify = 'on'", database.name)).await;
+    let mut listener = sqlx::postgres::PgListener::connect(&database.url()).await.unwrap();
+    listener.listen("oncegate_1").await.unwrap();
+    let store = database.store().await;
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
+    let told = tokio::time::timeout(Duration::from_secs(60), listener.recv()).await.unwrap().unwrap();
+    assert_eq!(told.payload(), id(1).to_string());
+}

@@ -1,0 +1,130 @@
+//! Servers that die, sessions that are ended, pools that are empty.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Completion, Outcome, Store as _, StoreErrorKind};
+use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_servers::PostgresServer;
+
+use crate::support::{Database, claims, completes, id, response, run, token};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
+    let mut options = oncegate_servers::PostgresOptions::default();
+    options.fsync = true;
+    let mut server = PostgresServer::start_with(options).unwrap();
+    let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(Duration::from_secs(2));
+    schema::apply(&options).await.unwrap();
+    let store = Arc::new(PostgresStore::open(options).await.unwrap());
+    assert_eq!(store.capabilities().durability, oncegate_core::Durability::Synced);
+    // Somebody claims and completes all the time, and remembers what was acknowledged.
+    let workers: Vec<_> = (0..4_u8)
+        .map(|worker| {
+            let store = store.clone();
+            tokio::spawn(async move {
+                let mut acknowledged = Vec::new();
+                for number in 0.. {
+                    let id = id(worker * 60 + number % 60);
+                    match store.apply(id, claims(u128::from(number))).await {
+                        Ok(Outcome::Execute(grant)) => {
+                            let complete = completes(grant.token, Completion::Replayable(response(b"paid")));
+                            match store.apply(id, complete).await {
+                                Ok(Outcome::Completed) => acknowledged.push(id),
+                                Ok(other) => panic!("{other:?}"),
+                                Err(error) => {
+                                    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+                                    break;
+                                }
+                            }
+                        }
+                        Ok(Outcome::Replay(_)) => tokio::time::sleep(Duration::from_millis(1)).await,
+                        Ok(other) => panic!("{other:?}"),
+                        Err(error) => {
+                            assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+                            break;
+                        }
+                    }
+                }
+                acknowledged
+            })
+        })
+        .collect();
+    // In the middle of it, not before it began.
+    while !matches!(store.lookup(id(3)).await, Ok(Some(_))) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let mut server = tokio::task::spawn_blocking(move || {
+        server.stop_immediately().unwrap();
+        server
+    })
+    .await
+    .unwrap();
+    let mut acknowledged = Vec::new();
+    for worker in workers {
+        acknowledged.extend(worker.await.unwrap());
+    }
+    assert!(!acknowledged.is_empty());
+    assert_eq!(store.check().await.unwrap_err().kind(), StoreErrorKind::Unavailable);
+    let _server = tokio::task::spawn_blocking(move || {
+        server.start_again().unwrap();
+        server
+    })
+    .await
+    .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while store.check().await.is_err() {
+        assert!(Instant::now() < deadline, "it does not come back");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    for id in acknowledged {
+        assert_eq!(store.apply(id, claims(1 << 70)).await.unwrap(), Outcome::Replay(response(b"paid")));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sessions_that_are_ended_while_idle_are_not_noticed() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    let mut admin = database.connect().await;
+    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+               WHERE application_name = 'oncegate' AND datname = current_database()";
+    run(&mut admin, end).await;
+    assert!(matches!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::InProgress { .. }));
+    run(&mut admin, end).await;
+    assert_eq!(
+        store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap(),
+        Outcome::Completed
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_does_not_answer_is_not_waited_for() {
+    let database = Database::fresh().await;
+    let options = database.options().with_pool_size(1).with_connect_timeout(Duration::from_millis(300));
+    let options = options.with_statement_timeout(Duration::from_millis(300));
+    let store = Arc::new(PostgresStore::open(options).await.unwrap());
+    let mut admin = database.connect().await;
+    // As a migration of somebody else's would: every statement waits.
+    run(&mut admin, "BEGIN; LOCK TABLE oncegate.records").await;
+    let start = Instant::now();
+    let (first, second) = {
+        let (one, other) = (store.clone(), store.clone());
+        let one = tokio::spawn(async move { one.apply(id(1), claims(1)).await });
+        let other = tokio::spawn(async move { other.apply(id(2), claims(2)).await });
+        (one.await.unwrap().unwrap_err(), other.await.unwrap().unwrap_err())
+    };
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert_eq!([first.kind(), second.kind()], [StoreErrorKind::Unavailable; 2], "{first}; {second}");
+    run(&mut admin, "ROLLBACK").await;
+    assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_that_is_closed_says_so() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    store.close().await;
+    assert_eq!(store.apply(id(1), claims(1)).await.unwrap_err().kind(), StoreErrorKind::Unavailable);
+}

@@ -1,0 +1,25 @@
+//! The contract from another language, with nothing of ours installed.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::support::Database;
+
+/// Where builds go, as `cargo xtask test` sees it.
+fn target() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_in_python_needs_nothing_but_the_functions() {
+    let python = target().join("psycopg/bin/python");
+    assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
+    let database = Database::fresh().await;
+    let mut command = Command::new(python);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/contract.py");
+    command.arg(script).arg(database.url());
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.stdout, b"ok\n");
+}

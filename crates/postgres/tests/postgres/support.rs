@@ -1,0 +1,126 @@
+//! A server for all tests of this program, a database for each.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    AttemptId, CallerTag, Claim, Command, Complete, Completion, FencingToken, Fingerprint, Label,
+    OnAbandoned, Outcome, RecordId, Renew, StoredResponse,
+};
+use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_servers::PostgresServer;
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{AssertSqlSafe, Connection as _};
+
+static SERVER: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
+static NUMBER: AtomicU32 = AtomicU32::new(0);
+
+/// The server that all tests of this program share, for as long as one of them holds it.
+fn server() -> Arc<PostgresServer> {
+    let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+    shared.upgrade().unwrap_or_else(|| {
+        let server = Arc::new(PostgresServer::start().unwrap());
+        *shared = Arc::downgrade(&server);
+        server
+    })
+}
+
+/// A database of its own.
+pub(crate) struct Database {
+    pub(crate) server: Arc<PostgresServer>,
+    pub(crate) name: String,
+}
+
+impl Database {
+    /// Without anything in it.
+    pub(crate) async fn empty() -> Self {
+        let server = tokio::task::spawn_blocking(server).await.unwrap();
+        let name = format!("test_{}", NUMBER.fetch_add(1, Ordering::SeqCst));
+        let mut connection = PgConnection::connect(&server.url()).await.unwrap();
+        run(&mut connection, &format!("CREATE DATABASE {name}")).await;
+        Self { server, name }
+    }
+
+    /// With the contract.
+    pub(crate) async fn fresh() -> Self {
+        let database = Self::empty().await;
+        schema::apply(&database.options()).await.unwrap();
+        database
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.server.url_of(&self.name)
+    }
+
+    pub(crate) fn options(&self) -> PostgresOptions {
+        PostgresOptions::new(&self.url()).unwrap()
+    }
+
+    pub(crate) async fn store(&self) -> PostgresStore {
+        PostgresStore::open(self.options()).await.unwrap()
+    }
+
+    /// A connection such as an application has.
+    pub(crate) async fn connect(&self) -> PgConnection {
+        PgConnection::connect(&self.url()).await.unwrap()
+    }
+}
+
+/// Runs statements of the test's own.
+pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
+    try_run(connection, sql).await.unwrap();
+}
+
+pub(crate) async fn try_run(connection: &mut PgConnection, sql: &str) -> Result<Vec<PgRow>, sqlx::Error> {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).fetch_all(connection).await
+}
+
+pub(crate) fn sqlstate(error: &sqlx::Error) -> String {
+    error.as_database_error().and_then(|error| error.code()).map(|code| code.into_owned()).unwrap_or_default()
+}
+
+pub(crate) fn id(number: u8) -> RecordId {
+    RecordId::from_bytes([number; 32])
+}
+
+/// As SQL writes it.
+pub(crate) fn sql_id(id: RecordId) -> String {
+    format!("decode('{id}', 'hex')")
+}
+
+pub(crate) fn claim(attempt: u128) -> Claim {
+    Claim {
+        attempt: AttemptId::new(attempt),
+        fingerprint: Fingerprint::of_parts("test", &[b"same"]),
+        lease: Duration::from_secs(30),
+        retention: Duration::from_secs(3600),
+        on_abandoned: OnAbandoned::Park,
+        label: Label::new(CallerTag::from_bytes([7; 8]), "POST /payments"),
+    }
+}
+
+pub(crate) fn claims(attempt: u128) -> Command {
+    Command::Claim(claim(attempt))
+}
+
+pub(crate) fn renews(token: FencingToken) -> Command {
+    Command::Renew(Renew { token, lease: Duration::from_secs(30), retention: Duration::from_secs(3600) })
+}
+
+pub(crate) fn completes(token: FencingToken, completion: Completion) -> Command {
+    Command::Complete(Complete { token, completion, retention: Duration::from_secs(3600) })
+}
+
+pub(crate) fn response(body: &'static [u8]) -> StoredResponse {
+    StoredResponse::new(201, &[("content-type", &b"text/plain"[..])], &[Bytes::from_static(body)], &[])
+        .unwrap()
+}
+
+pub(crate) fn token(outcome: &Outcome) -> FencingToken {
+    match outcome {
+        Outcome::Execute(grant) => grant.token,
+        other => panic!("{other:?}"),
+    }
+}

@@ -1,0 +1,83 @@
+"""The contract as a service in Python uses it: psycopg and SQL, nothing of Oncegate's. The database's URL is the argument."""
+
+import os
+import sys
+
+import psycopg
+
+CLAIM = "SELECT * FROM oncegate.claim(%s, %s, %s, %s, %s, on_abandoned => %s, operation => %s)"
+
+
+def named(cursor):
+    return dict(zip([column.name for column in cursor.description], cursor.fetchone()))
+
+
+def claim(db, record, fingerprint=b"\x01" + b"f" * 32, lease_ms=30_000, on_abandoned="park"):
+    operation = "POST /payments'; --"
+    args = (record, os.urandom(16), fingerprint, lease_ms, 60_000, on_abandoned, operation)
+    return named(db.execute(CLAIM, args))
+
+
+def pay(app, record, token, amount, response=None):
+    """One business transaction: the effect, and last of all the completion."""
+    with app.transaction():
+        app.execute("INSERT INTO payments VALUES (%s)", (amount,))
+        app.execute("SELECT oncegate.complete(%s, %s, %s)", (record, token, response))
+
+
+def total(db):
+    return db.execute("SELECT coalesce(sum(amount), 0) FROM payments").fetchone()[0]
+
+
+def main(url):
+    with psycopg.connect(url, autocommit=True) as db, psycopg.connect(url, autocommit=True) as app:
+        db.execute("CREATE TABLE payments (amount integer NOT NULL)")
+
+        # Executes once; its answer commits with its rows, and is replayed octet for octet.
+        record = os.urandom(32)
+        granted = claim(db, record)
+        assert granted["outcome"] == "execute" and granted["attempts"] == 1, granted
+        waiting = claim(db, record)
+        assert waiting["outcome"] == "in-progress" and 0 < waiting["lease_left_ms"] <= 30_000, waiting
+        assert claim(db, record, b"\x01" + b"g" * 32)["outcome"] == "mismatch"
+        answer = db.execute(
+            "SELECT oncegate.response(201, %s, %s, %s)", (["Content-Type"], ["application/json"], b'{"paid":5}\x00\xff')
+        ).fetchone()[0]
+        pay(app, record, granted["token"], 5, answer)
+        replay = claim(db, record)
+        assert replay["outcome"] == "replay" and replay["response"] == answer, replay
+        assert answer.endswith(b'{"paid":5}\x00\xff') and total(db) == 5
+
+        # Sent again under the same token, it succeeds again; its effect is for the application not to repeat.
+        app.execute("SELECT oncegate.complete(%s, %s, %s)", (record, granted["token"], answer))
+
+        # A stale owner is told so, and its rows are rolled back.
+        record = os.urandom(32)
+        stale = claim(db, record, lease_ms=1)
+        while (taken := claim(db, record, on_abandoned="reexecute"))["outcome"] == "in-progress":
+            pass
+        assert taken["outcome"] == "execute" and taken["after_abandoned"] and taken["token"] > stale["token"], taken
+        try:
+            pay(app, record, stale["token"], 100)
+        except psycopg.Error as error:
+            assert error.sqlstate == "OG001", error
+        else:
+            raise AssertionError("a stale owner has completed")
+        assert total(db) == 5
+
+        # While the owner's transaction is open, everybody else is answered at once.
+        with app.transaction():
+            app.execute("INSERT INTO payments VALUES (7)")
+            app.execute("SELECT oncegate.complete(%s, %s)", (record, taken["token"]))
+            assert claim(db, record)["outcome"] == "in-progress"
+            renewed = named(db.execute("SELECT * FROM oncegate.renew(%s, %s, 30000, 60000)", (record, taken["token"])))
+            assert renewed["outcome"] == "locked", renewed
+        assert claim(db, record)["outcome"] == "unreplayable"
+        assert total(db) == 12
+
+        found = named(db.execute("SELECT * FROM oncegate.lookup(%s)", (record,)))
+        assert found["state"] == "awaited" and found["operation"] == "POST /payments'; --", found
+    print("ok")
+
+
+main(sys.argv[1])

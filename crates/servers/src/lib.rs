@@ -1,0 +1,7 @@
+//! Database servers for tests, from the system's packages: on free ports, in temporary directories, stopped when dropped.
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
+mod postgres;
+
+pub use postgres::{PostgresOptions, PostgresServer};

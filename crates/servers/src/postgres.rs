@@ -1,0 +1,267 @@
+//! A PostgreSQL server of one's own.
+
+use std::fs::{self, File};
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, geteuid, kill_process};
+use tempfile::TempDir;
+
+/// How long a server may take to start or to stop. Test machines are busy.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The password of the one user, so that tests see where one gets to.
+const PASSWORD: &str = "pw-4f1c";
+
+/// How a server is started.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct PostgresOptions {
+    /// Whether commits are flushed to the disk. Without, a crash of the machine loses them, a crash of the server does not.
+    pub fsync: bool,
+    /// Further settings, such as `max_connections=10`.
+    pub settings: Vec<String>,
+}
+
+/// A server with a cluster of its own, on a loopback port. Its superuser is `oncegate`. Stopped and removed when dropped.
+#[derive(Debug)]
+pub struct PostgresServer {
+    bin: PathBuf,
+    dir: TempDir,
+    owner: Option<Owner>,
+    port: u16,
+    options: PostgresOptions,
+    child: Option<Child>,
+}
+
+/// Whom the server runs as where this process is root, as whom it refuses to run.
+#[derive(Clone, Copy, Debug)]
+struct Owner {
+    uid: u32,
+    gid: u32,
+}
+
+impl PostgresServer {
+    /// A server that flushes nothing.
+    ///
+    /// # Errors
+    /// Where PostgreSQL is not installed or does not start; with the end of its log.
+    pub fn start() -> io::Result<Self> {
+        Self::start_with(PostgresOptions::default())
+    }
+
+    /// A server with these options.
+    ///
+    /// # Errors
+    /// As for [`PostgresServer::start`].
+    pub fn start_with(options: PostgresOptions) -> io::Result<Self> {
+        let owner = if geteuid().is_root() { Some(Owner::find()?) } else { None };
+        let dir = tempfile::Builder::new().prefix("oncegate-postgres-").tempdir()?;
+        if let Some(Owner { uid, gid }) = owner {
+            chown(dir.path(), Some(uid), Some(gid))?;
+        }
+        let mut server = Self { bin: binaries()?, dir, owner, port: 0, options, child: None };
+        server.init()?;
+        // Between finding a free port and taking it, somebody else may take it.
+        for attempt in 0.. {
+            server.port = free_port()?;
+            match server.start_again() {
+                Err(error) if attempt >= 3 => return Err(error),
+                Err(_) => {}
+                Ok(()) => break,
+            }
+        }
+        Ok(server)
+    }
+
+    /// How to reach the database that every cluster has.
+    #[must_use]
+    pub fn url(&self) -> String {
+        self.url_of("postgres")
+    }
+
+    /// How to reach this database.
+    #[must_use]
+    pub fn url_of(&self, database: &str) -> String {
+        format!("postgres://oncegate:{PASSWORD}@127.0.0.1:{}/{database}", self.port)
+    }
+
+    /// The port on 127.0.0.1.
+    #[must_use]
+    pub const fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The password of the superuser.
+    #[must_use]
+    pub const fn password(&self) -> &'static str {
+        PASSWORD
+    }
+
+    /// Ends it without any order, as a crash would. What was committed is there when it is started again.
+    ///
+    /// # Errors
+    /// Where it does not end.
+    pub fn stop_immediately(&mut self) -> io::Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+            kill_process(pid, Signal::QUIT)?;
+        }
+        let deadline = Instant::now() + PATIENCE;
+        while child.try_wait()?.is_none() {
+            if Instant::now() > deadline {
+                child.kill()?;
+                child.wait()?;
+                return Err(io::Error::other("PostgreSQL did not stop; it was killed"));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Starts it again after [`PostgresServer::stop_immediately`], on the same port and directory, and waits until it takes
+    /// connections.
+    ///
+    /// # Errors
+    /// Where it does not start; with the end of its log.
+    pub fn start_again(&mut self) -> io::Result<()> {
+        let log = File::options().create(true).append(true).open(self.log())?;
+        let fsync = if self.options.fsync { "fsync=on" } else { "fsync=off" };
+        let mut command = self.command("postgres");
+        command.arg("-D").arg(self.data()).args(["-p", &self.port.to_string()]);
+        command.args(["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="]);
+        command.args(["-c", fsync, "-c", "shared_buffers=32MB", "-c", "max_connections=60"]);
+        for setting in &self.options.settings {
+            command.args(["-c", setting]);
+        }
+        let mut child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if child.try_wait()?.is_some() {
+                return Err(self.failed("ended while it started"));
+            }
+            if self.is_ready(child.id()) {
+                break;
+            }
+            if Instant::now() > deadline {
+                child.kill()?;
+                child.wait()?;
+                return Err(self.failed("did not start in time"));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        self.child = Some(child);
+        Ok(())
+    }
+
+    /// The file in which a server says who it is; its eighth line is how far it got.
+    fn is_ready(&self, pid: u32) -> bool {
+        let text = fs::read_to_string(self.data().join("postmaster.pid")).unwrap_or_default();
+        let lines: Vec<_> = text.lines().map(str::trim).collect();
+        lines.first() == Some(&pid.to_string().as_str()) && lines.get(7) == Some(&"ready")
+    }
+
+    fn init(&self) -> io::Result<()> {
+        let password = self.dir.path().join("password");
+        fs::write(&password, PASSWORD)?;
+        if let Some(Owner { uid, gid }) = self.owner {
+            chown(&password, Some(uid), Some(gid))?;
+        }
+        let mut command = self.command("initdb");
+        command.arg("-D").arg(self.data()).arg("--pwfile").arg(&password);
+        command.args(["-U", "oncegate", "-A", "scram-sha-256", "-E", "UTF8", "--locale=C", "--no-sync"]);
+        let output = command.output()?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(io::Error::other(format!("initdb: {}", String::from_utf8_lossy(&output.stderr))))
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(self.bin.join(program));
+        command.current_dir(self.dir.path()).stdin(Stdio::null()).env("LC_ALL", "C");
+        if let Some(Owner { uid, gid }) = self.owner {
+            command.uid(uid).gid(gid);
+        }
+        command
+    }
+
+    fn data(&self) -> PathBuf {
+        self.dir.path().join("data")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.dir.path().join("log")
+    }
+
+    fn failed(&self, what: &str) -> io::Error {
+        let log = fs::read_to_string(self.log()).unwrap_or_default();
+        let lines: Vec<_> = log.lines().rev().take(5).collect();
+        io::Error::other(format!(
+            "PostgreSQL {what}: {}",
+            lines.into_iter().rev().collect::<Vec<_>>().join("; ")
+        ))
+    }
+}
+
+impl Drop for PostgresServer {
+    fn drop(&mut self) {
+        // Nobody is left to be told.
+        let _ = self.stop_immediately();
+    }
+}
+
+impl Owner {
+    fn find() -> io::Result<Self> {
+        let passwd = fs::read_to_string("/etc/passwd")?;
+        let named = |name: &str| {
+            passwd.lines().find_map(|line| {
+                let fields: Vec<_> = line.split(':').collect();
+                match fields.as_slice() {
+                    [found, _, uid, gid, ..] if *found == name => {
+                        Some(Self { uid: uid.parse().ok()?, gid: gid.parse().ok()? })
+                    }
+                    _ => None,
+                }
+            })
+        };
+        named("postgres").or_else(|| named("nobody")).ok_or_else(|| {
+            io::Error::other("PostgreSQL does not run as root, and there is no user postgres or nobody")
+        })
+    }
+}
+
+/// Where the newest installed version has its programs.
+fn binaries() -> io::Result<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten() {
+        let bin = entry.path().join("bin");
+        let version: Option<u32> = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        if let Some(version) = version
+            && is_there(&bin)
+        {
+            found.push((version, bin));
+        }
+    }
+    let on_path = || {
+        let path = std::env::var_os("PATH")?;
+        std::env::split_paths(&path).find(|dir| is_there(dir))
+    };
+    found.into_iter().max().map(|(_, bin)| bin).or_else(on_path).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::NotFound, "PostgreSQL is not installed (Debian package: postgresql)")
+    })
+}
+
+fn is_there(bin: &Path) -> bool {
+    bin.join("initdb").exists() && bin.join("postgres").exists()
+}
+
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
