@@ -9,7 +9,6 @@ use crate::run::Result;
 /// What a server answered.
 pub(super) struct Answer {
     pub(super) status: u16,
-    /// Its header, in lower case.
     pub(super) header: String,
     pub(super) body: String,
 }
@@ -23,7 +22,7 @@ pub(super) fn request(server: &str, line: &str, fields: &str, body: &str) -> Res
     let (header, body) = text.split_once("\r\n\r\n").ok_or(format!("{server}: {line}: answered {text:?}"))?;
     let status = header.split(' ').nth(1).and_then(|status| status.parse().ok());
     let status = status.ok_or_else(|| format!("{server}: {line}: answered {header}"))?;
-    Ok(Answer { status, header: header.to_lowercase(), body: body.to_owned() })
+    Ok(Answer { status, header: header.to_owned(), body: body.to_owned() })
 }
 
 /// Sends a request and reads nothing.

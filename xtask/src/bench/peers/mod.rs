@@ -84,6 +84,7 @@ fn sessions(library: &str, server: &Server, count: usize) -> Result<String> {
     }
     let session = || {
         let answer = request(&server.address, "POST /session", "", "")?;
+        // This server writes names of fields in lower case.
         let cookie = answer.header.lines().find_map(|line| line.strip_prefix("set-cookie: "));
         let cookie = cookie.and_then(|line| line.split(';').next());
         cookie.map(str::to_owned).ok_or_else(|| format!("no session: {}", answer.header))
