@@ -89,10 +89,13 @@ CREATE TABLE oncegate.audit (
     reason text NOT NULL
 );
 
+-- Functions with a body after RETURN are bound to what they name when they are made, whatever anybody's search_path is,
+-- and the planner takes their body in place of the call.
+
 -- The one place where time comes from.
 CREATE FUNCTION oncegate.now_ms() RETURNS bigint
-LANGUAGE sql VOLATILE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-AS $$ SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint $$;
+LANGUAGE sql VOLATILE PARALLEL SAFE
+RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 CREATE FUNCTION oncegate.contract_version() RETURNS integer
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -100,22 +103,18 @@ AS $$ SELECT max(version) FROM oncegate.contract $$;
 
 -- What an operator calls the state.
 CREATE FUNCTION oncegate.state_name(state text, lease_until bigint, clock bigint) RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT CASE
-        WHEN state = 'in-progress' AND clock >= lease_until THEN 'abandoned'
-        WHEN state = 'awaited' THEN 'tombstone'
-        ELSE state
-    END
-$$;
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE
+    WHEN state = 'in-progress' AND clock >= lease_until THEN 'abandoned'
+    WHEN state = 'awaited' THEN 'tombstone'
+    ELSE state
+END;
 
 -- When a purge looks at a row: in steps of two seconds, at its expiry or after it. A value that is still ahead is kept,
 -- because to change an indexed column is what makes an update dear, unless the row would stay for an hour too long.
 CREATE FUNCTION oncegate.purge_at(noted bigint, expires_at bigint, clock bigint) RETURNS bigint
-LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT CASE WHEN noted > clock AND noted <= expires_at + 3600000 THEN noted ELSE (expires_at + 1999) / 2000 * 2000 END
-$$;
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE WHEN noted > clock AND noted <= expires_at + 3600000 THEN noted ELSE (expires_at + 1999) / 2000 * 2000 END;
 
 CREATE FUNCTION oncegate.check_duration(name text, value_ms bigint, most_ms bigint) RETURNS void
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
@@ -180,8 +179,10 @@ BEGIN
     IF claim.on_abandoned IS NULL OR claim.on_abandoned NOT IN ('park', 'reexecute', 'reconcile') THEN
         RAISE EXCEPTION 'oncegate: on_abandoned must be park, reexecute or reconcile' USING ERRCODE = '22023';
     END IF;
-    PERFORM oncegate.check_duration('lease_ms', claim.lease_ms, 3600000);
-    PERFORM oncegate.check_duration('retention_ms', claim.retention_ms, 34560000000);
+    IF (claim.lease_ms BETWEEN 1 AND 3600000 AND claim.retention_ms BETWEEN 1 AND 34560000000) IS NOT TRUE THEN
+        PERFORM oncegate.check_duration('lease_ms', claim.lease_ms, 3600000);
+        PERFORM oncegate.check_duration('retention_ms', claim.retention_ms, 34560000000);
+    END IF;
     claim.clock := oncegate.now_ms();
 
     -- Each turn reads, decides, and comes again with what it needs to write: the row's lock, or the right to insert. A
@@ -375,7 +376,9 @@ BEGIN
     IF (complete_if_owner.state = 'completed') <> (complete_if_owner.response IS NOT NULL) THEN
         RAISE EXCEPTION 'oncegate: there is a response if and only if the state is completed' USING ERRCODE = '22023';
     END IF;
-    PERFORM oncegate.check_duration('retention_ms', complete_if_owner.retention_ms, 34560000000);
+    IF (complete_if_owner.retention_ms BETWEEN 1 AND 34560000000) IS NOT TRUE THEN
+        PERFORM oncegate.check_duration('retention_ms', complete_if_owner.retention_ms, 34560000000);
+    END IF;
     clock := oncegate.now_ms();
     SELECT t.* INTO r FROM oncegate.records AS t
         WHERE t.id = complete_if_owner.id AND t.token = complete_if_owner.token AND complete_if_owner.clock < t.expires_at
@@ -698,10 +701,49 @@ CREATE FUNCTION oncegate.claim_many(
 )
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    started bigint := oncegate.now_ms();
+    inserted bigint[];
 BEGIN
+    -- Most claims are the first of their record: these are inserted together. What claim() would refuse is left to it.
+    WITH asked AS MATERIALIZED (
+        SELECT a.* FROM unnest(ids, attempt_ids, fingerprints, leases_ms, retentions_ms, claim_many.on_abandoned, callers,
+            operations) WITH ORDINALITY AS a (id, attempt, fingerprint, lease_ms, retention_ms, policy, caller, operation, n)
+        WHERE octet_length(a.id) = 32 AND octet_length(a.attempt) = 16 AND octet_length(a.fingerprint) = 33
+            AND a.lease_ms BETWEEN 1 AND 3600000 AND a.retention_ms BETWEEN 1 AND 34560000000
+            AND a.policy IN ('park', 'reexecute', 'reconcile')
+            AND NOT EXISTS (SELECT FROM oncegate.records AS t WHERE t.id = a.id)
+    ), mine AS MATERIALIZED (
+        SELECT DISTINCT ON (a.id) a.* FROM asked AS a
+        WHERE pg_try_advisory_xact_lock(hashtextextended(encode(a.id, 'hex'), 1868784485))
+        ORDER BY a.id, a.n
+    ), put AS (
+        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, attempt, lease_until, after_abandoned,
+                caller, operation, created_at, changed_at, expires_at, purge_at)
+            SELECT m.id, 'in-progress', m.fingerprint, started, 1, m.attempt, started + m.lease_ms, false,
+                m.caller, m.operation, started, started, started + m.lease_ms + m.retention_ms,
+                oncegate.purge_at(0, started + m.lease_ms + m.retention_ms, started)
+            FROM mine AS m
+            ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING
+            RETURNING t.id
+    )
+    SELECT array_agg(m.n) INTO inserted FROM put AS p JOIN mine AS m ON m.id = p.id;
+
     FOR n IN 1..coalesce(array_length(ids, 1), 0) LOOP
-        RETURN QUERY SELECT c.* FROM oncegate.claim(ids[n], attempt_ids[n], fingerprints[n], leases_ms[n], retentions_ms[n],
-            claim_many.on_abandoned[n], callers[n], operations[n]) AS c;
+        IF n = ANY (inserted) THEN
+            outcome := 'execute';
+            token := started;
+            attempts := 1;
+            lease_until := started + leases_ms[n];
+            after_abandoned := false;
+            lease_left_ms := NULL;
+            response := NULL;
+            clock := started;
+            RETURN NEXT;
+        ELSE
+            RETURN QUERY SELECT c.* FROM oncegate.claim(ids[n], attempt_ids[n], fingerprints[n], leases_ms[n],
+                retentions_ms[n], claim_many.on_abandoned[n], callers[n], operations[n]) AS c;
+        END IF;
     END LOOP;
 END
 $$;

@@ -94,6 +94,10 @@ pub(crate) fn in_words(error: &Error) -> String {
     match error {
         Error::Database(error) => {
             let code = code(&**error);
+            if code == "08P01" && error.message().contains("startup parameter") {
+                return "a pooler between here and PostgreSQL takes no settings; add pooler=transaction to the URL"
+                    .to_owned();
+            }
             match code.get(..2) {
                 // About the connection, the role, the database and the server's resources; never about data.
                 Some("08" | "28" | "3D" | "53" | "57" | "58") => {

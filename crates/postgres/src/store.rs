@@ -11,7 +11,7 @@ use oncegate_core::{
     StoreErrorKind, StoreFuture, Timestamp, limits,
 };
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
-use sqlx::{Error, Row as _};
+use sqlx::{Connection as _, Error, Row as _};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
@@ -363,7 +363,15 @@ impl Shared {
                 drop(connection.detach());
                 Err(Failure::Lost(error))
             }
-            Ok(Err(error)) => Err(Failure::Refused(error)),
+            Ok(Err(error)) => {
+                // The server tells of an error before it lets go of what the statement held: whoever asks again at once,
+                // on another connection, would find it held by ourselves. A connection that says so is through with it.
+                match tokio::time::timeout(ANSWER_MARGIN, connection.ping()).await {
+                    Ok(Ok(())) => {}
+                    _ => drop(connection.detach()),
+                }
+                Err(Failure::Refused(error))
+            }
             Err(_) => {
                 // In the middle of an answer: of no use to anybody.
                 drop(connection.detach());

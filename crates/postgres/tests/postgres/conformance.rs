@@ -1,14 +1,16 @@
 //! The suite that every store is held to. In its database, and only there, `oncegate.now_ms()` shows the suite's clock.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Clock as _, Command, Durability, ListPage, ListQuery, Outcome, Record,
-    RecordId, Store, StoreFuture, Timestamp,
+    AuditEntry, Capabilities, Claim, Clock as _, Command, Durability, FencingToken, Grant, ListPage,
+    ListQuery, OnAbandoned, Outcome, Record, RecordId, Store, StoreFuture, StoredResponse, Timestamp,
 };
 use oncegate_postgres::PostgresStore;
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use sqlx::Row as _;
 use sqlx::postgres::PgConnection;
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
@@ -26,6 +28,8 @@ struct Clocked {
     store: PostgresStore,
     clock: Arc<ManualClock>,
     control: Arc<Mutex<(PgConnection, Timestamp)>>,
+    /// Claims go through `claim_many`, with one of another record before each.
+    batched: bool,
 }
 
 impl Clocked {
@@ -39,6 +43,54 @@ impl Clocked {
     }
 }
 
+impl Clocked {
+    async fn claim_in_batch(&self, id: RecordId, claim: Claim) -> Outcome {
+        let two = |octets: &[u8]| vec![octets.to_vec(); 2];
+        let policy = match claim.on_abandoned {
+            OnAbandoned::Park => "park",
+            _ => "reexecute",
+        };
+        let fingerprint = [&[claim.fingerprint.version()], &claim.fingerprint.digest()[..]].concat();
+        let rows = sqlx::query("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8)")
+            .bind(vec![vec![0xee; 32], id.as_bytes().to_vec()])
+            .bind(two(&claim.attempt.get().to_be_bytes()))
+            .bind(two(&fingerprint))
+            .bind(vec![claim.lease.as_millis() as i64; 2])
+            .bind(vec![claim.retention.as_millis() as i64; 2])
+            .bind(vec![policy; 2])
+            .bind(two(claim.label.caller().as_bytes()))
+            .bind(vec![claim.label.operation(); 2])
+            .fetch_all(&mut self.control.lock().await.0)
+            .await
+            .unwrap();
+        run(&mut self.control.lock().await.0, OTHER_IS_GONE).await;
+        let [_, row] = rows.as_slice() else { panic!("{} rows", rows.len()) };
+        let number = |name: &str| row.get::<i64, _>(name) as u64;
+        match row.get::<&str, _>("outcome") {
+            "execute" => Outcome::Execute(Grant {
+                token: FencingToken::new(number("token")),
+                attempts: number("attempts") as u32,
+                lease_until: Timestamp::from_millis(number("lease_until")),
+                after_abandoned: row.get("after_abandoned"),
+            }),
+            "replay" => {
+                let octets: Vec<u8> = row.get("response");
+                Outcome::Replay(StoredResponse::decode(octets.into()).unwrap())
+            }
+            "in-progress" => {
+                Outcome::InProgress { lease_left: Duration::from_millis(number("lease_left_ms")) }
+            }
+            "mismatch" => Outcome::Mismatch,
+            "unknown" => Outcome::Unknown,
+            "unreplayable" => Outcome::Unreplayable,
+            other => panic!("{other}"),
+        }
+    }
+}
+
+/// Nothing but the suite's own records is to be seen.
+const OTHER_IS_GONE: &str = "DELETE FROM oncegate.records WHERE id = decode(repeat('ee', 32), 'hex')";
+
 macro_rules! with_clock {
     ($self:ident, $call:expr) => {
         Box::pin(async move {
@@ -50,7 +102,13 @@ macro_rules! with_clock {
 
 impl Store for Clocked {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        with_clock!(self, self.store.apply(id, command))
+        Box::pin(async move {
+            self.set_clock().await;
+            match command {
+                Command::Claim(claim) if self.batched => Ok(self.claim_in_batch(id, claim).await),
+                command => self.store.apply(id, command).await,
+            }
+        })
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
@@ -83,7 +141,7 @@ impl Store for Clocked {
     }
 }
 
-fn conforms(cases: u32, transaction_pooler: bool) {
+fn conforms(cases: u32, transaction_pooler: bool, batched: bool) {
     let runtime = Runtime::new().unwrap();
     let (database, control) = runtime.block_on(async {
         let database = Database::fresh().await;
@@ -97,19 +155,24 @@ fn conforms(cases: u32, transaction_pooler: bool) {
         runtime.block_on(async { run(&mut control.lock().await.0, empty).await });
         |clock: Arc<ManualClock>| {
             let store = runtime.block_on(PostgresStore::open(options.clone())).unwrap();
-            Clocked { store, clock, control: control.clone() }
+            Clocked { store, clock, control: control.clone(), batched }
         }
     });
 }
 
 #[test]
 fn the_postgres_store_conforms() {
-    conforms(32, false);
+    conforms(32, false, false);
 }
 
 #[test]
 fn it_conforms_behind_a_transaction_pooler() {
-    conforms(8, true);
+    conforms(8, true, false);
+}
+
+#[test]
+fn it_conforms_in_batches() {
+    conforms(24, false, true);
 }
 
 #[test]

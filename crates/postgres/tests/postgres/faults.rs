@@ -102,7 +102,7 @@ async fn sessions_that_are_ended_while_idle_are_not_noticed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_does_not_answer_is_not_waited_for() {
     let database = Database::fresh().await;
-    let options = database.options().with_pool_size(1).with_connect_timeout(Duration::from_millis(300));
+    let options = database.options().with_pool_size(1).with_connect_timeout(Duration::from_secs(3));
     let options = options.with_statement_timeout(Duration::from_millis(300));
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     let mut admin = database.connect().await;
@@ -115,7 +115,7 @@ async fn a_server_that_does_not_answer_is_not_waited_for() {
         let other = tokio::spawn(async move { other.apply(id(2), claims(2)).await });
         (one.await.unwrap().unwrap_err(), other.await.unwrap().unwrap_err())
     };
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     assert_eq!([first.kind(), second.kind()], [StoreErrorKind::Unavailable; 2], "{first}; {second}");
     run(&mut admin, "ROLLBACK").await;
     assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));

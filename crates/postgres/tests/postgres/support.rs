@@ -54,8 +54,11 @@ impl Database {
         self.server.url_of(&self.name)
     }
 
+    /// With more patience than the default has: machines of tests are busy.
     pub(crate) fn options(&self) -> PostgresOptions {
-        PostgresOptions::new(&self.url()).unwrap()
+        let patience = Duration::from_secs(60);
+        let options = PostgresOptions::new(&self.url()).unwrap();
+        options.with_connect_timeout(patience).with_statement_timeout(patience)
     }
 
     pub(crate) async fn store(&self) -> PostgresStore {
