@@ -149,9 +149,11 @@ impl Shared {
             if let (Some(at), Some(every)) = (purge_at, self.purge_every)
                 && now >= at
             {
-                // Several steps where there is much to do, but never so many that renewals wait long.
+                // Step after step where there is much to do, so that it keeps up with any number of claims; but for half of
+                // the time at the most.
                 let more = self.purge().await;
-                purge_at = Some(Instant::now() + if more { every / 20 } else { every });
+                let took = now.elapsed().max(Duration::from_millis(1));
+                purge_at = Some(Instant::now() + if more { took.min(every) } else { every });
             }
         }
     }

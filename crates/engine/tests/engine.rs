@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Clock, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned, RecordId, Scope,
-    StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+    AttemptId, Claim, Clock, Command, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore,
+    OnAbandoned, RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
 };
 use oncegate_engine::{
     ClaimOutcome, ClaimRequest, Engine, Event, EventKind, Observer, Permit, Policy, Settled,
@@ -460,6 +460,30 @@ async fn expired_records_are_purged_without_being_asked_for() {
     sleep(LEASE + Duration::from_secs(20)).await;
     assert!(world.faults.calls(Operation::Purge) > 0);
     assert_eq!(world.state().await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn purging_keeps_up_with_many_records() {
+    const RECORDS: u32 = 100_000;
+    let store = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
+    let world = World::on(store.clone());
+    for number in 0..RECORDS {
+        let key = IdempotencyKey::new(number.to_be_bytes()).unwrap();
+        let claim = Claim {
+            attempt: AttemptId::new(number.into()),
+            fingerprint: request().fingerprint,
+            lease: Duration::from_secs(1),
+            retention: Duration::from_secs(10),
+            on_abandoned: OnAbandoned::Park,
+            label: Label::default(),
+        };
+        store.apply(RecordId::derive(&Scope::single_tenant(), &key), Command::Claim(claim)).await.unwrap();
+    }
+    world.permit(request()).await.release().await;
+    assert_eq!(store.len(), RECORDS as usize + 1);
+    // They end together, and are looked for every second.
+    sleep(Duration::from_secs(16)).await;
+    assert_eq!(store.len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
