@@ -358,6 +358,35 @@ async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
 }
 
 #[tokio::test]
+async fn a_completion_is_the_same_only_with_the_same_octets() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let grant = granted(&store, 1, 1).await;
+    assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
+    assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
+    assert_eq!(store.apply(id(1), completion(grant.token, 2)).await.unwrap(), Outcome::Fenced);
+    assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
+}
+
+#[tokio::test]
+async fn an_awaited_completion_takes_its_answer_once() {
+    let server = start(ServerOptions::new());
+    let store = open(&server.url()).await;
+    let token = granted(&store, 1, 1).await.token;
+    let awaited = Complete { token, completion: Completion::Awaited, retention: MINUTE };
+    for _ in 0..2 {
+        let outcome = store.apply(id(1), Command::Complete(awaited.clone())).await.unwrap();
+        assert_eq!(outcome, Outcome::Completed);
+        assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Unreplayable);
+    }
+    assert_eq!(store.apply(id(1), completion(token, 1)).await.unwrap(), Outcome::Completed);
+    for command in [completion(token, 2), Command::Complete(awaited), release(token)] {
+        assert_eq!(store.apply(id(1), command).await.unwrap(), Outcome::Fenced);
+    }
+    assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
+}
+
+#[tokio::test]
 async fn a_response_that_cannot_be_read_is_corrupt() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;

@@ -48,7 +48,7 @@ fn the_redis_store_conforms() {
     let runtime = Runtime::new().unwrap();
     let server = RedisServer::start(ServerOptions::new().with_appendfsync("always")).unwrap();
     let options = RedisOptions::from_url(&server.url()).unwrap();
-    Suite::new().with_cases(64).with_own_expiry().with_any_order().check(|| {
+    Suite::new().with_cases(128).with_own_expiry().with_any_order().check(|| {
         server.command(&["FLUSHALL"]).unwrap();
         let by = real_now() - Duration::from_millis(SUITE_START);
         let (runtime, options) = (&runtime, &options);
