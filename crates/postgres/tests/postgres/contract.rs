@@ -154,6 +154,73 @@ async fn what_does_not_fit_the_contract_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_batch_is_held_to_the_same_bounds() {
+    let database = Database::fresh().await;
+    let mut app = database.connect().await;
+    let sql = |id: u32, lease: u64, retention: u64, policy: &str| {
+        format!(
+            "SELECT outcome FROM oncegate.claim_many(ARRAY[decode(repeat('01', {id}), 'hex')], \
+             ARRAY[decode(repeat('01', 16), 'hex')], ARRAY[decode(repeat('01', 33), 'hex')], \
+             ARRAY[{lease}], ARRAY[{retention}], ARRAY['{policy}'], ARRAY['\\x0000000000000000'::bytea], ARRAY[''])"
+        )
+    };
+    for (id, lease, retention, policy) in [
+        (31, 1000, 1000, "park"),
+        (32, 0, 1000, "park"),
+        (32, 3_600_001, 1000, "park"),
+        (32, 1000, 0, "park"),
+        (32, 1000, 34_560_000_001, "park"),
+        (32, 1000, 1000, "Park"),
+    ] {
+        let sql = sql(id, lease, retention, policy);
+        let error = try_run(&mut app, &sql).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{sql}");
+    }
+    let rows = try_run(&mut app, &sql(32, 3_600_000, 34_560_000_000, "park")).await.unwrap();
+    assert_eq!(rows[0].get::<&str, _>(0), "execute");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_becomes_known_by_its_owner() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut short = claim(1);
+    short.lease = Duration::from_millis(1);
+    let owner = token(&store.apply(id(1), Command::Claim(short)).await.unwrap());
+    while store.apply(id(1), claims(2)).await.unwrap() != Outcome::Unknown {}
+    assert_eq!(store.apply(id(1), renews(owner)).await.unwrap(), Outcome::Fenced);
+    let answer = Completion::Replayable(response(b"paid"));
+    assert_eq!(store.apply(id(1), completes(owner, answer)).await.unwrap(), Outcome::Completed);
+    assert_eq!(store.apply(id(1), claims(3)).await.unwrap(), Outcome::Replay(response(b"paid")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn at_its_expiry_and_not_before_a_record_is_absent() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut admin = database.connect().await;
+    let clock = |millis: u64| {
+        format!(
+            "CREATE OR REPLACE FUNCTION oncegate.now_ms() RETURNS bigint LANGUAGE sql AS 'SELECT {millis}::bigint'"
+        )
+    };
+    run(&mut admin, &clock(1_000_000)).await;
+    let first = token(&store.apply(id(1), claims(1)).await.unwrap());
+    store.apply(id(1), completes(first, Completion::Tombstone)).await.unwrap();
+    let store = database.store().await; // whose plans know of no other clock
+    run(&mut admin, &clock(1_000_000 + 3_600_000 - 1)).await;
+    assert_eq!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Unreplayable);
+    assert_eq!(store.purge(10).await.unwrap(), 0);
+    run(&mut admin, &clock(1_000_000 + 3_600_000)).await;
+    assert_eq!(store.lookup(id(1)).await.unwrap(), None);
+    let outcome = store.apply(id(1), claims(3)).await.unwrap();
+    assert!(
+        matches!(&outcome, Outcome::Execute(grant) if grant.attempts == 1 && grant.token > first),
+        "{outcome:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_response_made_by_the_contract_is_one() {
     let database = Database::fresh().await;
     let store = database.store().await;

@@ -56,7 +56,7 @@ impl Database {
 
     /// With more patience than the default has: machines of tests are busy.
     pub(crate) fn options(&self) -> PostgresOptions {
-        let patience = Duration::from_secs(60);
+        let patience = Duration::from_secs(20);
         let options = PostgresOptions::new(&self.url()).unwrap();
         options.with_connect_timeout(patience).with_statement_timeout(patience)
     }
@@ -67,7 +67,10 @@ impl Database {
 
     /// A connection such as an application has.
     pub(crate) async fn connect(&self) -> PgConnection {
-        PgConnection::connect(&self.url()).await.unwrap()
+        let mut connection = PgConnection::connect(&self.url()).await.unwrap();
+        // Whoever waits for a lock where nobody should is an error and no standstill.
+        run(&mut connection, "SET statement_timeout = '20s'").await;
+        connection
     }
 }
 
