@@ -149,11 +149,12 @@ impl Shared {
             if let (Some(at), Some(every)) = (purge_at, self.purge_every)
                 && now >= at
             {
-                // Step after step where there is much to do, so that it keeps up with any number of claims; but for half of
-                // the time at the most.
+                // Step after step where there is much to do, so that it keeps up with claims; but with rests between them,
+                // as long as the steps where these are short.
                 let more = self.purge().await;
-                let took = now.elapsed().max(Duration::from_millis(1));
-                purge_at = Some(Instant::now() + if more { took.min(every) } else { every });
+                let rest =
+                    now.elapsed().clamp(Duration::from_millis(1), (every / 20).max(Duration::from_millis(1)));
+                purge_at = Some(Instant::now() + if more { rest } else { every });
             }
         }
     }
