@@ -85,6 +85,7 @@ pub(super) fn draft(
         connect_timeout: given(&values.connect_timeout),
         drain_timeout: given(&values.drain_timeout),
         request_budget: given(&values.request_budget),
+        store_cache: given(&values.store_cache),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         tls: tls.clone(),

@@ -62,6 +62,8 @@ pub(crate) struct Config {
     pub(crate) drain_timeout: Duration,
     /// What the bodies of requests with a key may hold together.
     pub(crate) request_budget: usize,
+    /// What a store in a directory may keep of its file.
+    pub(crate) store_cache: usize,
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,

@@ -192,6 +192,11 @@ settings! {
     "store" SERVICE Service One "DIR|URL|memory:" Value("./oncegate-data");
     store: StoreChoice = units::store;
 
+    /// The most memory in which a store in a directory keeps pages of its file. What does not fit is read again: give it
+    /// more where there are millions of records. At most 1024GiB.
+    "store-cache" SERVICE Service One "SIZE" Value("64MiB");
+    store_cache: usize = units::store_cache;
+
     /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
     "tls-cert" SERVICE Service One "FILE" Nothing("no TLS");
     tls_cert: PathBuf = units::path;

@@ -112,6 +112,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("fingerprint.headers", "X-Version"),
     ("max-request-body", "64KiB"),
     ("request-budget", "64MiB"),
+    ("store-cache", "1GiB"),
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
     ("connect-timeout", "1s"),
@@ -587,6 +588,7 @@ fn every_setting_of_the_service_arrives() {
         ("connect-timeout", "1s", "connect_timeout: 1s"),
         ("drain-timeout", "60s", "drain_timeout: 60s"),
         ("request-budget", "64MiB", "request_budget: 67108864"),
+        ("store-cache", "1GiB", "store_cache: 1073741824"),
     ] {
         let variable = Setting::named(name).unwrap().variable();
         let said = [TO, (&variable, text)];

@@ -262,6 +262,13 @@ pub(crate) fn request_budget(text: &str) -> Read<usize> {
     at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
 }
 
+/// Largest that may be configured for the store's pages: more than machines have.
+const STORE_CACHE_MAX: usize = 1 << 40;
+
+pub(crate) fn store_cache(text: &str) -> Read<usize> {
+    at_most(text, STORE_CACHE_MAX, "all of it may be in memory at once")
+}
+
 pub(crate) fn response_body(text: &str) -> Read<usize> {
     at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
 }
@@ -594,6 +601,8 @@ mod tests {
         assert!(request_body("1GiB").is_ok());
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
         assert!(request_budget("1024GiB").is_ok());
+        assert!(store_cache("1024GiB").is_ok());
+        assert!(error(store_cache("1025GiB")).contains("at most 1024GiB"));
         assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));
     }
 

@@ -49,7 +49,7 @@ fn allow_many_files() {
 }
 
 async fn serve(config: Config) -> Result<(), String> {
-    let store = open(&config.store).await?;
+    let store = open(&config).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     let (listen, sockets) = bind(config.listen, threads)
@@ -122,17 +122,18 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(error.to_string()))
 }
 
-async fn open(choice: &StoreChoice) -> Result<Arc<dyn Store>, String> {
-    Ok(match choice {
+async fn open(config: &Config) -> Result<Arc<dyn Store>, String> {
+    Ok(match &config.store {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
-        StoreChoice::Directory(directory) => Arc::new(open_directory(directory)?),
+        StoreChoice::Directory(directory) => Arc::new(open_directory(directory, config.store_cache)?),
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
     })
 }
 
-fn open_directory(directory: &Path) -> Result<EmbeddedStore, String> {
-    EmbeddedStore::open(EmbeddedOptions::new(directory)).map_err(|error| error.to_string())
+fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, String> {
+    EmbeddedStore::open(EmbeddedOptions::new(directory).with_cache_bytes(cache))
+        .map_err(|error| error.to_string())
 }
 
 async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, String> {
