@@ -129,7 +129,7 @@ impl RedisServer {
         text
     }
 
-    /// Starts it again on its port and its directory, after [`kill`](Self::kill) or [`stop`](Self::stop).
+    /// Starts it again on its port and its directory, after [`kill`](Self::kill).
     ///
     /// # Errors
     /// Where it does not answer in time.
