@@ -463,6 +463,40 @@ async fn expired_records_are_purged_without_being_asked_for() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_lease_is_renewed_where_nothing_else_wakes_the_keeper() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
+    let engine = Engine::builder(store.clone()).with_purge_every(None).build();
+    let world = World { engine, ..World::on(store) };
+    world.permit(request()).await.release().await;
+    // By now it has nothing to do, and sleeps.
+    sleep(LEASE).await;
+    let permit = world.permit(request()).await;
+    sleep(LEASE * 3).await;
+    assert_eq!(world.state().await, Some(StateName::InProgress));
+    assert!(permit.attempt().is_owner());
+}
+
+#[test]
+fn leases_are_renewed_on_the_runtime_that_is_there_when_an_earlier_one_is_gone() {
+    let runtime =
+        || tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let first = runtime();
+    let world = first.block_on(async {
+        let world = World::new();
+        world.permit(request()).await.release().await;
+        sleep(Duration::from_secs(1)).await;
+        world
+    });
+    drop(first);
+    runtime().block_on(async {
+        let permit = world.permit(request()).await;
+        sleep(LEASE * 3).await;
+        assert_eq!(world.state().await, Some(StateName::InProgress));
+        assert!(permit.attempt().is_owner());
+    });
+}
+
+#[tokio::test(start_paused = true)]
 async fn purging_keeps_up_with_many_records() {
     const RECORDS: u32 = 100_000;
     let store = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
