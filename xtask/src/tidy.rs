@@ -35,7 +35,18 @@ const ARROWS: &[(&str, &[&str])] = &[
         &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-testkit"],
     ),
     ("oncegate-servers", &[]),
-    ("oncegate-benches", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    (
+        "oncegate-benches",
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-embedded",
+            "oncegate-http",
+            "oncegate-postgres",
+            "oncegate-redis",
+            "oncegate-servers",
+        ],
+    ),
     ("axum-payments", &["oncegate"]),
     ("xtask", &[]),
 ];
