@@ -16,7 +16,7 @@ use oncegate_core::{
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::TaskTracker;
 
 use crate::attempt::{Attempt, DEFERRED, Permit};
@@ -131,6 +131,11 @@ impl EngineBuilder {
 
 /// A claim that got no answer is sent again once, after so long.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
+
+/// A claim that waits for another process asks again when the store is told of something, and after so long in any case:
+/// at first, doubled each time, and at last.
+const POLL_FIRST: Duration = Duration::from_millis(25);
+const POLL_LAST: Duration = Duration::from_millis(500);
 
 /// How long a claim waits for another claim of the same process that is asking the store. A store answers sooner.
 const CLAIMING_PATIENCE: Duration = Duration::from_secs(30);
@@ -348,7 +353,10 @@ impl Inner {
     ) -> Result<ClaimOutcome, StoreError> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
         let attempt = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
-        let mut pause = Duration::from_millis(25);
+        let store = self.store.clone();
+        let mut pause = POLL_FIRST;
+        let mut changed = None;
+        let mut heed_from = Instant::now();
         loop {
             let asked_at = Instant::now();
             let outcome = match self.ask(&request, attempt).await {
@@ -371,11 +379,24 @@ impl Inner {
                 }
                 Outcome::InProgress { lease_left } => {
                     let until = asked_at + lease_left;
-                    let again = Instant::now() + pause.min(lease_left.max(Duration::from_millis(1)));
-                    if deadline.is_some_and(|deadline| again < deadline) {
+                    if let Some(deadline) = deadline.filter(|deadline| Instant::now() < *deadline) {
                         leader.set_executing(until);
-                        tokio::time::sleep_until(again).await;
-                        pause = (pause * 2).min(Duration::from_millis(500));
+                        // Nothing left: somebody's open transaction holds the record, nobody knows for how long.
+                        let most = if lease_left.is_zero() { pause } else { pause.min(lease_left) };
+                        let again = Instant::now() + most.max(Duration::from_millis(1));
+                        // Kept from one turn to the next: what it is told while the store is asked is not lost.
+                        let told = changed.get_or_insert_with(|| store.changed(request.id));
+                        let heard = async {
+                            sleep_until(heed_from).await;
+                            told.await;
+                        };
+                        if timeout_at(again.min(deadline), heard).await.is_ok() {
+                            changed = None;
+                            // It may have been for nothing, and go on so.
+                            heed_from = Instant::now() + POLL_FIRST;
+                        } else {
+                            pause = (pause * 2).min(POLL_LAST);
+                        }
                         continue;
                     }
                     (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })
