@@ -14,7 +14,7 @@ use oncegate_core::{
     StoreError, StoreErrorKind, StoredResponse,
 };
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::TaskTracker;
@@ -221,14 +221,28 @@ impl Engine {
         request: ClaimRequest,
         deadline: Option<Instant>,
     ) -> Result<ClaimOutcome, StoreError> {
+        let patience = deadline.map(|deadline| Patience { deadline, gone: Arc::default() });
+        let gone = patience.as_ref().map(|patience| patience.gone.clone());
         let mut work: Pin<Box<dyn Future<Output = _> + Send>> =
-            Box::pin(self.inner.clone().lead(leader, request, deadline));
+            Box::pin(self.inner.clone().lead(leader, request, patience));
         if let Poll::Ready(result) = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
             return result;
         }
-        let (send, receive) = oneshot::channel();
+        let (mut send, receive) = oneshot::channel();
         let runtime = Handle::current();
         self.spawn(async move {
+            if let Some(gone) = gone {
+                let done = tokio::select! {
+                    biased;
+                    result = &mut work => Some(result),
+                    () = send.closed() => None,
+                };
+                if let Some(result) = done {
+                    let _gone = send.send(Undelivered { result: Some(result), runtime });
+                    return;
+                }
+                gone.notify_one();
+            }
             // A caller that is gone drops it here; one that goes just now drops it unread.
             let _gone = send.send(Undelivered { result: Some(work.await), runtime });
         });
@@ -237,6 +251,12 @@ impl Engine {
             Err(_) => Err(StoreError::unavailable("the engine is shutting down")),
         }
     }
+}
+
+/// How long a claim waits for another process: until then, or until its caller is gone.
+struct Patience {
+    deadline: Instant,
+    gone: Arc<Notify>,
 }
 
 /// The outcome of a claim on its way to the caller. Dropped unread, a claim that was granted is taken back: its caller is
@@ -349,7 +369,7 @@ impl Inner {
         self: Arc<Self>,
         leader: Leader,
         request: ClaimRequest,
-        deadline: Option<Instant>,
+        patience: Option<Patience>,
     ) -> Result<ClaimOutcome, StoreError> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
         let attempt = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
@@ -379,7 +399,8 @@ impl Inner {
                 }
                 Outcome::InProgress { lease_left } => {
                     let until = asked_at + lease_left;
-                    if let Some(deadline) = deadline.filter(|deadline| Instant::now() < *deadline) {
+                    let patience = patience.as_ref().filter(|patience| Instant::now() < patience.deadline);
+                    if let Some(Patience { deadline, gone }) = patience {
                         leader.set_executing(until);
                         // Nothing left: somebody's open transaction holds the record, nobody knows for how long.
                         let most = if lease_left.is_zero() { pause } else { pause.min(lease_left) };
@@ -390,7 +411,12 @@ impl Inner {
                             sleep_until(heed_from).await;
                             told.await;
                         };
-                        if timeout_at(again.min(deadline), heard).await.is_ok() {
+                        let is_told = tokio::select! {
+                            heard = timeout_at(again.min(*deadline), heard) => heard.is_ok(),
+                            // Those who came along ask for themselves.
+                            () = gone.notified() => return Ok(ClaimOutcome::InProgress { lease_left }),
+                        };
+                        if is_told {
                             changed = None;
                             // It may have been for nothing, and go on so.
                             heed_from = Instant::now() + POLL_FIRST;

@@ -536,6 +536,40 @@ async fn a_waiter_that_is_told_of_a_completion_in_another_process_does_not_wait_
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_waiter_that_goes_away_leaves_the_store_alone_and_those_who_came_along_wait_on() {
+    let world = World::new();
+    let told = Told::on(world.store.clone(), false);
+    let other = Arc::new(World::on(Arc::new(ToldStore(told.clone()))));
+    let permit = world.permit(request()).await;
+    let wait = || {
+        let other = other.clone();
+        tokio::spawn(async move { other.claim(waiting(LEASE)).await })
+    };
+    let (first, second) = (wait(), wait());
+    sleep(Duration::from_secs(3)).await;
+    first.abort();
+    assert!(first.await.unwrap_err().is_cancelled());
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(told.waiting.load(Ordering::SeqCst), 1, "the second one");
+    permit.complete(answer("one")).await;
+    assert!(replays(&second.await.unwrap(), "one"));
+
+    let permit = world.permit(ClaimRequest { id: RecordId::from_bytes([7; 32]), ..request() }).await;
+    let waiter = tokio::spawn({
+        let other = other.clone();
+        async move { other.claim(ClaimRequest { id: RecordId::from_bytes([7; 32]), ..waiting(LEASE) }).await }
+    });
+    sleep(Duration::from_secs(3)).await;
+    waiter.abort();
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!((told.waiting.load(Ordering::SeqCst), other.engine.in_flight()), (0, 0));
+    let asked = other.faults.calls(Operation::Claim);
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(other.faults.calls(Operation::Claim), asked, "nobody asks any more");
+    drop(permit);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_store_that_is_told_without_end_is_not_asked_without_end() {
     let world = World::new();
     let other = World::on(Arc::new(ToldStore(Told::on(world.store.clone(), true))));
