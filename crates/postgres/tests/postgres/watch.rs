@@ -41,6 +41,12 @@ fn is_told(changed: &mut Pin<Box<dyn Future<Output = ()> + Send + '_>>) -> bool 
     changed.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }
 
+/// What this session is notified of next.
+async fn next(listener: &mut PgListener) -> String {
+    let told = tokio::time::timeout(PATIENCE, listener.recv()).await.expect("a notification").unwrap();
+    told.payload().to_owned()
+}
+
 fn releases(outcome: &Outcome) -> Command {
     Command::Release(Release { token: token(outcome), retention: Duration::from_secs(3600) })
 }
@@ -133,7 +139,7 @@ async fn nothing_is_notified_of_where_nobody_waits_or_it_is_not_wanted() {
     let end = |granted: &Outcome| completes(token(granted), Completion::Tombstone);
     store.apply(id(1), end(&granted)).await.unwrap();
     run(&mut admin, "NOTIFY oncegate_1, 'first'").await;
-    assert_eq!(listener.recv().await.unwrap().payload(), "first");
+    assert_eq!(next(&mut listener).await, "first");
     assert_eq!(watched(&mut admin).await, 0);
 
     // Somebody watches, as a service in another language would; for transactions that are to be prepared it is not wanted.
@@ -146,7 +152,7 @@ async fn nothing_is_notified_of_where_nobody_waits_or_it_is_not_wanted() {
     run(&mut service, "COMMIT").await;
     let granted = store.apply(id(3), claims(1)).await.unwrap();
     store.apply(id(3), end(&granted)).await.unwrap();
-    assert_eq!(listener.recv().await.unwrap().payload(), id(3).to_string());
+    assert_eq!(next(&mut listener).await, id(3).to_string());
     run(&mut admin, &format!("SELECT oncegate.unwatch(ARRAY[{}, {}])", sql_id(id(2)), sql_id(id(3)))).await;
     assert_eq!(watched(&mut admin).await, 0);
     // Nothing stays behind of whoever looked whether somebody watches.
