@@ -94,7 +94,8 @@ impl Watchers {
 
     /// Tells everybody, because what there was to tell may have been lost.
     pub fn tell_all(&self) {
-        for id in self.watched() {
+        let ids: Vec<_> = self.lock().watched.keys().copied().collect();
+        for id in ids {
             self.tell(&id);
         }
     }
@@ -242,9 +243,15 @@ mod tests {
         // Those who were told are not those who wait now.
         drop((one, two));
         assert!(changes(&watchers).is_pending() && !is_ready(&mut late));
+        // What the listener has not heard of yet, it hears of all the same.
+        let mut new = watchers.watch(id(3)).unwrap();
         watchers.tell_all();
+        let newer = watchers.watch(id(4)).unwrap();
+        watchers.tell_all();
+        assert!(is_ready(&mut new) && is_ready(newer));
         assert!(is_ready(&mut other) && is_ready(&mut late) && watchers.is_empty());
-        assert_eq!(changes(&watchers), Poll::Ready(Some(vec![(id(1), false), (id(2), false)])));
+        let ended = (1..=4).map(|n| (id(n), false)).collect();
+        assert_eq!(changes(&watchers), Poll::Ready(Some(ended)));
     }
 
     #[test]

@@ -174,6 +174,8 @@ async fn a_session_that_was_ended_is_made_again_and_tells_what_it_may_have_misse
         until_watched(&mut admin, 1).await;
         assert_eq!(try_run(&mut admin, end).await.unwrap().len(), 1, "one session for all");
         told(changed).await;
+        // Or the next one would look at what is left of this one.
+        until_watched(&mut admin, 0).await;
     }
     // From then on as before.
     let changed = store.changed(id(1));
