@@ -126,17 +126,41 @@ BEGIN
 END
 $$;
 
--- Tells whoever listens. Off unless somebody does (ALTER DATABASE … SET oncegate.notify = 'on'): a transaction that
--- notifies commits alone, one after the other in the whole cluster.
+-- Transactions that notify commit one after the other in the whole cluster. So only a record that somebody watches is
+-- notified of, and a watch is seen without reading or writing anything: it is an advisory lock in shared mode that the
+-- listening session holds, and whoever ends an attempt tries the same lock for himself.
+CREATE FUNCTION oncegate.watch_key(id bytea) RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN hashtextextended(encode(id, 'hex'), 2003788899);
+
+-- Tells whoever watches. Never waits: the lock is tried, and let go of in the same expression, so that nothing stays
+-- behind. Says nothing where the database does not want it (oncegate.notify = 'off', for transactions that are to be
+-- prepared), or where listeners leave notifications lie: a full queue would fail the transaction.
 CREATE FUNCTION oncegate.tell(id bytea) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    key CONSTANT bigint := oncegate.watch_key(tell.id);
+    is_watched boolean;
 BEGIN
-    IF current_setting('oncegate.notify', true) = 'on' THEN
+    is_watched := CASE WHEN pg_try_advisory_lock(key) THEN NOT pg_advisory_unlock(key) ELSE true END;
+    IF is_watched AND current_setting('oncegate.notify', true) IS DISTINCT FROM 'off' AND pg_notification_queue_usage() < 0.5
+    THEN
         PERFORM pg_notify('oncegate_1', encode(tell.id, 'hex'));
     END IF;
 END
 $$;
+
+-- For a session that listens to oncegate_1: from now on it is told when an attempt at one of these records ends. Gives
+-- those that are watched now; one that is not among them is changing at this moment. Until oncegate.unwatch, as often as
+-- it was watched, or the end of the session. Each takes a place in the server's table of locks.
+CREATE FUNCTION oncegate.watch(ids bytea[]) RETURNS SETOF bytea
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$ SELECT a.id FROM unnest(ids) AS a (id) WHERE pg_try_advisory_lock_shared(oncegate.watch_key(a.id)) $$;
+
+CREATE FUNCTION oncegate.unwatch(ids bytea[]) RETURNS void
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$ SELECT pg_advisory_unlock_shared(oncegate.watch_key(a.id)) FROM unnest(ids) AS a (id) $$;
 
 -- Asks to execute. Outcomes: execute, replay, in-progress, mismatch, unknown, unreplayable; locked where the same attempt
 -- claims again while somebody holds its record.
