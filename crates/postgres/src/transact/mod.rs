@@ -248,8 +248,8 @@ impl Transactor {
     /// ```
     ///
     /// # What the run may do
-    /// - It is an async closure of this shape, `async |connection| { …; Ok(value) }`. It may refer to what is outside, and is cloned
-    ///   for each time that it runs.
+    /// - It is an async closure of this shape, `async |connection| { …; Ok(value) }`. It may refer to what is outside, and is
+    ///   cloned for each time that it runs.
     /// - Anything in this transaction, savepoints (`connection.begin()`) too. It must not commit or roll back by statements of
     ///   its own.
     /// - An error that it returns rolls everything back and frees the key. What is to be remembered, such as that a card was

@@ -376,6 +376,22 @@ async fn a_pool_with_no_connection_free_is_an_error_that_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_role_needs_no_more_rights_than_the_documentation_says() {
+    let (database, pool, _) = world(1).await;
+    let role = format!("shop_{}", database.name);
+    let grants = format!(
+        "CREATE ROLE {role}; GRANT ALL ON payments, payments_id_seq TO {role}; GRANT USAGE ON SCHEMA oncegate TO {role}; \
+         GRANT EXECUTE ON FUNCTION oncegate.claim, oncegate.complete, oncegate.lookup TO {role}"
+    );
+    run(&mut database.connect().await, &grants).await;
+    run(&mut pool.acquire().await.unwrap(), &format!("SET ROLE {role}")).await;
+    let transactor = Transactor::new(pool);
+    for replayed in [false, true] {
+        assert_eq!(pay(&transactor, "order-1", 500).await.unwrap().is_replayed(), replayed);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_is_dropped_or_panics_is_rolled_back() {
     let (database, _, transactor) = world(1).await;
     for panics in [false, true] {
