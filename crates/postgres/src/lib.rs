@@ -74,20 +74,24 @@
 mod batch;
 mod call;
 mod error;
+mod once;
 mod options;
 mod pause;
 mod record;
 pub mod schema;
 mod store;
 mod transact;
+mod version;
 
 pub use error::OpenError;
+pub use once::{Once, OnceError, Statement, insert_once};
 pub use options::PostgresOptions;
 pub use store::PostgresStore;
 pub use transact::{
     Claimed, Guard, GuardError, HeaderError, Isolation, RunError, RunOn, TransactError, Transacted,
     Transactor,
 };
+pub use version::{Update, update_latest, update_version};
 
 /// The library that connections and errors come from, in the version that this crate was built with.
 pub use sqlx;

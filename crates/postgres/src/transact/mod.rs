@@ -206,7 +206,7 @@ impl Transactor {
     }
 
     /// The pool goes through a pooler that gives each transaction another session, such as PgBouncer in transaction mode:
-    /// statements are prepared without a name, in one more round trip each.
+    /// statements of ours are prepared without a name, in one more round trip each. Those of the run say `.persistent(false)`.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { transaction_pooler: through_pooler, ..self }

@@ -5,15 +5,15 @@ use std::time::Duration;
 
 use oncegate_core::StoreErrorKind;
 use oncegate_postgres::{TransactError, Transacted, Transactor};
+use oncegate_servers::{Break, Way};
 
-use crate::cut::{Break, Way};
 use crate::support::Database;
 use crate::transact::{Charge, LONG, insert, key, pay, scope};
 
 async fn world(connections: u32) -> (Database, Way, Transactor) {
     let database = Database::fresh().await;
-    let way = Way::to(database.server.port()).await;
-    let pool = database.payments_at(way.port, connections).await;
+    let way = Way::to(database.server.port()).await.unwrap();
+    let pool = database.payments_at(way.port(), connections).await;
     let transactor = Transactor::new(pool).with_patience(LONG);
     (database, way, transactor)
 }

@@ -3,11 +3,12 @@
 mod batches;
 mod conformance;
 mod contract;
-mod cut;
 mod faults;
 mod guards;
 mod lost_commits;
+mod pooler;
 mod python;
+mod rows;
 mod schema;
 mod support;
 mod transact;

@@ -72,7 +72,7 @@ impl Database {
         let mut direct = self.connect().await;
         run(
             &mut direct,
-            "CREATE TABLE IF NOT EXISTS payments (id bigserial PRIMARY KEY, cents bigint NOT NULL)",
+            "CREATE TABLE IF NOT EXISTS public.payments (id bigserial PRIMARY KEY, cents bigint NOT NULL)",
         )
         .await;
         let options = PgConnectOptions::from_str(&self.url()).unwrap();

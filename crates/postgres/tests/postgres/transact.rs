@@ -33,6 +33,8 @@ pub(crate) struct Charge {
 pub(crate) async fn insert(connection: &mut PgConnection, cents: i64) -> Result<Charge, sqlx::Error> {
     let id = sqlx::query_scalar("INSERT INTO payments (cents) VALUES ($1) RETURNING id")
         .bind(cents)
+        // As it has to be behind a pooler.
+        .persistent(false)
         .fetch_one(connection)
         .await?;
     Ok(Charge { id, cents })
@@ -191,6 +193,19 @@ async fn an_error_that_the_run_passed_over_commits_nothing() {
         Ok(())
     });
     assert_eq!(done.await.unwrap(), Transacted::Executed(()));
+    assert_eq!(database.paid().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_constraint_that_is_checked_at_the_end_rolls_back_and_is_no_lost_commit() {
+    let (database, pool, transactor) = world(1).await;
+    let unique = "ALTER TABLE payments ADD UNIQUE (cents) DEFERRABLE INITIALLY DEFERRED";
+    run(&mut pool.acquire().await.unwrap(), unique).await;
+    pay(&transactor, "order-1", 500).await.unwrap();
+    let error = pay(&transactor, "order-2", 500).await.unwrap_err();
+    let TransactError::Failed(error) = error else { panic!("{error:?}") };
+    assert!(error.to_string().contains("payments_cents_key"), "{error}");
+    assert!(!pay(&transactor, "order-2", 700).await.unwrap().is_replayed());
     assert_eq!(database.paid().await, 2);
 }
 

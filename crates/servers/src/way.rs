@@ -1,6 +1,7 @@
-//! A way to the server that breaks at a chosen message.
+//! A way to a PostgreSQL server that breaks at a chosen message.
 
-use std::sync::{Arc, Mutex};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -9,7 +10,8 @@ use tokio::sync::Notify;
 
 /// What happens to the one message that the way waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Break {
+#[non_exhaustive]
+pub enum Break {
     /// The server never gets it; both connections end.
     Before,
     /// The server carries it out; the client's connection ends before the answer.
@@ -22,26 +24,34 @@ pub(crate) enum Break {
     LateEnd,
     /// Both connections stay; the server gets the message when it is told to.
     Slow,
+    /// Both connections stay until the client ends its own; the server never gets the message.
+    Hold,
 }
 
-/// A TCP proxy between a client and the server.
-pub(crate) struct Way {
-    pub(crate) port: u16,
+/// A TCP proxy between clients and a PostgreSQL server, without TLS, on the runtime that it was made on.
+#[derive(Debug)]
+pub struct Way {
+    port: u16,
     shared: Arc<Shared>,
 }
 
+#[derive(Debug)]
 struct Shared {
     server: u16,
-    /// What the message starts with, and what happens to it; the first one only.
+    /// What the message holds, and what happens to it; the first one only.
     armed: Mutex<Option<(&'static [u8], Break)>>,
     broken: Notify,
     go_on: Notify,
 }
 
 impl Way {
-    pub(crate) async fn to(server: u16) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
+    /// A way to the server on this port of the loopback.
+    ///
+    /// # Errors
+    /// Where there is no free port.
+    pub async fn to(server: u16) -> io::Result<Self> {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
+        let port = listener.local_addr()?.port();
         let shared =
             Arc::new(Shared { server, armed: Mutex::new(None), broken: Notify::new(), go_on: Notify::new() });
         let all = shared.clone();
@@ -52,25 +62,58 @@ impl Way {
                 tokio::spawn(async move { drop(pass(client, shared).await) });
             }
         });
-        Self { port, shared }
+        Ok(Self { port, shared })
     }
 
-    pub(crate) fn arm(&self, message: &'static [u8], how: Break) {
-        *self.shared.armed.lock().unwrap() = Some((message, how));
+    /// The port on 127.0.0.1 that clients connect to.
+    #[must_use]
+    pub const fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Breaks at the next message that holds these octets.
+    pub fn arm(&self, octets: &'static [u8], how: Break) {
+        *self.shared.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((octets, how));
     }
 
     /// Waits until the message came by.
-    pub(crate) async fn broken(&self) {
+    pub async fn broken(&self) {
         self.shared.broken.notified().await;
     }
 
     /// Lets what is late happen.
-    pub(crate) fn go_on(&self) {
+    pub fn go_on(&self) {
         self.shared.go_on.notify_one();
     }
 }
 
-async fn pass(client: TcpStream, shared: Arc<Shared>) -> std::io::Result<()> {
+impl Shared {
+    fn breaks_at(&self, message: &[u8]) -> Option<Break> {
+        let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
+        let (octets, how) = (*armed)?;
+        message.windows(octets.len()).any(|part| part == octets).then(|| {
+            *armed = None;
+            how
+        })
+    }
+}
+
+/// One message, whose length stands after its letter.
+async fn message(from: &mut OwnedReadHalf, letter: usize) -> io::Result<Vec<u8>> {
+    let mut message = vec![0; letter + 4];
+    from.read_exact(&mut message).await?;
+    let length = message.last_chunk().map_or(0, |length| u32::from_be_bytes(*length));
+    let rest = from.take(u64::from(length.saturating_sub(4))).read_to_end(&mut message).await?;
+    // Cut off in the middle.
+    if rest + 4 < length as usize { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(message) }
+}
+
+/// Until the client gives up, whatever it says before.
+async fn until_the_end(from: &mut OwnedReadHalf) -> io::Result<()> {
+    tokio::io::copy(from, &mut tokio::io::sink()).await.map(drop)
+}
+
+async fn pass(client: TcpStream, shared: Arc<Shared>) -> io::Result<()> {
     let server = TcpStream::connect(("127.0.0.1", shared.server)).await?;
     for stream in [&client, &server] {
         stream.set_nodelay(true)?;
@@ -78,22 +121,13 @@ async fn pass(client: TcpStream, shared: Arc<Shared>) -> std::io::Result<()> {
     let (mut from_client, to_client) = client.into_split();
     let (from_server, mut to_server) = server.into_split();
     // The first message has no letter.
-    let mut letter = false;
+    let mut letter = 0;
     let stop = Arc::new(Notify::new());
     let answers = tokio::spawn(copy(from_server, to_client, stop.clone()));
     loop {
-        let mut message = vec![0; usize::from(letter) + 4];
-        from_client.read_exact(&mut message).await?;
-        let length = u32::from_be_bytes(*message.last_chunk().unwrap()) as usize - 4;
-        let start = message.len();
-        message.resize(start + length, 0);
-        from_client.read_exact(&mut message[start..]).await?;
-        let how = {
-            let mut armed = shared.armed.lock().unwrap();
-            let is_it = letter && armed.is_some_and(|(text, _)| message[start..].starts_with(text));
-            if is_it { armed.take().map(|(_, how)| how) } else { None }
-        };
-        letter = true;
+        let message = message(&mut from_client, letter).await?;
+        let how = if letter == 0 { None } else { shared.breaks_at(&message) };
+        letter = 1;
         let Some(how) = how else {
             to_server.write_all(&message).await?;
             continue;
@@ -104,22 +138,25 @@ async fn pass(client: TcpStream, shared: Arc<Shared>) -> std::io::Result<()> {
             to_server.write_all(&message).await?;
             continue;
         }
+        if how == Break::Hold {
+            shared.broken.notify_one();
+            return until_the_end(&mut from_client).await;
+        }
         // From here on no answer gets to the client.
         stop.notify_one();
-        let (mut from_server, to_client) = answers.await.unwrap()?;
+        let (mut from_server, to_client) = answers.await.map_err(io::Error::other)??;
         let mut answer = [0; 1024];
         match how {
             Break::After | Break::Silent => {
                 to_server.write_all(&message).await?;
-                assert!(from_server.read(&mut answer).await? > 0, "the server carries it out");
+                // Its answer says that the server has carried it out.
+                let _length = from_server.read(&mut answer).await?;
             }
             _ => {}
         }
         if how == Break::Silent {
             shared.broken.notify_one();
-            // Until the client gives up.
-            let _ = from_client.read(&mut answer).await;
-            return Ok(());
+            return until_the_end(&mut from_client).await;
         }
         drop((from_client, to_client));
         shared.broken.notify_one();
@@ -128,7 +165,7 @@ async fn pass(client: TcpStream, shared: Arc<Shared>) -> std::io::Result<()> {
         }
         if how == Break::Late {
             to_server.write_all(&message).await?;
-            let _ = from_server.read(&mut answer).await?;
+            let _length = from_server.read(&mut answer).await?;
         }
         return Ok(());
     }
@@ -139,14 +176,14 @@ async fn copy(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     stop: Arc<Notify>,
-) -> std::io::Result<(OwnedReadHalf, OwnedWriteHalf)> {
+) -> io::Result<(OwnedReadHalf, OwnedWriteHalf)> {
     let mut octets = vec![0; 16 * 1024];
     loop {
         tokio::select! {
             () = stop.notified() => return Ok((from, to)),
             read = from.read(&mut octets) => match read? {
                 0 => return Ok((from, to)),
-                length => to.write_all(&octets[..length]).await?,
+                length => to.write_all(octets.get(..length).unwrap_or_default()).await?,
             },
         }
     }
