@@ -76,8 +76,8 @@ impl From<sqlx::Error> for OnceError {
 
 /// Inserts a row, or gives the one that is there.
 ///
-/// `insert` ends with `ON CONFLICT … DO NOTHING RETURNING …`, `existing` looks for the row by the same unique key and gives the same
-/// columns. Values are bound and never part of a statement.
+/// `insert` ends with `ON CONFLICT … DO NOTHING RETURNING …`, `existing` looks for the row by the same unique key and gives
+/// the same columns. Values are bound and never part of a statement.
 ///
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -91,7 +91,8 @@ impl From<sqlx::Error> for OnceError {
 ///     .await?;
 ///
 /// let mut order = async |customer: &str, cart: &str| {
-///     let insert = "INSERT INTO orders (customer, cart) VALUES ($1, $2) ON CONFLICT (customer, cart) DO NOTHING RETURNING id";
+///     let insert = "INSERT INTO orders (customer, cart) VALUES ($1, $2)
+///                   ON CONFLICT (customer, cart) DO NOTHING RETURNING id";
 ///     let existing = "SELECT id FROM orders WHERE customer = $1 AND cart = $2";
 ///     insert_once::<(i64,)>(
 ///         &mut connection,

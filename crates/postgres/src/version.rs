@@ -27,9 +27,9 @@ pub enum Update<R> {
 
 /// Changes a row if it still has the version that the caller saw, such as that of an `If-Match`. Tried once.
 ///
-/// `update` is `UPDATE … SET …, version = version + 1 WHERE id = … AND version = … RETURNING …`; `current` looks for the row by its
-/// identifier alone, and gives the same columns. What tells a conflict from a row that is not there is that second look, so
-/// under load a conflict may come with a row that is newer than the one that was in the way.
+/// `update` is `UPDATE … SET …, version = version + 1 WHERE id = … AND version = … RETURNING …`; `current` looks for the row
+/// by its identifier alone, and gives the same columns. What tells a conflict from a row that is not there is that
+/// second look, so under load a conflict may come with a row that is newer than the one that was in the way.
 ///
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -78,8 +78,8 @@ where
 /// Reads a row and changes it, again where somebody else was faster: `tries` times at the most, from 1 to 100, with growing
 /// random pauses in between.
 ///
-/// `read` looks for the row; `change` says, for the row as it was read, what the `UPDATE … WHERE id = … AND version = … RETURNING …` is, or
-/// `None` where nothing is to be changed.
+/// `read` looks for the row; `change` says, for the row as it was read, what the
+/// `UPDATE … WHERE id = … AND version = … RETURNING …` is, or `None` where nothing is to be changed.
 ///
 /// It works on a connection outside of a transaction, and inside one at READ COMMITTED; but there it holds what the transaction
 /// holds while it pauses. Above that level the database itself says 40001, and the transaction is to be run again.
