@@ -29,6 +29,9 @@ fn cmd(command: &mut Command) -> Result<()> {
 /// A server to start clusters of our own with. The package may start one itself, on its usual port, which nothing here
 /// touches.
 fn prepare_postgres() -> Result<()> {
+    if !has("pgbouncer", &["--version"]) {
+        install(&["pgbouncer"])?;
+    }
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let is_there = versions.map(|version| version.path().join("bin/initdb")).any(|initdb| initdb.exists());
     if is_there || has("initdb", &["--version"]) { Ok(()) } else { install(&["postgresql"]) }

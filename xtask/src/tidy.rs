@@ -17,7 +17,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
-    ("oncegate", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    (
+        "oncegate",
+        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres"],
+    ),
     (
         "oncegate-cli",
         &[

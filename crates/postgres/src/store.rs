@@ -470,7 +470,7 @@ fn duration_arg(duration: Duration) -> Arg {
     Arg::Big(record::millis(duration))
 }
 
-fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
+pub(crate) fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
     let args = [
         id_arg(id),
         Arg::Octets(claim.attempt.get().to_be_bytes().to_vec().into()),

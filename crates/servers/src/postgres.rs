@@ -14,7 +14,10 @@ use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
 /// How long a server may take to start or to stop. Test machines are busy.
-const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The one user.
+const USER: &str = "oncegate";
 
 /// The password of the one user, so that tests see where one gets to.
 const PASSWORD: &str = "pw-4f1c";
@@ -42,9 +45,9 @@ pub struct PostgresServer {
 
 /// Whom the server runs as where this process is root, as whom it refuses to run.
 #[derive(Clone, Copy, Debug)]
-struct Owner {
-    uid: u32,
-    gid: u32,
+pub(crate) struct Owner {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
 }
 
 impl PostgresServer {
@@ -89,13 +92,19 @@ impl PostgresServer {
     /// How to reach this database.
     #[must_use]
     pub fn url_of(&self, database: &str) -> String {
-        format!("postgres://oncegate:{PASSWORD}@127.0.0.1:{}/{database}", self.port)
+        format!("postgres://{USER}:{PASSWORD}@127.0.0.1:{}/{database}", self.port)
     }
 
     /// The port on 127.0.0.1.
     #[must_use]
     pub const fn port(&self) -> u16 {
         self.port
+    }
+
+    /// The name of the superuser.
+    #[must_use]
+    pub const fn user(&self) -> &'static str {
+        USER
     }
 
     /// The password of the superuser.
@@ -189,7 +198,7 @@ impl PostgresServer {
         }
         let mut command = self.command("initdb");
         command.arg("-D").arg(self.data()).arg("--pwfile").arg(&password);
-        command.args(["-U", "oncegate", "-A", "scram-sha-256", "-E", "UTF8", "--locale=C", "--no-sync"]);
+        command.args(["-U", USER, "-A", "scram-sha-256", "-E", "UTF8", "--locale=C", "--no-sync"]);
         let output = command.output()?;
         if output.status.success() {
             return Ok(());
@@ -232,7 +241,7 @@ impl Drop for PostgresServer {
 }
 
 impl Owner {
-    fn find() -> io::Result<Self> {
+    pub(crate) fn find() -> io::Result<Self> {
         let passwd = fs::read_to_string("/etc/passwd")?;
         let named = |name: &str| {
             passwd.lines().find_map(|line| {
@@ -276,6 +285,6 @@ fn is_there(bin: &Path) -> bool {
     bin.join("initdb").exists() && bin.join("postgres").exists()
 }
 
-fn free_port() -> io::Result<u16> {
+pub(crate) fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
