@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use oncegate_core::limits;
 
+use crate::stats::FrontStats;
+
 /// How long before a record of the back ends its answer in the front does. The back's clock is known as well as the last
 /// answer of the back told it, and what has passed here since: this is more than the two differ by.
 pub const MARGIN: Duration = Duration::from_secs(5);
@@ -15,6 +17,7 @@ pub struct TieredOptions {
     pub(crate) patience: Duration,
     pub(crate) namespace: String,
     pub(crate) max_response: usize,
+    pub(crate) stats: FrontStats,
 }
 
 impl Default for TieredOptions {
@@ -26,12 +29,13 @@ impl Default for TieredOptions {
 impl TieredOptions {
     /// Entries are kept for an hour, the front has 25 ms to answer, and answers of up to 1 MiB are put into it.
     #[must_use]
-    pub const fn new() -> Self {
+    pub fn new() -> Self {
         Self {
             keep: Duration::from_secs(60 * 60),
             patience: Duration::from_millis(25),
             namespace: String::new(),
             max_response: 1024 * 1024,
+            stats: FrontStats::default(),
         }
     }
 
@@ -62,6 +66,13 @@ impl TieredOptions {
     #[must_use]
     pub const fn with_max_response(mut self, octets: usize) -> Self {
         self.max_response = octets;
+        self
+    }
+
+    /// Where it is counted what the front is good for; otherwise in numbers of the store's own.
+    #[must_use]
+    pub fn with_stats(mut self, stats: FrontStats) -> Self {
+        self.stats = stats;
         self
     }
 }

@@ -81,8 +81,8 @@ impl TieredStore {
         let inner = Arc::new(Inner {
             front,
             back,
+            stats: options.stats.clone(),
             options,
-            stats: FrontStats::default(),
             fills: Fills::default(),
             runtime: Handle::current(),
             is_purging: AtomicBool::new(false),

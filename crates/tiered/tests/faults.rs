@@ -140,6 +140,29 @@ async fn a_front_that_hangs_costs_one_request_its_patience() {
     until_hit(&store, 150, 150).await;
 }
 
+#[tokio::test]
+async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
+    let clock = Arc::new(ManualClock::at_millis(1_000_000));
+    let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+    let store = TieredStore::new(
+        Front::on(Arc::new(front)),
+        Arc::new(MemoryStore::new(clock)),
+        TieredOptions::new().with_patience(Duration::from_millis(20)),
+    );
+    complete(&store, 1, 1).await;
+    settled(&store).await;
+    let latch = Latch::new();
+    faults.always(Operation::Lookup, Fault::StallBefore(latch.clone()));
+    for _ in 0..50 {
+        replays(&store, 1, 1).await;
+    }
+    let counts = self::counts(&store);
+    assert_eq!((counts.errors, counts.skipped, counts.is_out), (1, 49, true), "{counts:?}");
+    faults.heal();
+    latch.open();
+    until_hit(&store, 1, 1).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_front_that_lies_is_not_believed() {
     let server = RedisServer::start(ServerOptions::new()).unwrap();
