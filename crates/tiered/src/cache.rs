@@ -65,6 +65,11 @@ impl Cache {
         Some(entry.response.clone())
     }
 
+    /// Whether there would be room for it if there were nothing else.
+    pub(crate) fn could_hold(&self, response: &StoredResponse) -> bool {
+        cost(response) <= self.share
+    }
+
     /// Whether there is room for it, once others made way.
     pub(crate) fn put(
         &self,
@@ -74,10 +79,10 @@ impl Cache {
         until: Timestamp,
         left: Duration,
     ) -> bool {
-        let cost = cost(response);
-        if cost > self.share {
+        if !self.could_hold(response) {
             return false;
         }
+        let cost = cost(response);
         // Its own octets: it may be a part of a larger piece that would be kept with it.
         let Some(response) = StoredResponse::decode(Bytes::copy_from_slice(response.as_encoded())) else {
             return false;

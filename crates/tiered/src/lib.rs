@@ -41,7 +41,7 @@
 //!
 //! A record that is completed with an answer changes no more before its retention ends, so an answer in the front needs never
 //! be taken back; it only has to be gone when the record is. Therefore every entry has written in it until when it may be
-//! given, **by the back's clock**: [`MARGIN`] before the record ends, and [`TieredOptions::with_keep`] after it was read at
+//! given, **by the back's clock**: at least [`MARGIN`] before the record ends, and [`TieredOptions::with_keep`] after it was read at
 //! the latest. It is given only while the back's clock, as last seen, is before that time. So it does not matter what the
 //! front's own clock says, how late a write arrived there, or that the front was restored from an old backup: an entry from
 //! a key's former life is over by itself. An entry also has a checksum, over the key, the request and the answer.

@@ -6,9 +6,13 @@ use oncegate_core::limits;
 
 use crate::stats::FrontStats;
 
-/// How long before a record of the back ends its answer in the front does. The back's clock is known as well as the last
-/// answer of the back told it, and what has passed here since: this is more than the two differ by.
+/// How long before a record of the back ends its answer in the front does, at the least; a thousandth of what was left when
+/// the record was read comes to it. The back's clock is known as well as its last answer told it, and what has passed here
+/// since: this is more than the two differ by, also where the back has been away ever since.
 pub const MARGIN: Duration = Duration::from_secs(5);
+
+/// Clocks of machines differ by less in the time that they measure.
+pub(crate) const MARGIN_PART: u32 = 1000;
 
 /// How a [`TieredStore`](crate::TieredStore) treats its front.
 #[derive(Clone, Debug)]

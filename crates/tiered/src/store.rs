@@ -21,7 +21,7 @@ use crate::cache::Cache;
 use crate::entry;
 use crate::fills::{Fills, Put};
 use crate::front::{Front, Kind};
-use crate::options::{MARGIN, TieredOptions};
+use crate::options::{MARGIN, MARGIN_PART, TieredOptions};
 use crate::stats::FrontStats;
 
 /// A front before a back. See the [crate's page](crate).
@@ -129,8 +129,13 @@ impl TieredStore {
         let outcome = self.inner.back.apply(id, command);
         Box::pin(async move {
             let outcome = outcome.await?;
-            if is_answered(&outcome) {
-                self.inner.want(id);
+            match &outcome {
+                // It would be read from the back for nothing, each time that it is replayed.
+                Outcome::Replay(response) if !self.inner.fits(response) => {
+                    self.inner.stats.add(|cells| &cells.shed);
+                }
+                outcome if is_answered(outcome) => self.inner.want(id),
+                _ => {}
             }
             Ok(outcome)
         })
@@ -178,6 +183,12 @@ impl Drop for TieredStore {
 impl Inner {
     fn is_out(&self) -> bool {
         self.stats.cells().is_out.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether an answer is small enough for the front.
+    fn fits(&self, response: &StoredResponse) -> bool {
+        let small = response.as_encoded().len() <= self.options.max_response;
+        small && !matches!(&self.front, Opened::Memory(cache) if !cache.could_hold(response))
     }
 
     /// Asks a front that is a store, and waits no longer than its patience.
@@ -274,13 +285,13 @@ impl Inner {
         let State::Completed(Answer::Replayable(response)) = record.state else {
             return Ok(Filled::Needless);
         };
-        if response.as_encoded().len() > self.options.max_response {
+        if !self.fits(&response) {
             return Ok(Filled::Unfit);
         }
         let now = self.back.now();
-        let last = Timestamp::from_millis(record.expires_at.as_millis().saturating_sub(millis(MARGIN)));
-        let until = last.min(now.after(self.options.keep));
-        let left = until.since(now);
+        let lasts = record.expires_at.since(now);
+        let left = lasts.saturating_sub(MARGIN + lasts / MARGIN_PART).min(self.options.keep);
+        let until = now.after(left);
         if left.is_zero() {
             return Ok(Filled::Needless);
         }
@@ -423,15 +434,15 @@ async fn ask_again(inner: Weak<Inner>, front: Arc<dyn Store>, patience: Duration
     }
 }
 
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
 impl Store for TieredStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         match command {
             Command::Claim(claim) => self.claim(id, claim),
-            Command::Complete(Complete { completion: Completion::Replayable(_), .. }) => {
+            Command::Complete(Complete { completion: Completion::Replayable(ref response), .. }) => {
+                if !self.inner.fits(response) {
+                    self.inner.stats.add(|cells| &cells.shed);
+                    return self.inner.back.apply(id, command);
+                }
                 self.apply_then_fill(id, command, |outcome| *outcome == Outcome::Completed)
             }
             Command::Resolve(ref resolve) if matches!(resolve.resolution, Resolution::Complete(Some(_))) => {

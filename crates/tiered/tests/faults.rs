@@ -320,6 +320,29 @@ async fn an_entry_that_arrives_late_is_not_given_for_the_keys_next_life() {
 }
 
 #[tokio::test]
+async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
+    let clock = Arc::new(ManualClock::at_millis(1_000_000));
+    let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+    let still = Arc::new(ManualClock::at_millis(1));
+    let fronts = [Front::in_memory(1 << 20), Front::on(Arc::new(MemoryStore::new(still)))];
+    let back: Arc<dyn Store> = Arc::new(back);
+    for (n, front) in (1..).zip(fronts) {
+        let store = TieredStore::new(front, back.clone(), options().with_keep(100 * MINUTE));
+        let token = execute(&store, n, n).await;
+        store.apply(id(n), completion(token, n, Duration::from_secs(1000))).await.unwrap();
+        settled(&store).await;
+        // Five seconds and one in a thousand.
+        clock.advance(Duration::from_millis(993_990));
+        faults.outage();
+        replays(&store, n, n).await;
+        clock.advance(Duration::from_millis(20));
+        unavailable(claim(&store, n, 9).await);
+        faults.heal();
+        replays(&store, n, n).await;
+    }
+}
+
+#[tokio::test]
 async fn of_two_processes_neither_gives_an_answer_of_a_former_life() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let back = Arc::new(MemoryStore::new(clock.clone()));
@@ -401,17 +424,21 @@ async fn only_answers_are_kept() {
     unavailable(claim(&store, 4, 14).await);
     faults.heal();
 
-    // Too large for the front: the back has it.
-    let small = TieredStore::new(
-        Front::in_memory(1 << 20),
-        Arc::new(MemoryStore::new(clock)),
-        options().with_max_response(10),
-    );
-    complete(&small, 1, 1).await;
-    settled(&small).await;
-    replays(&small, 1, 1).await;
-    settled(&small).await;
-    assert_eq!((counts(&small).fills, counts(&small).shed), (0, 2));
+    // Too large for the front: the back has it, and is not asked for it once more.
+    for (front, options) in [
+        (Front::in_memory(1 << 20), options().with_max_response(10)),
+        (Front::in_memory(64), options()),
+        (Front::on(Arc::new(MemoryStore::new(clock.clone()))), options().with_max_response(10)),
+    ] {
+        let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
+        let small = TieredStore::new(front, Arc::new(back), options);
+        complete(&small, 1, 1).await;
+        settled(&small).await;
+        replays(&small, 1, 1).await;
+        settled(&small).await;
+        assert_eq!((counts(&small).fills, counts(&small).shed), (0, 2));
+        assert_eq!(faults.calls(Operation::Lookup), 0);
+    }
 }
 
 #[tokio::test]

@@ -74,7 +74,7 @@ impl World {
         world.front_clocks.push(front_clock);
         for process in 0..2 {
             let (back, back_faults) = FaultyStore::new(world.truth.clone());
-            let front = if seed % 3 == 0 || (seed % 3 == 1 && process == 0) {
+            let front = if seed.is_multiple_of(3) || (seed % 3 == 1 && process == 0) {
                 Front::in_memory(1 << 20)
             } else {
                 let (front, front_faults) = FaultyStore::new(shared.clone());

@@ -1,15 +1,16 @@
 //! What the tests of the tiered store have in common.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Command, Complete, Completion, FencingToken,
-    Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Store, StoreError,
-    StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
+    AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock as _, Command, Complete, Completion,
+    Durability, FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
+    RecordId, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
 };
+use oncegate_testkit::ManualClock;
 use oncegate_tiered::{FrontCounts, TieredStore};
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
@@ -86,13 +87,46 @@ pub(crate) async fn settled(store: &TieredStore) {
     until("the front is filled", async || counts(store).pending == 0).await;
 }
 
-/// A tiered store whose front is filled when a command is answered.
+/// A tiered store whose front is filled when a command is answered, for the suite, which has no runtime.
 pub(crate) struct Settled {
     pub(crate) store: TieredStore,
+    /// The time, where the back is told it before each command.
+    pub(crate) clock: Option<Arc<ManualClock>>,
+    pub(crate) tell_time: Box<dyn Fn() + Send + Sync>,
     /// Closes the back, so that it can be opened again.
     pub(crate) close: Box<dyn Fn() + Send + Sync>,
     /// Told the counts in the end.
-    pub(crate) total: Arc<std::sync::Mutex<FrontCounts>>,
+    pub(crate) total: Total,
+}
+
+pub(crate) type Total = Arc<Mutex<FrontCounts>>;
+
+impl Settled {
+    pub(crate) fn new(store: TieredStore, total: &Total) -> Self {
+        let nothing = || Box::new(|| ());
+        Self { store, clock: None, tell_time: nothing(), close: nothing(), total: total.clone() }
+    }
+
+    fn settle(&self) {
+        let deadline = Instant::now() + PATIENCE;
+        while counts(&self.store).pending > 0 {
+            assert!(Instant::now() < deadline, "the front is not filled in time");
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    fn ask<'a, T: Send + 'a>(
+        &'a self,
+        act: impl FnOnce(&'a TieredStore) -> StoreFuture<'a, T>,
+    ) -> StoreFuture<'a, T> {
+        (self.tell_time)();
+        let answer = act(&self.store);
+        Box::pin(async move {
+            let answer = answer.await;
+            self.settle();
+            answer
+        })
+    }
 }
 
 impl Drop for Settled {
@@ -100,9 +134,6 @@ impl Drop for Settled {
         let counts = counts(&self.store);
         let mut total = self.total.lock().unwrap();
         total.hits += counts.hits;
-        total.misses += counts.misses;
-        total.errors += counts.errors;
-        total.skipped += counts.skipped;
         total.fills += counts.fills;
         (self.close)();
     }
@@ -110,44 +141,39 @@ impl Drop for Settled {
 
 impl Store for Settled {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        let outcome = self.store.apply(id, command);
-        Box::pin(async move {
-            let outcome = outcome.await;
-            let deadline = Instant::now() + PATIENCE;
-            // On the thread of the suite, which has no runtime.
-            while counts(&self.store).pending > 0 {
-                assert!(Instant::now() < deadline, "the front is not filled in time");
-                std::thread::sleep(Duration::from_micros(50));
-            }
-            outcome
-        })
+        self.ask(|store| store.apply(id, command))
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.store.lookup(id)
+        self.ask(|store| store.lookup(id))
     }
 
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.store.list(query)
+        self.ask(|store| store.list(query))
     }
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.store.purge(limit)
+        self.ask(|store| store.purge(limit))
     }
 
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.store.audit(before, limit)
+        self.ask(|store| store.audit(before, limit))
     }
 
     fn check(&self) -> StoreFuture<'_, ()> {
-        self.store.check()
+        self.ask(|store| store.check())
     }
 
     fn now(&self) -> Timestamp {
-        self.store.now()
+        self.clock.as_ref().map_or_else(|| self.store.now(), |clock| clock.now())
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.store.capabilities()
+        let mut capabilities = self.store.capabilities();
+        if self.clock.is_some() {
+            // The server of the tests flushes nothing, and survives being left and entered again all the same.
+            capabilities.durability = Durability::Synced;
+        }
+        capabilities
     }
 }
