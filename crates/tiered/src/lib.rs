@@ -41,8 +41,8 @@
 //!
 //! A record that is completed with an answer changes no more before its retention ends, so an answer in the front needs never
 //! be taken back; it only has to be gone when the record is. Therefore every entry has written in it until when it may be
-//! given, **by the back's clock**: at least [`MARGIN`] before the record ends, and [`TieredOptions::with_keep`] after it was read at
-//! the latest. It is given only while the back's clock, as last seen, is before that time. So it does not matter what the
+//! given, **by the back's clock**: at least [`MARGIN`] before the record ends, and [`TieredOptions::with_keep`] after it was
+//! read at the latest. It is given only while the back's clock, as last seen, is before that time. So it does not matter what the
 //! front's own clock says, how late a write arrived there, or that the front was restored from an old backup: an entry from
 //! a key's former life is over by itself. An entry also has a checksum, over the key, the request and the answer.
 //!
@@ -54,7 +54,7 @@
 //!
 //! | what happens | what callers notice |
 //! |---|---|
-//! | the front is out of reach, or does not answer within [`TieredOptions::with_patience`] | one request waits that long; then it is not asked until it answers again |
+//! | the front is out of reach, or does not answer within [`TieredOptions::with_patience`] | one request waits so long, then it is not asked |
 //! | the front lost entries, or refuses new ones | replays cost a trip to the back |
 //! | an entry of the front cannot be read, or is not one of ours | it counts as missing |
 //! | the back is out of reach | keys that the front knows replay; everything else is `Unavailable` |
