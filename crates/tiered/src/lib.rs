@@ -54,7 +54,7 @@
 //!
 //! | what happens | what callers notice |
 //! |---|---|
-//! | the front is out of reach, or does not answer within [`TieredOptions::with_patience`] | one request waits so long, then it is not asked |
+//! | the front fails, or is slower than its [patience](TieredOptions::with_patience) | it is not asked until it is quick |
 //! | the front lost entries, or refuses new ones | replays cost a trip to the back |
 //! | an entry of the front cannot be read, or is not one of ours | it counts as missing |
 //! | the back is out of reach | keys that the front knows replay; everything else is `Unavailable` |
