@@ -16,6 +16,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-embedded", &["oncegate-core"]),
     ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-redis", &["oncegate-core"]),
+    ("oncegate-tiered", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     (
         "oncegate",
@@ -30,12 +31,20 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-http",
             "oncegate-postgres",
             "oncegate-redis",
+            "oncegate-tiered",
         ],
     ),
     // Nothing may depend on these.
     (
         "oncegate-cases",
-        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-testkit"],
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-embedded",
+            "oncegate-http",
+            "oncegate-testkit",
+            "oncegate-tiered",
+        ],
     ),
     ("oncegate-servers", &[]),
     (
@@ -61,6 +70,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-embedded", &["http", "hyper", "axum"]),
     ("oncegate-postgres", &["http", "hyper", "axum", "redb"]),
     ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
+    ("oncegate-tiered", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
 ];
 
@@ -172,7 +182,7 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
         }
         let denies =
             ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
-        let library = ["core", "engine", "embedded", "http", "postgres", "redis", "servers"]
+        let library = ["core", "engine", "embedded", "http", "postgres", "redis", "servers", "tiered"]
             .iter()
             .any(|room| name == format!("crates/{room}/src/lib.rs"));
         for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {

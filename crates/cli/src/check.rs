@@ -9,9 +9,12 @@ use std::process::ExitCode;
 
 use oncegate_core::{StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
-use oncegate_redis::{Gravity, RedisOptions, RedisStore};
+use oncegate_redis::{Finding, Gravity, RedisOptions, RedisStore};
 
-use crate::config::{Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, size_text};
+use crate::config::{
+    Config, Draft, FrontChoice, ProxyArgs, StoreChoice, StoreUrl, TieredChoice, TlsFiles, duration_text,
+    size_text,
+};
 use crate::proxy::server_config;
 
 /// Runs the checks, prints a line for each thing, and says whether there was an error.
@@ -88,15 +91,51 @@ fn check(draft: &Draft) -> Report {
         tls(files, &mut report);
     }
     match &draft.store {
-        Some(StoreChoice::Memory) => report.ok("store memory:"),
-        Some(StoreChoice::Directory(dir)) => store(dir, &mut report),
-        Some(StoreChoice::Postgres(url)) => postgres(url, &mut report),
-        Some(StoreChoice::Redis(options)) => redis(options, &mut report),
+        Some(StoreChoice::Tiered(tiered)) => {
+            front(tiered, &mut report);
+            records(&tiered.back, &mut report);
+        }
+        Some(choice) => records(choice, &mut report),
         None => {
             report.warn("store: not checked, because of the errors above it is not clear which one is meant")
         }
     }
     report
+}
+
+/// Where the records are.
+fn records(choice: &StoreChoice, report: &mut Report) {
+    match choice {
+        StoreChoice::Memory => report.ok("store memory:"),
+        StoreChoice::Directory(dir) => store(dir, report),
+        StoreChoice::Postgres(url) => postgres(url, report),
+        StoreChoice::Redis(options) => redis(options, report),
+        StoreChoice::Tiered(_) => report.error("store: a tiered store has no other one in it"),
+    }
+}
+
+/// What stands before them. Nothing is lost with it, so nothing about it is an error.
+fn front(tiered: &TieredChoice, report: &mut Report) {
+    let keep = duration_text(tiered.keep);
+    match &tiered.front {
+        front @ FrontChoice::Memory(_) => {
+            report.ok(format!("front {front}: answers are kept for {keep} at most"));
+        }
+        FrontChoice::Directory(dir) => store(dir, report),
+        front @ FrontChoice::Redis(options) => {
+            let options = (**options).clone().with_danger_allow_eviction(true);
+            match look(&options) {
+                Ok(_) => {
+                    report.ok(format!("front {front}: can be used; answers are kept for {keep} at most"))
+                }
+                Err(error) => {
+                    report.warn(format!(
+                        "front {front}: {error}; the sidecar starts without it, and tries again"
+                    ));
+                }
+            }
+        }
+    }
 }
 
 fn configuration(config: &Config, report: &mut Report) {
@@ -185,20 +224,7 @@ fn existing_store(dir: &Path, report: &mut Report) {
 /// Connects, writes a key that is gone after a second, and says what the server's configuration can lose.
 fn redis(options: &RedisOptions, report: &mut Report) {
     let shown = options.shown();
-    let look = async || {
-        let store = RedisStore::open(options.clone()).await.map_err(|error| error.to_string())?;
-        store.check().await.map_err(|error| error.to_string())?;
-        Ok::<_, String>(store.findings())
-    };
-    // On a thread of its own, whatever runs on this one.
-    let found = std::thread::scope(|scope| {
-        let looking = scope.spawn(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.map_err(|error| error.to_string())?.block_on(look())
-        });
-        looking.join().unwrap_or_else(|_| Err("looking at it failed".to_owned()))
-    });
-    match found {
+    match look(options) {
         Ok(findings) => {
             for finding in findings {
                 let line = format!("store {shown}: {finding}");
@@ -210,6 +236,22 @@ fn redis(options: &RedisOptions, report: &mut Report) {
         }
         Err(error) => report.error(format!("store {shown}: {error}")),
     }
+}
+
+fn look(options: &RedisOptions) -> Result<Vec<Finding>, String> {
+    let look = async || {
+        let store = RedisStore::open(options.clone()).await.map_err(|error| error.to_string())?;
+        store.check().await.map_err(|error| error.to_string())?;
+        Ok::<_, String>(store.findings())
+    };
+    // On a thread of its own, whatever runs on this one.
+    std::thread::scope(|scope| {
+        let looking = scope.spawn(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.map_err(|error| error.to_string())?.block_on(look())
+        });
+        looking.join().unwrap_or_else(|_| Err("looking at it failed".to_owned()))
+    })
 }
 
 /// The file that holds the records.

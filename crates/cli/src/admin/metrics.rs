@@ -121,7 +121,13 @@ const UPSTREAM_BUCKETS: [f64; 14] =
 impl Metrics {
     /// Nothing counted yet, for a store that promises this.
     pub(crate) fn new(store: Capabilities) -> Self {
+        Self::with(store, |_| ())
+    }
+
+    /// As [`new`](Self::new), with what else there is to register.
+    pub(crate) fn with(store: Capabilities, more: impl FnOnce(&mut Registry)) -> Self {
         let mut registry = Registry::with_prefix("oncegate");
+        more(&mut registry);
         let r = &mut registry;
         r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
         let promises = [

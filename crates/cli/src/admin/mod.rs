@@ -15,6 +15,7 @@
 //!
 //! Refusals are problem details. Who may ask is in [`guard`].
 
+mod front;
 mod guard;
 mod keys;
 mod metrics;
@@ -46,6 +47,7 @@ use tokio::sync::Semaphore;
 use self::problem::Problem;
 use crate::config::AdminToken;
 
+pub(crate) use self::front::FrontCollector;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, UpstreamResult};
 
 /// What the admin API speaks about.

@@ -12,6 +12,7 @@ mod problem;
 mod settings;
 #[cfg(test)]
 mod tests;
+mod tiered;
 mod units;
 
 use std::ffi::OsString;
@@ -33,10 +34,12 @@ pub(crate) use self::flags::ProxyArgs;
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
+pub(crate) use self::tiered::{FrontChoice, TieredChoice};
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
 pub(crate) use self::units::{
-    AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text,
+    AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text, store,
+    without_login,
 };
 
 /// One value that somebody said.

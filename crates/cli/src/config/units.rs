@@ -20,6 +20,7 @@ use oncegate_postgres::PostgresOptions;
 use oncegate_redis::RedisOptions;
 
 use super::problem::did_you_mean;
+use super::tiered::{self, TieredChoice};
 
 type Read<T> = Result<T, String>;
 
@@ -38,6 +39,30 @@ pub(crate) enum StoreChoice {
     Postgres(StoreUrl),
     /// On Redis or Valkey.
     Redis(Box<RedisOptions>),
+    /// Answers in front, and the records behind.
+    Tiered(Box<TieredChoice>),
+}
+
+impl StoreChoice {
+    /// Where the records are: behind the front, if there is one.
+    pub(crate) fn back(&self) -> &Self {
+        match self {
+            Self::Tiered(tiered) => &tiered.back,
+            _ => self,
+        }
+    }
+}
+
+impl fmt::Display for StoreChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Memory => f.write_str("memory:"),
+            Self::Directory(directory) => directory.display().fmt(f),
+            Self::Postgres(url) => url.fmt(f),
+            Self::Redis(options) => f.write_str(&options.shown()),
+            Self::Tiered(tiered) => tiered.fmt(f),
+        }
+    }
 }
 
 /// Where a database is. There may be a password in it, which is shown nowhere.
@@ -65,6 +90,9 @@ impl fmt::Debug for StoreUrl {
 
 /// A URL without its password and its parameters, also where it is not quite one. What is no URL stays as it is.
 pub(crate) fn safe_url(text: &str) -> String {
+    if tiered::is_one(text) {
+        return tiered::shown(text);
+    }
     let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
     let (user, place) = match rest.rsplit_once('@') {
         Some((user, place)) => (user.split([':', '/']).next().unwrap_or_default(), place),
@@ -179,7 +207,7 @@ pub(crate) fn duration_text(duration: Duration) -> String {
     }
 }
 
-fn bounded(text: &str, min: Duration, max: Duration) -> Read<Duration> {
+pub(super) fn bounded(text: &str, min: Duration, max: Duration) -> Read<Duration> {
     let value = duration(text)?;
     if (min..=max).contains(&value) {
         return Ok(value);
@@ -361,6 +389,11 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
             Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
                 .to_owned())
         }
+        "tiered" => {
+            Err("\"tiered\" could be a directory; write \"tiered(front=…,back=…)\", or \"./tiered\""
+                .to_owned())
+        }
+        _ if tiered::is_one(text) => Ok(StoreChoice::Tiered(Box::new(tiered::read(text)?))),
         _ if text.starts_with("postgres://") || text.starts_with("postgresql://") => {
             match PostgresOptions::new(text) {
                 Ok(_) => Ok(StoreChoice::Postgres(StoreUrl(text.to_owned()))),
@@ -376,7 +409,7 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
         _ if text.contains("://") => {
             let shown = safe_url(text);
             Err(format!(
-                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", or \"memory:\""
+                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", or \"memory:\""
             ))
         }
         _ => Ok(StoreChoice::Directory(text.into())),
@@ -385,6 +418,9 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
 
 /// A store as logs may show it: whatever stands before the host of a URL is left out.
 pub(crate) fn without_login(text: &str) -> String {
+    if tiered::is_one(text) {
+        return tiered::shown(text);
+    }
     let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
     let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
     match authority.rsplit_once('@') {

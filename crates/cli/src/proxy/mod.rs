@@ -10,6 +10,7 @@ mod headers;
 mod listen;
 mod reconcile;
 mod run;
+mod tiered;
 mod tls;
 
 use std::io;

@@ -15,8 +15,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
 use super::reconcile::Questions;
-use super::{DataPath, bind, server_config};
-use crate::admin::{self, AdminState, Draining, Metrics};
+use super::{DataPath, bind, server_config, tiered};
+use crate::admin::{self, AdminState, Draining};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
@@ -48,6 +48,9 @@ fn allow_many_files() {
     }
 }
 
+/// How long a stopping sidecar waits for what is just being put into the front of its store.
+const FRONT_PATIENCE: Duration = Duration::from_secs(1);
+
 async fn serve(config: Config) -> Result<(), String> {
     let store = open(&config).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
@@ -59,8 +62,11 @@ async fn serve(config: Config) -> Result<(), String> {
         .map_err(|error| format!("cannot listen on the admin address {}: {error}", config.admin))?;
     let admin_address = admin.local_addr().map_err(|error| error.to_string())?;
 
-    let metrics = Metrics::new(store.capabilities());
-    let builder = Engine::builder(metrics.measured(store)).with_runtime(tokio::runtime::Handle::current());
+    let tier = tiered::open(&config).await?;
+    let metrics = tiered::metrics(&*store, tier.as_ref());
+    let store = metrics.measured(store);
+    let (store, tiered) = tiered::before(store, tier);
+    let builder = Engine::builder(store).with_runtime(tokio::runtime::Handle::current());
     #[cfg(feature = "failpoints")]
     let builder = builder.with_observer((metrics.clone(), crate::failpoint::Failpoint::from_env()));
     #[cfg(not(feature = "failpoints"))]
@@ -86,7 +92,7 @@ async fn serve(config: Config) -> Result<(), String> {
     let upstream = config.to.to_string();
     let line = format!(
         "oncegate listening on {scheme}://{listen}, admin http://{admin_address}, upstream {upstream}, store {}",
-        name(&config.store)
+        config.store
     );
     let drain = config.drain_timeout;
     let path = DataPath { engine, layer, metrics, config, tls };
@@ -111,6 +117,9 @@ async fn serve(config: Config) -> Result<(), String> {
             // Last, so that somebody can watch it drain.
             drop(close);
             let _cancelled = admin.await;
+            if let Some(tiered) = tiered {
+                tiered.close(FRONT_PATIENCE).await;
+            }
             flatten(result)
         }
         _ = terminate.recv() => Err("stopped at once, by a second signal".into()),
@@ -123,15 +132,16 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
 }
 
 async fn open(config: &Config) -> Result<Arc<dyn Store>, String> {
-    Ok(match &config.store {
+    Ok(match config.store.back() {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory, config.store_cache)?),
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
+        StoreChoice::Tiered(_) => return Err("a tiered store has no other one in it".to_owned()),
     })
 }
 
-fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, String> {
+pub(super) fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, String> {
     EmbeddedStore::open(EmbeddedOptions::new(directory).with_cache_bytes(cache))
         .map_err(|error| error.to_string())
 }
@@ -151,15 +161,6 @@ async fn open_redis(options: &RedisOptions) -> Result<RedisStore, String> {
         }
     }
     Ok(store)
-}
-
-fn name(choice: &StoreChoice) -> String {
-    match choice {
-        StoreChoice::Memory => "memory:".to_owned(),
-        StoreChoice::Directory(directory) => directory.display().to_string(),
-        StoreChoice::Postgres(url) => url.to_string(),
-        StoreChoice::Redis(options) => options.shown(),
-    }
 }
 
 fn cores() -> usize {

@@ -7,6 +7,8 @@ use clap::{Args, Subcommand, ValueEnum};
 use oncegate_core::{Durability, Store as _};
 use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
 
+use crate::config::{StoreChoice, store};
+
 /// Prepares a database for its store.
 #[derive(Args, Debug)]
 pub(crate) struct SchemaArgs {
@@ -96,7 +98,13 @@ pub(crate) fn usable(url: &str) -> Result<&'static str, String> {
     })
 }
 
+/// Of a tiered store, the database that is its back.
 fn options(url: &str) -> Result<PostgresOptions, String> {
+    let choice = store(url).ok();
+    let url = match choice.as_ref().map(StoreChoice::back) {
+        Some(StoreChoice::Postgres(back)) => back.reveal(),
+        _ => url,
+    };
     PostgresOptions::new(url).map_err(|error| error.to_string())
 }
 

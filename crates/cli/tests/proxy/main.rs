@@ -12,6 +12,7 @@ mod postgres;
 mod protocols;
 mod reconcile;
 mod streams;
+mod tiered;
 
 /// What a service says where it does not matter.
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";

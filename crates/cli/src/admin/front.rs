@@ -1,0 +1,46 @@
+//! What the front of a tiered store was good for, for Prometheus.
+
+use std::fmt;
+
+use oncegate_tiered::FrontStats;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+
+/// The numbers of a front, read whenever somebody asks.
+#[derive(Debug)]
+pub(crate) struct FrontCollector(pub(crate) FrontStats);
+
+impl Collector for FrontCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let counts = self.0.counts();
+        let claims = [
+            ("hit", counts.hits),
+            ("miss", counts.misses),
+            ("error", counts.errors),
+            ("skipped", counts.skipped),
+        ];
+        let fills = [("filled", counts.fills), ("failed", counts.failed_fills), ("shed", counts.shed)];
+        let families = [
+            ("front_claims", "What the front of the store said to claims", &claims[..]),
+            ("front_fills", "What became of answers that were to be put into the front", &fills[..]),
+        ];
+        for (name, help, results) in families {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            for (result, count) in results {
+                ConstCounter::new(*count).encode(family.encode_family(&[("result", *result)])?)?;
+            }
+        }
+        let gauges = [
+            ("front_pending", "Answers that wait to be put into the front", counts.pending),
+            ("front_out", "1 while the front is not asked because it did not answer", counts.is_out.into()),
+        ];
+        for (name, help, value) in gauges {
+            let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+            value.encode(encoder.encode_descriptor(name, help, None, MetricType::Gauge)?)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,129 @@
+//! Sidecars with answers in front of their records: either part may be lost.
+
+use std::process::Command;
+
+use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
+use rustix::process::Signal;
+
+use crate::support::{Answering, Message, Service, Sidecar, ask, request, sidecar, until};
+use crate::{KEY, OK};
+
+const OTHER: &str = "Idempotency-Key: intent-2";
+
+async fn start(store: &str, service: &Answering) -> Sidecar {
+    let mut command = sidecar(&format!("http://{}", service.address));
+    Sidecar::run(command.env("ONCEGATE_STORE", store).env("ONCEGATE_LOG", "info")).await
+}
+
+async fn admin(sidecar: &Sidecar, path: &str) -> Message {
+    ask(sidecar.admin, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")).await
+}
+
+async fn metric(sidecar: &Sidecar, name: &str) -> f64 {
+    let metrics = admin(sidecar, "/metrics").await;
+    let line = metrics.text().lines().find_map(|line| line.strip_prefix(name).map(str::to_owned));
+    line.unwrap_or_else(|| panic!("no {name} in {}", metrics.text())).trim().parse().unwrap()
+}
+
+/// Sees what the sidecar said, which ends here, and that it did not say a password.
+async fn said(mut sidecar: Sidecar, passwords: &[&str]) -> String {
+    sidecar.process.signal(Signal::TERM);
+    let out = sidecar.process.output().await.join("\n");
+    let text = format!("{out}\n{}", sidecar.process.errors().await);
+    for password in passwords {
+        assert!(!text.contains(password), "{text}");
+    }
+    text
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redis_before_a_postgres() {
+    let mut postgres = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let with_login = RedisOptions::new().with_user("app", "hunter2", "~* &* +@all");
+    let mut redis = RedisServer::start(with_login.with("maxmemory-policy allkeys-lru")).unwrap();
+    let passwords = ["hunter2", postgres.password()];
+    let store = format!("tiered(front={},back={},patience=1s)", redis.url(), postgres.url());
+    let run = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        let output = command.args(args).env_clear().env("ONCEGATE_STORE", &store).output().unwrap();
+        let text = String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap();
+        assert!(passwords.iter().all(|password| !text.contains(password)), "{text}");
+        (output.status.success(), text)
+    };
+    let (ok, text) = run(&["schema", "apply", "postgres"]);
+    assert!(ok && text.contains("now has version 1"), "{text}");
+    let check = ["check", "--to=http://127.0.0.1:9"];
+    let (ok, text) = run(&check);
+    assert!(ok && text.contains("ok    front redis://127.0.0.1:"), "{text}");
+    assert!(text.contains("ok    store postgres://oncegate@127.0.0.1:"), "{text}");
+    assert!(text.contains("store=tiered(front=redis://"), "{text}");
+
+    let service = Service::new().await.answers(OK);
+    let (one, two) = (start(&store, &service).await, start(&store, &service).await);
+    let asked = request("POST", "/orders", &[KEY], "{}");
+    let new = request("POST", "/orders", &[OTHER], "{}");
+    assert!(!one.ask(&asked).await.has_status(200).is_replay());
+    // The other sidecar is answered by the front that they share.
+    until("the other sidecar hears it from the front", async || {
+        assert!(two.ask(&asked).await.has_status(200).is_replay());
+        metric(&two, "oncegate_front_claims_total{result=\"hit\"}").await > 0.0
+    })
+    .await;
+    assert_eq!(metric(&one, "oncegate_front_fills_total{result=\"filled\"}").await, 1.0);
+    two.ask(&request("POST", "/orders", &[KEY], "{\"other\":1}")).await.is_problem(422, "key-reused");
+
+    // The database is away: what is done replays, at both, and nothing new begins.
+    postgres.stop_immediately().unwrap();
+    assert!(one.ask(&asked).await.has_status(200).is_replay());
+    assert!(two.ask(&asked).await.has_status(200).is_replay());
+    one.ask(&new).await.is_problem(503, "store-unavailable");
+    assert_eq!(metric(&one, "oncegate_degraded").await, 1.0);
+    assert!(one.ask(&asked).await.has_status(200).is_replay());
+    assert_eq!(metric(&one, "oncegate_degraded").await, 1.0, "a replay from the front changes nothing of it");
+    admin(&one, "/readyz").await.has_status(503);
+    postgres.start_again().unwrap();
+    until("new requests are taken again", async || one.ask(&new).await.status() == 200).await;
+
+    // The front is away, also from the start of a third sidecar.
+    redis.kill();
+    assert!(one.ask(&asked).await.has_status(200).is_replay());
+    let third = start(&store, &service).await;
+    assert!(third.ask(&asked).await.has_status(200).is_replay());
+    assert_eq!(metric(&third, "oncegate_front_out").await, 1.0);
+    let (ok, text) = run(&check);
+    assert!(ok && text.contains("warn  front redis://127.0.0.1:"), "{text}");
+    redis.restart().unwrap();
+    for sidecar in [&one, &third] {
+        until("the front is used again", async || {
+            assert!(sidecar.ask(&asked).await.has_status(200).is_replay());
+            metric(sidecar, "oncegate_front_claims_total{result=\"hit\"}").await > 0.0
+                && metric(sidecar, "oncegate_front_out").await == 0.0
+        })
+        .await;
+    }
+    assert_eq!(service.requests(), 2, "one effect for each key");
+    assert!(said(one, &passwords).await.contains("store tiered(front=redis://127.0.0.1:"));
+    said(two, &passwords).await;
+    assert!(said(third, &passwords).await.contains("it is left out, and tried again"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_before_a_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = format!("tiered(front=memory:1MiB,back={},keep=10m)", dir.path().join("records").display());
+    let service = Service::new().await.answers(OK);
+    let asked = request("POST", "/orders", &[KEY], "{}");
+    let first = start(&store, &service).await;
+    assert!(!first.ask(&asked).await.has_status(200).is_replay());
+    until("the front has it", async || {
+        metric(&first, "oncegate_front_fills_total{result=\"filled\"}").await == 1.0
+    })
+    .await;
+    assert!(first.ask(&asked).await.has_status(200).is_replay());
+    assert_eq!(metric(&first, "oncegate_front_claims_total{result=\"hit\"}").await, 1.0);
+    assert!(said(first, &[]).await.contains(&format!("store {store}")));
+    // The directory is free again, and knows.
+    let second = start(&store, &service).await;
+    assert!(second.ask(&asked).await.has_status(200).is_replay());
+    assert_eq!(metric(&second, "oncegate_front_claims_total{result=\"miss\"}").await, 1.0);
+}

@@ -1,0 +1,142 @@
+//! An answer as it stands in a store that serves as a front: under an identifier of its own, with its end and a checksum in
+//! the place where other records name their operation.
+
+use oncegate_core::{
+    Answer, CallerTag, Fingerprint, Label, Record, RecordId, State, StoredResponse, Timestamp,
+};
+use sha2::{Digest as _, Sha256};
+
+/// Until when an entry may be given, by the back's clock, and what it must sum up to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Seal {
+    until: Timestamp,
+    sum: u32,
+}
+
+/// Where the answer to this request of this record stands in the front. No record of anybody's has such an identifier, so a
+/// store that serves as a front may hold records of its own.
+pub(crate) fn id(namespace: &str, record: &RecordId, fingerprint: &Fingerprint) -> RecordId {
+    let mut hash = Sha256::new();
+    hash.update(b"oncegate front 1");
+    hash.update((namespace.len() as u64).to_be_bytes());
+    hash.update(namespace);
+    hash.update(record.as_bytes());
+    hash.update([fingerprint.version()]);
+    hash.update(fingerprint.digest());
+    RecordId::from_bytes(hash.finalize().into())
+}
+
+pub(crate) fn label(id: &RecordId, until: Timestamp, response: &StoredResponse) -> Label {
+    let Seal { until, sum } = Seal { until, sum: sum(id, until, response) };
+    Label::new(CallerTag::default(), &format!("front 1 until {until} sum {sum:08x}"))
+}
+
+/// What an entry says. `Err` where it is none of ours, or damaged.
+pub(crate) fn read(
+    id: &RecordId,
+    fingerprint: &Fingerprint,
+    record: Record,
+    now: Timestamp,
+) -> Result<Option<StoredResponse>, Unreadable> {
+    let seal = seal(record.label.operation()).ok_or(Unreadable)?;
+    if record.fingerprint != *fingerprint {
+        return Err(Unreadable);
+    }
+    // Somebody is just putting it there, or has died of it.
+    let State::Completed(answer) = record.state else { return Ok(None) };
+    let Answer::Replayable(response) = answer else { return Err(Unreadable) };
+    if seal.sum != sum(id, seal.until, &response) {
+        return Err(Unreadable);
+    }
+    Ok((now < seal.until).then_some(response))
+}
+
+/// Something else stands where an entry should.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Unreadable;
+
+fn seal(text: &str) -> Option<Seal> {
+    let (until, sum) = text.strip_prefix("front 1 until ")?.split_once(" sum ")?;
+    Some(Seal { until: Timestamp::from_millis(until.parse().ok()?), sum: u32::from_str_radix(sum, 16).ok()? })
+}
+
+/// Against accidents, not against somebody who may write into the front.
+fn sum(id: &RecordId, until: Timestamp, response: &StoredResponse) -> u32 {
+    let sum = crc32c::crc32c(id.as_bytes());
+    let sum = crc32c::crc32c_append(sum, &until.as_millis().to_be_bytes());
+    crc32c::crc32c_append(sum, response.as_encoded())
+}
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::{AttemptId, FencingToken};
+
+    use super::*;
+
+    const NOW: Timestamp = Timestamp::from_millis(1_000);
+    const UNTIL: Timestamp = Timestamp::from_millis(2_000);
+
+    fn fingerprint(input: &[u8]) -> Fingerprint {
+        Fingerprint::of_parts("test", &[input])
+    }
+
+    fn response(body: &'static [u8]) -> StoredResponse {
+        StoredResponse::new(201, &[], &[body.into()], &[]).unwrap()
+    }
+
+    fn completed(label: Label, response: StoredResponse) -> Record {
+        let state = State::Completed(Answer::Replayable(response));
+        Record::new(fingerprint(b"a"), FencingToken::new(1), state, label, NOW)
+    }
+
+    #[test]
+    fn an_entry_is_given_until_its_end_by_the_clock_of_the_back() {
+        let id = id("back", &RecordId::from_bytes([1; 32]), &fingerprint(b"a"));
+        let entry = || completed(label(&id, UNTIL, &response(b"x")), response(b"x"));
+        let at = |millis| read(&id, &fingerprint(b"a"), entry(), Timestamp::from_millis(millis));
+        assert_eq!(at(1_999), Ok(Some(response(b"x"))));
+        assert_eq!(at(2_000), Ok(None));
+    }
+
+    #[test]
+    fn what_is_no_entry_is_not_given() {
+        let (a, b) = (fingerprint(b"a"), fingerprint(b"b"));
+        let record = RecordId::from_bytes([1; 32]);
+        let own = id("back", &record, &a);
+        let sealed = label(&own, UNTIL, &response(b"x"));
+        let cases = [
+            ("another answer", own, a, completed(sealed.clone(), response(b"y"))),
+            ("another request", own, b, completed(sealed.clone(), response(b"x"))),
+            ("another record", id("back", &record, &b), a, completed(sealed.clone(), response(b"x"))),
+            ("a later end", own, a, {
+                let later = sealed.operation().replace("2000", "9000");
+                completed(Label::new(CallerTag::default(), &later), response(b"x"))
+            }),
+            ("a record", own, a, {
+                completed(Label::new(CallerTag::default(), "POST /payments"), response(b"x"))
+            }),
+            ("no answer", own, a, {
+                let state = State::Completed(Answer::Tombstone);
+                Record::new(a, FencingToken::new(1), state, sealed.clone(), NOW)
+            }),
+        ];
+        for (what, id, fingerprint, record) in cases {
+            assert_eq!(read(&id, &fingerprint, record, NOW), Err(Unreadable), "{what}");
+        }
+        let state =
+            State::InProgress { attempt: AttemptId::new(1), lease_until: UNTIL, after_abandoned: false };
+        let begun = Record::new(a, FencingToken::new(1), state, sealed, NOW);
+        assert_eq!(read(&own, &a, begun, NOW), Ok(None));
+    }
+
+    #[test]
+    fn no_two_requests_meet() {
+        let (one, two) = (RecordId::from_bytes([1; 32]), RecordId::from_bytes([2; 32]));
+        let (a, b) = (fingerprint(b"a"), fingerprint(b"b"));
+        let ids =
+            [id("", &one, &a), id("", &one, &b), id("", &two, &a), id("x", &one, &a), id("y", &one, &a), one];
+        for (n, id) in ids.iter().enumerate() {
+            assert!(!ids[..n].contains(id), "{n}");
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! What may stand in front.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use oncegate_core::Store;
+
+use crate::cache::Cache;
+
+/// What stands in front of the back.
+pub struct Front(pub(crate) Kind);
+
+pub(crate) enum Kind {
+    Memory(Cache),
+    Store(Arc<dyn Store>),
+    Later(Pin<Box<dyn Future<Output = Arc<dyn Store>> + Send>>),
+}
+
+impl Front {
+    /// Answers in the memory of this process, of about so many octets together. When they are used up, those that were not
+    /// asked for lately make room. An answer of more than a 64th of it is not kept.
+    #[must_use]
+    pub fn in_memory(octets: usize) -> Self {
+        Self(Kind::Memory(Cache::new(octets)))
+    }
+
+    /// Answers in another store, which several processes may share. They stand there as records of their own, with
+    /// identifiers that no key has, and end by that store's clock, too. What it loses, evicts or refuses only costs time.
+    #[must_use]
+    pub fn on(store: Arc<dyn Store>) -> Self {
+        Self(Kind::Store(store))
+    }
+
+    /// As [`on`](Self::on), with a store that may not be there yet: the future ends when it is. It is run in the background,
+    /// and until it ends the front counts as out of reach.
+    #[must_use]
+    pub fn later(store: impl Future<Output = Arc<dyn Store>> + Send + 'static) -> Self {
+        Self(Kind::Later(Box::pin(store)))
+    }
+}
+
+impl fmt::Debug for Front {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match &self.0 {
+            Kind::Memory(_) => "in memory",
+            Kind::Store(store) => store.capabilities().name,
+            Kind::Later(_) => "not open yet",
+        };
+        f.debug_tuple("Front").field(&kind).finish()
+    }
+}

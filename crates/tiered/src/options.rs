@@ -1,0 +1,82 @@
+//! What can be chosen.
+
+use std::time::Duration;
+
+use oncegate_core::limits;
+
+use crate::stats::FrontStats;
+
+/// How long before a record of the back ends its answer in the front does, at the least; a thousandth of what was left when
+/// the record was read comes to it. The back's clock is known as well as its last answer told it, and what has passed here
+/// since: this is more than the two differ by, also where the back has been away ever since.
+pub const MARGIN: Duration = Duration::from_secs(5);
+
+/// Clocks of machines differ by less in the time that they measure.
+pub(crate) const MARGIN_PART: u32 = 1000;
+
+/// How a [`TieredStore`](crate::TieredStore) treats its front.
+#[derive(Clone, Debug)]
+pub struct TieredOptions {
+    pub(crate) keep: Duration,
+    pub(crate) patience: Duration,
+    pub(crate) namespace: String,
+    pub(crate) max_response: usize,
+    pub(crate) stats: FrontStats,
+}
+
+impl Default for TieredOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl TieredOptions {
+    /// Entries are kept for an hour, the front has 25 ms to answer, and answers of up to 1 MiB are put into it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            keep: Duration::from_secs(60 * 60),
+            patience: Duration::from_millis(25),
+            namespace: String::new(),
+            max_response: 1024 * 1024,
+            stats: FrontStats::default(),
+        }
+    }
+
+    /// How long an entry is kept at the longest. For so long at the most the front gives an answer that the back has lost.
+    /// Between a second and [`limits::RETENTION_MAX`]; other values are moved there.
+    #[must_use]
+    pub fn with_keep(mut self, keep: Duration) -> Self {
+        self.keep = keep.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX);
+        self
+    }
+
+    /// How long a claim waits for the front. Between a millisecond and a second; other values are moved there.
+    #[must_use]
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience.clamp(Duration::from_millis(1), Duration::from_secs(1));
+        self
+    }
+
+    /// Whose answers these are. Stores with the same front and different backs need different names, because a key of one is
+    /// not that key of the other; stores with the same back and the same name share their entries.
+    #[must_use]
+    pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.namespace = namespace.into();
+        self
+    }
+
+    /// The largest answer, encoded, that is put into the front, in octets.
+    #[must_use]
+    pub const fn with_max_response(mut self, octets: usize) -> Self {
+        self.max_response = octets;
+        self
+    }
+
+    /// Where it is counted what the front is good for; otherwise in numbers of the store's own.
+    #[must_use]
+    pub fn with_stats(mut self, stats: FrontStats) -> Self {
+        self.stats = stats;
+        self
+    }
+}

@@ -1,0 +1,145 @@
+//! The suite that every store is held to, on a front before a back. The front's clock is not the back's: it stands still, or
+//! shows the real time while the suite's clock jumps, so that the front holds on to everything for longer than the back.
+
+mod support;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::{Clock as _, MemoryStore};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
+use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_redis::{RedisOptions, RedisStore};
+use oncegate_servers::{PostgresServer, RedisOptions as ServerOptions, RedisServer};
+use oncegate_testkit::ManualClock;
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use oncegate_tiered::{Front, TieredOptions, TieredStore};
+use sqlx::postgres::PgConnection;
+use sqlx::{Connection as _, Executor as _};
+use support::{Settled, Total};
+use tokio::runtime::Runtime;
+
+/// On a busy machine, too.
+fn options() -> TieredOptions {
+    TieredOptions::new().with_patience(Duration::from_secs(1))
+}
+
+/// A suite in which the front had nothing to say would prove nothing.
+fn took_part(total: &Total) {
+    let total = total.lock().unwrap();
+    assert!(total.hits > 0 && total.fills > 0, "{total:?}");
+}
+
+fn before_a_store_in_memory(front: impl Fn() -> Front) {
+    let (runtime, total) = (Runtime::new().unwrap(), Total::default());
+    let _runtime = runtime.enter();
+    Suite::new().with_cases(300).check(|| {
+        |clock: Arc<ManualClock>| {
+            Settled::new(TieredStore::new(front(), Arc::new(MemoryStore::new(clock)), options()), &total)
+        }
+    });
+    took_part(&total);
+}
+
+#[test]
+fn a_front_in_memory_before_a_store_in_memory() {
+    before_a_store_in_memory(|| Front::in_memory(1 << 20));
+}
+
+#[test]
+fn a_memory_store_before_another() {
+    before_a_store_in_memory(|| Front::on(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)))));
+}
+
+#[test]
+fn a_front_in_memory_before_a_directory() {
+    let (runtime, total) = (Runtime::new().unwrap(), Total::default());
+    let _runtime = runtime.enter();
+    Suite::new().with_cases(48).check(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let total = &total;
+        move |clock: Arc<ManualClock>| {
+            let on_disk = EmbeddedOptions::new(dir.path()).with_clock(clock);
+            let back = Arc::new(EmbeddedStore::open(on_disk).unwrap());
+            let store = TieredStore::new(Front::in_memory(1 << 20), back.clone(), options());
+            let mut settled = Settled::new(store, total);
+            settled.close = Box::new(move || back.close());
+            settled
+        }
+    });
+    took_part(&total);
+}
+
+/// The back's server shows the clock of the suite. The front's shows the real time.
+const TEST_CLOCK: &str = "
+    CREATE TABLE oncegate.test_clock (millis bigint NOT NULL);
+    INSERT INTO oncegate.test_clock VALUES (0);
+    CREATE OR REPLACE FUNCTION oncegate.now_ms() RETURNS bigint LANGUAGE sql VOLATILE
+        AS 'SELECT millis FROM oncegate.test_clock';";
+
+#[test]
+fn a_redis_before_a_postgres() {
+    let (runtime, total) = (Runtime::new().unwrap(), Total::default());
+    let redis = RedisServer::start(ServerOptions::new()).unwrap();
+    let postgres = PostgresServer::start().unwrap();
+    let patience = Duration::from_secs(20);
+    let database = PostgresOptions::new(&postgres.url()).unwrap();
+    let database = database.with_pool_size(6).with_connect_timeout(patience).with_statement_timeout(patience);
+    let (mut control, front) = runtime.block_on(async {
+        schema::apply(&database).await.unwrap();
+        let mut control = PgConnection::connect(&postgres.url()).await.unwrap();
+        control.execute(TEST_CLOCK).await.unwrap();
+        let front = RedisStore::open(RedisOptions::from_url(&redis.url()).unwrap()).await.unwrap();
+        (control, Arc::new(front))
+    });
+    let (tell, told) = std::sync::mpsc::channel::<(String, std::sync::mpsc::Sender<()>)>();
+    let handle = runtime.handle().clone();
+    // Statements of the test's own, one after the other.
+    let teller = std::thread::spawn(move || {
+        for (statement, done) in told {
+            handle.block_on(async { control.execute(sqlx::AssertSqlSafe(statement)).await.unwrap() });
+            done.send(()).unwrap();
+        }
+    });
+    let run = move |statement: String| {
+        let (done, is_done) = std::sync::mpsc::channel();
+        tell.send((statement, done)).unwrap();
+        is_done.recv().unwrap();
+    };
+    let number = std::cell::Cell::new(0);
+    Suite::new().with_cases(32).check(|| {
+        run("TRUNCATE oncegate.records, oncegate.audit RESTART IDENTITY".to_owned());
+        // Another database, for its front. What the front has of the one before stays where it is.
+        number.set(number.get() + 1);
+        let options = options().with_namespace(number.get().to_string());
+        let (runtime, total, front, database, run) = (&runtime, &total, &front, &database, &run);
+        move |clock: Arc<ManualClock>| {
+            let _runtime = runtime.enter();
+            let back = Arc::new(runtime.block_on(PostgresStore::open(database.clone())).unwrap());
+            let store = TieredStore::new(Front::on(front.clone()), back, options.clone());
+            let (run, shown, last) = (run.clone(), clock.clone(), Mutex::new(None));
+            let tell_time = move || {
+                let now = shown.now();
+                if last.lock().unwrap().replace(now) != Some(now) {
+                    run(format!("UPDATE oncegate.test_clock SET millis = {now}"));
+                }
+            };
+            let mut settled = Settled::new(store, total);
+            settled.clock = Some(clock);
+            settled.tell_time = Box::new(tell_time);
+            settled
+        }
+    });
+    took_part(&total);
+    drop(run);
+    teller.join().unwrap();
+}
+
+#[test]
+fn one_of_many_claimants_executes() {
+    let runtime = Runtime::new().unwrap();
+    let _runtime = runtime.enter();
+    let back = || Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
+    check_concurrent_claims(&TieredStore::new(Front::in_memory(1 << 20), back(), options()), 20, 8);
+    check_concurrent_claims(&TieredStore::new(Front::on(back()), back(), options()), 20, 8);
+}

@@ -1,0 +1,179 @@
+//! What the tests of the tiered store have in common.
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use oncegate_core::{
+    AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock as _, Command, Complete, Completion,
+    Durability, FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
+    RecordId, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
+};
+use oncegate_testkit::ManualClock;
+use oncegate_tiered::{FrontCounts, TieredStore};
+
+pub(crate) const MINUTE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) fn id(n: u64) -> RecordId {
+    let mut bytes = [0x5a; 32];
+    bytes[..8].copy_from_slice(&n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
+    RecordId::from_bytes(bytes)
+}
+
+pub(crate) fn claim_of(attempt: u64, input: &[u8]) -> Claim {
+    Claim {
+        attempt: AttemptId::new(attempt.into()),
+        fingerprint: Fingerprint::of_parts("test", &[input]),
+        lease: MINUTE,
+        retention: MINUTE,
+        on_abandoned: OnAbandoned::Park,
+        label: Label::new(CallerTag::from_bytes([1; 8]), "POST /payments"),
+    }
+}
+
+pub(crate) fn response(n: u64) -> StoredResponse {
+    let body = [Bytes::from(format!("receipt {n}"))];
+    StoredResponse::new(201, &[("content-type", &b"text/plain"[..])], &body, &[]).unwrap()
+}
+
+pub(crate) fn completion(token: FencingToken, n: u64, retention: Duration) -> Command {
+    let completion = Completion::Replayable(response(n));
+    Command::Complete(Complete { token, completion, retention })
+}
+
+pub(crate) async fn claim(store: &dyn Store, n: u64, attempt: u64) -> Result<Outcome, StoreError> {
+    store.apply(id(n), Command::Claim(claim_of(attempt, b"pay 5"))).await
+}
+
+pub(crate) async fn execute(store: &dyn Store, n: u64, attempt: u64) -> FencingToken {
+    match claim(store, n, attempt).await {
+        Ok(Outcome::Execute(grant)) => grant.token,
+        other => panic!("record {n}: {other:?}"),
+    }
+}
+
+/// Executes and completes with the answer of this number.
+pub(crate) async fn complete(store: &dyn Store, n: u64, answer: u64) {
+    let token = execute(store, n, 1_000_000 + answer).await;
+    let outcome = store.apply(id(n), completion(token, answer, 2 * MINUTE)).await.unwrap();
+    assert_eq!(outcome, Outcome::Completed);
+}
+
+pub(crate) async fn replays(store: &dyn Store, n: u64, answer: u64) {
+    assert_eq!(claim(store, n, 2_000_000 + n).await.unwrap(), Outcome::Replay(response(answer)));
+}
+
+pub(crate) fn unavailable<T: std::fmt::Debug>(result: Result<T, StoreError>) {
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+}
+
+pub(crate) fn counts(store: &TieredStore) -> FrontCounts {
+    store.stats().counts()
+}
+
+pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so().await {
+        assert!(Instant::now() < deadline, "not in time: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Until nothing waits to be put into the front.
+pub(crate) async fn settled(store: &TieredStore) {
+    until("the front is filled", async || counts(store).pending == 0).await;
+}
+
+/// A tiered store whose front is filled when a command is answered, for the suite, which has no runtime.
+pub(crate) struct Settled {
+    pub(crate) store: TieredStore,
+    /// The time, where the back is told it before each command.
+    pub(crate) clock: Option<Arc<ManualClock>>,
+    pub(crate) tell_time: Box<dyn Fn() + Send + Sync>,
+    /// Closes the back, so that it can be opened again.
+    pub(crate) close: Box<dyn Fn() + Send + Sync>,
+    /// Told the counts in the end.
+    pub(crate) total: Total,
+}
+
+pub(crate) type Total = Arc<Mutex<FrontCounts>>;
+
+impl Settled {
+    pub(crate) fn new(store: TieredStore, total: &Total) -> Self {
+        let nothing = || Box::new(|| ());
+        Self { store, clock: None, tell_time: nothing(), close: nothing(), total: total.clone() }
+    }
+
+    fn settle(&self) {
+        let deadline = Instant::now() + PATIENCE;
+        while counts(&self.store).pending > 0 {
+            assert!(Instant::now() < deadline, "the front is not filled in time");
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    fn ask<'a, T: Send + 'a>(
+        &'a self,
+        act: impl FnOnce(&'a TieredStore) -> StoreFuture<'a, T>,
+    ) -> StoreFuture<'a, T> {
+        (self.tell_time)();
+        let answer = act(&self.store);
+        Box::pin(async move {
+            let answer = answer.await;
+            self.settle();
+            answer
+        })
+    }
+}
+
+impl Drop for Settled {
+    fn drop(&mut self) {
+        let counts = counts(&self.store);
+        let mut total = self.total.lock().unwrap();
+        total.hits += counts.hits;
+        total.fills += counts.fills;
+        (self.close)();
+    }
+}
+
+impl Store for Settled {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.ask(|store| store.apply(id, command))
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.ask(|store| store.lookup(id))
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.ask(|store| store.list(query))
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.ask(|store| store.purge(limit))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.ask(|store| store.audit(before, limit))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.ask(|store| store.check())
+    }
+
+    fn now(&self) -> Timestamp {
+        self.clock.as_ref().map_or_else(|| self.store.now(), |clock| clock.now())
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.store.capabilities();
+        if self.clock.is_some() {
+            // The server of the tests flushes nothing, and survives being left and entered again all the same.
+            capabilities.durability = Durability::Synced;
+        }
+        capabilities
+    }
+}
