@@ -32,7 +32,16 @@ const ARROWS: &[(&str, &[&str])] = &[
     // Nothing may depend on these.
     (
         "oncegate-cases",
-        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-testkit"],
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-embedded",
+            "oncegate-http",
+            "oncegate-postgres",
+            "oncegate-redis",
+            "oncegate-servers",
+            "oncegate-testkit",
+        ],
     ),
     ("oncegate-servers", &[]),
     ("oncegate-benches", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),

@@ -291,12 +291,18 @@ impl RedisCluster {
     /// # Errors
     /// Where they do not become one in time.
     pub fn start() -> io::Result<Self> {
+        Self::start_with(&RedisOptions::new().with("cluster-node-timeout 2000"))
+    }
+
+    /// The same, of servers with these options.
+    ///
+    /// # Errors
+    /// Where they do not become one in time.
+    pub fn start_with(options: &RedisOptions) -> io::Result<Self> {
         let mut servers = Vec::new();
         for _ in 0..6 {
-            let options = RedisOptions::new()
-                .with("cluster-enabled yes")
-                .with("cluster-node-timeout 2000")
-                .with(format!("cluster-port {}", free_port()?));
+            let options =
+                options.clone().with("cluster-enabled yes").with(format!("cluster-port {}", free_port()?));
             servers.push(RedisServer::start(options)?);
         }
         let addresses: Vec<_> = servers.iter().map(|server| format!("127.0.0.1:{}", server.port())).collect();
