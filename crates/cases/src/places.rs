@@ -210,6 +210,7 @@ impl Rooms {
             }
             Kind::Postgres => {
                 let mut options = PostgresOptions::default();
+                options.trust = true;
                 options.settings.push(format!("max_connections={POSTGRES_CONNECTIONS}"));
                 let server = self.postgres.get(|| PostgresServer::start_with(options))?;
                 let database = format!("cases_{number}");
