@@ -204,8 +204,7 @@ impl Rooms {
             }
             Kind::RedisCluster => {
                 // Nobody is to be taken for dead because this machine is busy.
-                let options =
-                    RedisOptions::new().with("cluster-node-timeout 60000").with("repl-diskless-sync-delay 0");
+                let options = RedisOptions::new().with("cluster-node-timeout 60000");
                 RedisCluster::start_with(&options).map(|cluster| Room::Cluster(Arc::new(cluster)))
             }
             Kind::Postgres => {

@@ -301,8 +301,12 @@ impl RedisCluster {
     pub fn start_with(options: &RedisOptions) -> io::Result<Self> {
         let mut servers = Vec::new();
         for _ in 0..6 {
-            let options =
-                options.clone().with("cluster-enabled yes").with(format!("cluster-port {}", free_port()?));
+            let options = options
+                .clone()
+                .with("cluster-enabled yes")
+                // Replicas are there at once, and not five seconds later.
+                .with("repl-diskless-sync-delay 0")
+                .with(format!("cluster-port {}", free_port()?));
             servers.push(RedisServer::start(options)?);
         }
         let addresses: Vec<_> = servers.iter().map(|server| format!("127.0.0.1:{}", server.port())).collect();

@@ -4,6 +4,7 @@ mod batches;
 mod conformance;
 mod contract;
 mod faults;
+mod node;
 mod python;
 mod schema;
 mod support;
