@@ -110,7 +110,7 @@ async function main(url) {
     const again = await claim(client, key, newAttempt(), 'pay 5')
     assert.equal(again[0].toString(), 'replay')
     assert.ok(again[2].equals(receipt), 'octet for octet')
-    assert.deepEqual(await Promise.race([heard, setTimeout(20_000, 'nothing heard')]), [key, `completed ${token}`])
+    assert.deepEqual(await Promise.race([heard, setTimeout(20_000, 'nothing heard', { ref: false })]), [key, `completed ${token}`])
     listener.disconnect()
 
     // Abandoned: executed again under a greater token, and the stale owner is fenced.
