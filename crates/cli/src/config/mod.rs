@@ -37,6 +37,7 @@ pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::tiered::{FrontChoice, TieredChoice};
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
+pub(crate) use self::units::store as read_store;
 pub(crate) use self::units::{
     AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text, store,
     without_login,

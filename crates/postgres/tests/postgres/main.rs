@@ -6,6 +6,7 @@ mod contract;
 mod faults;
 mod guards;
 mod lost_commits;
+mod node;
 mod pooler;
 mod python;
 mod rows;
