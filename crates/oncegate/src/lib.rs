@@ -7,7 +7,8 @@
 //! This crate has no code of its own. It brings together:
 //! - [`http`]: the Tower layer for axum, hyper and tonic services ([`IdempotencyLayer`]),
 //! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]),
-//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]),
+//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]), and a circuit breaker for stores that may be
+//!   out of reach ([`Breaker`]),
 //! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
 //!
 //! # An axum service whose payments are made once
@@ -52,6 +53,6 @@ pub use oncegate_http as http;
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
-pub use oncegate_engine::{Engine, Policy};
+pub use oncegate_engine::{Breaker, Engine, Policy};
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use oncegate_core::StoreError;
+use oncegate_core::{Extent, StoreError};
 use sqlx::Error;
 use sqlx::error::DatabaseError;
 
@@ -120,6 +120,17 @@ pub(crate) fn in_words(error: &Error) -> String {
     }
 }
 
+/// How much of the store does not work where the server says this.
+fn extent(code: &str) -> Extent {
+    match code {
+        // The disk is full; the transaction may only read. The contract answers what changes nothing all the same.
+        "53100" | "25006" => Extent::Writes,
+        // Another transaction was in the way, or the session was ended: others were not.
+        "40001" | "40P01" | "55P03" | "57P05" => Extent::Record,
+        _ => Extent::Store,
+    }
+}
+
 /// What a caller can do about it.
 pub(crate) fn store_error(error: &Error) -> StoreError {
     let words = in_words(error);
@@ -130,7 +141,7 @@ pub(crate) fn store_error(error: &Error) -> StoreError {
                 Some("22" | "23" | "42" | "3F" | "0A") => StoreError::invalid(words),
                 Some("XX") if code != "XX000" => StoreError::corrupt(words),
                 _ if code == "OG003" => StoreError::corrupt(words),
-                _ => StoreError::unavailable(words),
+                _ => StoreError::unavailable(words).with_extent(extent(&code)),
             }
         }
         Error::ColumnDecode { .. } | Error::ColumnNotFound(_) | Error::Decode(_) | Error::RowNotFound => {
