@@ -270,7 +270,7 @@ impl Store for Breaker {
             if self.state() == BreakerState::Open {
                 return Err(self.0.refusal());
             }
-            let answer = self.0.bounded(self.0.store.check()).await;
+            let answer = self.0.bounded(self.0.store.check(), true).await;
             if answer.is_err() {
                 self.0.suspect();
             }
@@ -319,7 +319,7 @@ impl Shared {
             BreakerState::HalfOpen if proves => Some(Trial::begin(self).ok_or_else(|| self.refusal())?),
             _ => return Err(self.refusal()),
         };
-        let answer = self.bounded(call(&*self.store)).await;
+        let answer = self.bounded(call(&*self.store), trial.is_some()).await;
         match &answer {
             Ok(_) if proves => self.succeeded(trial),
             Ok(_) => {}
@@ -337,25 +337,31 @@ impl Shared {
         answer
     }
 
-    /// Waits for an answer; when it takes long, only for as long as the store is not known to be out of reach.
-    async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>) -> Result<T, StoreError> {
+    /// Waits for an answer; when it takes long, only for as long as the store is not known to be out of reach. What passes
+    /// `on_trial`, to see whether it is, has the store's patience and no more.
+    async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, on_trial: bool) -> Result<T, StoreError> {
         let mut call = pin!(call);
         // What is there at once needs no timer.
         if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
             return answer;
         }
-        let give_up = Instant::now() + (self.patience * HANG_PATIENCES).max(HANG_LEAST);
-        if let Ok(answer) = timeout(self.patience, &mut call).await {
-            return answer;
-        }
+        let begun = Instant::now();
+        let give_up = if on_trial { self.patience } else { (self.patience * HANG_PATIENCES).max(HANG_LEAST) };
         let step = (self.patience / 8).max(Duration::from_millis(1));
         loop {
-            self.suspect();
-            if self.state() != BreakerState::Closed || Instant::now() >= give_up {
-                return Err(StoreError::unavailable("the store did not answer in time"));
-            }
             if let Ok(answer) = timeout(step, &mut call).await {
                 return answer;
+            }
+            if begun.elapsed() >= self.patience {
+                self.suspect();
+            }
+            let is_away = match self.state() {
+                BreakerState::Closed => false,
+                BreakerState::HalfOpen => !on_trial,
+                BreakerState::Open => true,
+            };
+            if is_away || begun.elapsed() >= give_up {
+                return Err(StoreError::unavailable("the store did not answer in time"));
             }
         }
     }

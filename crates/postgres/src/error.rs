@@ -12,7 +12,14 @@ use sqlx::error::DatabaseError;
 pub enum OpenError {
     /// The URL is not one, or has a part that is not known. Its text is not repeated: there may be a password in it.
     Url(String),
-    /// The database cannot be reached, or refuses.
+    /// The database cannot be reached, or does not answer. Trying again may help.
+    Unreachable {
+        /// Which database.
+        database: String,
+        /// Why, in words.
+        why: String,
+    },
+    /// The database refuses.
     Connect {
         /// Which database.
         database: String,
@@ -48,7 +55,9 @@ impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Url(what) => f.write_str(what),
-            Self::Connect { database, why } => write!(f, "{database} cannot be used: {why}"),
+            Self::Unreachable { database, why } | Self::Connect { database, why } => {
+                write!(f, "{database} cannot be used: {why}")
+            }
             Self::NoContract { database, found: None, .. } => write!(
                 f,
                 "{database} has no Oncegate schema, or this role may not use it; run `oncegate schema apply postgres \

@@ -207,7 +207,14 @@ impl Shared {
             Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => {
                 return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
             }
-            Err(failure) => return Err(OpenError::Connect { database, why: failure.to_string() }),
+            Err(failure) => {
+                let why = failure.to_string();
+                return Err(if failure.may_pass() {
+                    OpenError::Unreachable { database, why }
+                } else {
+                    OpenError::Connect { database, why }
+                });
+            }
         };
         let standing = standing.ok_or_else(|| OpenError::Connect {
             database: database.clone(),
@@ -439,6 +446,22 @@ impl Failure {
             Self::Refused(error) => store_error(&error),
             Self::Unsent(error) => store_error(&error).with_nothing_sent(),
             Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer in time"),
+        }
+    }
+}
+
+impl Failure {
+    /// Whether it is about the way to the server, or a server that is starting or stopping, and not about what was asked.
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Lost(_) | Self::TimedOut => true,
+            Self::Unsent(error) | Self::Refused(error) => match error {
+                Error::PoolTimedOut | Error::Io(_) => true,
+                Error::Database(error) => {
+                    error.code().is_some_and(|code| code.starts_with("57P") || code.starts_with("53"))
+                }
+                _ => false,
+            },
         }
     }
 }

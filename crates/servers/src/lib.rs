@@ -5,5 +5,5 @@
 mod postgres;
 mod redis;
 
-pub use postgres::{PostgresOptions, PostgresServer};
+pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};

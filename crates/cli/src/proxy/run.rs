@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use oncegate_core::{MemoryStore, Store};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
-use oncegate_engine::Engine;
+use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Gravity, RedisOptions, RedisStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
+use super::late::{self, NotOpened};
 use super::reconcile::Questions;
 use super::{DataPath, bind, server_config};
 use crate::admin::{self, AdminState, Draining, Metrics};
@@ -49,7 +50,8 @@ fn allow_many_files() {
 }
 
 async fn serve(config: Config) -> Result<(), String> {
-    let store = open(&config).await?;
+    let config = Arc::new(config);
+    let opened = late::open(&config).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     let (listen, sockets) = bind(config.listen, threads)
@@ -59,14 +61,17 @@ async fn serve(config: Config) -> Result<(), String> {
         .map_err(|error| format!("cannot listen on the admin address {}: {error}", config.admin))?;
     let admin_address = admin.local_addr().map_err(|error| error.to_string())?;
 
-    let metrics = Metrics::new(store.capabilities());
-    let builder = Engine::builder(metrics.measured(store)).with_runtime(tokio::runtime::Handle::current());
+    let metrics = Metrics::new(opened.store.capabilities());
+    let control = tokio::runtime::Handle::current();
+    let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
+    let breaker = if opened.is_there { breaker } else { breaker.opened() };
+    let breaker = breaker.with_patience(config.store_patience).map_err(|error| error.to_string())?.build();
+    let builder = Engine::builder(Arc::new(breaker.clone())).with_runtime(control);
     #[cfg(feature = "failpoints")]
     let builder = builder.with_observer((metrics.clone(), crate::failpoint::Failpoint::from_env()));
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(metrics.clone());
     let engine = builder.build();
-    let config = Arc::new(config);
     let questions = Questions::new(config.clone(), metrics.clone())?;
     let layer = config.layer(engine.clone(), |route| questions.settings(route));
     let layer = layer.map_err(|error| error.to_string())?.with_observer(metrics.clone());
@@ -75,6 +80,7 @@ async fn serve(config: Config) -> Result<(), String> {
     let draining = Draining::default();
     let state = AdminState {
         engine: engine.clone(),
+        breaker,
         layer: layer.clone(),
         metrics: metrics.clone(),
         token: config.admin_token.clone(),
@@ -122,7 +128,8 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(error.to_string()))
 }
 
-async fn open(config: &Config) -> Result<Arc<dyn Store>, String> {
+/// Opens the store.
+pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     Ok(match &config.store {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory, config.store_cache)?),
@@ -131,19 +138,27 @@ async fn open(config: &Config) -> Result<Arc<dyn Store>, String> {
     })
 }
 
-fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, String> {
+fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, NotOpened> {
     EmbeddedStore::open(EmbeddedOptions::new(directory).with_cache_bytes(cache))
-        .map_err(|error| error.to_string())
+        .map_err(|error| NotOpened::Unfit(error.to_string()))
 }
 
-async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, String> {
-    let options = PostgresOptions::new(url.reveal()).map_err(|error| error.to_string())?;
-    PostgresStore::open(options).await.map_err(|error| error.to_string())
+async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, NotOpened> {
+    let options = PostgresOptions::new(url.reveal()).map_err(|error| NotOpened::Unfit(error.to_string()))?;
+    PostgresStore::open(options).await.map_err(|error| match error {
+        oncegate_postgres::OpenError::Unreachable { .. } => NotOpened::Unreachable(error.to_string()),
+        _ => NotOpened::Unfit(error.to_string()),
+    })
 }
 
-async fn open_redis(options: &RedisOptions) -> Result<RedisStore, String> {
+async fn open_redis(options: &RedisOptions) -> Result<RedisStore, NotOpened> {
     let shown = options.shown();
-    let store = RedisStore::open(options.clone()).await.map_err(|error| format!("store {shown}: {error}"))?;
+    let store = RedisStore::open(options.clone()).await.map_err(|error| match error {
+        oncegate_redis::OpenError::Unreachable(what) => {
+            NotOpened::Unreachable(format!("store {shown}: {what}"))
+        }
+        error => NotOpened::Unfit(format!("store {shown}: {error}")),
+    })?;
     for finding in store.findings() {
         match finding.gravity {
             Gravity::Fine => tracing::info!("store {shown}: {finding}"),
