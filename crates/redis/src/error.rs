@@ -174,6 +174,21 @@ mod tests {
     }
 
     #[test]
+    fn an_error_says_how_much_of_the_store_it_is_about() {
+        let told = |failure: Failure| {
+            let error = StoreError::from(failure);
+            (error.extent(), error.is_unsent())
+        };
+        let refused = |code: &str| told(Failure::Refused(code.to_owned()));
+        for code in ["OOM", "MISCONF", "NOREPLICAS"] {
+            assert_eq!(refused(code), (Extent::Writes, false), "{code}");
+        }
+        assert_eq!(refused("LOADING"), (Extent::Store, false));
+        assert_eq!(told(Failure::Lost("gone")), (Extent::Store, false));
+        assert_eq!(told(Failure::NotSent("none".to_owned())), (Extent::Store, true));
+    }
+
+    #[test]
     fn the_codes_are_in_order() {
         assert!(CODES.is_sorted());
     }
