@@ -349,7 +349,8 @@ async fn completions_and_renewals_go_on_when_the_store_is_back() {
     until(&breaker, BreakerState::HalfOpen).await;
     let since = Instant::now();
     while events.count(EventKind::Completed) == 0 || events.count(EventKind::Renewed) == renewed {
-        assert!(since.elapsed() < Duration::from_millis(600), "{:?}", events.0.lock().unwrap());
+        let seen = events.0.lock().unwrap().clone();
+        assert!(since.elapsed() < Duration::from_millis(600), "{seen:?}");
         sleep(Duration::from_millis(1)).await;
     }
     assert!(runs.attempt().is_owner());
