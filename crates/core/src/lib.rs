@@ -62,7 +62,7 @@ pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName};
 pub use response::{ResponseError, StoredResponse};
 pub use store::{
-    AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreErrorKind,
-    StoreFuture,
+    AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
+    StoreErrorKind, StoreFuture,
 };
 pub use watch::{Watcher, Watchers};

@@ -32,6 +32,8 @@ pub(crate) struct AttemptInner {
     pub(crate) lease_until: Mutex<Instant>,
     lost: AtomicBool,
     lost_notify: Notify,
+    /// Whether the log says already that the lease ran out.
+    pub(crate) warned: AtomicBool,
 }
 
 impl Attempt {
@@ -45,6 +47,7 @@ impl Attempt {
             lease_until: Mutex::new(claimed_at + policy.lease),
             lost: AtomicBool::new(false),
             lost_notify: Notify::new(),
+            warned: AtomicBool::new(false),
         }))
     }
 
@@ -323,11 +326,18 @@ impl Held {
                         tracing::error!(record = ?self.attempt.record_id(), %error, "completion lost, outcome unknown");
                         return self.emit(EventKind::SettlementLost);
                     }
-                    Err(Some(_)) => pause = (pause * 2).min(Duration::from_secs(2)),
+                    Err(Some(error)) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),
                 }
             }
         });
     }
+}
+
+/// How long to wait before a store that failed is asked again, at most as long as was meant. Where nothing was sent it cost
+/// nothing, and what is waiting goes on soon after the store is back.
+pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
+    const SOON: Duration = Duration::from_millis(250);
+    if error.is_unsent() { pause.min(SOON) } else { pause }
 }
 
 /// How many completions may be tried again in the background at a time.

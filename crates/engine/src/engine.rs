@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::TaskTracker;
 
-use crate::attempt::{Attempt, DEFERRED, Permit};
+use crate::attempt::{Attempt, DEFERRED, Permit, again_after};
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
 use crate::keeper::Keeper;
@@ -381,9 +381,9 @@ impl Inner {
             let asked_at = Instant::now();
             let outcome = match self.ask(&request, attempt).await {
                 Ok(outcome) => outcome,
-                Err(error) => {
+                Err(Unanswered { error, maybe_applied }) => {
                     leader.land(Landing::Failed(error.kind()));
-                    if error.kind() == StoreErrorKind::Unavailable {
+                    if maybe_applied {
                         self.retract(request, attempt);
                     }
                     return Err(error);
@@ -441,13 +441,19 @@ impl Inner {
     }
 
     /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it.
-    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, StoreError> {
-        match self.store.apply(request.id, claim_command(request, attempt)).await {
-            Err(error) if error.kind() == StoreErrorKind::Unavailable => {
+    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, Unanswered> {
+        let first = self.store.apply(request.id, claim_command(request, attempt)).await;
+        match first {
+            Err(error) if may_have_applied(&error) => {
                 tokio::time::sleep(ASK_AGAIN_AFTER).await;
-                self.store.apply(request.id, claim_command(request, attempt)).await
+                let again = self.store.apply(request.id, claim_command(request, attempt)).await;
+                // However sure it is of the second time: the first one may have been.
+                again.map_err(|error| Unanswered {
+                    maybe_applied: error.kind() == StoreErrorKind::Unavailable,
+                    error,
+                })
             }
-            answer => answer,
+            first => first.map_err(|error| Unanswered { error, maybe_applied: false }),
         }
     }
 
@@ -466,7 +472,10 @@ impl Inner {
                 // Where it was never granted there is nothing to take back, and to claim it for that would get in the way
                 // of those who come again.
                 match inner.store.lookup(request.id).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => continue,
+                    Err(error) if error.kind() == StoreErrorKind::Unavailable => {
+                        pause = again_after(pause, &error);
+                        continue;
+                    }
                     Ok(record) if !record.as_ref().is_some_and(|record| is_held_by(record, attempt)) => {
                         return;
                     }
@@ -492,6 +501,17 @@ impl Inner {
             }
         });
     }
+}
+
+/// A claim without an answer.
+struct Unanswered {
+    error: StoreError,
+    /// Whether the store may have granted it, so that it has to be taken back.
+    maybe_applied: bool,
+}
+
+fn may_have_applied(error: &StoreError) -> bool {
+    error.kind() == StoreErrorKind::Unavailable && !error.is_unsent()
 }
 
 fn is_held_by(record: &Record, attempt: AttemptId) -> bool {

@@ -192,7 +192,12 @@ impl Keyed {
             Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
             Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
             Err(error) => {
-                tracing::warn!(record = ?id, %error, "claim failed");
+                if error.is_unsent() {
+                    // The store is known to be out of reach, and the log has that once already.
+                    tracing::debug!(record = ?id, %error, "claim failed");
+                } else {
+                    tracing::warn!(record = ?id, %error, "claim failed");
+                }
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
                     // Boxed, as all that seldom happens, so that what always happens is small.

@@ -9,7 +9,8 @@
 //! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]),
 //! - `postgres`, with the feature of this name: the store for any number of machines, and effects that commit in one
 //!   transaction with their record (`Transactor`),
-//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]),
+//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]), and a circuit breaker for stores that may be
+//!   out of reach ([`Breaker`]),
 //! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
 //!
 //! # An axum service whose payments are made once
@@ -56,7 +57,7 @@ pub use oncegate_postgres as postgres;
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
-pub use oncegate_engine::{Engine, Policy};
+pub use oncegate_engine::{Breaker, Engine, Policy};
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};
 #[cfg(feature = "postgres")]

@@ -8,6 +8,6 @@ mod redis;
 mod way;
 
 pub use pgbouncer::PgBouncer;
-pub use postgres::{PostgresOptions, PostgresServer};
+pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
 pub use way::{Break, Way};

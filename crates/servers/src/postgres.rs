@@ -1,12 +1,12 @@
 //! A PostgreSQL server of one's own.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -130,6 +130,51 @@ impl PostgresServer {
         Err(io::Error::other(format!("psql: {}", String::from_utf8_lossy(&output.stderr))))
     }
 
+    /// Its process, while it runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    /// Stops it and all of its processes, or lets them go on: it takes connections and answers nothing.
+    ///
+    /// # Errors
+    /// Where it does not run.
+    pub fn freeze(&self, freeze: bool) -> io::Result<()> {
+        let pid = self.pid().ok_or_else(|| io::Error::other("PostgreSQL does not run"))?;
+        let signal = if freeze { Signal::STOP } else { Signal::CONT };
+        let send = |pid: u32| match i32::try_from(pid).ok().and_then(Pid::from_raw) {
+            Some(pid) => kill_process(pid, signal).map_err(io::Error::from),
+            None => Ok(()),
+        };
+        // First the one that would make others.
+        send(pid)?;
+        for child in fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?.split_whitespace() {
+            if let Ok(child) = child.parse() {
+                // It may have ended.
+                let _ = send(child);
+            }
+        }
+        Ok(())
+    }
+
+    /// A session such as an operator has, with `psql`. It ends when it is dropped.
+    ///
+    /// # Errors
+    /// Where there is no `psql`, or the server takes no connection.
+    pub fn session(&self) -> io::Result<PostgresSession> {
+        let mut command = self.command("psql");
+        command.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", &self.url()]);
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let (Some(to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(io::Error::other("psql has no pipes"));
+        };
+        let mut session = PostgresSession { child, to: Some(to), from: BufReader::new(from) };
+        session.run("SELECT 1;")?;
+        Ok(session)
+    }
+
     /// Ends it without any order, as a crash would. What was committed is there when it is started again.
     ///
     /// # Errors
@@ -234,6 +279,52 @@ impl PostgresServer {
             "PostgreSQL {what}: {}",
             lines.into_iter().rev().collect::<Vec<_>>().join("; ")
         ))
+    }
+}
+
+/// A session of [`PostgresServer::session`].
+#[derive(Debug)]
+pub struct PostgresSession {
+    child: Child,
+    to: Option<ChildStdin>,
+    from: BufReader<ChildStdout>,
+}
+
+impl PostgresSession {
+    /// Runs statements, each with its semicolon, and gives what they say.
+    ///
+    /// # Errors
+    /// Where one fails, with what the server says; the session is over then.
+    pub fn run(&mut self, sql: &str) -> io::Result<String> {
+        const END: &str = "-- that was all";
+        let sent = match &mut self.to {
+            Some(to) => writeln!(to, "{sql}\n\\echo '{END}'").and_then(|()| to.flush()),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        };
+        let mut said = String::new();
+        loop {
+            let mut line = String::new();
+            if sent.is_err() || self.from.read_line(&mut line)? == 0 {
+                let mut why = String::new();
+                if let Some(mut errors) = self.child.stderr.take() {
+                    errors.read_to_string(&mut why)?;
+                }
+                return Err(io::Error::other(why));
+            }
+            if line.trim_end() == END {
+                return Ok(said);
+            }
+            said += &line;
+        }
+    }
+}
+
+impl Drop for PostgresSession {
+    fn drop(&mut self) {
+        // Without its input it comes to its end; nobody is left to be told if not.
+        drop(self.to.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

@@ -86,6 +86,7 @@ pub(super) fn draft(
         drain_timeout: given(&values.drain_timeout),
         request_budget: given(&values.request_budget),
         store_cache: given(&values.store_cache),
+        store_patience: given(&values.store_patience),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         tls: tls.clone(),

@@ -68,6 +68,8 @@ pub(crate) struct Config {
     pub(crate) request_budget: usize,
     /// What a store in a directory may keep of its file.
     pub(crate) store_cache: usize,
+    /// How long the store may take before it is asked whether it is well.
+    pub(crate) store_patience: Duration,
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,

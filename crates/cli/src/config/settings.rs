@@ -339,6 +339,11 @@ settings! {
     "connect-timeout" LIMITS Service One "DURATION" Value("5s");
     connect_timeout: Duration = units::connect_timeout;
 
+    /// How long the store may take for a command before it is asked whether it is well, and then to say so. One that does
+    /// not is out of reach: requests with a key are refused at once until it answers. From 10ms to 1m.
+    "store-patience" LIMITS Service One "DURATION" Value("2s");
+    store_patience: Duration = units::store_patience;
+
     /// How long requests that run may take to end after SIGTERM. What still runs then is cut off, and its outcome is
     /// unknown.
     "drain-timeout" LIMITS Service One "DURATION" Value("30s");

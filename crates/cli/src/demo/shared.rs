@@ -20,16 +20,14 @@ pub(super) struct Shared {
 impl Shared {
     /// Reads what `--store` says.
     pub(super) fn read(text: &str) -> Result<Self, String> {
-        let shown = match read_store(text).map_err(|error| format!("--store: {error}"))? {
-            StoreChoice::Memory | StoreChoice::Directory(_) => {
-                return Err("--store: two sidecars cannot share a store in memory or in a directory; name a database \
-                            such as redis://HOST or postgres://USER@HOST/DATABASE, or leave it out to see one sidecar \
-                            that is killed and started again on its own directory"
-                    .to_owned());
-            }
-            StoreChoice::Postgres(url) => url.to_string(),
-            StoreChoice::Redis(options) => options.shown(),
-        };
+        let choice = read_store(text).map_err(|error| format!("--store: {error}"))?;
+        if matches!(choice.back(), StoreChoice::Memory | StoreChoice::Directory(_)) {
+            return Err("--store: two sidecars cannot share a store in memory or in a directory; name a database \
+                        such as redis://HOST or postgres://USER@HOST/DATABASE, or leave it out to see one sidecar \
+                        that is killed and started again on its own directory"
+                .to_owned());
+        }
+        let shown = choice.to_string();
         let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
         let path = format!("/demo-{:x}-{:x}/payments", since.as_micros(), std::process::id());
         Ok(Self { url: text.to_owned(), shown, path })
