@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
 use crate::attempt::{Attempt, DEFERRED, Permit};
+use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
 use crate::keeper::Keeper;
@@ -37,6 +38,7 @@ pub(crate) struct Inner {
     pub(crate) keeper: Keeper,
     pub(crate) tasks: TaskTracker,
     pub(crate) deferred: Arc<Semaphore>,
+    pub(crate) completion_missing: Rarely,
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
     origin: u64,
@@ -121,6 +123,7 @@ impl EngineBuilder {
                 observer: self.observer,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
+                completion_missing: Rarely::default(),
                 flights: Arc::default(),
                 origin: random_bits(),
                 claims: AtomicU64::new(0),
@@ -305,6 +308,7 @@ async fn follow(
             return Some(Err(match kind {
                 StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
                 StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
+                StoreErrorKind::Locked => StoreError::locked("another transaction holds the record"),
                 _ => StoreError::unavailable("the store did not answer another claim for this record"),
             }));
         }
@@ -355,7 +359,7 @@ impl Inner {
                 Ok(outcome) => outcome,
                 Err(error) => {
                     leader.land(Landing::Failed(error.kind()));
-                    if error.kind() == StoreErrorKind::Unavailable {
+                    if error.kind().may_pass() {
                         self.retract(request, attempt);
                     }
                     return Err(error);
@@ -396,7 +400,7 @@ impl Inner {
     /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it.
     async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, StoreError> {
         match self.store.apply(request.id, claim_command(request, attempt)).await {
-            Err(error) if error.kind() == StoreErrorKind::Unavailable => {
+            Err(error) if error.kind().may_pass() => {
                 tokio::time::sleep(ASK_AGAIN_AFTER).await;
                 self.store.apply(request.id, claim_command(request, attempt)).await
             }
@@ -419,14 +423,14 @@ impl Inner {
                 // Where it was never granted there is nothing to take back, and to claim it for that would get in the way
                 // of those who come again.
                 match inner.store.lookup(request.id).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => continue,
+                    Err(error) if error.kind().may_pass() => continue,
                     Ok(record) if !record.as_ref().is_some_and(|record| is_held_by(record, attempt)) => {
                         return;
                     }
                     _ => {}
                 }
                 match inner.store.apply(request.id, claim_command(&request, attempt)).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => {}
+                    Err(error) if error.kind().may_pass() => {}
                     // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
                     Ok(Outcome::Execute(grant)) if grant.after_abandoned => return,
                     Ok(Outcome::Execute(grant)) => {

@@ -53,6 +53,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod attempt;
+mod conclude;
 mod engine;
 mod event;
 mod flight;
@@ -60,6 +61,7 @@ mod keeper;
 mod policy;
 
 pub use attempt::{Attempt, Permit, Settled};
+pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
 pub use policy::{ConfigError, Policy};
