@@ -13,6 +13,8 @@
 //! 4. `complete` answers when the store has it durably. If the store is out of reach, it is tried again in the background
 //!    until the lease ends; after that the record ends as abandoned, and its outcome is unknown: never a second run.
 //! 5. A permit that is dropped leaves its record in progress until the lease ends.
+//! 6. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
+//!    what is left to add: see [`Permit::conclude`].
 //!
 //! ```
 //! use std::sync::Arc;
