@@ -55,7 +55,9 @@ pub use decide::{
     Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, Release, Renew, Resolution,
     Resolve, Write, decide,
 };
-pub use fingerprint::{Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError};
+pub use fingerprint::{
+    Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
+};
 pub use id::{AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, RecordId, Scope};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;

@@ -26,7 +26,8 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreErrorKind::Unavailable`] where it is not known whether the command was applied; it may be sent again.
-    /// [`StoreErrorKind::Corrupt`] where the record cannot be read; nothing was changed.
+    /// [`StoreErrorKind::Locked`] where somebody's open transaction holds the record; nothing was changed, and it may be
+    /// sent again. [`StoreErrorKind::Corrupt`] where the record cannot be read; nothing was changed.
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome>;
 
     /// Reads a record; absent where its retention is over.
@@ -212,10 +213,21 @@ pub struct StoreError {
 pub enum StoreErrorKind {
     /// Out of reach, full, or failing: it is not known whether the command was applied. Try again later.
     Unavailable,
+    /// An open transaction, such as that of an application that completes its record, holds the record. Nothing was
+    /// changed, and what becomes of the record is not decided yet. Try again later; the store itself is well.
+    Locked,
     /// A record is damaged or of an unknown version. An operator has to look; it must never be executed.
     Corrupt,
     /// The configuration or the format does not fit this program. Fix it; trying again does not help.
     Invalid,
+}
+
+impl StoreErrorKind {
+    /// Whether the same command, sent again later, may get an answer.
+    #[must_use]
+    pub const fn may_pass(self) -> bool {
+        matches!(self, Self::Unavailable | Self::Locked)
+    }
 }
 
 /// How much of a store an error is about.
@@ -240,6 +252,12 @@ impl StoreError {
     #[must_use]
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StoreErrorKind::Unavailable, message.into())
+    }
+
+    /// An open transaction holds the record.
+    #[must_use]
+    pub fn locked(message: impl Into<String>) -> Self {
+        Self::new(StoreErrorKind::Locked, message.into()).with_extent(Extent::Record)
     }
 
     /// A damaged record, or one of an unknown version.

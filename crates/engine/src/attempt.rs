@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError,
-    StoreErrorKind, limits,
+    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -125,13 +124,13 @@ impl fmt::Debug for Attempt {
 /// record in progress until the lease ends, and then to its abandon policy: dropping never frees the key, because the
 /// effect may have happened.
 #[must_use = "a permit that is dropped leaves its record to the abandon policy"]
-pub struct Permit(Option<Held>);
+pub struct Permit(pub(crate) Option<Held>);
 
 /// A permit that was not used up yet.
-struct Held {
-    inner: Arc<Inner>,
-    attempt: Attempt,
-    leader: Leader,
+pub(crate) struct Held {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) attempt: Attempt,
+    pub(crate) leader: Leader,
 }
 
 /// What became of the end of an attempt.
@@ -241,7 +240,7 @@ impl Ending {
 }
 
 impl Held {
-    fn emit(&self, kind: EventKind) {
+    pub(crate) fn emit(&self, kind: EventKind) {
         self.inner.emit(Event::new(self.attempt.record_id(), Some(self.attempt.token()), kind));
     }
 
@@ -298,7 +297,7 @@ impl Held {
         self.leader.land(ending.landing());
     }
 
-    fn fenced(self) {
+    pub(crate) fn fenced(self) {
         self.inner.keeper.forget(&self.attempt);
         self.attempt.set_lost();
         self.emit(EventKind::Fenced);
@@ -322,7 +321,7 @@ impl Held {
                 match self.try_settle(&ending).await {
                     Ok(()) => return self.land(ending),
                     Err(None) => return self.fenced(),
-                    Err(Some(error)) if error.kind() != StoreErrorKind::Unavailable || again >= give_up => {
+                    Err(Some(error)) if !error.kind().may_pass() || again >= give_up => {
                         tracing::error!(record = ?self.attempt.record_id(), %error, "completion lost, outcome unknown");
                         return self.emit(EventKind::SettlementLost);
                     }

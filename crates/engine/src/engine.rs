@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::TaskTracker;
 
 use crate::attempt::{Attempt, DEFERRED, Permit, again_after};
+use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
 use crate::keeper::Keeper;
@@ -37,6 +38,7 @@ pub(crate) struct Inner {
     pub(crate) keeper: Keeper,
     pub(crate) tasks: TaskTracker,
     pub(crate) deferred: Arc<Semaphore>,
+    pub(crate) completion_missing: Rarely,
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
     origin: u64,
@@ -121,6 +123,7 @@ impl EngineBuilder {
                 observer: self.observer,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
+                completion_missing: Rarely::default(),
                 flights: Arc::default(),
                 origin: random_bits(),
                 claims: AtomicU64::new(0),
@@ -330,6 +333,7 @@ async fn follow(
             return Some(Err(match kind {
                 StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
                 StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
+                StoreErrorKind::Locked => StoreError::locked("another transaction holds the record"),
                 _ => StoreError::unavailable("the store did not answer another claim for this record"),
             }));
         }
@@ -448,10 +452,7 @@ impl Inner {
                 tokio::time::sleep(ASK_AGAIN_AFTER).await;
                 let again = self.store.apply(request.id, claim_command(request, attempt)).await;
                 // However sure it is of the second time: the first one may have been.
-                again.map_err(|error| Unanswered {
-                    maybe_applied: error.kind() == StoreErrorKind::Unavailable,
-                    error,
-                })
+                again.map_err(|error| Unanswered { maybe_applied: error.kind().may_pass(), error })
             }
             first => first.map_err(|error| Unanswered { error, maybe_applied: false }),
         }
@@ -472,7 +473,7 @@ impl Inner {
                 // Where it was never granted there is nothing to take back, and to claim it for that would get in the way
                 // of those who come again.
                 match inner.store.lookup(request.id).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => {
+                    Err(error) if error.kind().may_pass() => {
                         pause = again_after(pause, &error);
                         continue;
                     }
@@ -482,7 +483,7 @@ impl Inner {
                     _ => {}
                 }
                 match inner.store.apply(request.id, claim_command(&request, attempt)).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => {}
+                    Err(error) if error.kind().may_pass() => {}
                     // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
                     Ok(Outcome::Execute(grant)) if grant.after_abandoned => return,
                     Ok(Outcome::Execute(grant)) => {
@@ -511,7 +512,7 @@ struct Unanswered {
 }
 
 fn may_have_applied(error: &StoreError) -> bool {
-    error.kind() == StoreErrorKind::Unavailable && !error.is_unsent()
+    error.kind().may_pass() && !error.is_unsent()
 }
 
 fn is_held_by(record: &Record, attempt: AttemptId) -> bool {

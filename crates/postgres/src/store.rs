@@ -276,7 +276,7 @@ impl Shared {
                 (Said::Locked, None) => break,
             }
         }
-        Err(StoreError::unavailable("another transaction holds the record").with_extent(Extent::Record))
+        Err(StoreError::locked("another transaction holds the record"))
     }
 
     /// One statement for all of them, or for the one that there is.

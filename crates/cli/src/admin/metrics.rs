@@ -354,7 +354,7 @@ impl RequestObserver for Metrics {
 }
 
 /// The names of [`EventKind`], in the order of [`event_place`]; the last one is for kinds that are newer.
-const EVENTS: [&str; 21] = [
+const EVENTS: [&str; 25] = [
     "executing",
     "replayed",
     "in-progress",
@@ -375,6 +375,10 @@ const EVENTS: [&str; 21] = [
     "lease-lost",
     "settlement-deferred",
     "settlement-lost",
+    "completed-upstream",
+    "answer-added",
+    "answer-differs",
+    "completion-missing",
     "other",
 ];
 
@@ -400,7 +404,11 @@ const fn event_place(kind: EventKind) -> usize {
         EventKind::LeaseLost => 17,
         EventKind::SettlementDeferred(_) => 18,
         EventKind::SettlementLost => 19,
-        _ => 20,
+        EventKind::CompletedUpstream => 20,
+        EventKind::AnswerAdded => 21,
+        EventKind::AnswerDiffers => 22,
+        EventKind::CompletionMissing => 23,
+        _ => 24,
     }
 }
 
@@ -433,6 +441,7 @@ impl Observer for Metrics {
 const fn error_name(kind: StoreErrorKind) -> &'static str {
     match kind {
         StoreErrorKind::Unavailable => "unavailable",
+        StoreErrorKind::Locked => "locked",
         StoreErrorKind::Corrupt => "corrupt",
         StoreErrorKind::Invalid => "invalid",
         _ => "other",

@@ -41,7 +41,7 @@ async fn while_an_application_completes_everybody_else_is_answered_at_once() {
     );
     for command in [renews(token), completes(token, Completion::Tombstone)] {
         let error = store.apply(id(1), command).await.unwrap_err();
-        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+        assert_eq!(error.kind(), StoreErrorKind::Locked, "{error}");
         assert_eq!(error.extent(), Extent::Record, "it says nothing about the store");
     }
     let purged = store.purge(10).await.unwrap();
