@@ -12,7 +12,7 @@ use oncegate_core::{
 };
 use tokio::time::{Duration, Instant};
 
-use crate::attempt::{Held, Permit};
+use crate::attempt::{Held, Permit, again_after};
 use crate::event::EventKind;
 use crate::flight::{Landing, lock};
 
@@ -175,7 +175,7 @@ impl Held {
                         tracing::warn!(?record, %error, "an attempt was not concluded; the next claim decides");
                         return self.emit(EventKind::SettlementLost);
                     }
-                    Err(_) => pause = (pause * 2).min(Duration::from_secs(2)),
+                    Err(error) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),
                 }
             }
         });
@@ -255,7 +255,7 @@ fn next(record: Record, said: &Said) -> Next<'_> {
 
 /// Whether two responses say the same, in whatever order their fields stand.
 fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
-    fn fields<'a>(response: &'a StoredResponse) -> Vec<(&'a str, &'a [u8])> {
+    fn fields(response: &StoredResponse) -> Vec<(&str, &[u8])> {
         let mut fields: Vec<_> = response.headers().collect();
         fields.sort_unstable();
         fields
