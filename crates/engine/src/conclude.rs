@@ -255,7 +255,7 @@ fn next(record: Record, said: &Said) -> Next<'_> {
 
 /// Whether two responses say the same, in whatever order their fields stand.
 fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
-    fn fields<'a>(response: &'a StoredResponse) -> Vec<(&'a str, &'a [u8])> {
+    fn fields(response: &StoredResponse) -> Vec<(&str, &[u8])> {
         let mut fields: Vec<_> = response.headers().collect();
         fields.sort_unstable();
         fields

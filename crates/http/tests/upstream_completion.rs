@@ -206,7 +206,8 @@ async fn the_table_of_ends() {
 
 #[test]
 fn a_store_without_transactions_is_refused() {
-    let layer = || IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000_000)))));
+    let layer =
+        || IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000_000)))));
     let upstream = || Settings::default().with_upstream_completion();
     let error = layer().with_settings(upstream()).unwrap_err().to_string();
     assert!(error.contains("the store memory cannot commit a completion together with an effect"), "{error}");
