@@ -299,6 +299,8 @@ async fn a_record_that_is_held_is_concluded_when_it_is_let_go_of() {
         // In this process everybody hears that it is in progress.
         let duplicate = world.engine.claim(request()).await.unwrap();
         assert!(matches!(duplicate, ClaimOutcome::InProgress { .. }), "{duplicate:?}");
+        // It goes on trying for as long as the lease lasts.
+        tokio::time::sleep(LEASE / 3).await;
         world.store.set(Meanwhile::Nothing);
         if commits {
             world.store.commit(token, None).await;
