@@ -12,6 +12,8 @@
 //! oncegate-benches growth-memory RECORDS RECORDS      the same for memory stores
 //! oncegate-benches redis                  the store on Redis against two bare scripts
 //! oncegate-benches postgres               the store on PostgreSQL, batched against single rows
+//! oncegate-benches transact               a business row in one transaction with its record, against a bare unique key
+//! oncegate-benches growth-postgres RECORDS RECORDS    cost of a small and a large table
 //! oncegate-benches hold ADDRESS COUNT     keeps so many idle connections until its standard input ends
 //! ```
 
@@ -62,6 +64,8 @@ async fn main() -> Result<()> {
         ["growth-memory", few, many] => growth::memory(few.parse()?, many.parse()?).await,
         ["redis"] => shared::on_redis().await,
         ["postgres"] => shared::on_postgres().await,
+        ["transact"] => shared::same_transaction().await,
+        ["growth-postgres", few, many] => shared::growth_on_postgres(few.parse()?, many.parse()?).await,
         ["hold", server, count] => idle::hold(server.parse()?, count.parse()?).await,
         _ => Err("usage: see the top of benches/src/main.rs".into()),
     }

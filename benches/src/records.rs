@@ -47,9 +47,14 @@ pub(crate) async fn replay(store: &dyn Store, number: u64) -> Result<()> {
 }
 
 fn command(number: u64, retention: Duration) -> Command {
+    claim_of(number, Fingerprint::of_parts("bench", &[&number.to_be_bytes()]), retention)
+}
+
+/// A claim with this fingerprint.
+pub(crate) fn claim_of(number: u64, fingerprint: Fingerprint, retention: Duration) -> Command {
     Command::Claim(Claim {
         attempt: AttemptId::new(u128::from(number)),
-        fingerprint: Fingerprint::of_parts("bench", &[&number.to_be_bytes()]),
+        fingerprint,
         lease: LEASE,
         retention,
         on_abandoned: OnAbandoned::Park,

@@ -5,16 +5,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{FencingToken, Store};
-use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_core::{FencingToken, Fingerprint, IdempotencyKey, Outcome, RecordId, Scope, Store};
+use oncegate_postgres::{PostgresOptions, PostgresStore, Transacted, Transactor, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{PostgresServer, RedisServer};
 use redis::aio::MultiplexedConnection;
+use sha2::{Digest as _, Sha256};
 use sqlx::Row as _;
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
 
 use crate::growth::each;
-use crate::records::{Result, claim, complete, id, replay, scatter};
+use crate::records::{Result, claim, claim_of, complete, id, replay, scatter};
 
 const ROUNDS: usize = 5;
 const DAY: Duration = Duration::from_secs(86_400);
@@ -264,6 +265,161 @@ async fn cycle_of_rows(pool: &PgPool, in_flight: usize, records: u64) -> Result<
     })
     .await?;
     Ok((claimed, completed, replayed))
+}
+
+/// A business row in one transaction with its record, against the same transaction with a bare row under a unique key.
+pub(crate) async fn same_transaction() -> Result<()> {
+    const RECORDS: u64 = 6_000;
+    const PAY: &str = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id";
+    let server = PostgresServer::start_with(durable())?;
+    schema::apply(&PostgresOptions::new(&server.url())?).await?;
+    let pool = PgPoolOptions::new().max_connections(64).connect(&server.url()).await?;
+    for table in [
+        "CREATE TABLE payments (id bigserial PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL)",
+        "CREATE TABLE keys (key text PRIMARY KEY, response jsonb NOT NULL, created_at timestamptz NOT NULL DEFAULT now())",
+    ] {
+        sqlx::query(table).execute(&pool).await?;
+    }
+    let transactor = Transactor::new(pool.clone());
+    for in_flight in [64, 1] {
+        let records = if in_flight == 1 { RECORDS / 8 } else { RECORDS };
+        let mut rounds = Rounds::default();
+        for round in 0..=ROUNDS {
+            let (from, ours) = (fresh(records), transactor.clone());
+            let (transacted, _) = each(from..from + records, in_flight, move |number| {
+                let transactor = ours.clone();
+                async move {
+                    let scope = Scope::single_tenant();
+                    let key = IdempotencyKey::new(format!("order-{number}").into_bytes())?;
+                    let pay = transactor.transact(&scope, &key, &number, async |connection| {
+                        let pay = sqlx::query_scalar(PAY).bind("c-1").bind(4999_i64);
+                        let id: i64 = pay.fetch_one(&mut *connection).await?;
+                        Ok(id)
+                    });
+                    match pay.await? {
+                        Transacted::Executed(_) => Ok(()),
+                        Transacted::Replayed(_) => Err("it was there already".into()),
+                    }
+                }
+            })
+            .await?;
+            let (from, bare) = (fresh(records), pool.clone());
+            let (inserted, _) = each(from..from + records, in_flight, move |number| {
+                let pool = bare.clone();
+                async move {
+                    let mut transaction = pool.begin().await?;
+                    let key =
+                        sqlx::query("INSERT INTO keys (key, response) VALUES ($1, '{\"status\": 201}')");
+                    key.bind(format!("order-{number}")).execute(&mut *transaction).await?;
+                    let pay = sqlx::query_scalar(PAY).bind("c-1").bind(4999_i64);
+                    let _id: i64 = pay.fetch_one(&mut *transaction).await?;
+                    Ok(transaction.commit().await?)
+                }
+            })
+            .await?;
+            if round > 0 {
+                rounds.note("payment", [transacted, inserted]);
+            }
+        }
+        rounds.print(&format!("`transact`, {in_flight} in flight"), "a row under a unique key", records);
+    }
+    Ok(())
+}
+
+/// PostgreSQL with so many records against the same with few: two databases of one server, by turns.
+pub(crate) async fn growth_on_postgres(few: u64, many: u64) -> Result<()> {
+    const IN_FLIGHT: usize = 64;
+    const ADDED: u64 = 4_000;
+    let server = PostgresServer::start_with(durable())?;
+    let admin = PgPoolOptions::new().max_connections(1).connect(&server.url()).await?;
+    let mut stores: Vec<(Arc<dyn Store>, PgPool, u64)> = Vec::new();
+    for (name, records) in [("few", few), ("many", many)] {
+        sqlx::query(sqlx::AssertSqlSafe(format!("CREATE DATABASE {name}"))).execute(&admin).await?;
+        let options = PostgresOptions::new(&server.url_of(name))?.with_pool_size(16);
+        schema::apply(&options).await?;
+        let pool = PgPoolOptions::new().max_connections(1).connect(&server.url_of(name)).await?;
+        let begun = std::time::Instant::now();
+        fill(&pool, records).await?;
+        let octets: i64 =
+            sqlx::query_scalar("SELECT pg_total_relation_size('oncegate.records')").fetch_one(&pool).await?;
+        println!("{records} records: {octets} octets, {:.0} s to fill", begun.elapsed().as_secs_f64());
+        stores.push((Arc::new(PostgresStore::open(options).await?), pool, records));
+    }
+    println!();
+    let mut rounds = Rounds::default();
+    for round in 0..=ROUNDS {
+        let mut costs = Vec::new();
+        for (store, pool, records) in &stores {
+            let (claims, completions, near) = cycle(store, IN_FLIGHT, ADDED).await?;
+            let (old, records) = (store.clone(), *records);
+            let (any, _) = each(0..ADDED, IN_FLIGHT, move |number| {
+                let store = old.clone();
+                async move {
+                    let number = scatter(number ^ round as u64) % records;
+                    let fingerprint =
+                        Fingerprint::from_parts(1, Sha256::digest("f").into()).ok_or("no fingerprint")?;
+                    match store.apply(filled(number), claim_of(number, fingerprint, DAY)).await? {
+                        Outcome::Replay(_) => Ok(()),
+                        other => Err(format!("record {number} is not replayed: {other:?}").into()),
+                    }
+                }
+            })
+            .await?;
+            costs.push([claims, completions, near, any, purged(store, pool, ADDED).await?]);
+        }
+        if round > 0 {
+            let operations =
+                ["claim", "completion", "replay of a new record", "replay of any record", "purge"];
+            for (at, operation) in operations.into_iter().enumerate() {
+                rounds.note(operation, [costs[1][at], costs[0][at]]);
+            }
+        }
+    }
+    rounds.print(&format!("PostgreSQL, {many} records"), &format!("{few} records"), ADDED);
+    Ok(())
+}
+
+/// Seconds to purge what the last cycle added, which is made to have expired.
+async fn purged(store: &Arc<dyn Store>, pool: &PgPool, added: u64) -> Result<f64> {
+    sqlx::query("UPDATE oncegate.records SET expires_at = 1, purge_at = 1 WHERE purge_at < $1")
+        .bind(i64::try_from(store.now().after(2 * DAY).as_millis())?)
+        .execute(pool)
+        .await?;
+    let (begun, mut gone) = (std::time::Instant::now(), 0);
+    loop {
+        match store.purge(500).await? {
+            0 => break,
+            more => gone += more as u64,
+        }
+    }
+    if gone < added {
+        Err(format!("{gone} records were purged").into())
+    } else {
+        Ok(begun.elapsed().as_secs_f64())
+    }
+}
+
+/// The identifier of a record that [`fill`] made.
+fn filled(number: u64) -> RecordId {
+    RecordId::from_bytes(Sha256::digest(number.to_be_bytes()).into())
+}
+/// Completed records that stay for 300 days, written in one statement and vacuumed.
+async fn fill(pool: &PgPool, records: u64) -> Result<()> {
+    let insert = "INSERT INTO oncegate.records (id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at,
+            expires_at, purge_at, response)
+        SELECT sha256(int8send(n)), 'completed', '\\x01'::bytea || sha256('f'), now_ms, 1, '\\x0000000000000000',
+            'POST /v1/payments', now_ms, now_ms, now_ms + 25920000000, now_ms + 25920000000,
+            oncegate.response(201, ARRAY['content-type'], ARRAY['application/json'],
+                convert_to('{\"id\":\"pay_A8Z5MHwQS7jUmZ\",\"amount\":4999,\"status\":\"captured\"}', 'UTF8'))
+        FROM generate_series($1, $2) AS n, oncegate.now_ms() AS now_ms";
+    // In portions: one statement for all would fill the disk with what it sorts.
+    for from in (0..records).step_by(1_000_000) {
+        let to = (from + 1_000_000).min(records) - 1;
+        let query = sqlx::query(insert).bind(i64::try_from(from)?).bind(i64::try_from(to)?);
+        query.execute(pool).await?;
+    }
+    sqlx::query("VACUUM ANALYZE oncegate.records").execute(pool).await?;
+    Ok(())
 }
 
 fn expect(row: &PgRow, outcome: &str) -> Result<()> {

@@ -35,8 +35,10 @@ pub(super) fn run(records: u64) -> Result<String> {
     if free_memory()? < records * MEMORY_PER_RECORD {
         text.push_str("not measured: there is not enough memory\n");
     } else {
-        text.push_str(&output(benches().arg("growth-memory").arg(few).arg(many))?);
+        text.push_str(&output(benches().arg("growth-memory").arg(&few).arg(&many))?);
     }
+    text.push_str("\nPostgreSQL, small responses, 64 in flight\n\n");
+    text.push_str(&output(benches().arg("growth-postgres").arg(&few).arg(&many))?);
     Ok(text)
 }
 

@@ -16,7 +16,6 @@ pub(super) fn run() -> Result<String> {
 
 /// The stores that machines share, against the bare engines. They start their own servers.
 pub(super) fn shared() -> Result<String> {
-    let mut text = output(Command::new(program("oncegate-benches")).arg("redis"))?;
-    text.push_str(&output(Command::new(program("oncegate-benches")).arg("postgres"))?);
-    Ok(text)
+    let bench = |name| output(Command::new(program("oncegate-benches")).arg(name));
+    Ok(bench("redis")? + &bench("postgres")? + &bench("transact")?)
 }
