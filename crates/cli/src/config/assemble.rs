@@ -185,7 +185,7 @@ fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<
     let is_about_store = |problem: &Problem| {
         problem.is_error() && Setting::named("store").is_some_and(|store| problem.is_about(store))
     };
-    let without_transactions = match given(&values.store) {
+    let without_transactions = match given(&values.store).back() {
         StoreChoice::Memory => "memory:",
         StoreChoice::Directory(_) => "a directory",
         StoreChoice::Redis(_) => "Redis",
