@@ -253,7 +253,7 @@ impl Population {
 }
 
 /// Does this for each number, so many at a time. Gives the seconds that it took, and what came of it.
-async fn each<T: Send + 'static, F: Future<Output = Result<T>> + Send>(
+pub(crate) async fn each<T: Send + 'static, F: Future<Output = Result<T>> + Send>(
     numbers: Range<u64>,
     in_flight: usize,
     work: impl Fn(u64) -> F + Clone + Send + 'static,

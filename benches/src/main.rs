@@ -10,6 +10,8 @@
 //! oncegate-benches memory-of DIR RECORDS  what memory a process takes with that store
 //! oncegate-benches growth DIR RECORDS DIR RECORDS     cost of a small and a large embedded store
 //! oncegate-benches growth-memory RECORDS RECORDS      the same for memory stores
+//! oncegate-benches redis                  the store on Redis against two bare scripts
+//! oncegate-benches postgres               the store on PostgreSQL, batched against single rows
 //! oncegate-benches hold ADDRESS COUNT     keeps so many idle connections until its standard input ends
 //! ```
 
@@ -17,6 +19,7 @@ mod growth;
 mod idle;
 mod records;
 mod service;
+mod shared;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -57,6 +60,8 @@ async fn main() -> Result<()> {
             growth::embedded((Path::new(small), few.parse()?), (Path::new(large), many.parse()?)).await
         }
         ["growth-memory", few, many] => growth::memory(few.parse()?, many.parse()?).await,
+        ["redis"] => shared::on_redis().await,
+        ["postgres"] => shared::on_postgres().await,
         ["hold", server, count] => idle::hold(server.parse()?, count.parse()?).await,
         _ => Err("usage: see the top of benches/src/main.rs".into()),
     }

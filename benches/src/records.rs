@@ -58,7 +58,7 @@ fn command(number: u64, retention: Duration) -> Command {
 }
 
 /// As scattered as the digests that identifiers are, and different for every number.
-fn id(number: u64) -> RecordId {
+pub(crate) fn id(number: u64) -> RecordId {
     let mut octets = [0; 32];
     for (at, chunk) in (0_u64..).zip(octets.chunks_mut(8)) {
         chunk.copy_from_slice(&scatter(number ^ at << 60).to_be_bytes());

@@ -12,6 +12,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_postgres()?;
     prepare_psycopg()?;
     prepare_redis()?;
+    prepare_faketime()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
@@ -82,6 +83,11 @@ fn prepare_redis() -> Result<()> {
         install(&["redis-server"])?;
     }
     prepare_python("redis-contract", "crates/redis/tests/requirements.txt")
+}
+
+/// What makes a process believe in another time: for sidecars whose clocks differ.
+fn prepare_faketime() -> Result<()> {
+    if has("faketime", &["--version"]) { Ok(()) } else { install(&["faketime"]) }
 }
 
 fn is_newer(made: &std::path::Path, from: &std::path::Path) -> bool {

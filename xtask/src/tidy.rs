@@ -44,7 +44,18 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("oncegate-servers", &[]),
-    ("oncegate-benches", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    (
+        "oncegate-benches",
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-embedded",
+            "oncegate-http",
+            "oncegate-postgres",
+            "oncegate-redis",
+            "oncegate-servers",
+        ],
+    ),
     ("axum-payments", &["oncegate"]),
     ("xtask", &[]),
 ];

@@ -48,6 +48,7 @@ mod memory;
 mod record;
 mod response;
 mod store;
+mod watch;
 
 pub use clock::{Clock, Timestamp};
 pub use decide::{
@@ -64,3 +65,4 @@ pub use store::{
     AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreErrorKind,
     StoreFuture,
 };
+pub use watch::{Watcher, Watchers};

@@ -64,6 +64,14 @@ pub trait Store: Send + Sync + 'static {
     /// Why not.
     fn check(&self) -> StoreFuture<'_, ()>;
 
+    /// Waits until the store is told that an attempt at this record has ended, by whatever process. A hint that it is worth
+    /// asking again, and no answer: it may come for nothing, late, or never, and by default it never comes. Whoever waits
+    /// asks again after a while in any case. Dropped, it leaves nothing behind.
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        let _nobody_tells = id;
+        Box::pin(std::future::pending())
+    }
+
     /// The store's clock, which leases and retentions are measured by.
     fn now(&self) -> Timestamp;
 

@@ -14,9 +14,9 @@ use oncegate_core::{
     StoreError, StoreErrorKind, StoredResponse,
 };
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::TaskTracker;
 
 use crate::attempt::{Attempt, DEFERRED, Permit};
@@ -132,6 +132,11 @@ impl EngineBuilder {
 /// A claim that got no answer is sent again once, after so long.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 
+/// A claim that waits for another process asks again when the store is told of something, and after so long in any case:
+/// at first, doubled each time, and at last.
+const POLL_FIRST: Duration = Duration::from_millis(25);
+const POLL_LAST: Duration = Duration::from_millis(500);
+
 /// How long a claim waits for another claim of the same process that is asking the store. A store answers sooner.
 const CLAIMING_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -216,14 +221,28 @@ impl Engine {
         request: ClaimRequest,
         deadline: Option<Instant>,
     ) -> Result<ClaimOutcome, StoreError> {
+        let patience = deadline.map(|deadline| Patience { deadline, gone: Arc::default() });
+        let gone = patience.as_ref().map(|patience| patience.gone.clone());
         let mut work: Pin<Box<dyn Future<Output = _> + Send>> =
-            Box::pin(self.inner.clone().lead(leader, request, deadline));
+            Box::pin(self.inner.clone().lead(leader, request, patience));
         if let Poll::Ready(result) = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
             return result;
         }
-        let (send, receive) = oneshot::channel();
+        let (mut send, receive) = oneshot::channel();
         let runtime = Handle::current();
         self.spawn(async move {
+            if let Some(gone) = gone {
+                let done = tokio::select! {
+                    biased;
+                    result = &mut work => Some(result),
+                    () = send.closed() => None,
+                };
+                if let Some(result) = done {
+                    let _gone = send.send(Undelivered { result: Some(result), runtime });
+                    return;
+                }
+                gone.notify_one();
+            }
             // A caller that is gone drops it here; one that goes just now drops it unread.
             let _gone = send.send(Undelivered { result: Some(work.await), runtime });
         });
@@ -232,6 +251,12 @@ impl Engine {
             Err(_) => Err(StoreError::unavailable("the engine is shutting down")),
         }
     }
+}
+
+/// How long a claim waits for another process: until then, or until its caller is gone.
+struct Patience {
+    deadline: Instant,
+    gone: Arc<Notify>,
 }
 
 /// The outcome of a claim on its way to the caller. Dropped unread, a claim that was granted is taken back: its caller is
@@ -344,11 +369,14 @@ impl Inner {
         self: Arc<Self>,
         leader: Leader,
         request: ClaimRequest,
-        deadline: Option<Instant>,
+        patience: Option<Patience>,
     ) -> Result<ClaimOutcome, StoreError> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
         let attempt = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
-        let mut pause = Duration::from_millis(25);
+        let store = self.store.clone();
+        let mut pause = POLL_FIRST;
+        let mut changed = None;
+        let mut heed_from = Instant::now();
         loop {
             let asked_at = Instant::now();
             let outcome = match self.ask(&request, attempt).await {
@@ -371,11 +399,30 @@ impl Inner {
                 }
                 Outcome::InProgress { lease_left } => {
                     let until = asked_at + lease_left;
-                    let again = Instant::now() + pause.min(lease_left.max(Duration::from_millis(1)));
-                    if deadline.is_some_and(|deadline| again < deadline) {
+                    let patience = patience.as_ref().filter(|patience| Instant::now() < patience.deadline);
+                    if let Some(Patience { deadline, gone }) = patience {
                         leader.set_executing(until);
-                        tokio::time::sleep_until(again).await;
-                        pause = (pause * 2).min(Duration::from_millis(500));
+                        // Nothing left: somebody's open transaction holds the record, nobody knows for how long.
+                        let most = if lease_left.is_zero() { pause } else { pause.min(lease_left) };
+                        let again = Instant::now() + most.max(Duration::from_millis(1));
+                        // Kept from one turn to the next: what it is told while the store is asked is not lost.
+                        let told = changed.get_or_insert_with(|| store.changed(request.id));
+                        let heard = async {
+                            sleep_until(heed_from).await;
+                            told.await;
+                        };
+                        let is_told = tokio::select! {
+                            heard = timeout_at(again.min(*deadline), heard) => heard.is_ok(),
+                            // Those who came along ask for themselves.
+                            () = gone.notified() => return Ok(ClaimOutcome::InProgress { lease_left }),
+                        };
+                        if is_told {
+                            changed = None;
+                            // It may have been for nothing, and go on so.
+                            heed_from = Instant::now() + POLL_FIRST;
+                        } else {
+                            pause = (pause * 2).min(POLL_LAST);
+                        }
                         continue;
                     }
                     (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })

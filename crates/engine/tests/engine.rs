@@ -4,12 +4,16 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
 
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Clock, Command, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore,
-    OnAbandoned, RecordId, Scope, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+    AttemptId, AuditEntry, Capabilities, Claim, Clock, Command, Completion, Fingerprint, IdempotencyKey,
+    Label, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Scope, StateName, Store,
+    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
 use oncegate_engine::{
     ClaimOutcome, ClaimRequest, Engine, Event, EventKind, Observer, Permit, Policy, Settled,
@@ -435,6 +439,160 @@ async fn a_waiter_hears_of_a_completion_in_another_process() {
     let (outcome, heard) = waiter.await.unwrap();
     assert!(replays(&outcome, "one"));
     assert!(heard - completed <= Duration::from_millis(500));
+}
+
+/// A store that is told of completions when the test says so, and counts how often it is waited on.
+struct Told {
+    inner: Arc<dyn Store>,
+    word: tokio::sync::Notify,
+    waiting: AtomicUsize,
+    for_nothing: bool,
+}
+
+impl Told {
+    fn on(inner: Arc<dyn Store>, for_nothing: bool) -> Arc<Self> {
+        let (word, waiting) = (tokio::sync::Notify::new(), AtomicUsize::new(0));
+        Arc::new(Self { inner, word, waiting, for_nothing })
+    }
+}
+
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+struct ToldStore(Arc<Told>);
+
+impl Store for ToldStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.0.inner.apply(id, command)
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.0.inner.lookup(id)
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.0.inner.list(query)
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.0.inner.purge(limit)
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.0.inner.audit(before, limit)
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.0.inner.check()
+    }
+
+    fn changed(&self, _: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        self.0.waiting.fetch_add(1, Ordering::SeqCst);
+        let waiting = Waiting(&self.0.waiting);
+        Box::pin(async move {
+            let _waiting = waiting;
+            if !self.0.for_nothing {
+                self.0.word.notified().await;
+            }
+        })
+    }
+
+    fn now(&self) -> Timestamp {
+        self.0.inner.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.inner.capabilities()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_is_told_of_a_completion_in_another_process_does_not_wait_for_its_next_turn() {
+    let world = World::new();
+    let told = Told::on(world.store.clone(), false);
+    let other = World::on(Arc::new(ToldStore(told.clone())));
+    // Who does not wait does not ask to be told either.
+    let permit = world.permit(request()).await;
+    assert!(matches!(other.claim(request()).await, ClaimOutcome::InProgress { .. }));
+    assert_eq!(told.waiting.load(Ordering::SeqCst), 0);
+    let faults = other.faults.clone();
+    let waiter = tokio::spawn(async move { other.claim(waiting(LEASE)).await });
+    // Long enough that it asks seldom.
+    sleep(Duration::from_secs(3)).await;
+    let asked = faults.calls(Operation::Claim);
+    assert_eq!(told.waiting.load(Ordering::SeqCst), 1);
+    permit.complete(answer("one")).await;
+    let completed = Instant::now();
+    told.word.notify_one();
+    assert!(replays(&waiter.await.unwrap(), "one"));
+    assert_eq!(completed.elapsed(), Duration::ZERO);
+    assert_eq!(faults.calls(Operation::Claim), asked + 1);
+    assert_eq!(told.waiting.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_that_goes_away_leaves_the_store_alone_and_those_who_came_along_wait_on() {
+    let world = World::new();
+    let told = Told::on(world.store.clone(), false);
+    let other = Arc::new(World::on(Arc::new(ToldStore(told.clone()))));
+    let permit = world.permit(request()).await;
+    let wait = || {
+        let other = other.clone();
+        tokio::spawn(async move { other.claim(waiting(LEASE)).await })
+    };
+    let (first, second) = (wait(), wait());
+    sleep(Duration::from_secs(3)).await;
+    first.abort();
+    assert!(first.await.unwrap_err().is_cancelled());
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(told.waiting.load(Ordering::SeqCst), 1, "the second one");
+    permit.complete(answer("one")).await;
+    assert!(replays(&second.await.unwrap(), "one"));
+
+    let permit = world.permit(ClaimRequest { id: RecordId::from_bytes([7; 32]), ..request() }).await;
+    let waiter = tokio::spawn({
+        let other = other.clone();
+        async move { other.claim(ClaimRequest { id: RecordId::from_bytes([7; 32]), ..waiting(LEASE) }).await }
+    });
+    sleep(Duration::from_secs(3)).await;
+    waiter.abort();
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!((told.waiting.load(Ordering::SeqCst), other.engine.in_flight()), (0, 0));
+    let asked = other.faults.calls(Operation::Claim);
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(other.faults.calls(Operation::Claim), asked, "nobody asks any more");
+    drop(permit);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_told_without_end_is_not_asked_without_end() {
+    let world = World::new();
+    let other = World::on(Arc::new(ToldStore(Told::on(world.store.clone(), true))));
+    let _permit = world.permit(request()).await;
+    let begun = Instant::now();
+    let outcome = other.claim(waiting(Duration::from_secs(10))).await;
+    assert!(matches!(outcome, ClaimOutcome::InProgress { .. }));
+    assert_eq!(begun.elapsed().as_secs(), 10, "as long as the policy says");
+    let asked = other.faults.calls(Operation::Claim);
+    assert!(asked <= 10 * 40 + 2, "{asked}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_whom_nobody_tells_asks_seldom_and_until_its_deadline() {
+    let world = World::new();
+    let other = World::on(world.store.clone());
+    let _permit = world.permit(request()).await;
+    let begun = Instant::now();
+    let outcome = other.claim(waiting(Duration::from_millis(10_300))).await;
+    assert!(matches!(outcome, ClaimOutcome::InProgress { .. }));
+    assert_eq!(begun.elapsed(), Duration::from_millis(10_300));
+    let asked = other.faults.calls(Operation::Claim);
+    assert!((20..30).contains(&asked), "{asked}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -126,17 +126,41 @@ BEGIN
 END
 $$;
 
--- Tells whoever listens. Off unless somebody does (ALTER DATABASE … SET oncegate.notify = 'on'): a transaction that
--- notifies commits alone, one after the other in the whole cluster.
+-- Transactions that notify commit one after the other in the whole cluster. So only a record that somebody watches is
+-- notified of, and a watch is seen without reading or writing anything: it is an advisory lock in shared mode that the
+-- listening session holds, and whoever ends an attempt tries the same lock for himself.
+CREATE FUNCTION oncegate.watch_key(id bytea) RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN hashtextextended(encode(id, 'hex'), 2003788899);
+
+-- Tells whoever watches. Never waits: the lock is tried, and let go of in the same expression, so that nothing stays
+-- behind. Says nothing where the database does not want it (oncegate.notify = 'off', for transactions that are to be
+-- prepared), or where listeners leave notifications lie: a full queue would fail the transaction.
 CREATE FUNCTION oncegate.tell(id bytea) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    key CONSTANT bigint := oncegate.watch_key(tell.id);
+    is_watched boolean;
 BEGIN
-    IF current_setting('oncegate.notify', true) = 'on' THEN
+    is_watched := CASE WHEN pg_try_advisory_lock(key) THEN NOT pg_advisory_unlock(key) ELSE true END;
+    IF is_watched AND current_setting('oncegate.notify', true) IS DISTINCT FROM 'off' AND pg_notification_queue_usage() < 0.5
+    THEN
         PERFORM pg_notify('oncegate_1', encode(tell.id, 'hex'));
     END IF;
 END
 $$;
+
+-- For a session that listens to oncegate_1: from now on it is told when an attempt at one of these records ends. Gives
+-- those that are watched now; one that is not among them is changing at this moment. Until oncegate.unwatch, as often as
+-- it was watched, or the end of the session. Each takes a place in the server's table of locks.
+CREATE FUNCTION oncegate.watch(ids bytea[]) RETURNS SETOF bytea
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$ SELECT a.id FROM unnest(ids) AS a (id) WHERE pg_try_advisory_lock_shared(oncegate.watch_key(a.id)) $$;
+
+CREATE FUNCTION oncegate.unwatch(ids bytea[]) RETURNS void
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$ SELECT pg_advisory_unlock_shared(oncegate.watch_key(a.id)) FROM unnest(ids) AS a (id) $$;
 
 -- Asks to execute. Outcomes: execute, replay, in-progress, mismatch, unknown, unreplayable; locked where the same attempt
 -- claims again while somebody holds its record.
@@ -700,6 +724,7 @@ CREATE FUNCTION oncegate.claim_many(
     response bytea, clock bigint
 )
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$
 DECLARE
     started bigint := oncegate.now_ms();
@@ -753,11 +778,47 @@ CREATE FUNCTION oncegate.complete_many(
     ids bytea[], tokens bigint[], states text[], responses bytea[], retentions_ms bigint[]
 ) RETURNS TABLE (outcome text, clock bigint)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$
+DECLARE
+    started bigint := oncegate.now_ms();
+    completed bigint[];
 BEGIN
+    -- Most are the first end of an attempt that owns its record: these are written together. Everything else, also what
+    -- complete_if_owner() would refuse, is left to it.
+    WITH mine AS MATERIALIZED (
+        SELECT a.*
+        FROM unnest(ids, tokens, states, responses, retentions_ms) WITH ORDINALITY
+            AS a (id, token, state, response, retention_ms, n)
+        JOIN oncegate.records AS t ON t.id = a.id AND t.token = a.token
+        WHERE t.state = 'in-progress' AND started < t.expires_at
+            AND a.state IN ('completed', 'awaited', 'tombstone', 'unknown')
+            AND (a.state = 'completed') = (a.response IS NOT NULL)
+            AND a.retention_ms BETWEEN 1 AND 34560000000
+        FOR UPDATE OF t SKIP LOCKED
+    ), put AS (
+        UPDATE oncegate.records AS t SET
+                state = m.state,
+                attempt = NULL, lease_until = NULL, after_abandoned = NULL,
+                response = m.response,
+                changed_at = started,
+                expires_at = started + m.retention_ms,
+                purge_at = oncegate.purge_at(t.purge_at, started + m.retention_ms, started)
+            FROM mine AS m
+            WHERE t.id = m.id
+            RETURNING m.n, oncegate.tell(t.id)
+    )
+    SELECT array_agg(p.n) INTO completed FROM put AS p;
+
     FOR n IN 1..coalesce(array_length(ids, 1), 0) LOOP
-        RETURN QUERY SELECT c.* FROM oncegate.complete_if_owner(ids[n], tokens[n], states[n], responses[n], retentions_ms[n])
-            AS c;
+        IF n = ANY (completed) THEN
+            outcome := 'completed';
+            clock := started;
+            RETURN NEXT;
+        ELSE
+            RETURN QUERY SELECT c.* FROM oncegate.complete_if_owner(ids[n], tokens[n], states[n], responses[n],
+                retentions_ms[n]) AS c;
+        END IF;
     END LOOP;
 END
 $$;

@@ -14,8 +14,9 @@ use tokio::sync::oneshot;
 /// The most octets of responses in one batch, but for one response that is larger.
 const BATCH_OCTETS: usize = 8 * 1024 * 1024;
 
-/// How many full batches may wait.
+/// How many full batches may wait, and how many jobs at the least, however small a batch is.
 const WAITING_BATCHES: usize = 16;
+const WAITING_LEAST: usize = 1024;
 
 /// A command, and who waits for its answer.
 pub(crate) struct Job {
@@ -83,7 +84,7 @@ impl Lane {
 
     pub(crate) fn put(&self, job: Job) -> Put {
         let mut inner = self.lock();
-        if inner.jobs.len() >= self.most_jobs.saturating_mul(WAITING_BATCHES) {
+        if inner.jobs.len() >= self.most_jobs.saturating_mul(WAITING_BATCHES).max(WAITING_LEAST) {
             return Put::Full;
         }
         inner.jobs.push_back(job);
@@ -202,7 +203,7 @@ mod tests {
     #[test]
     fn so_many_may_wait_and_no_more() {
         let lane = Lane::new(1, 1, Duration::from_secs(60));
-        for number in 0..WAITING_BATCHES {
+        for number in 0..WAITING_LEAST {
             assert!(!matches!(lane.put(job(1).0), Put::Full), "{number}");
         }
         assert!(matches!(lane.put(job(1).0), Put::Full));

@@ -73,6 +73,7 @@ mod options;
 mod record;
 pub mod schema;
 mod store;
+mod watch;
 
 pub use error::OpenError;
 pub use options::PostgresOptions;

@@ -159,6 +159,12 @@ impl PostgresOptions {
         self.connect.clone()
     }
 
+    /// For the session that listens.
+    pub(crate) fn listen_options(&self) -> PgConnectOptions {
+        let name = self.connect.get_application_name().unwrap_or("oncegate");
+        self.connect_options().application_name(&format!("{name} listener"))
+    }
+
     /// With the settings that a session gets when it starts, which a pooler would refuse or lose.
     pub(crate) fn connect_options(&self) -> PgConnectOptions {
         if self.transaction_pooler {

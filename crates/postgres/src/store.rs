@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use crate::error::{OpenError, in_words, is_lost, store_error};
 use crate::options::PostgresOptions;
 use crate::record::{self, Said, maybe, strange};
 use crate::schema;
+use crate::watch::Ear;
 
 /// How long a store goes on trying where somebody's open transaction holds the record: as long as a commit takes, and not as
 /// long as an application's transaction may.
@@ -35,6 +37,7 @@ const LOCKED_PAUSES: [Duration; 4] = [
 pub struct PostgresStore {
     shared: Arc<Shared>,
     runtime: Handle,
+    ear: Option<Ear>,
 }
 
 struct Shared {
@@ -57,14 +60,18 @@ impl PostgresStore {
     /// Outside of a Tokio runtime, where the options give none.
     pub async fn open(options: PostgresOptions) -> Result<Self, OpenError> {
         let runtime = options.runtime.clone().unwrap_or_else(Handle::current);
+        let ear = Ear::new(&options);
         let opened = runtime.spawn(Shared::open(options)).await;
         let shared =
             opened.unwrap_or_else(|_| Err(OpenError::Url("the runtime is shutting down".to_owned())))?;
-        Ok(Self { shared: Arc::new(shared), runtime })
+        Ok(Self { shared: Arc::new(shared), runtime, ear })
     }
 
     /// Waits for what runs, and closes every connection. Commands that come later are refused as unavailable.
     pub async fn close(&self) {
+        if let Some(ear) = &self.ear {
+            ear.close();
+        }
         let pool = self.shared.pool.clone();
         // It ends early only with the runtime.
         let _ = self.runtime.spawn(async move { pool.close().await }).await;
@@ -160,6 +167,13 @@ impl Store for PostgresStore {
                 _ => Err(StoreError::invalid("the database has not the contract that this program needs")),
             }
         })
+    }
+
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        match &self.ear {
+            Some(ear) => ear.changed(id, &self.runtime),
+            None => Box::pin(std::future::pending()),
+        }
     }
 
     fn now(&self) -> Timestamp {

@@ -23,16 +23,13 @@ local key = KEYS[1]
 
 -- Numbers in Lua are exact below 2^53 only, and `tostring` rounds before that.
 local function text(number)
-  return string.format('%.0f', number)
+  return string.format('%d', number)
 end
 
 -- A whole number below 2^53, spelled as `text` spells it.
 local function number(digits)
-  if not digits or #digits > 16 or not string.find(digits, '^%d+$') then
-    return nil
-  end
-  local value = tonumber(digits)
-  return value < 9007199254740992 and text(value) == digits and value or nil
+  local value = digits and tonumber(digits)
+  return value and value >= 0 and value < 9007199254740992 and text(value) == digits and value or nil
 end
 
 -- A duration in milliseconds that can be added to any time.
@@ -42,22 +39,24 @@ local function duration(digits)
 end
 
 local function hex(digits, count)
-  return digits and #digits == count and not string.find(digits, '[^0-9a-f]')
+  return digits and #digits == count and string.find(digits, '^[0-9a-f]+$')
 end
 
 local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, tombstone = 1, released = 1}
 
 -- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
 local function read()
-  local kind = redis.call('TYPE', key).ok
-  if kind == 'none' then
-    return nil
-  elseif kind ~= 'hash' then
-    return false, 'the key holds a ' .. kind .. ' and not a record'
-  end
-  local f = redis.call('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
+  local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
     'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
   if f[1] ~= '1' then
+    local kind = redis.call('TYPE', key).ok
+    if kind == 'none' then
+      return nil
+    elseif kind ~= 'hash' then
+      return false, 'the key holds a ' .. kind .. ' and not a record'
+    elseif f.err then
+      error(f)
+    end
     return false, 'the record is of an unknown version'
   end
   local r = {
@@ -97,19 +96,19 @@ end
 
 -- [ended] The same in every script that may end an attempt.
 -- The channel is the key itself, in the same slot. Who may not publish still ends the attempt.
-local function ended(state, retention)
+local function ended(state, retention, ...)
   local expires_at = now + retention
-  redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at))
+  redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
   redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
   keep_until(expires_at)
   redis.pcall('SPUBLISH', key, state .. ' ' .. text(live.token))
 end
 -- [/ended]
 
-local attempt, version, fingerprint = ARGV[1], ARGV[2], ARGV[3]
+local attempt, version, fingerprint = ARGV[1], number(ARGV[2]), ARGV[3]
 local lease, retention, on_abandoned = duration(ARGV[4]), duration(ARGV[5]), ARGV[6]
 
-if not (hex(attempt, 32) and number(version) and number(version) < 256 and hex(fingerprint, 64) and lease and retention
+if not (hex(attempt, 32) and version and version < 256 and hex(fingerprint, 64) and lease and retention
   and (on_abandoned == 'park' or on_abandoned == 'reexecute' or on_abandoned == 'reconcile')
   and hex(ARGV[7], 16) and ARGV[8] and #ARGV[8] <= 256) then
   return redis.error_reply('INVALID an argument is missing or out of range')
@@ -129,10 +128,10 @@ local function execute(after_abandoned)
   local lease_until = now + lease
   if live then
     redis.call('HDEL', key, 'response')
-  else
+  elseif record then
     redis.call('DEL', key)
   end
-  redis.call('HSET', key, 'version', '1', 'state', 'in-progress', 'fingerprint_version', version,
+  redis.call('HSET', key, 'version', '1', 'state', 'in-progress', 'fingerprint_version', text(version),
     'fingerprint', fingerprint, 'token', text(token), 'attempts', text(attempts), 'attempt', attempt,
     'lease_until', text(lease_until), 'after_abandoned', after_abandoned, 'caller', ARGV[7], 'operation', ARGV[8],
     'created_at', text(created_at), 'changed_at', text(now), 'expires_at', text(lease_until + retention))
@@ -143,7 +142,7 @@ end
 if not live or live.state == 'released' then
   return execute('0')
 end
-if live.fingerprint_version ~= number(version) then
+if live.fingerprint_version ~= version then
   return redis.error_reply('CORRUPT the fingerprint of the record is of another version and cannot be compared')
 end
 if live.fingerprint ~= fingerprint then

@@ -19,16 +19,13 @@ local key = KEYS[1]
 
 -- Numbers in Lua are exact below 2^53 only, and `tostring` rounds before that.
 local function text(number)
-  return string.format('%.0f', number)
+  return string.format('%d', number)
 end
 
 -- A whole number below 2^53, spelled as `text` spells it.
 local function number(digits)
-  if not digits or #digits > 16 or not string.find(digits, '^%d+$') then
-    return nil
-  end
-  local value = tonumber(digits)
-  return value < 9007199254740992 and text(value) == digits and value or nil
+  local value = digits and tonumber(digits)
+  return value and value >= 0 and value < 9007199254740992 and text(value) == digits and value or nil
 end
 
 -- A duration in milliseconds that can be added to any time.
@@ -38,22 +35,24 @@ local function duration(digits)
 end
 
 local function hex(digits, count)
-  return digits and #digits == count and not string.find(digits, '[^0-9a-f]')
+  return digits and #digits == count and string.find(digits, '^[0-9a-f]+$')
 end
 
 local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, tombstone = 1, released = 1}
 
 -- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
 local function read()
-  local kind = redis.call('TYPE', key).ok
-  if kind == 'none' then
-    return nil
-  elseif kind ~= 'hash' then
-    return false, 'the key holds a ' .. kind .. ' and not a record'
-  end
-  local f = redis.call('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
+  local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
     'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
   if f[1] ~= '1' then
+    local kind = redis.call('TYPE', key).ok
+    if kind == 'none' then
+      return nil
+    elseif kind ~= 'hash' then
+      return false, 'the key holds a ' .. kind .. ' and not a record'
+    elseif f.err then
+      error(f)
+    end
     return false, 'the record is of an unknown version'
   end
   local r = {

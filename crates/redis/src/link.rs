@@ -11,7 +11,7 @@ use redis::cluster_async::ClusterConnection;
 use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
 use redis::{
     AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _,
-    RedisConnectionInfo, RedisError, TlsCertificates, Value, cmd,
+    ProtocolVersion, RedisConnectionInfo, RedisError, TlsCertificates, Value, cmd,
 };
 use tokio::runtime::Handle;
 use tokio::time::timeout;
@@ -20,6 +20,7 @@ use tracing::{info, warn};
 use crate::error::{Failure, OpenError};
 use crate::options::{RedisOptions, Topology};
 use crate::probe::{Server, probe};
+use crate::watch::Pushes;
 
 /// Pauses between attempts to connect.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -186,6 +187,13 @@ impl Link {
         routed(cluster.clone(), command, RoutingInfo::SingleNode(node), self.options.timeout).await
     }
 
+    /// Another connection, on which the server says by itself what happens.
+    pub(crate) async fn listening(&self, pushes: Pushes) -> Result<Wire, Failure> {
+        let connecting = timeout(self.options.connect_timeout, wire(&self.options, Some(&pushes)));
+        let connected = connecting.await.map_err(|_| Failure::NotSent("no answer in time".to_owned()))?;
+        connected.map_err(|error| Failure::NotSent(error.to_string()))
+    }
+
     /// Gives the connection up, if it is still this one and no longer of use. A Cluster's mends itself.
     fn judge(&self, connection: &Connection, failure: &Failure) {
         if !failure.spoils_connection() || connection.is_cluster() {
@@ -222,6 +230,11 @@ pub(crate) async fn ask_all(wire: &Wire, command: &Cmd, limit: Duration) -> Resu
             }
         }
     }
+}
+
+/// Asks the server, or the node of a Cluster that has the key.
+pub(crate) async fn ask_one(wire: &Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {
+    query(wire.clone(), command, limit).await
 }
 
 async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {
@@ -262,39 +275,54 @@ async fn connect_within(options: &RedisOptions) -> Result<(Wire, Server), OpenEr
 }
 
 async fn connect(options: &RedisOptions) -> Result<(Wire, Server), OpenError> {
+    let wire = wire(options, None).await?;
+    let server = probe(&wire, options).await?;
+    Ok((wire, server))
+}
+
+/// A connection; with `pushes` one that listens.
+async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, OpenError> {
     if options.tls && rustls::crypto::CryptoProvider::get_default().is_none() {
         // Where somebody is faster, theirs is as good.
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     }
-    let wire = match &options.topology {
+    Ok(match &options.topology {
         Topology::Single => {
             let (host, port) = options.hosts.first().ok_or_else(|| unfit("the URL names no host"))?;
-            Wire::One(connect_one(options, host, *port).await?)
+            Wire::One(connect_one(options, host, *port, pushes).await?)
         }
-        Topology::Sentinel { service } => Wire::One(connect_primary(options, service).await?),
-        Topology::Cluster => Wire::Cluster(connect_cluster(options).await?),
-    };
-    let server = probe(&wire, options).await?;
-    Ok((wire, server))
+        Topology::Sentinel { service } => Wire::One(connect_primary(options, service, pushes).await?),
+        Topology::Cluster => Wire::Cluster(connect_cluster(options, pushes).await?),
+    })
 }
 
 async fn connect_one(
     options: &RedisOptions,
     host: &str,
     port: u16,
+    pushes: Option<&Pushes>,
 ) -> Result<MultiplexedConnection, OpenError> {
-    let client = client(options, host, port, login(options, options.database))?;
-    let connection = client.get_multiplexed_async_connection_with_config(&config(options)).await;
+    let (mut login, mut config) = (login(options, options.database), config(options));
+    if let Some(pushes) = pushes {
+        login = login.set_protocol(ProtocolVersion::RESP3);
+        config = config.set_push_sender(pushes.clone());
+    }
+    let client = client(options, host, port, login)?;
+    let connection = client.get_multiplexed_async_connection_with_config(&config).await;
     connection.map_err(|error| connect_error(host, port, &error))
 }
 
 /// Asks one sentinel after the other for the primary, and takes nobody's word for it: the server itself has to say so.
-async fn connect_primary(options: &RedisOptions, service: &str) -> Result<MultiplexedConnection, OpenError> {
+async fn connect_primary(
+    options: &RedisOptions,
+    service: &str,
+    pushes: Option<&Pushes>,
+) -> Result<MultiplexedConnection, OpenError> {
     let mut why = unfit("the URL names no sentinel");
     for (host, port) in &options.hosts {
         match ask_sentinel(options, service, host, *port).await {
             Ok((host, port)) => {
-                let connection = connect_one(options, &host, port).await?;
+                let connection = connect_one(options, &host, port, pushes).await?;
                 let role = query(Wire::One(connection.clone()), &cmd("ROLE"), options.timeout).await?;
                 return match role {
                     Value::Array(role) if role.first() == Some(&Value::BulkString(b"master".to_vec())) => {
@@ -333,7 +361,10 @@ async fn ask_sentinel(
     redis::from_redis_value::<Option<(String, u16)>>(answer).ok().flatten().ok_or_else(unknown)
 }
 
-async fn connect_cluster(options: &RedisOptions) -> Result<ClusterConnection, OpenError> {
+async fn connect_cluster(
+    options: &RedisOptions,
+    pushes: Option<&Pushes>,
+) -> Result<ClusterConnection, OpenError> {
     let nodes = options.hosts.iter().map(|(host, port)| info(options, host, *port, login(options, 0)));
     let mut builder = ClusterClient::builder(nodes.collect::<Result<Vec<_>, _>>()?)
         .connection_timeout(options.connect_timeout)
@@ -341,6 +372,9 @@ async fn connect_cluster(options: &RedisOptions) -> Result<ClusterConnection, Op
         .retries(3);
     if options.tls {
         builder = builder.certs(certificates(options)?);
+    }
+    if let Some(pushes) = pushes {
+        builder = builder.use_protocol(ProtocolVersion::RESP3).push_sender(pushes.clone());
     }
     let cluster = builder.build().map_err(|error| OpenError::from(Failure::of(&error)))?;
     let connection = cluster.get_async_connection().await;

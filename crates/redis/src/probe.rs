@@ -152,6 +152,10 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
             "the server is {product} {version}; 7.0 is the oldest that can be used"
         )));
     }
+    // The scripts spell numbers through a C `long`, which has to hold a time in milliseconds.
+    if get("arch_bits").as_deref() == Some("32") {
+        return Err(OpenError::Unfit(format!("the server is a 32-bit {product}; a 64-bit one is needed")));
+    }
     match (get("redis_mode").or_else(|| get("server_mode")).as_deref(), &options.topology) {
         (Some("sentinel"), _) => {
             return Err(OpenError::Unfit(
@@ -334,6 +338,25 @@ mod tests {
             assert_eq!(promise(&server), (Durability::Buffered, Fencing::Equality), "{server:?}");
             let warnings = server.findings().iter().filter(|f| f.gravity == Gravity::Warning).count();
             assert_eq!(warnings, 1, "{server:?}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_the_scripts_do_not_run_on_is_refused() {
+        let options = RedisOptions::from_url("redis://127.0.0.1").unwrap();
+        let read = |pairs: &[(&str, &str)]| {
+            let pairs = [("redis_version", "7.0.15"), ("redis_mode", "standalone")].iter().chain(pairs);
+            read(&pairs.map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(), &options)
+        };
+        assert!(read(&[]).is_ok());
+        assert!(read(&[("arch_bits", "64")]).is_ok());
+        for unfit in [
+            ("arch_bits", "32"),
+            ("redis_version", "6.2.9"),
+            ("redis_mode", "cluster"),
+            ("redis_mode", "sentinel"),
+        ] {
+            assert!(matches!(read(&[unfit]), Err(OpenError::Unfit(_))), "{unfit:?}");
         }
     }
 

@@ -24,10 +24,12 @@ use crate::link::{Connection, Link};
 use crate::list;
 use crate::options::RedisOptions;
 use crate::probe::{Finding, probe};
+use crate::watch::Ear;
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
 pub struct RedisStore {
     shared: Shared,
+    ear: Ear,
 }
 
 pub(crate) struct Shared {
@@ -67,7 +69,7 @@ impl RedisStore {
             #[cfg(test)]
             test_clock: None,
         };
-        Ok(Self { shared })
+        Ok(Self { shared, ear: Ear::new() })
     }
 
     #[cfg(test)]
@@ -401,6 +403,10 @@ impl Store for RedisStore {
 
     fn check(&self) -> StoreFuture<'_, ()> {
         self.run(self.shared.check())
+    }
+
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        self.ear.changed(id, &self.shared.link)
     }
 
     fn now(&self) -> Timestamp {

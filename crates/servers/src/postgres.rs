@@ -104,6 +104,20 @@ impl PostgresServer {
         PASSWORD
     }
 
+    /// Runs statements as the superuser, and gives what they answer: a line for each row, with `|` between the columns.
+    ///
+    /// # Errors
+    /// Where it cannot be reached, or refuses one of them.
+    pub fn sql(&self, statements: &str) -> io::Result<String> {
+        let mut command = self.command("psql");
+        command.args(["-X", "-A", "-t", "-q", "-v", "ON_ERROR_STOP=1", "-d", &self.url(), "-c", statements]);
+        let output = command.output()?;
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned());
+        }
+        Err(io::Error::other(format!("psql: {}", String::from_utf8_lossy(&output.stderr))))
+    }
+
     /// Ends it without any order, as a crash would. What was committed is there when it is started again.
     ///
     /// # Errors

@@ -233,6 +233,10 @@ impl Store for FaultyStore {
         self.run(Operation::Check, |store| store.check())
     }
 
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        self.inner.changed(id)
+    }
+
     fn now(&self) -> Timestamp {
         self.inner.now()
     }

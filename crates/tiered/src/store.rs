@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -471,6 +472,10 @@ impl Store for TieredStore {
 
     fn check(&self) -> StoreFuture<'_, ()> {
         self.inner.back.check()
+    }
+
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        self.inner.back.changed(id)
     }
 
     fn now(&self) -> Timestamp {

@@ -32,12 +32,13 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         records = number.ok_or_else(|| format!("{setting}: no such setting; there is records=N"))?;
     }
     let growth = || growth::run(records);
-    let benches: [(&str, &dyn Fn() -> Result<String>); 9] = [
+    let benches: [(&str, &dyn Fn() -> Result<String>); 10] = [
         ("layer", &layer::run),
         ("sidecar", &sidecar::run),
         ("latency", &latency::run),
         ("record", &store::record_size),
         ("store", &store::run),
+        ("shared", &store::shared),
         ("tls", &tls::run),
         ("idle", &idle::run),
         ("peers", &peers::run),

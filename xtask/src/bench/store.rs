@@ -13,3 +13,10 @@ pub(super) fn run() -> Result<String> {
     let directory = scratch("store")?;
     output(Command::new(program("examples/measure")).arg(&*directory))
 }
+
+/// The stores that machines share, against the bare engines. They start their own servers.
+pub(super) fn shared() -> Result<String> {
+    let mut text = output(Command::new(program("oncegate-benches")).arg("redis"))?;
+    text.push_str(&output(Command::new(program("oncegate-benches")).arg("postgres"))?);
+    Ok(text)
+}

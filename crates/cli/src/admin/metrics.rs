@@ -4,6 +4,8 @@
 //! label ever holds a key, a path or a caller.
 
 use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -487,6 +489,10 @@ impl Store for MeasuredStore {
             self.metrics.store_answered(answer.as_ref().err());
             answer
         })
+    }
+
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        self.store.changed(id)
     }
 
     fn now(&self) -> Timestamp {

@@ -417,17 +417,3 @@ async fn a_listing_goes_on_where_a_page_was_full() {
     let second = store.list(query).await.unwrap();
     assert_eq!((second.records.len(), second.next), (2, None));
 }
-
-#[tokio::test(flavor = "multi_thread")]
-async fn whoever_listens_is_told_where_that_is_switched_on() {
-    let database = Database::fresh().await;
-    let mut admin = database.connect().await;
-    run(&mut admin, &format!("ALTER DATABASE {} SET oncegate.notify = 'on'", database.name)).await;
-    let mut listener = sqlx::postgres::PgListener::connect(&database.url()).await.unwrap();
-    listener.listen("oncegate_1").await.unwrap();
-    let store = database.store().await;
-    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
-    store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
-    let told = tokio::time::timeout(Duration::from_secs(60), listener.recv()).await.unwrap().unwrap();
-    assert_eq!(told.payload(), id(1).to_string());
-}

@@ -8,3 +8,4 @@ mod python;
 mod schema;
 mod support;
 mod transactions;
+mod watch;

@@ -1,0 +1,414 @@
+//! Two sidecars, one store: Redis and PostgreSQL. Who executes, who waits, who takes over.
+
+mod support;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
+use rustix::process::Signal;
+use support::{Message, Service, Sidecar, ask, request, sidecar, until};
+
+const LEASE_MILLIS: u64 = 4000;
+
+/// A store that sidecars share.
+enum Shared {
+    Redis(RedisServer),
+    Postgres(PostgresServer),
+}
+
+impl Shared {
+    async fn redis() -> Self {
+        Self::redis_for("~* &* +@all").await
+    }
+
+    /// With a user who may do this and no more.
+    async fn redis_for(rules: &'static str) -> Self {
+        let options = RedisOptions::new().with_appendfsync("always").with_user("app", "hunter2", rules);
+        Self::Redis(blocking(|| RedisServer::start(options).unwrap()).await)
+    }
+
+    async fn postgres() -> Self {
+        let server = blocking(|| PostgresServer::start().unwrap()).await;
+        let mut apply = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url());
+        let applied = blocking(move || apply.output().unwrap()).await;
+        assert!(applied.status.success(), "{applied:?}");
+        Self::Postgres(server)
+    }
+
+    fn url(&self) -> String {
+        match self {
+            Self::Redis(server) => format!("{}?timeout=20s", server.url()),
+            Self::Postgres(server) => server.url(),
+        }
+    }
+
+    /// A sidecar on this store, in front of this service.
+    async fn sidecar(&self, service: &Service, flags: &[&str]) -> Sidecar {
+        self.sidecar_at(service, flags, None).await
+    }
+
+    /// One whose clock is off by so much.
+    async fn sidecar_at(&self, service: &Service, flags: &[&str], off: Option<&str>) -> Sidecar {
+        let mut command = sidecar(&format!("http://{}", service.address));
+        command.env("ONCEGATE_STORE", self.url()).args(["--upstream-timeout=10m"]).args(flags);
+        if let Some(off) = off {
+            // Only what the clock shows, not how fast time passes.
+            command
+                .env("LD_PRELOAD", faketime())
+                .env("FAKETIME", off)
+                .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+        }
+        Sidecar::run(&mut command).await
+    }
+
+    /// Until when this record is owned, by the store's clock.
+    fn lease_until(&self, record: &str) -> Option<u64> {
+        let text = match self {
+            Self::Redis(server) => {
+                let answer =
+                    server.command(&["HGET", &format!("oncegate:{{{record}}}"), "lease_until"]).unwrap();
+                answer.lines().last().unwrap_or_default().to_owned()
+            }
+            Self::Postgres(server) => {
+                let of =
+                    format!("SELECT lease_until FROM oncegate.records WHERE id = decode('{record}', 'hex')");
+                server.sql(&of).unwrap()
+            }
+        };
+        text.trim().parse().ok()
+    }
+
+    /// How many connections there are on which sidecars are told. Ends them.
+    fn deafen(&self) -> usize {
+        match self {
+            Self::Redis(server) => {
+                let ended = server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
+                ended.trim().trim_start_matches(':').parse().unwrap()
+            }
+            Self::Postgres(server) => {
+                let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+                           WHERE application_name = 'oncegate listener'";
+                server.sql(end).unwrap().lines().count()
+            }
+        }
+    }
+
+    /// How many records somebody waits for.
+    fn watched(&self) -> usize {
+        match self {
+            Self::Redis(server) => {
+                server.command(&["PUBSUB", "SHARDCHANNELS"]).unwrap().matches("oncegate:{").count()
+            }
+            Self::Postgres(server) => {
+                let held = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ShareLock'";
+                server.sql(held).unwrap().lines().count()
+            }
+        }
+    }
+}
+
+async fn blocking<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::task::spawn_blocking(act).await.unwrap()
+}
+
+/// The library that `faketime` loads into programs.
+fn faketime() -> PathBuf {
+    let dirs = std::fs::read_dir("/usr/lib").unwrap().flatten();
+    let found = dirs.map(|dir| dir.path().join("faketime/libfaketimeMT.so.1")).find(|path| path.exists());
+    found.expect("libfaketime is not installed (Debian package: faketime)")
+}
+
+fn order(key: &str) -> String {
+    request("POST", "/orders", &[&format!("Idempotency-Key: \"{key}\"")], "{\"amount\":5}")
+}
+
+fn receipt(text: &str) -> String {
+    format!("HTTP/1.1 201 Created\r\nContent-Length: {}\r\n\r\n{text}", text.len())
+}
+
+/// The value of this line of a sidecar's metrics.
+async fn metric(sidecar: &Sidecar, line: &str) -> f64 {
+    let metrics = ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+    let value = metrics.text().lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok());
+    value.unwrap_or(0.0)
+}
+
+fn number(message: &Message, field: &str) -> u64 {
+    message.get(field).unwrap_or_else(|| panic!("no {field}: {:?}", message.head)).parse().unwrap()
+}
+
+/// The second of the day that a sidecar believes in.
+async fn second_of_day(sidecar: &Sidecar) -> i64 {
+    let answer = ask(sidecar.admin, "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+    // Sat, 21 Nov 2026 19:20:16 GMT
+    let date = answer.get("date").unwrap().to_owned();
+    let clock = date.split(' ').nth(4).unwrap();
+    clock.split(':').fold(0, |seconds, part| seconds * 60 + part.parse::<i64>().unwrap())
+}
+
+macro_rules! on_each_store {
+    ($($test:ident)+) => {
+        mod redis {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $test() {
+                super::$test(super::Shared::redis().await).await;
+            })+
+        }
+        mod postgres {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $test() {
+                super::$test(super::Shared::postgres().await).await;
+            })+
+        }
+    };
+}
+
+on_each_store! {
+    of_200_equal_requests_to_both_one_executes_and_all_get_its_answer
+    whoever_waits_gets_the_answer_also_where_nobody_is_told
+    a_client_that_goes_away_leaves_nobody_waiting
+    after_the_owner_was_killed_the_outcome_is_unknown_under_park
+    after_the_owner_was_killed_the_other_one_executes_under_reexecute
+    an_owner_that_slept_through_its_lease_is_fenced
+    clocks_an_hour_apart_change_nothing
+}
+
+async fn of_200_equal_requests_to_both_one_executes_and_all_get_its_answer(store: Shared) {
+    let service = Service::new().await;
+    let one = store.sidecar(&service, &["--wait=5m"]).await;
+    let two = store.sidecar(&service, &["--wait=5m"]).await;
+    let addresses = [one.address, two.address];
+    let asked = (0..200).map(|n| tokio::spawn(async move { ask(addresses[n % 2], &order("one")).await }));
+    let asked: Vec<_> = asked.collect();
+    let mut wire = service.accept().await;
+    let executed = wire.message().await;
+    assert_eq!(executed.text(), "{\"amount\":5}");
+    // One of them owns the record, and the other one waits to be told.
+    until("the other one waits", async || store.watched() == 1).await;
+    wire.send(receipt("receipt 1")).await;
+    let mut replays = 0;
+    for answer in asked {
+        let answer = answer.await.unwrap();
+        assert_eq!(answer.has_status(201).text(), "receipt 1");
+        replays += usize::from(answer.is_replay());
+    }
+    assert_eq!(replays, 199);
+    service.stays_alone().await;
+    until("nobody waits", async || store.watched() == 0).await;
+}
+
+async fn whoever_waits_gets_the_answer_also_where_nobody_is_told(store: Shared) {
+    let service = Service::new().await;
+    let one = store.sidecar(&service, &[]).await;
+    let mut two = store.sidecar(&service, &["--wait=5m"]).await;
+    let mut owner = one.connect().await;
+    owner.send(order("one")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    let mut waiting = two.connect().await;
+    waiting.send(order("one")).await;
+    until("it waits", async || store.watched() == 1).await;
+    // From now on whoever listens is cut off at once.
+    let mut cut = 0;
+    until("it was cut off a few times", async || {
+        cut += store.deafen();
+        cut >= 3
+    })
+    .await;
+    let answer = async {
+        wire.send(receipt("receipt 1")).await;
+        assert_eq!(owner.message().await.has_status(201).text(), "receipt 1");
+        waiting.message().await
+    };
+    let cutting = async {
+        loop {
+            store.deafen();
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let answer = tokio::select! {
+        answer = answer => answer,
+        () = cutting => unreachable!("it has no end"),
+    };
+    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("receipt 1", true));
+    two.process.signal(Signal::TERM);
+    assert!(two.process.errors().await.contains("those who wait ask now and then"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_redis_tells_nobody_whoever_waits_asks_and_is_warned_once() {
+    let store = Shared::redis_for("~* resetchannels +@all").await;
+    let service = Service::new().await;
+    let one = store.sidecar(&service, &[]).await;
+    let mut two = store.sidecar(&service, &["--wait=5m"]).await;
+    for key in ["one", "two"] {
+        let mut owner = one.connect().await;
+        owner.send(order(key)).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        let mut waiting = two.connect().await;
+        waiting.send(order(key)).await;
+        until("it waits", async || metric(&two, "oncegate_in_flight ").await > 0.0).await;
+        // Said to be the last, so that the next request comes on a connection of its own.
+        wire.send(receipt("receipt").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")).await;
+        assert_eq!(owner.message().await.status(), 201);
+        assert!(waiting.message().await.has_status(201).is_replay());
+    }
+    two.process.signal(Signal::TERM);
+    let log = two.process.errors().await;
+    assert_eq!(log.matches("cannot tell what happens in other processes").count(), 1, "{log}");
+    assert!(!log.contains("hunter2"), "{log}");
+}
+
+async fn a_client_that_goes_away_leaves_nobody_waiting(store: Shared) {
+    let service = Service::new().await;
+    let one = store.sidecar(&service, &[]).await;
+    let two = store.sidecar(&service, &["--wait=5m"]).await;
+    let mut owner = one.connect().await;
+    owner.send(order("one")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    let mut waiting = two.connect().await;
+    waiting.send(order("one")).await;
+    until("it waits", async || store.watched() == 1).await;
+    drop(waiting);
+    until("nobody waits", async || store.watched() == 0).await;
+    wire.send(receipt("receipt 1")).await;
+    assert_eq!(owner.message().await.status(), 201);
+}
+
+/// The request that the owner executes, and who asks for it; the owner is killed.
+async fn killed(one: &mut Sidecar, service: &Service) -> Message {
+    let mut owner = one.connect().await;
+    owner.send(order("one")).await;
+    let executed = service.accept().await.message().await;
+    assert_eq!(number(&executed, "oncegate-attempt"), 1);
+    one.process.kill().await;
+    executed
+}
+
+fn lease() -> String {
+    format!("--lease={LEASE_MILLIS}ms")
+}
+
+async fn after_the_owner_was_killed_the_outcome_is_unknown_under_park(store: Shared) {
+    let service = Service::new().await;
+    let flags = [&*lease(), "--wait=5m"];
+    let (mut one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
+    killed(&mut one, &service).await;
+    // It waits for the lease to run out, and is then told what nobody knows.
+    two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
+    two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
+    service.stays_alone().await;
+}
+
+async fn after_the_owner_was_killed_the_other_one_executes_under_reexecute(store: Shared) {
+    let service = Service::new().await;
+    let flags = [&*lease(), "--wait=5m", "--on-abandoned=reexecute"];
+    let (mut one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
+    let first = killed(&mut one, &service).await;
+    let lease_until = store.lease_until(first.get("oncegate-record").unwrap()).unwrap();
+    let mut waiting = two.connect().await;
+    waiting.send(order("one")).await;
+    let mut wire = service.accept().await;
+    let second = wire.message().await;
+    assert_eq!(number(&second, "oncegate-attempt"), 2);
+    // A token is the store's time at the claim.
+    assert!(number(&second, "oncegate-token") >= lease_until, "not before the lease ended");
+    wire.send(receipt("receipt 2")).await;
+    assert_eq!(waiting.message().await.has_status(201).text(), "receipt 2");
+    assert_eq!(metric(&two, "oncegate_takeovers_total ").await, 1.0);
+    assert!(two.ask(&order("one")).await.has_status(201).is_replay());
+}
+
+async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
+    let service = Service::new().await;
+    let flags = [&*lease(), "--wait=5m", "--on-abandoned=reexecute"];
+    let (one, two) = (store.sidecar(&service, &flags).await, store.sidecar(&service, &flags).await);
+    let mut owner = one.connect().await;
+    owner.send(order("one")).await;
+    let mut first = service.accept().await;
+    let executed = first.message().await;
+    one.process.signal(Signal::STOP);
+    let mut other = two.connect().await;
+    other.send(order("one")).await;
+    let mut second = service.accept().await;
+    let again = second.message().await;
+    assert_eq!(executed.get("oncegate-record"), again.get("oncegate-record"));
+    assert!(number(&again, "oncegate-token") > number(&executed, "oncegate-token"));
+    second.send(receipt("receipt 2")).await;
+    let answer = other.message().await;
+    assert_eq!((answer.has_status(201).text(), answer.get("idempotency-status")), ("receipt 2", None));
+
+    // It wakes, and hears its own answer from the service only now.
+    one.process.signal(Signal::CONT);
+    first.send(receipt("receipt 1")).await;
+    let late = owner.message().await;
+    assert_eq!(late.has_status(201).text(), "receipt 1");
+    assert_eq!(late.get("idempotency-status"), Some("fenced"));
+    assert!(metric(&one, "oncegate_events_total{event=\"fenced\"} ").await >= 1.0);
+    for sidecar in [&one, &two] {
+        let replay = sidecar.ask(&order("one")).await;
+        assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
+    }
+    service.stays_alone().await;
+}
+
+async fn clocks_an_hour_apart_change_nothing(store: Shared) {
+    for off in ["+1h", "-1h"] {
+        let service = Service::new().await;
+        let flags = [&*lease(), "--on-abandoned=reexecute"];
+        let mut one = store.sidecar_at(&service, &flags, Some(off)).await;
+        let two = store.sidecar(&service, &flags).await;
+        let apart = (second_of_day(&one).await - second_of_day(&two).await).rem_euclid(86_400);
+        let hour = if off == "+1h" { 3600 } else { 86_400 - 3600 };
+        assert!((apart - hour).abs() < 600, "the clocks are {apart} s apart");
+
+        // One executes, for longer than its lease; the other one knows.
+        let key = format!("slow {off}");
+        let mut owner = one.connect().await;
+        owner.send(order(&key)).await;
+        let mut wire = service.accept().await;
+        let executed = wire.message().await;
+        let record = executed.get("oncegate-record").unwrap();
+        let begun = store.lease_until(record).unwrap();
+        two.ask(&order(&key)).await.is_problem(409, "request-in-progress");
+        until("the lease was renewed beyond its first end", async || {
+            store.lease_until(record).unwrap() > begun + LEASE_MILLIS
+        })
+        .await;
+        two.ask(&order(&key)).await.is_problem(409, "request-in-progress");
+        wire.send(receipt("receipt 1")).await;
+        assert_eq!(owner.message().await.has_status(201).text(), "receipt 1");
+        for sidecar in [&one, &two] {
+            let replay = sidecar.ask(&order(&key)).await;
+            assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 1", true));
+        }
+        service.stays_alone().await;
+
+        // One dies, and the other one takes over when the lease has ended by the store's clock.
+        let key = format!("killed {off}");
+        owner.send(order(&key)).await;
+        let (_wire, executed) = service.next(wire).await;
+        let record = executed.get("oncegate-record").unwrap().to_owned();
+        one.process.kill().await;
+        let lease_until = store.lease_until(&record).unwrap();
+        let address = two.address;
+        let retry = tokio::spawn(async move {
+            loop {
+                let answer = ask(address, &order(&key)).await;
+                if answer.status() != 409 {
+                    return answer;
+                }
+            }
+        });
+        let mut wire = service.accept().await;
+        let again = wire.message().await;
+        assert_eq!(number(&again, "oncegate-attempt"), 2);
+        assert!(number(&again, "oncegate-token") >= lease_until, "not before the lease ended");
+        wire.send(receipt("receipt 2")).await;
+        assert_eq!(retry.await.unwrap().has_status(201).text(), "receipt 2");
+    }
+}

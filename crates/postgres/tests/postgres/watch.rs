@@ -1,0 +1,226 @@
+//! Who waits for a record is told by the database. Nothing here asks again by itself: whoever hears was told.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Command, Completion, Outcome, RecordId, Release, Resolution, Resolve, Store as _};
+use oncegate_postgres::{PostgresOptions, PostgresStore};
+use sqlx::Row as _;
+use sqlx::postgres::{PgConnection, PgListener};
+
+use crate::support::{Database, claims, completes, id, response, run, sql_id, token, try_run};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How many records of this database are watched.
+async fn watched(admin: &mut PgConnection) -> i64 {
+    let count = "SELECT count(*) AS count FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database \
+                 WHERE l.locktype = 'advisory' AND l.mode = 'ShareLock' AND d.datname = current_database()";
+    try_run(admin, count).await.unwrap()[0].get("count")
+}
+
+async fn until_watched(admin: &mut PgConnection, count: i64) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let found = watched(admin).await;
+        if found == count {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{found} are watched and not {count}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn told(changed: impl Future<Output = ()>) {
+    tokio::time::timeout(PATIENCE, changed).await.expect("told");
+}
+
+fn is_told(changed: &mut Pin<Box<dyn Future<Output = ()> + Send + '_>>) -> bool {
+    changed.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
+}
+
+/// What this session is notified of next.
+async fn next(listener: &mut PgListener) -> String {
+    let told = tokio::time::timeout(PATIENCE, listener.recv()).await.expect("a notification").unwrap();
+    told.payload().to_owned()
+}
+
+fn releases(outcome: &Outcome) -> Command {
+    Command::Release(Release { token: token(outcome), retention: Duration::from_secs(3600) })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_waits_is_told_of_every_end_in_another_process() {
+    let database = Database::fresh().await;
+    let (owner, other) = (database.store().await, database.store().await);
+    let mut admin = database.connect().await;
+    let mut granted = Vec::new();
+    for number in 1..=5 {
+        granted.push(owner.apply(id(number), claims(1)).await.unwrap());
+    }
+    assert_eq!(watched(&mut admin).await, 0, "nobody waits");
+    // Two wait for the first one.
+    let again = other.changed(id(1));
+    let mut waiting: Vec<_> = (1..=5).map(|number| other.changed(id(number))).collect();
+    until_watched(&mut admin, 5).await;
+
+    owner.apply(id(1), completes(token(&granted[0]), Completion::Tombstone)).await.unwrap();
+    told(again).await;
+    told(waiting.remove(0)).await;
+    owner.apply(id(2), releases(&granted[1])).await.unwrap();
+    told(waiting.remove(0)).await;
+    let resolve = Resolve {
+        resolution: Resolution::Release,
+        retention: Duration::from_secs(3600),
+        force: true,
+        actor: "operator".to_owned(),
+        reason: "found".to_owned(),
+    };
+    owner.apply(id(3), Command::Resolve(resolve)).await.unwrap();
+    told(waiting.remove(0)).await;
+
+    // In an application's transaction: at its commit and not before.
+    let mut service = database.connect().await;
+    run(&mut service, "BEGIN ISOLATION LEVEL REPEATABLE READ").await;
+    run(&mut service, &format!("SELECT oncegate.complete({}, {})", sql_id(id(4)), token(&granted[3]).get()))
+        .await;
+    run(&mut admin, "SELECT 1").await;
+    assert!(!is_told(&mut waiting[0]));
+    run(&mut service, "COMMIT").await;
+    told(waiting.remove(0)).await;
+
+    // Many at once.
+    let many: Vec<_> = (100..160).map(|number| (id(number), other.changed(id(number)))).collect();
+    for (id, _) in &many {
+        granted.push(owner.apply(*id, claims(2)).await.unwrap());
+    }
+    until_watched(&mut admin, 61).await;
+    let ends = many.iter().zip(&granted[5..]).map(|((id, _), granted)| {
+        owner.apply(*id, completes(token(granted), Completion::Replayable(response(b"paid"))))
+    });
+    for end in ends.collect::<Vec<_>>() {
+        end.await.unwrap();
+    }
+    for (_, changed) in many {
+        told(changed).await;
+    }
+    assert!(!is_told(&mut waiting[0]), "nothing happened to this one");
+    until_watched(&mut admin, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_goes_away_leaves_nothing_and_a_store_that_is_gone_neither() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut admin = database.connect().await;
+    let (one, two, other) = (store.changed(id(1)), store.changed(id(1)), store.changed(id(2)));
+    until_watched(&mut admin, 2).await;
+    drop((one, other));
+    until_watched(&mut admin, 1).await;
+    drop(two);
+    until_watched(&mut admin, 0).await;
+    let forgotten = Box::leak(Box::new(database.store().await));
+    let _still_waits = forgotten.changed(id(3));
+    until_watched(&mut admin, 1).await;
+    forgotten.close().await;
+    until_watched(&mut admin, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_notified_of_where_nobody_waits_or_it_is_not_wanted() {
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    let mut listener = PgListener::connect(&database.url()).await.unwrap();
+    listener.listen("oncegate_1").await.unwrap();
+    let store = database.store().await;
+    let granted = store.apply(id(1), claims(1)).await.unwrap();
+    let end = |granted: &Outcome| completes(token(granted), Completion::Tombstone);
+    store.apply(id(1), end(&granted)).await.unwrap();
+    run(&mut admin, "NOTIFY oncegate_1, 'first'").await;
+    assert_eq!(next(&mut listener).await, "first");
+    assert_eq!(watched(&mut admin).await, 0);
+
+    // Somebody watches, as a service in another language would; for transactions that are to be prepared it is not wanted.
+    run(&mut admin, &format!("SELECT oncegate.watch(ARRAY[{}, {}])", sql_id(id(2)), sql_id(id(3)))).await;
+    let granted = store.apply(id(2), claims(1)).await.unwrap();
+    let mut service = database.connect().await;
+    run(&mut service, "BEGIN; SET LOCAL oncegate.notify = 'off'").await;
+    run(&mut service, &format!("SELECT oncegate.complete({}, {})", sql_id(id(2)), token(&granted).get()))
+        .await;
+    run(&mut service, "COMMIT").await;
+    let granted = store.apply(id(3), claims(1)).await.unwrap();
+    store.apply(id(3), end(&granted)).await.unwrap();
+    assert_eq!(next(&mut listener).await, id(3).to_string());
+    run(&mut admin, &format!("SELECT oncegate.unwatch(ARRAY[{}, {}])", sql_id(id(2)), sql_id(id(3)))).await;
+    assert_eq!(watched(&mut admin).await, 0);
+    // Nothing stays behind of whoever looked whether somebody watches.
+    let locks = "SELECT count(*) AS count FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database \
+                 WHERE l.locktype = 'advisory' AND d.datname = current_database()";
+    assert_eq!(try_run(&mut admin, locks).await.unwrap()[0].get::<i64, _>("count"), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_that_was_ended_is_made_again_and_tells_what_it_may_have_missed() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut admin = database.connect().await;
+    let granted = store.apply(id(1), claims(1)).await.unwrap();
+    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+               WHERE application_name = 'oncegate listener' AND datname = current_database()";
+    for _ in 0..3 {
+        let changed = store.changed(id(1));
+        until_watched(&mut admin, 1).await;
+        assert_eq!(try_run(&mut admin, end).await.unwrap().len(), 1, "one session for all");
+        told(changed).await;
+        // Or the next one would look at what is left of this one.
+        until_watched(&mut admin, 0).await;
+    }
+    // From then on as before.
+    let changed = store.changed(id(1));
+    until_watched(&mut admin, 1).await;
+    store.apply(id(1), completes(token(&granted), Completion::Tombstone)).await.unwrap();
+    told(changed).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn so_many_may_be_watched_and_no_more() {
+    let database = Database::fresh().await;
+    let store = PostgresStore::open(database.options().with_pool_size(1)).await.unwrap();
+    let mut admin = database.connect().await;
+    let waiting: Vec<_> = (0..200).map(|number| store.changed(id(number))).collect();
+    until_watched(&mut admin, 64).await;
+    drop(waiting);
+    until_watched(&mut admin, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_a_pooler_without_sessions_nobody_listens() {
+    let database = Database::fresh().await;
+    let options = PostgresOptions::new(&format!("{}?pooler=transaction", database.url())).unwrap();
+    let store = PostgresStore::open(options).await.unwrap();
+    let granted = store.apply(id(1), claims(1)).await.unwrap();
+    let mut changed = store.changed(id(1));
+    store.apply(id(1), completes(token(&granted), Completion::Tombstone)).await.unwrap();
+    assert!(!is_told(&mut changed));
+    let sessions = "SELECT 1 FROM pg_stat_activity \
+                    WHERE application_name LIKE '%listener' AND datname = current_database()";
+    assert!(try_run(&mut database.connect().await, sessions).await.unwrap().is_empty());
+    assert!(matches!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Unreplayable));
+}
+
+/// Whoever ends an attempt asks for the lock of those who watch. That he gets it just when somebody begins to watch is
+/// rare, and then it is told.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_begins_to_watch_what_changes_just_now_is_told_at_once() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut service = database.connect().await;
+    let key: i64 = {
+        let sql = format!("SELECT oncegate.watch_key({}) AS key", sql_id(RecordId::from_bytes([9; 32])));
+        try_run(&mut service, &sql).await.unwrap()[0].get("key")
+    };
+    run(&mut service, &format!("SELECT pg_advisory_lock({key})")).await;
+    told(store.changed(RecordId::from_bytes([9; 32]))).await;
+}
