@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Path, Query, Request, Response, UploadFile
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +19,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import ValidationError
 
 from models import Charge, Imported, ImportedRows, Ledger, NewOrder, Order, OrderChange
+from serve import serve
 from store import OrderNotFound, OrderStore
 
 MAX_IMPORT_BYTES = 1024 * 1024
@@ -128,22 +128,5 @@ async def follow_fulfilment(
         await asyncio.sleep(EVENT_INTERVAL_SECONDS)
 
 
-class Server(uvicorn.Server):
-    """Says where it listens, as soon as it does."""
-
-    async def startup(self, sockets: list | None = None) -> None:
-        await super().startup(sockets)
-        port = self.servers[0].sockets[0].getsockname()[1]
-        print(f"listening on http://{self.config.host}:{port}", flush=True)
-
-
 if __name__ == "__main__":
-    Server(
-        uvicorn.Config(
-            app,
-            host=os.environ.get("HOST", "127.0.0.1"),
-            port=int(os.environ.get("PORT", "3000")),
-            log_level="warning",
-            timeout_graceful_shutdown=10,
-        )
-    ).run()
+    serve(app)

@@ -7,7 +7,9 @@ use crate::run::{Result, cargo, has, install, root, target};
 /// Builds and runs every test of the workspace, its documentation's examples, and the vectors in their second
 /// implementation. Installs the services' own languages and libraries first.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
-    prepare_express()?;
+    prepare_node("examples/express-orders")?;
+    prepare_node("crates/postgres/tests/node")?;
+    prepare_node("crates/redis/tests/node")?;
     prepare_fastapi()?;
     prepare_postgres()?;
     prepare_psycopg()?;
@@ -29,22 +31,25 @@ fn cmd(command: &mut Command) -> Result<()> {
 /// A server to start clusters of our own with. The package may start one itself, on its usual port, which nothing here
 /// touches.
 fn prepare_postgres() -> Result<()> {
+    if !has("pgbouncer", &["--version"]) {
+        install(&["pgbouncer"])?;
+    }
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let is_there = versions.map(|version| version.path().join("bin/initdb")).any(|initdb| initdb.exists());
     if is_there || has("initdb", &["--version"]) { Ok(()) } else { install(&["postgresql"]) }
 }
 
-/// The order service in Node: its packages beside it.
-fn prepare_express() -> Result<()> {
+/// A program in Node: its packages beside it.
+fn prepare_node(directory: &str) -> Result<()> {
     if !has("node", &["--version"]) || !has("npm", &["--version"]) {
         install(&["nodejs", "npm"])?;
     }
-    let service = root().join("examples/express-orders");
-    let lock = service.join("package-lock.json");
-    if is_newer(&service.join("node_modules/.package-lock.json"), &lock) {
+    let program = root().join(directory);
+    let lock = program.join("package-lock.json");
+    if is_newer(&program.join("node_modules/.package-lock.json"), &lock) {
         return Ok(());
     }
-    cmd(Command::new("npm").args(["ci", "--no-audit", "--no-fund"]).current_dir(service))
+    cmd(Command::new("npm").args(["ci", "--no-audit", "--no-fund"]).current_dir(program))
 }
 
 /// The order service in Python: its packages in an environment of its own.

@@ -18,7 +18,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-tiered", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
-    ("oncegate", &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http"]),
+    (
+        "oncegate",
+        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres"],
+    ),
     (
         "oncegate-cli",
         &[
@@ -39,6 +42,9 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
+            "oncegate-postgres",
+            "oncegate-redis",
+            "oncegate-servers",
             "oncegate-testkit",
             "oncegate-tiered",
         ],

@@ -13,7 +13,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use oncegate_testkit::Latch;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tower_service::Service;
@@ -431,7 +431,10 @@ impl Served {
         S::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
         RB: Body<Data: Send, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + 'static,
     {
-        Self::on(service, TcpListener::bind(("127.0.0.1", 0)).await.expect("a free port"))
+        // As many may wait to be accepted as at the sidecar: a case brings hundreds at once, to a machine that may be busy.
+        let socket = TcpSocket::new_v4().expect("a socket");
+        socket.bind(([127, 0, 0, 1], 0).into()).expect("a free port");
+        Self::on(service, socket.listen(4096).expect("a socket that listens"))
     }
 
     fn on<S, RB>(service: S, listener: TcpListener) -> Self

@@ -11,6 +11,7 @@
 pub mod backend;
 pub mod client;
 pub mod coverage;
+pub mod places;
 pub mod plan;
 pub mod table;
 pub mod world;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use http::request::Parts;
 use http::{HeaderName, Method};
 use oncegate_core::fingerprint::{FingerprintRules, JsonPointer};
-use oncegate_core::{OnAbandoned, StoredResponse};
+use oncegate_core::{NaturalKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Engine, Policy};
 use oncegate_http::{
     CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax, Profile, Reconcile,
@@ -28,6 +28,8 @@ pub struct Plan {
     pub require_key: bool,
     /// The field that carries the key.
     pub key_header: Option<&'static str>,
+    /// The members of JSON bodies that the key is built of, with commas.
+    pub key_json: Option<&'static str>,
     /// How the field spells a key.
     pub key_syntax: Option<KeySyntax>,
     /// What the key must be: `uuid`, `ulid` or `pattern:REGEX`.
@@ -138,6 +140,7 @@ impl Default for Plan {
             scope: Callers::SingleTenant,
             require_key: false,
             key_header: None,
+            key_json: None,
             key_syntax: None,
             key_format: None,
             key_scope: None,
@@ -193,6 +196,11 @@ impl Plan {
         }
         if let Some(field) = self.key_header {
             settings = settings.with_key_header(name(field));
+        }
+        if let Some(members) = self.key_json {
+            let members =
+                members.split(',').map(|member| JsonPointer::parse(member).expect("a JSON pointer"));
+            settings = settings.with_natural_key(NaturalKey::new(members.collect()).expect("a few members"));
         }
         if let Some(syntax) = self.key_syntax {
             settings = settings.with_key_syntax(syntax);
@@ -323,6 +331,7 @@ impl Plan {
             "true" => format!("{name} = true\n"),
             list if [
                 "methods",
+                "key.json",
                 "stored-headers",
                 "fingerprint.headers",
                 "fingerprint.exclude",
@@ -352,6 +361,7 @@ impl Plan {
             ("require-key", self.require_key.then(|| "true".to_owned())),
             ("store-outage", self.fail_open.then(|| "open".to_owned())),
             ("key-header", self.key_header.map(str::to_owned)),
+            ("key.json", self.key_json.map(str::to_owned)),
             ("key-syntax", self.key_syntax.map(|syntax| format!("{syntax:?}").to_lowercase())),
             ("key-format", self.key_format.map(str::to_owned)),
             ("stored-headers", self.stored_header.map(str::to_owned)),

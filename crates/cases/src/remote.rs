@@ -1,6 +1,7 @@
 //! One store for several processes: it is served on a loopback socket, and each process has a [`Store`] that asks there.
 //!
-//! For tests only: so that two engines in two processes, of which one can be stopped or killed, share one store.
+//! For tests only: so that two engines in two processes, of which one can be stopped or killed, share one store that
+//! cannot be shared otherwise.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
@@ -31,10 +32,10 @@ use crate::backend::Served;
 use crate::client::{Connection, Request as Outgoing, within};
 use crate::plan::Plan;
 use crate::sidecar::signal_child;
-use crate::world::Wall;
+use crate::world::{Wall, open_shared};
 
-/// Set in the environment of this program, it makes it a child that serves: the store's address, the backend's address,
-/// the lease in milliseconds, and the policy for abandoned records.
+/// Set in the environment of this program, it makes it a child that serves: the address or URL of the store, the
+/// backend's address, the lease in milliseconds, and the policy for abandoned records.
 pub const CHILD: &str = "ONCEGATE_CASES_CHILD";
 
 /// A store on a loopback socket, for as long as this lives.
@@ -276,7 +277,7 @@ pub(crate) struct Child {
 }
 
 impl Child {
-    pub(crate) async fn start(plan: &Plan, store: SocketAddr, backend: SocketAddr) -> Self {
+    pub(crate) async fn start(plan: &Plan, store: &str, backend: SocketAddr) -> Self {
         let lease = plan.lease.map_or(30_000, millis);
         let reexecute = plan.on_abandoned == Some(OnAbandoned::Reexecute);
         let mut child = Program::new(std::env::current_exe().expect("the path of this program"))
@@ -320,7 +321,7 @@ pub fn child_main() {
     let orders = std::env::var(CHILD).expect("orders");
     let mut orders = orders.split(' ');
     let mut next = || orders.next().expect("four orders");
-    let store = next().parse().expect("an address");
+    let store = next();
     let backend = next().parse().expect("an address");
     let lease = Duration::from_millis(next().parse().expect("milliseconds"));
     let on_abandoned = if next() == "true" { OnAbandoned::Reexecute } else { OnAbandoned::Park };
@@ -332,7 +333,11 @@ pub fn child_main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let plan = Plan { lease: Some(lease), on_abandoned: Some(on_abandoned), ..Plan::default() };
-        let engine = Engine::new(Arc::new(RemoteStore { address: store }));
+        let store: Arc<dyn Store> = match store.parse() {
+            Ok(address) => Arc::new(RemoteStore { address }),
+            Err(_) => open_shared(store).await,
+        };
+        let engine = Engine::new(store);
         let served = Served::start(plan.layer(engine).layer(Forward { backend })).await;
         println!("{}", served.address);
         std::future::pending::<()>().await;

@@ -2,9 +2,11 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 
 use crate::backend::MARK;
 use crate::client::{Answer, Request};
+use crate::places;
 use crate::plan::Plan;
 use crate::world::{Door, Kind, World};
 
@@ -95,6 +97,15 @@ impl Case {
         self
     }
 
+    /// Not at the sidecar on a store that only one process can have.
+    #[must_use]
+    pub fn two_processes(mut self) -> Self {
+        for kind in Kind::OF_ONE_PROCESS {
+            self.not_at.push((Place::Both(Door::Sidecar, kind), "only one process can have this store"));
+        }
+        self
+    }
+
     /// Not there.
     #[must_use]
     pub fn not(mut self, place: Place, why: &'static str) -> Self {
@@ -121,14 +132,15 @@ impl Case {
 
     /// Runs it there; panics where it comes to something else than it must.
     pub fn run(&self, door: Door, kind: Kind) {
+        // It outlives the runtime: nobody else gets it while something of this case may still be running.
+        let place = Arc::new(places::Place::take(kind));
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         runtime.expect("a runtime").block_on(async {
+            let (given, place) = (self.given.clone(), place.clone());
             match self.then {
-                Then::Steps(steps) => {
-                    run_steps(World::open(door, kind, self.given.clone()).await, steps()).await
-                }
-                Then::Code(run) => run(World::open(door, kind, self.given.clone()).await).await,
-                Then::Closed(run) => run(World::closed(door, kind, self.given.clone())).await,
+                Then::Steps(steps) => run_steps(World::open(door, place, given).await, steps()).await,
+                Then::Code(run) => run(World::open(door, place, given).await).await,
+                Then::Closed(run) => run(World::closed(door, place, given)).await,
             }
         });
     }
@@ -248,10 +260,16 @@ pub fn assert_replay(plan: &Plan, request: &Request, first: &Answer, again: &Ans
     assert_eq!(again.get("content-type"), first.get("content-type"), "{again:?}\nfirst {first:?}");
     assert_eq!(again.get(plan.marker()), Some("true"), "not marked as a replay: {again:?}");
     assert_echo(plan, request, again);
+    assert!(plan.key_json.is_none() || again.all(plan.carrier()) == first.all(plan.carrier()), "{again:?}");
 }
 
-/// The answer has the key's field as it was sent, once.
+/// The answer has the key's field as it was sent, once; or the key that was built of the body.
 pub fn assert_echo(plan: &Plan, request: &Request, answer: &Answer) {
+    if plan.key_json.is_some() {
+        let [key] = answer.all(plan.carrier())[..] else { panic!("no key, or several: {answer:?}") };
+        assert!(key.starts_with(b"\"json-") && key.ends_with(b"\"") && key.len() == 71, "{answer:?}");
+        return;
+    }
     let sent = request.sent(plan.carrier()).expect("a key").trim_ascii();
     assert_eq!(answer.all(plan.carrier()), [sent], "the key as it was sent: {answer:?}");
 }

@@ -10,6 +10,8 @@ use oncegate_core::{
 };
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::Engine;
+use oncegate_postgres::{PostgresOptions, PostgresStore};
+use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_testkit::{Faults, FaultyStore};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -17,6 +19,7 @@ use tower_layer::Layer;
 
 use crate::backend::{Backend, Served};
 use crate::client::{Answer, Broken, Connection, Request, until};
+use crate::places::Place;
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;
 
@@ -50,11 +53,27 @@ pub enum Kind {
     Memory,
     /// In a directory.
     Embedded,
+    /// On one Redis server.
+    Redis,
+    /// On a Redis Cluster.
+    RedisCluster,
+    /// In PostgreSQL.
+    Postgres,
 }
 
 impl Kind {
     /// Every store.
-    pub const ALL: [Self; 2] = [Self::Memory, Self::Embedded];
+    pub const ALL: [Self; 5] =
+        [Self::Memory, Self::Embedded, Self::Redis, Self::RedisCluster, Self::Postgres];
+
+    /// Those that only one process can have open.
+    pub const OF_ONE_PROCESS: [Self; 2] = [Self::Memory, Self::Embedded];
+
+    /// Whether several processes can have it open.
+    #[must_use]
+    pub fn is_shared(self) -> bool {
+        !Self::OF_ONE_PROCESS.contains(&self)
+    }
 
     /// Its name in the names of tests.
     #[must_use]
@@ -62,6 +81,9 @@ impl Kind {
         match self {
             Self::Memory => "memory",
             Self::Embedded => "embedded",
+            Self::Redis => "redis",
+            Self::RedisCluster => "redis-cluster",
+            Self::Postgres => "postgres",
         }
     }
 }
@@ -86,8 +108,6 @@ pub const RESOLVED: &str = "what the ledger says";
 pub struct World {
     /// The door.
     pub door: Door,
-    /// The store.
-    pub kind: Kind,
     /// What was given.
     pub plan: Plan,
     /// The service behind the door.
@@ -99,11 +119,35 @@ pub struct World {
     instance: Option<Instance>,
     upstream: Option<Served>,
     dir: TempDir,
+    place: Arc<Place>,
 }
 
 enum Instance {
     Layer { served: Served, engine: Engine },
     Sidecar(Box<Sidecar>),
+}
+
+/// A second instance. It ends when this is dropped.
+pub struct Second {
+    /// Where it listens.
+    pub address: SocketAddr,
+    _running: Running,
+}
+
+enum Running {
+    Layer(Served),
+    Sidecar(Box<Sidecar>),
+}
+
+/// The store at this URL. Busy machines are given more time than the defaults are.
+pub(crate) async fn open_shared(url: &str) -> Arc<dyn Store> {
+    if RedisOptions::is_url(url) {
+        let options = RedisOptions::from_url(url).expect("a URL of Redis");
+        return Arc::new(RedisStore::open(options).await.expect("a store on Redis"));
+    }
+    let options = PostgresOptions::new(url).expect("a URL of PostgreSQL");
+    let options = options.with_pool_size(4).with_connect_timeout(Duration::from_secs(15));
+    Arc::new(PostgresStore::open(options).await.expect("a store in PostgreSQL"))
 }
 
 /// The clock of this machine.
@@ -118,20 +162,19 @@ impl Clock for Wall {
 
 impl World {
     /// Opens the door.
-    pub async fn open(door: Door, kind: Kind, plan: Plan) -> Self {
-        let mut world = Self::closed(door, kind, plan);
+    pub async fn open(door: Door, place: Arc<Place>, plan: Plan) -> Self {
+        let mut world = Self::closed(door, place, plan);
         world.start().await;
         world
     }
 
     /// A world whose door is not open yet.
     #[must_use]
-    pub fn closed(door: Door, kind: Kind, plan: Plan) -> Self {
+    pub fn closed(door: Door, place: Arc<Place>, plan: Plan) -> Self {
         let backend = Backend::default();
         backend.will_say(plan.reconcile);
         Self {
             door,
-            kind,
             plan,
             backend,
             faults: Faults::default(),
@@ -140,6 +183,7 @@ impl World {
             instance: None,
             upstream: None,
             dir: TempDir::with_prefix("oncegate-cases-").expect("a temporary directory"),
+            place,
         }
     }
 
@@ -148,18 +192,15 @@ impl World {
         assert!(self.instance.is_none(), "the door is open");
         self.instance = Some(match self.door {
             Door::Layer => {
-                let (store, faults) = FaultyStore::new(self.open_store());
+                let (store, faults) = FaultyStore::new(self.open_store().await);
                 let store: Arc<dyn Store> = Arc::new(store);
                 self.faults = faults;
                 let engine = Engine::new(store);
                 Instance::Layer { served: self.serve_layer(&self.plan, &engine).await, engine }
             }
             Door::Sidecar => {
-                if self.upstream.is_none() {
-                    self.upstream = Some(self.backend.serve().await);
-                }
-                let upstream = self.upstream.as_ref().expect("it was set").address;
-                Instance::Sidecar(Box::new(self.start_sidecar(upstream).await))
+                let upstream = self.serve_backend().await;
+                Instance::Sidecar(Box::new(self.start_sidecar(&self.plan, upstream).await))
             }
         });
     }
@@ -167,27 +208,58 @@ impl World {
     /// Opens the sidecar in front of somebody else.
     pub async fn start_in_front_of(&mut self, upstream: SocketAddr) {
         assert_eq!(self.door, Door::Sidecar);
-        self.instance = Some(Instance::Sidecar(Box::new(self.start_sidecar(upstream).await)));
+        self.instance = Some(Instance::Sidecar(Box::new(self.start_sidecar(&self.plan, upstream).await)));
     }
 
-    async fn start_sidecar(&self, upstream: SocketAddr) -> Sidecar {
-        let store = match self.kind {
-            Kind::Memory => "memory:".to_owned(),
-            Kind::Embedded => self.dir.path().join("records").display().to_string(),
+    /// Where the backend is served for processes.
+    pub(crate) async fn serve_backend(&mut self) -> SocketAddr {
+        if self.upstream.is_none() {
+            self.upstream = Some(self.backend.serve().await);
+        }
+        self.upstream.as_ref().expect("it was set").address
+    }
+
+    /// A sidecar on the store of this world.
+    pub(crate) async fn start_sidecar(&self, plan: &Plan, upstream: SocketAddr) -> Sidecar {
+        let store = match (self.place.url(), self.place.kind()) {
+            (Some(url), _) => url,
+            (None, Kind::Memory) => "memory:".to_owned(),
+            (None, _) => self.dir.path().join("records").display().to_string(),
         };
-        Sidecar::start(&self.plan, upstream, &store, self.dir.path()).await
+        Sidecar::start(plan, upstream, &store, self.dir.path()).await
     }
 
-    /// A second layer with an engine of its own on the same store, as in another process.
-    pub async fn second_layer(&self) -> (Served, Faults) {
-        self.second_layer_given(&self.plan).await
+    /// A second instance on the same store: in another process at the sidecar; at the layer with an engine of its own, and
+    /// with a store of its own where there can be two.
+    pub async fn second(&self) -> Second {
+        self.second_given(&self.plan).await
     }
 
-    /// As [`Self::second_layer`], with settings of its own.
-    pub async fn second_layer_given(&self, plan: &Plan) -> (Served, Faults) {
-        let store = self.store.clone().expect("an open store");
-        let (store, faults) = FaultyStore::new(store);
-        (self.serve_layer(plan, &Engine::new(Arc::new(store))).await, faults)
+    /// As [`Self::second`], with settings of its own.
+    pub async fn second_given(&self, plan: &Plan) -> Second {
+        let running = match self.door {
+            Door::Layer => {
+                let store = match self.place.url() {
+                    Some(url) => open_shared(&url).await,
+                    None => self.store.clone().expect("an open store"),
+                };
+                Running::Layer(self.serve_layer(plan, &Engine::new(store)).await)
+            }
+            Door::Sidecar => {
+                let upstream = self.upstream.as_ref().expect("an open door").address;
+                Running::Sidecar(Box::new(self.start_sidecar(plan, upstream).await))
+            }
+        };
+        let address = match &running {
+            Running::Layer(served) => served.address,
+            Running::Sidecar(sidecar) => sidecar.address,
+        };
+        Second { address, _running: running }
+    }
+
+    /// Where the store is, if several processes can have it open.
+    pub(crate) fn store_url(&self) -> Option<String> {
+        self.place.url()
     }
 
     async fn serve_layer(&self, plan: &Plan, engine: &Engine) -> Served {
@@ -195,13 +267,14 @@ impl World {
     }
 
     /// The store, for others than the door.
-    pub fn open_store(&mut self) -> Arc<dyn Store> {
+    pub async fn open_store(&mut self) -> Arc<dyn Store> {
         if let Some(store) = &self.store {
             return store.clone();
         }
-        let store: Arc<dyn Store> = match self.kind {
-            Kind::Memory => Arc::new(MemoryStore::new(Wall)),
-            Kind::Embedded => {
+        let store: Arc<dyn Store> = match (self.place.url(), self.place.kind()) {
+            (Some(url), _) => open_shared(&url).await,
+            (None, Kind::Memory) => Arc::new(MemoryStore::new(Wall)),
+            (None, _) => {
                 let options = EmbeddedOptions::new(self.dir.path().join("records"));
                 let embedded = Arc::new(EmbeddedStore::open(options).expect("a store that can be opened"));
                 self.embedded = Some(embedded.clone());
@@ -240,10 +313,12 @@ impl World {
     }
 
     /// Forgets all records; the door is closed.
-    pub fn forget(&mut self) {
+    pub async fn forget(&mut self) {
         assert!(self.instance.is_none(), "the door is open");
         self.store = None;
         let _ = std::fs::remove_dir_all(self.dir.path().join("records"));
+        let place = self.place.clone();
+        tokio::task::spawn_blocking(move || place.clear()).await.expect("an empty place");
     }
 
     /// Where the door is.

@@ -32,7 +32,9 @@ fn main() {
     // Most of them wait most of the time, for a lease or a retention to end.
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
     arguments.test_threads.get_or_insert(4 * cores);
-    libtest_mimic::run(&arguments, trials).exit();
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    oncegate_cases::places::stop_servers();
+    conclusion.exit();
 }
 
 fn names_are_not_used_twice() -> Result<(), Failed> {

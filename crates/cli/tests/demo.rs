@@ -3,7 +3,14 @@
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
+use oncegate_core::{
+    AttemptId, Claim, Command as StoreCommand, Fingerprint, Label, OnAbandoned, Outcome, RecordId, Store,
+};
+use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_redis::RedisStore;
+use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
 use serde_json::Value;
 
 fn demo(directory: &Path, arguments: &[&str]) -> Command {
@@ -101,6 +108,79 @@ fn without_a_terminal_it_writes_plain_lines_and_keeps_what_it_is_told_to_keep() 
     assert_eq!(ledger.lines().count(), 8);
 }
 
+/// Claims what nobody completes, until nobody knows what became of it.
+async fn somebody_elses(store: &dyn Store) -> RecordId {
+    let id = RecordId::from_bytes([0x5a; 32]);
+    let mut attempt = 0;
+    loop {
+        attempt += 1;
+        let claim = Claim {
+            attempt: AttemptId::new(attempt),
+            fingerprint: Fingerprint::of_parts("somebody else", &[b"pay 5"]),
+            lease: Duration::from_millis(1),
+            retention: Duration::from_secs(3600),
+            on_abandoned: OnAbandoned::Park,
+            label: Label::default(),
+        };
+        match store.apply(id, StoreCommand::Claim(claim)).await.unwrap() {
+            Outcome::Unknown => return id,
+            _ => tokio::time::sleep(Duration::from_millis(2)).await,
+        }
+    }
+}
+
+async fn two_sidecars_on(store: &dyn Store, url: &str) {
+    let others = somebody_elses(store).await;
+    let before = store.lookup(others).await.unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    // Twice with the same keys: what the first one left is not taken for an answer to the second.
+    for _ in 0..2 {
+        let arguments = ["--seed", "7", "--intents", "60", "--json", "--store", url];
+        let mut command = demo(directory.path(), &arguments);
+        let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+        let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{}\n{stdout}\n{stderr}", output.status);
+        let report: Value = serde_json::from_str(&stdout).unwrap();
+        let with = &report["with_oncegate"];
+        for (member, expected) in [("charges", 60), ("duplicates", 0), ("missing", 0), ("unanswered", 0)] {
+            assert_eq!(with[member], expected, "{member} in {with}");
+        }
+        let two = &with["two_sidecars"];
+        for member in ["requests_to_the_killed", "requests_to_the_other", "replayed_by_the_other"] {
+            assert!(two[member].as_u64() > Some(0), "{member} in {with}\n{stderr}");
+        }
+        assert_eq!(with["sidecar_kills"], 1, "{stderr}");
+        assert!(!stderr.contains("restarted") && stderr.contains("one of two sidecars is gone"), "{stderr}");
+        assert!(report["without_oncegate"].get("two_sidecars").is_none(), "{report}");
+        assert!(!stdout.contains("hunter2") && !stderr.contains("hunter2"), "{stderr}");
+        assert_eq!(entries(directory.path()), [""; 0], "something is left behind");
+    }
+    assert_eq!(store.lookup(others).await.unwrap(), before, "it changed what is not its own");
+}
+
+#[tokio::test]
+async fn two_sidecars_share_a_redis_server() {
+    let server = RedisServer::start(RedisOptions::new().with_user("app", "hunter2", "~* &* +@all")).unwrap();
+    let options = oncegate_redis::RedisOptions::from_url(&server.url()).unwrap();
+    two_sidecars_on(&RedisStore::open(options).await.unwrap(), &server.url()).await;
+}
+
+#[tokio::test]
+async fn two_sidecars_share_a_postgresql_database() {
+    let server = PostgresServer::start().unwrap();
+    let url = server.url();
+    let options = PostgresOptions::new(&url).unwrap();
+    // Without the contract, it says what is missing before it shows anything.
+    let directory = tempfile::tempdir().unwrap();
+    let failed = output(directory.path(), &["--store", &url]);
+    assert_eq!((failed.status.code(), text(&failed.stdout)), (Some(1), String::new()));
+    let stderr = text(&failed.stderr);
+    assert!(stderr.contains("oncegate schema apply postgres"), "{stderr}");
+    assert!(!stderr.contains(server.password()), "{stderr}");
+    schema::apply(&options).await.unwrap();
+    two_sidecars_on(&PostgresStore::open(options).await.unwrap(), &url).await;
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn an_interrupted_demonstration_leaves_nothing_behind() {
@@ -128,6 +208,12 @@ fn what_cannot_be_done_is_said() {
     assert_eq!(failed.status.code(), Some(1));
     let stderr = text(&failed.stderr);
     assert!(stderr.starts_with("error: cannot make a temporary directory: "), "{stderr}");
+    for store in ["memory:", "records"] {
+        let failed = output(directory.path(), &["--store", store]);
+        assert_eq!(failed.status.code(), Some(1), "{store}");
+        let stderr = text(&failed.stderr);
+        assert!(stderr.starts_with("error: --store: two sidecars cannot share"), "{stderr}");
+    }
     for intents in ["0", "10001", "many"] {
         let failed = output(directory.path(), &["--intents", intents]);
         assert_eq!(failed.status.code(), Some(2), "{intents}");

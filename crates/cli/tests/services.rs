@@ -3,10 +3,10 @@
 mod support;
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Value, json};
-use support::{Message, Process, Sidecar, Wire, ask, request, until};
+use support::{Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request, until};
 use tempfile::TempDir;
 use tokio::net::TcpSocket;
 use tokio::process::Command;
@@ -19,37 +19,9 @@ struct Kind {
     command: fn() -> Command,
 }
 
-const EXPRESS: Kind = Kind {
-    invalid: 400,
-    command: || {
-        let folder = example("express-orders");
-        assert!(folder.join("node_modules").exists(), "its packages are missing; run `cargo xtask test`");
-        let mut command = Command::new("node");
-        command.arg("server.js").current_dir(folder);
-        command
-    },
-};
+const EXPRESS: Kind = Kind { invalid: 400, command: || express_orders("server.js") };
 
-const FASTAPI: Kind = Kind {
-    invalid: 422,
-    command: || {
-        let python = target().join("fastapi-orders/bin/python");
-        assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
-        let mut command = Command::new(python);
-        command.arg("main.py").current_dir(example("fastapi-orders"));
-        command
-    },
-};
-
-fn example(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name)
-}
-
-/// Where builds go, as `cargo xtask test` sees it.
-fn target() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
-}
+const FASTAPI: Kind = Kind { invalid: 422, command: || fastapi_orders("main.py") };
 
 const ORDER: &str = r#"{"customer":"Ada","items":[{"sku":"tea","quantity":2,"price_cents":450}]}"#;
 const JSON: &str = "Content-Type: application/json";

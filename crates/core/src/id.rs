@@ -137,6 +137,12 @@ impl<'a> Scope<'a> {
         Scope { caller: self.caller, operation }
     }
 
+    /// The parts of the operation, none where keys belong to the caller alone.
+    #[must_use]
+    pub const fn operation(&self) -> &'a [&'a [u8]] {
+        self.operation
+    }
+
     /// The caller's mark for listings.
     #[must_use]
     pub fn caller_tag(&self) -> CallerTag {

@@ -55,14 +55,16 @@ pub use decide::{
     Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, Release, Renew, Resolution,
     Resolve, Write, decide,
 };
-pub use fingerprint::{Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError};
+pub use fingerprint::{
+    Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
+};
 pub use id::{AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, RecordId, Scope};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName};
 pub use response::{ResponseError, StoredResponse};
 pub use store::{
-    AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreErrorKind,
-    StoreFuture,
+    AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
+    StoreErrorKind, StoreFuture,
 };
 pub use watch::{Watcher, Watchers};

@@ -6,6 +6,9 @@ use std::time::Duration;
 /// constrain its strings.
 pub const KEY_MAX: usize = 255;
 
+/// Most members of a body that a key is built of. A business key has two or three; each costs a walk through the body.
+pub const KEY_MEMBERS_MAX: usize = 16;
+
 /// Longest operation name (method and path) that is kept beside a record so that an operator can read it. Longer ones
 /// are cut at a character boundary: the name is for eyes, the [`RecordId`](crate::RecordId) holds the whole.
 pub const OPERATION_MAX: usize = 256;

@@ -12,7 +12,8 @@ use crate::limits;
 use crate::map::{RecordMap, Sharded};
 use crate::record::Record;
 use crate::store::{
-    AuditEntry, Capabilities, Durability, Fencing, ListPage, ListQuery, Store, StoreError, StoreFuture,
+    AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
+    StoreFuture,
 };
 
 /// Records in memory. Nothing survives the process; within it, everything the protocol promises holds.
@@ -73,7 +74,8 @@ impl<C: Clock> MemoryStore<C> {
             Write::Put(record) => {
                 if matches!(command, Command::Claim(_)) {
                     if !shard.records.contains_key(&id) && shard.records.len() >= self.capacity_per_shard {
-                        return Err(StoreError::unavailable("the memory store is full"));
+                        let full = StoreError::unavailable("the memory store is full");
+                        return Err(full.with_extent(Extent::Writes));
                     }
                     shard.note(due_step(record.expires_at), id);
                 }

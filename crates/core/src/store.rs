@@ -26,7 +26,8 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreErrorKind::Unavailable`] where it is not known whether the command was applied; it may be sent again.
-    /// [`StoreErrorKind::Corrupt`] where the record cannot be read; nothing was changed.
+    /// [`StoreErrorKind::Locked`] where somebody's open transaction holds the record; nothing was changed, and it may be
+    /// sent again. [`StoreErrorKind::Corrupt`] where the record cannot be read; nothing was changed.
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome>;
 
     /// Reads a record; absent where its retention is over.
@@ -58,7 +59,8 @@ pub trait Store: Send + Sync + 'static {
     /// As for [`Store::apply`].
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>>;
 
-    /// Whether the store can be reached and would take a write now.
+    /// Whether the store can be reached and would take a write now, as far as that can be told at a small cost. A store
+    /// that can, writes something; one that cannot may say yes while its disk is full, and only a write then finds out.
     ///
     /// # Errors
     /// Why not.
@@ -199,6 +201,8 @@ pub struct AuditEntry {
 #[derive(Debug)]
 pub struct StoreError {
     kind: StoreErrorKind,
+    extent: Extent,
+    unsent: bool,
     message: String,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
@@ -209,29 +213,63 @@ pub struct StoreError {
 pub enum StoreErrorKind {
     /// Out of reach, full, or failing: it is not known whether the command was applied. Try again later.
     Unavailable,
+    /// An open transaction, such as that of an application that completes its record, holds the record. Nothing was
+    /// changed, and what becomes of the record is not decided yet. Try again later; the store itself is well.
+    Locked,
     /// A record is damaged or of an unknown version. An operator has to look; it must never be executed.
     Corrupt,
     /// The configuration or the format does not fit this program. Fix it; trying again does not help.
     Invalid,
 }
 
+impl StoreErrorKind {
+    /// Whether the same command, sent again later, may get an answer.
+    #[must_use]
+    pub const fn may_pass(self) -> bool {
+        matches!(self, Self::Unavailable | Self::Locked)
+    }
+}
+
+/// How much of a store an error is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Extent {
+    /// The whole of it: whatever else it is asked for now will most likely fail, too.
+    Store,
+    /// It was reached and takes no writes at the moment, as where it is full. What needs none is still answered.
+    Writes,
+    /// This record or this command alone, as where somebody else's transaction holds the record. It says nothing about
+    /// the store.
+    Record,
+}
+
 impl StoreError {
+    const fn new(kind: StoreErrorKind, message: String) -> Self {
+        Self { kind, extent: Extent::Store, unsent: false, message, source: None }
+    }
+
     /// Out of reach, full, or failing.
     #[must_use]
     pub fn unavailable(message: impl Into<String>) -> Self {
-        Self { kind: StoreErrorKind::Unavailable, message: message.into(), source: None }
+        Self::new(StoreErrorKind::Unavailable, message.into())
+    }
+
+    /// An open transaction holds the record.
+    #[must_use]
+    pub fn locked(message: impl Into<String>) -> Self {
+        Self::new(StoreErrorKind::Locked, message.into()).with_extent(Extent::Record)
     }
 
     /// A damaged record, or one of an unknown version.
     #[must_use]
     pub fn corrupt(message: impl Into<String>) -> Self {
-        Self { kind: StoreErrorKind::Corrupt, message: message.into(), source: None }
+        Self::new(StoreErrorKind::Corrupt, message.into())
     }
 
     /// A configuration or format that does not fit.
     #[must_use]
     pub fn invalid(message: impl Into<String>) -> Self {
-        Self { kind: StoreErrorKind::Invalid, message: message.into(), source: None }
+        Self::new(StoreErrorKind::Invalid, message.into())
     }
 
     /// Adds what caused it.
@@ -241,10 +279,35 @@ impl StoreError {
         self
     }
 
+    /// Says how much of the store it is about; [`Extent::Store`] where nothing is said.
+    #[must_use]
+    pub fn with_extent(self, extent: Extent) -> Self {
+        Self { extent, ..self }
+    }
+
+    /// Says that the command never left for the store: it is certain that it was not and will not be applied.
+    #[must_use]
+    pub fn with_nothing_sent(self) -> Self {
+        Self { unsent: true, ..self }
+    }
+
     /// What a caller can do about it.
     #[must_use]
     pub const fn kind(&self) -> StoreErrorKind {
         self.kind
+    }
+
+    /// How much of the store it is about.
+    #[must_use]
+    pub const fn extent(&self) -> Extent {
+        self.extent
+    }
+
+    /// Whether it is certain that the command never left for the store. To ask again at once is of no use then, and there
+    /// is nothing to take back.
+    #[must_use]
+    pub const fn is_unsent(&self) -> bool {
+        self.unsent
     }
 }
 

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use oncegate_core::{AuditEntry, Command, ListPage, ListQuery, Outcome, RecordId, StoreError};
+use oncegate_core::{AuditEntry, Command, Extent, ListPage, ListQuery, Outcome, RecordId, StoreError};
 use redb::Database;
 use tokio::sync::oneshot;
 
@@ -152,7 +152,9 @@ impl Job {
 
 pub(crate) fn refused(why: Refused) -> StoreError {
     match why {
-        Refused::Full => StoreError::unavailable("the embedded store has too many commands waiting"),
+        Refused::Full => StoreError::unavailable("the embedded store has too many commands waiting")
+            .with_extent(Extent::Record)
+            .with_nothing_sent(),
         Refused::Closed => closed(),
     }
 }

@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError,
-    StoreErrorKind, limits,
+    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -32,6 +31,8 @@ pub(crate) struct AttemptInner {
     pub(crate) lease_until: Mutex<Instant>,
     lost: AtomicBool,
     lost_notify: Notify,
+    /// Whether the log says already that the lease ran out.
+    pub(crate) warned: AtomicBool,
 }
 
 impl Attempt {
@@ -45,6 +46,7 @@ impl Attempt {
             lease_until: Mutex::new(claimed_at + policy.lease),
             lost: AtomicBool::new(false),
             lost_notify: Notify::new(),
+            warned: AtomicBool::new(false),
         }))
     }
 
@@ -122,13 +124,13 @@ impl fmt::Debug for Attempt {
 /// record in progress until the lease ends, and then to its abandon policy: dropping never frees the key, because the
 /// effect may have happened.
 #[must_use = "a permit that is dropped leaves its record to the abandon policy"]
-pub struct Permit(Option<Held>);
+pub struct Permit(pub(crate) Option<Held>);
 
 /// A permit that was not used up yet.
-struct Held {
-    inner: Arc<Inner>,
-    attempt: Attempt,
-    leader: Leader,
+pub(crate) struct Held {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) attempt: Attempt,
+    pub(crate) leader: Leader,
 }
 
 /// What became of the end of an attempt.
@@ -238,7 +240,7 @@ impl Ending {
 }
 
 impl Held {
-    fn emit(&self, kind: EventKind) {
+    pub(crate) fn emit(&self, kind: EventKind) {
         self.inner.emit(Event::new(self.attempt.record_id(), Some(self.attempt.token()), kind));
     }
 
@@ -295,7 +297,7 @@ impl Held {
         self.leader.land(ending.landing());
     }
 
-    fn fenced(self) {
+    pub(crate) fn fenced(self) {
         self.inner.keeper.forget(&self.attempt);
         self.attempt.set_lost();
         self.emit(EventKind::Fenced);
@@ -319,15 +321,22 @@ impl Held {
                 match self.try_settle(&ending).await {
                     Ok(()) => return self.land(ending),
                     Err(None) => return self.fenced(),
-                    Err(Some(error)) if error.kind() != StoreErrorKind::Unavailable || again >= give_up => {
+                    Err(Some(error)) if !error.kind().may_pass() || again >= give_up => {
                         tracing::error!(record = ?self.attempt.record_id(), %error, "completion lost, outcome unknown");
                         return self.emit(EventKind::SettlementLost);
                     }
-                    Err(Some(_)) => pause = (pause * 2).min(Duration::from_secs(2)),
+                    Err(Some(error)) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),
                 }
             }
         });
     }
+}
+
+/// How long to wait before a store that failed is asked again, at most as long as was meant. Where nothing was sent it cost
+/// nothing, and what is waiting goes on soon after the store is back.
+pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
+    const SOON: Duration = Duration::from_millis(250);
+    if error.is_unsent() { pause.min(SOON) } else { pause }
 }
 
 /// How many completions may be tried again in the background at a time.

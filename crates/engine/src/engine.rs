@@ -19,7 +19,8 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::task::TaskTracker;
 
-use crate::attempt::{Attempt, DEFERRED, Permit};
+use crate::attempt::{Attempt, DEFERRED, Permit, again_after};
+use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
 use crate::keeper::Keeper;
@@ -37,6 +38,7 @@ pub(crate) struct Inner {
     pub(crate) keeper: Keeper,
     pub(crate) tasks: TaskTracker,
     pub(crate) deferred: Arc<Semaphore>,
+    pub(crate) completion_missing: Rarely,
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
     origin: u64,
@@ -121,6 +123,7 @@ impl EngineBuilder {
                 observer: self.observer,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
+                completion_missing: Rarely::default(),
                 flights: Arc::default(),
                 origin: random_bits(),
                 claims: AtomicU64::new(0),
@@ -330,6 +333,7 @@ async fn follow(
             return Some(Err(match kind {
                 StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
                 StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
+                StoreErrorKind::Locked => StoreError::locked("another transaction holds the record"),
                 _ => StoreError::unavailable("the store did not answer another claim for this record"),
             }));
         }
@@ -381,9 +385,9 @@ impl Inner {
             let asked_at = Instant::now();
             let outcome = match self.ask(&request, attempt).await {
                 Ok(outcome) => outcome,
-                Err(error) => {
+                Err(Unanswered { error, maybe_applied }) => {
                     leader.land(Landing::Failed(error.kind()));
-                    if error.kind() == StoreErrorKind::Unavailable {
+                    if maybe_applied {
                         self.retract(request, attempt);
                     }
                     return Err(error);
@@ -441,13 +445,16 @@ impl Inner {
     }
 
     /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it.
-    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, StoreError> {
-        match self.store.apply(request.id, claim_command(request, attempt)).await {
-            Err(error) if error.kind() == StoreErrorKind::Unavailable => {
+    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, Unanswered> {
+        let first = self.store.apply(request.id, claim_command(request, attempt)).await;
+        match first {
+            Err(error) if may_have_applied(&error) => {
                 tokio::time::sleep(ASK_AGAIN_AFTER).await;
-                self.store.apply(request.id, claim_command(request, attempt)).await
+                let again = self.store.apply(request.id, claim_command(request, attempt)).await;
+                // However sure it is of the second time: the first one may have been.
+                again.map_err(|error| Unanswered { maybe_applied: error.kind().may_pass(), error })
             }
-            answer => answer,
+            first => first.map_err(|error| Unanswered { error, maybe_applied: false }),
         }
     }
 
@@ -466,14 +473,17 @@ impl Inner {
                 // Where it was never granted there is nothing to take back, and to claim it for that would get in the way
                 // of those who come again.
                 match inner.store.lookup(request.id).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => continue,
+                    Err(error) if error.kind().may_pass() => {
+                        pause = again_after(pause, &error);
+                        continue;
+                    }
                     Ok(record) if !record.as_ref().is_some_and(|record| is_held_by(record, attempt)) => {
                         return;
                     }
                     _ => {}
                 }
                 match inner.store.apply(request.id, claim_command(&request, attempt)).await {
-                    Err(error) if error.kind() == StoreErrorKind::Unavailable => {}
+                    Err(error) if error.kind().may_pass() => {}
                     // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
                     Ok(Outcome::Execute(grant)) if grant.after_abandoned => return,
                     Ok(Outcome::Execute(grant)) => {
@@ -492,6 +502,17 @@ impl Inner {
             }
         });
     }
+}
+
+/// A claim without an answer.
+struct Unanswered {
+    error: StoreError,
+    /// Whether the store may have granted it, so that it has to be taken back.
+    maybe_applied: bool,
+}
+
+fn may_have_applied(error: &StoreError) -> bool {
+    error.kind().may_pass() && !error.is_unsent()
 }
 
 fn is_held_by(record: &Record, attempt: AttemptId) -> bool {

@@ -75,6 +75,16 @@ pub enum EventKind {
     SettlementDeferred(StoreErrorKind),
     /// A completion or release was given up: the record ends as abandoned.
     SettlementLost,
+    /// Beside the end of an attempt: the operation's own transaction had completed the record, and there was nothing to add.
+    CompletedUpstream,
+    /// Beside the end of an attempt: the operation's own transaction had completed the record without an answer, and the
+    /// answer was added.
+    AnswerAdded,
+    /// Beside the end of an attempt: the operation gave another answer than its own transaction had put into the record.
+    AnswerDiffers,
+    /// Beside the end of an attempt: the operation reported a success, and its own transaction had not completed the record
+    /// as it should have. A crash before the answer was stored would have let it execute again.
+    CompletionMissing,
 }
 
 /// Hears every [`Event`]. Called on the request's path: it must be quick and must not block.

@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use crate::attempt::Attempt;
+use crate::attempt::{Attempt, again_after};
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::lock;
 
@@ -193,7 +193,7 @@ impl Shared {
             Err(error) => {
                 self.warn(&attempt, &error);
                 let pause = (policy.lease / 10).min(Duration::from_secs(1));
-                (EventKind::RenewalFailed(error.kind()), Some(Instant::now() + pause))
+                (EventKind::RenewalFailed(error.kind()), Some(Instant::now() + again_after(pause, &error)))
             }
         };
         self.observer.observe(&Event::new(attempt.record_id(), Some(attempt.token()), kind));
@@ -203,7 +203,7 @@ impl Shared {
     }
 
     fn warn(&self, attempt: &Attempt, error: &StoreError) {
-        if !attempt.is_owner() {
+        if !attempt.is_owner() && !attempt.0.warned.swap(true, Ordering::Relaxed) {
             tracing::warn!(record = ?attempt.record_id(), %error, "lease ran out and could not be renewed");
         }
     }

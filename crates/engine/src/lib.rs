@@ -13,6 +13,10 @@
 //! 4. `complete` answers when the store has it durably. If the store is out of reach, it is tried again in the background
 //!    until the lease ends; after that the record ends as abandoned, and its outcome is unknown: never a second run.
 //! 5. A permit that is dropped leaves its record in progress until the lease ends.
+//! 6. Behind a [`Breaker`], a store that is out of reach costs microseconds and not its time-outs, and what was put off goes
+//!    on a quarter of a second after it is back.
+//! 7. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
+//!    what is left to add: see [`Permit::conclude`].
 //!
 //! ```
 //! use std::sync::Arc;
@@ -53,6 +57,8 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod attempt;
+mod breaker;
+mod conclude;
 mod engine;
 mod event;
 mod flight;
@@ -60,6 +66,8 @@ mod keeper;
 mod policy;
 
 pub use attempt::{Attempt, Permit, Settled};
+pub use breaker::{Breaker, BreakerBuilder, BreakerState};
+pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
 pub use policy::{ConfigError, Policy};

@@ -7,7 +7,7 @@ use flate2::read::{DeflateDecoder, MultiGzDecoder, ZlibDecoder};
 use http::header;
 use http::request::Parts;
 use oncegate_core::fingerprint::FingerprintInput;
-use oncegate_core::{Fingerprint, IdempotencyKey, Label, RecordId, Scope};
+use oncegate_core::{Fingerprint, IdempotencyKey, Label, NaturalKey, NoNaturalKey, RecordId, Scope};
 
 use crate::profile::KeyScope;
 use crate::settings::Settings;
@@ -28,6 +28,20 @@ pub(crate) fn locate(
         KeyScope::Caller => RecordId::derive(scope, key),
     };
     (id, label)
+}
+
+/// The key that this request's body carries.
+pub(crate) fn natural_key(
+    settings: &Settings,
+    key: &NaturalKey,
+    parts: &Parts,
+    body: &[u8],
+) -> Result<IdempotencyKey, NoNaturalKey> {
+    let field = |name| parts.headers.get(name).map_or(&b""[..], |value| value.as_bytes());
+    match decoded(field(header::CONTENT_ENCODING), body, settings.max_request_body) {
+        (body, coding) if coding.is_empty() => key.of(field(header::CONTENT_TYPE), &body),
+        _ => Err(NoNaturalKey::NotJson),
+    }
 }
 
 /// What makes this request the same as another.

@@ -24,7 +24,7 @@ use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
 use crate::service::{Executed, set_status, take_status};
-use crate::settings::Settings;
+use crate::settings::{CompletedBy, Settings};
 
 /// One execution under a permit.
 pub(crate) struct Execution {
@@ -40,14 +40,14 @@ pub(crate) struct Ended<RB, E> {
 }
 
 impl<RB, E> Ended<RB, E> {
-    const fn with(answer: Executed<RB>) -> Self {
+    pub(crate) const fn with(answer: Executed<RB>) -> Self {
         Self { answer: Ok(answer), rest: None }
     }
 }
 
 /// What is done with a handler's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+pub(crate) enum Fate {
     Replay,
     Release,
     Tombstone,
@@ -78,12 +78,14 @@ impl Execution {
         } else {
             (self, request)
         };
+        let upstream = execution.settings.completed_by == CompletedBy::Upstream;
         match catch_panic(call(inner, request)).await {
+            Ok(Ok(response)) if upstream => Box::pin(execution.finish_upstream(response)).await,
             Ok(Ok(response)) => execution.finish(response).await,
-            Ok(Err(error)) => {
-                Box::pin(execution.fail::<RB>(None)).await;
-                Ended { answer: Err(error), rest: None }
-            }
+            Ok(Err(error)) => match Box::pin(execution.fail::<RB>(None)).await {
+                recorded @ Executed::Recorded(..) => Ended::with(recorded),
+                _ => Ended { answer: Err(error), rest: None },
+            },
             Err(Panicked) => Ended::with(Box::pin(execution.fail(None)).await),
         }
     }
@@ -108,7 +110,7 @@ impl Execution {
             Reconciled::DidNotHappen => Ok((self, Request::from_parts(parts, body))),
             Reconciled::Happened(stored) => {
                 let settled = self.permit.complete(Completion::Replayable(stored.clone())).await;
-                Err(Executed::Reconciled(stored, settled))
+                Err(Executed::Recorded(stored, status_of(&settled)))
             }
             Reconciled::Unreplayable => {
                 self.permit.complete(Completion::Tombstone).await;
@@ -152,11 +154,11 @@ impl Execution {
                 let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
                 let settled = self.permit.complete(completion).await;
                 let body = ResponseBody::whole(join(chunks), trailers);
-                Ended::with(Executed::Response(marked(parts, body, &settled)))
+                Ended::with(Executed::Response(marked(parts, body, status_of(&settled))))
             }
             Ok(Read::More { chunks, rest }) => {
                 let settled = self.permit.complete(Completion::Tombstone).await;
-                stream(&self.settings, parts, chunks, rest, &settled)
+                stream(&self.settings, parts, chunks, rest, status_of(&settled))
             }
             // The answer broke off: the client got nothing of it, and what it would have said is not known.
             Ok(Read::Broken(error)) => {
@@ -181,13 +183,16 @@ impl Execution {
         if body.is_end_stream() {
             // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.
             let body = ResponseBody::whole(Bytes::new(), None);
-            return Ended::with(Executed::Response(marked(parts, body, &settled)));
+            return Ended::with(Executed::Response(marked(parts, body, status_of(&settled))));
         }
-        stream(&self.settings, parts, Vec::new(), Box::pin(body), &settled)
+        stream(&self.settings, parts, Vec::new(), Box::pin(body), status_of(&settled))
     }
 
     /// The handler ended without an answer, so whether its effect happened is not known.
-    async fn fail<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
+    pub(crate) async fn fail<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
+        if self.settings.completed_by == CompletedBy::Upstream {
+            return self.fail_upstream(status).await;
+        }
         let condition = match self.settings.profile.server_errors {
             ServerErrors::Replay => {
                 self.permit.complete(Completion::Unknown).await;
@@ -203,8 +208,9 @@ impl Execution {
 }
 
 /// What the policy and the handler say together.
-fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> Fate {
-    let releases_errors = settings.profile.server_errors == ServerErrors::Release;
+pub(crate) fn fate(settings: &Settings, status: StatusCode, directive: Option<StoreDirective>) -> Fate {
+    let releases_errors = settings.profile.server_errors == ServerErrors::Release
+        || settings.completed_by == CompletedBy::Upstream;
     match directive {
         Some(StoreDirective::Replay) => Fate::Replay,
         Some(StoreDirective::Release) => Fate::Release,
@@ -241,28 +247,37 @@ pub(crate) fn take_directive<T>(response: &mut Response<T>) -> Option<StoreDirec
     extension.or_else(|| StoreDirective::from_name(header?.as_bytes().to_ascii_lowercase().trim_ascii()))
 }
 
-fn marked<RB>(parts: Parts, body: ResponseBody<RB>, settled: &Settled) -> Response<ResponseBody<RB>> {
+pub(crate) fn marked<RB>(
+    parts: Parts,
+    body: ResponseBody<RB>,
+    status: Option<&'static str>,
+) -> Response<ResponseBody<RB>> {
     let mut response = Response::from_parts(parts, body);
-    mark(&mut response, settled);
+    if let Some(status) = status {
+        set_status(&mut response, status);
+    }
     response
 }
 
-/// Tells a client where the store did not take its answer.
-pub(crate) fn mark<T>(response: &mut Response<T>, settled: &Settled) {
+pub(crate) const FENCED: &str = "fenced";
+pub(crate) const NOT_STORED: &str = "not-stored";
+
+/// What a client is told where the store did not take its answer.
+const fn status_of(settled: &Settled) -> Option<&'static str> {
     match settled {
-        Settled::Fenced => set_status(response, "fenced"),
-        Settled::Deferred(_) => set_status(response, "not-stored"),
-        _ => {}
+        Settled::Fenced => Some(FENCED),
+        Settled::Deferred(_) => Some(NOT_STORED),
+        _ => None,
     }
 }
 
 /// An answer whose body was not read to its end: what was read comes first, and the rest is pumped behind it.
-fn stream<RB, E>(
+pub(crate) fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
     read: Vec<Bytes>,
     rest: Pin<Box<RB>>,
-    settled: &Settled,
+    status: Option<&'static str>,
 ) -> Ended<RB, E>
 where
     RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
@@ -277,7 +292,7 @@ where
     for chunk in read {
         let _fits = frames.try_send(Ok(Frame::data(chunk)));
     }
-    let response = marked(parts, ResponseBody::pumped(receiver, size), settled);
+    let response = marked(parts, ResponseBody::pumped(receiver, size), status);
     let rest = pump(rest, frames, settings.stream_patience);
     Ended { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
@@ -327,9 +342,9 @@ async fn call<S: Service<R>, R>(mut inner: S, request: R) -> Result<S::Response,
 }
 
 /// The handler panicked; the panic hook has said where.
-struct Panicked;
+pub(crate) struct Panicked;
 
-async fn catch_panic<F: Future>(future: F) -> Result<F::Output, Panicked> {
+pub(crate) async fn catch_panic<F: Future>(future: F) -> Result<F::Output, Panicked> {
     let mut future = Box::pin(future);
     std::future::poll_fn(move |cx| {
         // Nothing of the future is looked at after a panic.

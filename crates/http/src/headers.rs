@@ -84,13 +84,16 @@ impl KeptHeaders {
         Ok(())
     }
 
+    /// Whether fields of this name are kept.
+    pub(crate) fn keeps(&self, name: &HeaderName) -> bool {
+        KEPT.contains(name) || self.more.contains(name)
+    }
+
     /// The fields of an answer that are kept, in their order.
     pub(crate) fn of<'a>(&'a self, headers: &'a HeaderMap) -> Vec<(&'a str, &'a [u8])> {
         headers
             .iter()
-            .filter(move |(name, _)| {
-                (KEPT.contains(name) || self.more.contains(name)) && !is_nominated(headers, name)
-            })
+            .filter(move |(name, _)| self.keeps(name) && !is_nominated(headers, name))
             .map(|(name, value)| (name.as_str(), value.as_bytes()))
             .collect()
     }

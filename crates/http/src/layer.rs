@@ -107,9 +107,9 @@ impl IdempotencyLayer {
     /// What is done on every route that has no settings of its own.
     ///
     /// # Errors
-    /// Where the settings contradict each other.
+    /// Where the settings contradict each other, or the store cannot do what they say.
     pub fn with_settings(self, settings: Settings) -> Result<Self, ConfigError> {
-        settings.check()?;
+        settings.check(&self.shared.engine.store().capabilities())?;
         Ok(self.change(|shared| shared.default = Arc::new(settings)))
     }
 
@@ -118,7 +118,7 @@ impl IdempotencyLayer {
     /// methods are covered.
     ///
     /// # Errors
-    /// Where the pattern is none, or the settings contradict each other.
+    /// Where the pattern is none, the settings contradict each other, or the store cannot do what they say.
     pub fn with_route(
         self,
         methods: Vec<Method>,
@@ -126,7 +126,7 @@ impl IdempotencyLayer {
         settings: Settings,
     ) -> Result<Self, ConfigError> {
         let settings = if methods.is_empty() { settings } else { settings.with_methods(methods.clone())? };
-        settings.check()?;
+        settings.check(&self.shared.engine.store().capabilities())?;
         let pattern = PathPattern::new(pattern)?;
         let route = Route { methods, pattern, settings: Arc::new(settings) };
         Ok(self.change(|shared| shared.routes.push(route)))

@@ -94,6 +94,7 @@ mod refusal;
 mod scope;
 mod service;
 mod settings;
+mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
 pub use context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
@@ -106,4 +107,4 @@ pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, Retry};
 pub use scope::CallerScope;
 pub use service::{Idempotency, ResponseFuture};
-pub use settings::{Settings, StoreOutage};
+pub use settings::{CompletedBy, Settings, StoreOutage};

@@ -19,6 +19,9 @@ pub struct Profile {
     pub name: &'static str,
     /// The header field that carries the key.
     pub key_header: HeaderName,
+    /// The members of a JSON body that carry the key instead, as JSON pointers; none where the header field does. See
+    /// [`Settings::with_natural_key`](crate::Settings::with_natural_key).
+    pub key_members: &'static [&'static str],
     /// How the field spells a key.
     pub key_syntax: KeySyntax,
     /// The methods that are covered; others pass through and their key is ignored.
@@ -104,6 +107,7 @@ impl Profile {
         Self {
             name: "ietf",
             key_header: HeaderName::from_static("idempotency-key"),
+            key_members: &[],
             key_syntax: KeySyntax::Lenient,
             methods: &[Method::POST, Method::PATCH],
             require_key: false,
@@ -246,6 +250,15 @@ mod tests {
                 let text = rendered(&profile, condition).to_string();
                 assert!(!text.contains("{}"), "{} {condition}: {text}", profile.name);
                 assert!(text.contains(condition.detail()), "{} {condition}: {text}", profile.name);
+            }
+        }
+    }
+
+    #[test]
+    fn every_profile_names_members_of_a_body_by_pointers() {
+        for profile in Profile::all() {
+            for member in profile.key_members {
+                assert!(oncegate_core::JsonPointer::parse(member).is_ok(), "{} {member}", profile.name);
             }
         }
     }

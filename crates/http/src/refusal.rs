@@ -151,7 +151,7 @@ impl Condition {
                 "The first request with this key is still being processed. Send it again with the same key later to get its answer."
             }
             Self::ReplayUnavailable => {
-                "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, or must not be kept."
+                "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept."
             }
             Self::OutcomeUnknown => {
                 "The first request with this key was not seen to end. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."

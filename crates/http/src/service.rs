@@ -13,7 +13,7 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{IdempotencyKey, Scope, StoreErrorKind, StoredResponse};
-use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit, Settled};
+use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
 use tower_service::Service;
@@ -22,7 +22,7 @@ use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{Charged, Held, NoRoom, tie};
 use crate::canonical;
 use crate::event::Disposition;
-use crate::execute::{Ended, Execution, mark, take_directive};
+use crate::execute::{Ended, Execution, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::layer::Shared;
@@ -122,7 +122,7 @@ where
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let settings = self.shared.settings(request.method(), request.uri().path());
-        let has_key = request.headers().contains_key(&settings.profile.key_header);
+        let has_key = settings.may_have_key(request.headers());
         let passing = if !settings.covers(request.method()) {
             Some(Disposition::NotCovered)
         } else if !has_key && !settings.profile.require_key {
@@ -176,6 +176,14 @@ impl Keyed {
             Ok(read) => read,
             Err(refusal) => return Ok(self.refuse(refusal)),
         };
+        let key = match key.map_or_else(|| self.natural_key(&parts, &data), Ok) {
+            Ok(key) => key,
+            Err(refusal) if self.settings.profile.require_key => return Ok(self.refuse(refusal)),
+            Err(_) => {
+                let request = Request::from_parts(parts, RequestBody::whole(data, trailers, held));
+                return Box::pin(self.pass(inner, request)).await;
+            }
+        };
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
         let fingerprint = canonical::fingerprint(&self.settings, &parts, &data);
         let claim = ClaimRequest { id, fingerprint, label, policy: self.settings.policy };
@@ -192,7 +200,12 @@ impl Keyed {
             Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
             Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
             Err(error) => {
-                tracing::warn!(record = ?id, %error, "claim failed");
+                if error.is_unsent() {
+                    // The store is known to be out of reach, and the log has that once already.
+                    tracing::debug!(record = ?id, %error, "claim failed");
+                } else {
+                    tracing::warn!(record = ?id, %error, "claim failed");
+                }
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
                     // Boxed, as all that seldom happens, so that what always happens is small.
@@ -208,18 +221,52 @@ impl Keyed {
         }
     }
 
-    /// Whose key it is, and which.
-    fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, IdempotencyKey), Refusal> {
+    /// Whose key it is, and which, unless the body carries it.
+    fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
         let settings = &self.settings;
         let scope = settings.caller.of(parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
+        if settings.natural_key.is_some() {
+            return Ok((scope, None));
+        }
         match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
             None => Err(Refusal::new(Condition::KeyMissing)),
             Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
             Some(Ok((key, field))) => {
                 self.echo = Some(field.clone());
-                Ok((scope, key))
+                Ok((scope, Some(key)))
             }
         }
+    }
+
+    /// The key that the body carries. The client is told it, in quotes, as any syntax of the field has it: it names the record
+    /// to operators, too.
+    fn natural_key(&mut self, parts: &Parts, body: &[u8]) -> Result<IdempotencyKey, Refusal> {
+        let missing = || Refusal::new(Condition::KeyMissing);
+        let members = self.settings.natural_key.as_ref().ok_or_else(missing)?;
+        let key = canonical::natural_key(&self.settings, members, parts, body).map_err(|why| {
+            let names: Vec<_> = members.members().iter().map(|member| member.as_str()).collect();
+            missing().with_detail(format!(
+                "The key of this operation is built of members of its JSON body ({}), and {why}. Nothing was executed.",
+                names.join(", ")
+            ))
+        })?;
+        self.echo = HeaderValue::try_from([b"\"", key.as_bytes(), b"\""].concat()).ok();
+        Ok(key)
+    }
+
+    /// A request that turned out to have no key, and needs none.
+    async fn pass<S, B, RB>(
+        self,
+        mut inner: S,
+        request: Request<RequestBody<B>>,
+    ) -> Result<Response<ResponseBody<RB>>, S::Error>
+    where
+        S: Service<Request<RequestBody<B>>, Response = Response<RB>>,
+    {
+        self.shared.observer.observe(Disposition::Unprotected, None);
+        let mut response = inner.call(request).await?;
+        take_directive(&mut response);
+        Ok(response.map(ResponseBody::passing))
     }
 
     /// The whole body, for the fingerprint.
@@ -304,9 +351,11 @@ impl Keyed {
                 self.shared.observer.observe(Disposition::Executed, Some(response.status()));
                 Ok(self.echoed(response))
             }
-            Ok(Executed::Reconciled(stored, settled)) => {
+            Ok(Executed::Recorded(stored, status)) => {
                 let mut response = self.replay(&stored);
-                mark(&mut response, &settled);
+                if let Some(status) = status {
+                    set_status(&mut response, status);
+                }
                 Ok(response)
             }
             Ok(Executed::Refused(refusal)) => Ok(self.refuse(refusal)),
@@ -371,8 +420,9 @@ impl Keyed {
 pub(crate) enum Executed<RB> {
     /// The handler's answer.
     Response(Response<ResponseBody<RB>>),
-    /// The answer of an earlier attempt, found by asking.
-    Reconciled(StoredResponse, Settled),
+    /// The answer that the record has, and how the client is told where it is not there: that of an earlier attempt, found
+    /// by asking, or one that the operation put there and then did not give.
+    Recorded(StoredResponse, Option<&'static str>),
     /// There is no answer.
     Refused(Refusal),
 }

@@ -8,7 +8,9 @@ use http::header::HeaderName;
 use http::request::Parts;
 use http::{HeaderMap, Method};
 use oncegate_core::fingerprint::FingerprintRules;
-use oncegate_core::{IdempotencyKey, RecordId, StoredResponse, limits};
+use oncegate_core::{
+    Capabilities, IdempotencyKey, JsonPointer, NaturalKey, OnAbandoned, RecordId, StoredResponse, limits,
+};
 use oncegate_engine::{ConfigError, Policy};
 
 use crate::canonical;
@@ -36,6 +38,21 @@ pub struct Settings {
     pub(crate) stream_patience: Duration,
     pub(crate) request_patience: Duration,
     pub(crate) reconcile: Option<Arc<dyn Reconcile>>,
+    pub(crate) completed_by: CompletedBy,
+    /// Where the body carries the key, and not the header field.
+    pub(crate) natural_key: Option<NaturalKey>,
+}
+
+/// Who completes the record of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum CompletedBy {
+    /// The layer, with the handler's answer, after the operation.
+    #[default]
+    Layer,
+    /// The operation itself, in the transaction that holds its effect, so that both commit or neither does. See
+    /// [`Settings::with_upstream_completion`].
+    Upstream,
 }
 
 /// What becomes of a request with a key while the store is out of reach.
@@ -63,6 +80,7 @@ impl Settings {
         Self {
             policy: policy.with_retention(profile.retention).unwrap_or(policy),
             grammar: KeyGrammar::default().with_syntax(profile.key_syntax),
+            natural_key: natural_key_of(profile.key_members),
             methods: profile.methods.to_vec(),
             profile,
             caller: CallerScope::default(),
@@ -75,6 +93,7 @@ impl Settings {
             stream_patience: Duration::from_secs(60),
             request_patience: Duration::from_secs(60),
             reconcile: None,
+            completed_by: CompletedBy::Layer,
         }
     }
 
@@ -128,6 +147,20 @@ impl Settings {
     pub fn with_key_header(mut self, name: HeaderName) -> Self {
         self.profile.key_header = name;
         self
+    }
+
+    /// Builds the key of these members of JSON bodies, for all requests, in place of what the header field says: two requests of
+    /// one caller with the same values are one operation, whatever key they send, or none. A request whose body lacks one of
+    /// them has no key. See [`NaturalKey`].
+    #[must_use]
+    pub fn with_natural_key(self, key: NaturalKey) -> Self {
+        Self { natural_key: Some(key), ..self }
+    }
+
+    /// The members that the key is built of, where the body carries it and not the header field.
+    #[must_use]
+    pub const fn natural_key(&self) -> Option<&NaturalKey> {
+        self.natural_key.as_ref()
     }
 
     /// How the field spells a key.
@@ -261,6 +294,26 @@ impl Settings {
         Self { reconcile: Some(Arc::new(reconcile)), ..self }
     }
 
+    /// The operation completes its record itself, in the transaction that holds its effect: in PostgreSQL by
+    /// `SELECT oncegate.complete(record, token)` before its `COMMIT`, with its response or without, which the layer then
+    /// adds. An attempt whose lease ran out without that has committed nothing, so it is executed again: this sets
+    /// [`OnAbandoned::Reexecute`], and a policy that is set later must say the same. Answers from 500 to 599, panics and
+    /// time-outs free the key, unless the record is completed: whatever
+    /// [`with_server_errors`](Self::with_server_errors) says.
+    ///
+    /// A layer refuses this on a store that cannot commit a completion together with the effect.
+    #[must_use]
+    pub fn with_upstream_completion(self) -> Self {
+        let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
+        Self { completed_by: CompletedBy::Upstream, policy, ..self }
+    }
+
+    /// Who completes the record of an operation.
+    #[must_use]
+    pub const fn completed_by(&self) -> CompletedBy {
+        self.completed_by
+    }
+
     /// The largest body, in octets, that is stored.
     #[must_use]
     pub const fn max_response_body(&self) -> usize {
@@ -290,18 +343,44 @@ impl Settings {
         self.methods.contains(method)
     }
 
-    /// Whether this can be run with.
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        if self.policy.on_abandoned() == oncegate_core::OnAbandoned::Reconcile && self.reconcile.is_none() {
+    /// Whether a request with these header fields may have a key: where the body carries it, only the body tells.
+    pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
+        self.natural_key.is_some() || headers.contains_key(&self.profile.key_header)
+    }
+
+    /// Whether this can be run with, on a store that promises this.
+    pub(crate) fn check(&self, store: &Capabilities) -> Result<(), ConfigError> {
+        if self.completed_by == CompletedBy::Upstream {
+            if !store.atomic_with_effect {
+                return Err(ConfigError::new(format!(
+                    "the operation is to complete its record in its own transaction (completion = \"upstream\"), but the store \
+                     {} cannot commit a completion together with an effect; use PostgreSQL",
+                    store.name
+                )));
+            }
+            if self.policy.on_abandoned() != OnAbandoned::Reexecute {
+                return Err(ConfigError::new(
+                    "the operation completes its record in its own transaction (completion = \"upstream\"), so an abandoned \
+                     attempt has committed nothing and is executed again; on_abandoned must be reexecute",
+                ));
+            }
+        }
+        if self.policy.on_abandoned() == OnAbandoned::Reconcile && self.reconcile.is_none() {
             return Err(ConfigError::new("on_abandoned is reconcile, but nobody to ask was given"));
         }
         Ok(())
     }
 }
 
+/// Every profile's pointers are pointers: a test sees to it.
+fn natural_key_of(members: &[&str]) -> Option<NaturalKey> {
+    NaturalKey::new(members.iter().filter_map(|member| JsonPointer::parse(member).ok()).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use oncegate_core::{Durability, Fencing};
 
     #[test]
     fn safe_methods_cannot_be_covered() {
@@ -341,7 +420,22 @@ mod tests {
 
     #[test]
     fn reconcile_needs_somebody_to_ask() {
-        let policy = Policy::default().with_on_abandoned(oncegate_core::OnAbandoned::Reconcile);
-        assert!(Settings::default().with_policy(policy).check().is_err());
+        let policy = Policy::default().with_on_abandoned(OnAbandoned::Reconcile);
+        assert!(Settings::default().with_policy(policy).check(&promises(true)).is_err());
+    }
+
+    #[test]
+    fn an_operation_that_completes_its_record_needs_a_store_with_transactions_and_is_executed_again() {
+        let upstream = Settings::default().with_upstream_completion();
+        assert!(upstream.check(&promises(true)).is_ok());
+        assert!(upstream.check(&promises(false)).unwrap_err().to_string().contains("the store here"));
+        let error = upstream.with_policy(Policy::default()).check(&promises(true)).unwrap_err();
+        assert!(error.to_string().contains("must be reexecute"), "{error}");
+    }
+
+    fn promises(atomic_with_effect: bool) -> Capabilities {
+        let mut promises = Capabilities::new("here", Durability::Synced, Fencing::Monotonic);
+        promises.atomic_with_effect = atomic_with_effect;
+        promises
     }
 }

@@ -7,7 +7,10 @@
 //! This crate has no code of its own. It brings together:
 //! - [`http`]: the Tower layer for axum, hyper and tonic services ([`IdempotencyLayer`]),
 //! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]),
-//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]),
+//! - `postgres`, with the feature of this name: the store for any number of machines, and effects that commit in one
+//!   transaction with their record (`Transactor`),
+//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]), and a circuit breaker for stores that may be
+//!   out of reach ([`Breaker`]),
 //! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
 //!
 //! # An axum service whose payments are made once
@@ -48,10 +51,16 @@ pub use oncegate_engine as engine;
 pub use oncegate_embedded as embedded;
 #[cfg(feature = "http")]
 pub use oncegate_http as http;
+#[cfg(feature = "postgres")]
+pub use oncegate_postgres as postgres;
 
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
-pub use oncegate_engine::{Engine, Policy};
+pub use oncegate_engine::{Breaker, Engine, Policy};
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};
+#[cfg(feature = "postgres")]
+pub use oncegate_postgres::{
+    Guard, PostgresOptions, PostgresStore, RunError, TransactError, Transacted, Transactor,
+};

@@ -265,7 +265,6 @@ BEGIN
                     RETURN;
                 END IF;
                 may_insert := true;
-                CONTINUE; -- it may have been inserted before we got the lock
             END IF;
             INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, attempt, lease_until, after_abandoned,
                     caller, operation, created_at, changed_at, expires_at, purge_at)
@@ -281,7 +280,7 @@ BEGIN
                 after_abandoned := false;
                 RETURN;
             END IF;
-            CONTINUE; -- the unique index has the last word
+            CONTINUE; -- inserted before we got the lock: the unique index has the last word
         END IF;
         IF NOT to_lock THEN
             to_lock := true;

@@ -110,9 +110,8 @@ impl Lane {
             }
             if job.since.elapsed() > self.patience {
                 // Nobody may be there to be told.
-                let _ = job
-                    .reply
-                    .send(Err(StoreError::unavailable("PostgreSQL is too slow for what is asked of it")));
+                let slow = StoreError::unavailable("PostgreSQL is too slow for what is asked of it");
+                let _ = job.reply.send(Err(slow.with_nothing_sent()));
                 continue;
             }
             if !ids.insert(job.id) {

@@ -36,7 +36,17 @@ impl Call {
 
     /// Sends it in one round trip; the first time on a connection it takes one more to prepare it.
     pub(crate) async fn prepared(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
-        let mut query = sqlx::query(self.sql);
+        self.in_transaction(connection, true).await
+    }
+
+    /// As [`Call::prepared`]; where it is not to be kept, it is prepared without a name each time, which takes two round trips
+    /// and, behind a pooler, an open transaction.
+    pub(crate) async fn in_transaction(
+        self,
+        connection: &mut PgConnection,
+        persistent: bool,
+    ) -> Result<Vec<PgRow>, Error> {
+        let mut query = sqlx::query(self.sql).persistent(persistent);
         for arg in self.args {
             query = match arg {
                 Arg::Octets(octets) => query.bind(octets.to_vec()),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use oncegate_core::StoreError;
+use oncegate_core::{Extent, StoreError};
 use sqlx::Error;
 use sqlx::error::DatabaseError;
 
@@ -12,7 +12,14 @@ use sqlx::error::DatabaseError;
 pub enum OpenError {
     /// The URL is not one, or has a part that is not known. Its text is not repeated: there may be a password in it.
     Url(String),
-    /// The database cannot be reached, or refuses.
+    /// The database cannot be reached, or does not answer. Trying again may help.
+    Unreachable {
+        /// Which database.
+        database: String,
+        /// Why, in words.
+        why: String,
+    },
+    /// The database refuses.
     Connect {
         /// Which database.
         database: String,
@@ -48,7 +55,9 @@ impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Url(what) => f.write_str(what),
-            Self::Connect { database, why } => write!(f, "{database} cannot be used: {why}"),
+            Self::Unreachable { database, why } | Self::Connect { database, why } => {
+                write!(f, "{database} cannot be used: {why}")
+            }
             Self::NoContract { database, found: None, .. } => write!(
                 f,
                 "{database} has no Oncegate schema, or this role may not use it; run `oncegate schema apply postgres \
@@ -120,6 +129,17 @@ pub(crate) fn in_words(error: &Error) -> String {
     }
 }
 
+/// How much of the store does not work where the server says this.
+fn extent(code: &str) -> Extent {
+    match code {
+        // The disk is full; the transaction may only read. The contract answers what changes nothing all the same.
+        "53100" | "25006" => Extent::Writes,
+        // Another transaction was in the way, or the session was ended: others were not.
+        "40001" | "40P01" | "55P03" | "57P05" => Extent::Record,
+        _ => Extent::Store,
+    }
+}
+
 /// What a caller can do about it.
 pub(crate) fn store_error(error: &Error) -> StoreError {
     let words = in_words(error);
@@ -130,7 +150,7 @@ pub(crate) fn store_error(error: &Error) -> StoreError {
                 Some("22" | "23" | "42" | "3F" | "0A") => StoreError::invalid(words),
                 Some("XX") if code != "XX000" => StoreError::corrupt(words),
                 _ if code == "OG003" => StoreError::corrupt(words),
-                _ => StoreError::unavailable(words),
+                _ => StoreError::unavailable(words).with_extent(extent(&code)),
             }
         }
         Error::ColumnDecode { .. } | Error::ColumnNotFound(_) | Error::Decode(_) | Error::RowNotFound => {

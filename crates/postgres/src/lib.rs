@@ -32,7 +32,12 @@
 //!
 //! The contract, with every function, outcome and SQLSTATE, is `docs/reference/store-contract-postgres.md`.
 //!
-//! # What it promises, and when
+//! # Exactly-once effects in one's own tables
+//! [`Transactor::transact`] runs a business transaction once per key: claim, rows and result commit together. [`Guard`]
+//! completes a record in a transaction that the application keeps itself, be it claimed there, by the layer, or by a sidecar.
+//! `docs/reference/transactions.md` says which to take.
+//!
+//! # What the store promises, and when
 //!
 //! 1. Each command is one call of one function in one transaction; the functions translate
 //!    [`decide`](oncegate_core::decide()), and the suite of the testkit holds them to it. Any number of stores, and services
@@ -69,12 +74,25 @@
 mod batch;
 mod call;
 mod error;
+mod once;
 mod options;
+mod pause;
 mod record;
 pub mod schema;
 mod store;
+mod transact;
+mod version;
 mod watch;
 
 pub use error::OpenError;
+pub use once::{Once, OnceError, Statement, insert_once};
 pub use options::PostgresOptions;
 pub use store::PostgresStore;
+pub use transact::{
+    Claimed, Guard, GuardError, HeaderError, Isolation, RunError, RunOn, TransactError, Transacted,
+    Transactor,
+};
+pub use version::{Update, update_latest, update_version};
+
+/// The library that connections and errors come from, in the version that this crate was built with.
+pub use sqlx;

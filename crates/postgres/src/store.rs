@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Claim, Command, Complete, Durability, Fencing, FencingToken, ListPage,
+    AuditEntry, Capabilities, Claim, Command, Complete, Durability, Extent, Fencing, FencingToken, ListPage,
     ListQuery, Outcome, Record, RecordId, Release, Renew, Resolution, Resolve, Store, StoreError,
     StoreErrorKind, StoreFuture, Timestamp, limits,
 };
@@ -103,6 +103,7 @@ impl PostgresStore {
             }
             Put::Full => {
                 let error = StoreError::unavailable("too many commands wait for PostgreSQL");
+                let error = error.with_extent(Extent::Record).with_nothing_sent();
                 return Box::pin(std::future::ready(Err(error)));
             }
         }
@@ -220,7 +221,14 @@ impl Shared {
             Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => {
                 return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
             }
-            Err(failure) => return Err(OpenError::Connect { database, why: failure.to_string() }),
+            Err(failure) => {
+                let why = failure.to_string();
+                return Err(if failure.may_pass() {
+                    OpenError::Unreachable { database, why }
+                } else {
+                    OpenError::Connect { database, why }
+                });
+            }
         };
         let standing = standing.ok_or_else(|| OpenError::Connect {
             database: database.clone(),
@@ -268,7 +276,7 @@ impl Shared {
                 (Said::Locked, None) => break,
             }
         }
-        Err(StoreError::unavailable("another transaction holds the record"))
+        Err(StoreError::locked("another transaction holds the record"))
     }
 
     /// One statement for all of them, or for the one that there is.
@@ -296,7 +304,9 @@ impl Shared {
             return self.send_each(batch).await;
         }
         for job in batch {
-            let _ = job.reply.send(Err(StoreError::unavailable(error.to_string())));
+            let each = StoreError::unavailable(error.to_string()).with_extent(error.extent());
+            let each = if error.is_unsent() { each.with_nothing_sent() } else { each };
+            let _ = job.reply.send(Err(each));
         }
     }
 
@@ -348,6 +358,10 @@ impl Shared {
                 drop(idle.detach());
             }
             result = self.send(spare).await;
+            if let Err(Failure::Unsent(error)) = result {
+                // This time it was not; but it may have been carried out the first time.
+                result = Err(Failure::Lost(error));
+            }
         }
         result.map_err(Failure::into_store_error)
     }
@@ -362,7 +376,7 @@ impl Shared {
     }
 
     async fn exchange(&self, call: Call) -> Result<Vec<PgRow>, Failure> {
-        let mut connection = self.pool.acquire().await.map_err(Failure::Refused)?;
+        let mut connection = self.pool.acquire().await.map_err(Failure::Unsent)?;
         let sent = async {
             if self.transaction_pooler {
                 call.in_one_message(&mut connection).await
@@ -432,14 +446,36 @@ enum Failure {
     TimedOut,
     /// It was not carried out.
     Refused(Error),
+    /// There was no connection to send it on.
+    Unsent(Error),
 }
 
 impl Failure {
     fn into_store_error(self) -> StoreError {
         match self {
-            Self::Lost(error) => StoreError::unavailable(in_words(&error)),
+            Self::Lost(error) => {
+                let extent = store_error(&error).extent();
+                StoreError::unavailable(in_words(&error)).with_extent(extent)
+            }
             Self::Refused(error) => store_error(&error),
+            Self::Unsent(error) => store_error(&error).with_nothing_sent(),
             Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer in time"),
+        }
+    }
+}
+
+impl Failure {
+    /// Whether it is about the way to the server, or a server that is starting or stopping, and not about what was asked.
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Lost(_) | Self::TimedOut => true,
+            Self::Unsent(error) | Self::Refused(error) => match error {
+                Error::PoolTimedOut | Error::Io(_) => true,
+                Error::Database(error) => {
+                    error.code().is_some_and(|code| code.starts_with("57P") || code.starts_with("53"))
+                }
+                _ => false,
+            },
         }
     }
 }
@@ -447,7 +483,7 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Lost(error) | Self::Refused(error) => f.write_str(&in_words(error)),
+            Self::Lost(error) | Self::Refused(error) | Self::Unsent(error) => f.write_str(&in_words(error)),
             Self::TimedOut => f.write_str("it did not answer in time"),
         }
     }
@@ -470,7 +506,7 @@ fn duration_arg(duration: Duration) -> Arg {
     Arg::Big(record::millis(duration))
 }
 
-fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
+pub(crate) fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
     let args = [
         id_arg(id),
         Arg::Octets(claim.attempt.get().to_be_bytes().to_vec().into()),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use oncegate_core::StoreError;
+use oncegate_core::{Extent, StoreError};
 use redis::{ErrorKind, RedisError};
 
 /// Why a URL names no store.
@@ -78,7 +78,8 @@ impl Failure {
             ErrorKind::AuthenticationFailed => Self::Refused("WRONGPASS".to_owned()),
             ErrorKind::Parse | ErrorKind::UnexpectedReturnType => Self::Senseless,
             ErrorKind::ClusterConnectionNotFound => {
-                Self::NotSent("no connection to the part of the Cluster that has the record".to_owned())
+                // The client may have sent it before, on a connection that it then lost.
+                Self::Lost("there is no connection to the part of the Cluster that has the record")
             }
             _ => Self::Lost("the connection to the server was lost before it answered"),
         }
@@ -133,6 +134,11 @@ impl From<Failure> for StoreError {
             Failure::Refused(code) if code == "INVALID" => {
                 Self::invalid("an argument is beyond what the contract of the Redis store allows")
             }
+            Failure::NotSent(_) => Self::unavailable(format!("Redis: {failure}")).with_nothing_sent(),
+            // Refused before anything begins, as what only reads is not.
+            Failure::Refused(code) if matches!(code.as_str(), "OOM" | "MISCONF" | "NOREPLICAS") => {
+                Self::unavailable(format!("Redis: {failure}")).with_extent(Extent::Writes)
+            }
             _ => Self::unavailable(format!("Redis: {failure}")),
         }
     }
@@ -165,6 +171,21 @@ mod tests {
         assert_eq!(code_of(""), "ERR");
         let text = StoreError::from(Failure::Refused("OOM".to_owned())).to_string();
         assert_eq!(text, "Redis: the server's memory is used up, and it refuses writes (OOM)");
+    }
+
+    #[test]
+    fn an_error_says_how_much_of_the_store_it_is_about() {
+        let told = |failure: Failure| {
+            let error = StoreError::from(failure);
+            (error.extent(), error.is_unsent())
+        };
+        let refused = |code: &str| told(Failure::Refused(code.to_owned()));
+        for code in ["OOM", "MISCONF", "NOREPLICAS"] {
+            assert_eq!(refused(code), (Extent::Writes, false), "{code}");
+        }
+        assert_eq!(refused("LOADING"), (Extent::Store, false));
+        assert_eq!(told(Failure::Lost("gone")), (Extent::Store, false));
+        assert_eq!(told(Failure::NotSent("none".to_owned())), (Extent::Store, true));
     }
 
     #[test]

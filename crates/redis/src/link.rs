@@ -15,7 +15,7 @@ use redis::{
 };
 use tokio::runtime::Handle;
 use tokio::time::timeout;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use crate::error::{Failure, OpenError};
 use crate::options::{RedisOptions, Topology};
@@ -144,7 +144,11 @@ impl Link {
                 let pause =
                     state.failed.as_ref().map_or(PAUSE_FIRST, |failed| (failed.pause * 2).min(PAUSE_LAST));
                 let why = format!("cannot connect: {error}");
-                warn!(%error, ?pause, "cannot connect to Redis");
+                if state.failed.is_none() {
+                    warn!(%error, "cannot connect to Redis; it is tried again");
+                } else {
+                    debug!(%error, ?pause, "still cannot connect to Redis");
+                }
                 state.failed = Some(Failed { until: Instant::now() + pause, pause, why: why.clone() });
                 Err(Failure::NotSent(why))
             }

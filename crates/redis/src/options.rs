@@ -200,6 +200,10 @@ impl RedisOptions {
         self
     }
 
+    pub(crate) fn is_cluster(&self) -> bool {
+        self.topology == Topology::Cluster
+    }
+
     /// The URL without user and password, for messages.
     #[must_use]
     pub fn shown(&self) -> String {

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Claim, Command, Complete, Completion, ListPage, ListQuery, OnAbandoned,
+    AuditEntry, Capabilities, Claim, Command, Complete, Completion, Extent, ListPage, ListQuery, OnAbandoned,
     Outcome, Record, RecordId, Resolution, Resolve, StateName, Store, StoreError, StoreFuture, Timestamp,
     Write, decide, limits,
 };
@@ -90,6 +90,14 @@ impl RedisStore {
         &'a self,
         future: impl Future<Output = Result<T, StoreError>> + Send + 'a,
     ) -> StoreFuture<'a, T> {
+        let is_cluster = self.shared.link.options().is_cluster();
+        let future = async move {
+            future.await.map_err(|error| {
+                // Where a part of a Cluster is out of reach, the others are not.
+                let is_of_a_part = is_cluster && !error.is_unsent() && error.extent() == Extent::Store;
+                if is_of_a_part { error.with_extent(Extent::Record) } else { error }
+            })
+        };
         Box::pin(Within { runtime: self.shared.link.runtime(), future })
     }
 }
@@ -304,7 +312,8 @@ impl Shared {
             Value::Int(count) => Err(StoreError::unavailable(format!(
                 "Redis: {count} of {} replicas have the record in time; it may be sent again",
                 wait.replicas
-            ))),
+            ))
+            .with_extent(Extent::Writes)),
             _ => Err(senseless()),
         }
     }

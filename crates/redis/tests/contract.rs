@@ -1,4 +1,4 @@
-//! The contract from Python, with nothing of ours installed. `cargo xtask test` makes the environment with redis-py.
+//! The contract from Python and Node, with nothing of ours installed. `cargo xtask test` installs redis-py and ioredis.
 
 mod support;
 
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use oncegate_core::{Answer, RecordId, State, Store as _};
 use oncegate_redis::contract::Scripts;
-use oncegate_servers::{RedisOptions, RedisServer};
+use oncegate_servers::{RedisCluster, RedisOptions, RedisServer};
 use support::open;
 
 #[tokio::test]
@@ -28,6 +28,33 @@ async fn another_language_goes_through_all_of_it_and_rust_reads_what_it_wrote() 
     assert_eq!(response.status(), 201);
     assert_eq!(response.body().len(), 25_600);
     assert_eq!(store.audit(None, 10).await.unwrap().len(), 1);
+}
+
+fn in_node(url: &str) {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/node");
+    assert!(program.join("node_modules").exists(), "its packages are missing; run `cargo xtask test`");
+    let output = Command::new("node").arg(program.join("contract.js")).arg(url).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.stdout, b"contract: all as it is written down\n");
+}
+
+#[test]
+fn a_service_in_node_goes_through_all_of_it_on_one_server() {
+    in_node(&RedisServer::start(RedisOptions::new()).unwrap().url());
+}
+
+#[test]
+fn a_service_in_node_goes_through_all_of_it_on_a_cluster() {
+    in_node(&RedisCluster::start().unwrap().url());
+}
+
+#[test]
+fn the_page_shows_how_node_calls_a_script() {
+    let page = include_str!("../../../docs/reference/store-contract-redis.md");
+    let program = include_str!("node/contract.js");
+    let (_, rest) = program.split_once("// [docs:begin]\n").unwrap();
+    let (example, _) = rest.split_once("// [docs:end]").unwrap();
+    assert!(page.contains(example), "the page lacks {example}");
 }
 
 #[test]

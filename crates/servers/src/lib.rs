@@ -2,8 +2,12 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod pgbouncer;
 mod postgres;
 mod redis;
+mod way;
 
-pub use postgres::{PostgresOptions, PostgresServer};
+pub use pgbouncer::PgBouncer;
+pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
+pub use way::{Break, Way};

@@ -1,12 +1,12 @@
 //! A PostgreSQL server of one's own.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,10 @@ use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
 /// How long a server may take to start or to stop. Test machines are busy.
-const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The one user.
+const USER: &str = "oncegate";
 
 /// The password of the one user, so that tests see where one gets to.
 const PASSWORD: &str = "pw-4f1c";
@@ -27,6 +30,9 @@ pub struct PostgresOptions {
     pub fsync: bool,
     /// Further settings, such as `max_connections=10`.
     pub settings: Vec<String>,
+    /// Whether everybody on this machine gets in without being asked for the password. To check one takes a client that is
+    /// not optimized a tenth of a second.
+    pub trust: bool,
 }
 
 /// A server with a cluster of its own, on a loopback port. Its superuser is `oncegate`. Stopped and removed when dropped.
@@ -42,9 +48,9 @@ pub struct PostgresServer {
 
 /// Whom the server runs as where this process is root, as whom it refuses to run.
 #[derive(Clone, Copy, Debug)]
-struct Owner {
-    uid: u32,
-    gid: u32,
+pub(crate) struct Owner {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
 }
 
 impl PostgresServer {
@@ -89,13 +95,19 @@ impl PostgresServer {
     /// How to reach this database.
     #[must_use]
     pub fn url_of(&self, database: &str) -> String {
-        format!("postgres://oncegate:{PASSWORD}@127.0.0.1:{}/{database}", self.port)
+        format!("postgres://{USER}:{PASSWORD}@127.0.0.1:{}/{database}", self.port)
     }
 
     /// The port on 127.0.0.1.
     #[must_use]
     pub const fn port(&self) -> u16 {
         self.port
+    }
+
+    /// The name of the superuser.
+    #[must_use]
+    pub const fn user(&self) -> &'static str {
+        USER
     }
 
     /// The password of the superuser.
@@ -116,6 +128,51 @@ impl PostgresServer {
             return Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned());
         }
         Err(io::Error::other(format!("psql: {}", String::from_utf8_lossy(&output.stderr))))
+    }
+
+    /// Its process, while it runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    /// Stops it and all of its processes, or lets them go on: it takes connections and answers nothing.
+    ///
+    /// # Errors
+    /// Where it does not run.
+    pub fn freeze(&self, freeze: bool) -> io::Result<()> {
+        let pid = self.pid().ok_or_else(|| io::Error::other("PostgreSQL does not run"))?;
+        let signal = if freeze { Signal::STOP } else { Signal::CONT };
+        let send = |pid: u32| match i32::try_from(pid).ok().and_then(Pid::from_raw) {
+            Some(pid) => kill_process(pid, signal).map_err(io::Error::from),
+            None => Ok(()),
+        };
+        // First the one that would make others.
+        send(pid)?;
+        for child in fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?.split_whitespace() {
+            if let Ok(child) = child.parse() {
+                // It may have ended.
+                let _ = send(child);
+            }
+        }
+        Ok(())
+    }
+
+    /// A session such as an operator has, with `psql`. It ends when it is dropped.
+    ///
+    /// # Errors
+    /// Where there is no `psql`, or the server takes no connection.
+    pub fn session(&self) -> io::Result<PostgresSession> {
+        let mut command = self.command("psql");
+        command.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", &self.url()]);
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let (Some(to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(io::Error::other("psql has no pipes"));
+        };
+        let mut session = PostgresSession { child, to: Some(to), from: BufReader::new(from) };
+        session.run("SELECT 1;")?;
+        Ok(session)
     }
 
     /// Ends it without any order, as a crash would. What was committed is there when it is started again.
@@ -189,7 +246,8 @@ impl PostgresServer {
         }
         let mut command = self.command("initdb");
         command.arg("-D").arg(self.data()).arg("--pwfile").arg(&password);
-        command.args(["-U", "oncegate", "-A", "scram-sha-256", "-E", "UTF8", "--locale=C", "--no-sync"]);
+        let method = if self.options.trust { "trust" } else { "scram-sha-256" };
+        command.args(["-U", USER, "-A", method, "-E", "UTF8", "--locale=C", "--no-sync"]);
         let output = command.output()?;
         if output.status.success() {
             return Ok(());
@@ -224,6 +282,52 @@ impl PostgresServer {
     }
 }
 
+/// A session of [`PostgresServer::session`].
+#[derive(Debug)]
+pub struct PostgresSession {
+    child: Child,
+    to: Option<ChildStdin>,
+    from: BufReader<ChildStdout>,
+}
+
+impl PostgresSession {
+    /// Runs statements, each with its semicolon, and gives what they say.
+    ///
+    /// # Errors
+    /// Where one fails, with what the server says; the session is over then.
+    pub fn run(&mut self, sql: &str) -> io::Result<String> {
+        const END: &str = "-- that was all";
+        let sent = match &mut self.to {
+            Some(to) => writeln!(to, "{sql}\n\\echo '{END}'").and_then(|()| to.flush()),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        };
+        let mut said = String::new();
+        loop {
+            let mut line = String::new();
+            if sent.is_err() || self.from.read_line(&mut line)? == 0 {
+                let mut why = String::new();
+                if let Some(mut errors) = self.child.stderr.take() {
+                    errors.read_to_string(&mut why)?;
+                }
+                return Err(io::Error::other(why));
+            }
+            if line.trim_end() == END {
+                return Ok(said);
+            }
+            said += &line;
+        }
+    }
+}
+
+impl Drop for PostgresSession {
+    fn drop(&mut self) {
+        // Without its input it comes to its end; nobody is left to be told if not.
+        drop(self.to.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 impl Drop for PostgresServer {
     fn drop(&mut self) {
         // Nobody is left to be told.
@@ -232,7 +336,7 @@ impl Drop for PostgresServer {
 }
 
 impl Owner {
-    fn find() -> io::Result<Self> {
+    pub(crate) fn find() -> io::Result<Self> {
         let passwd = fs::read_to_string("/etc/passwd")?;
         let named = |name: &str| {
             passwd.lines().find_map(|line| {
@@ -276,6 +380,6 @@ fn is_there(bin: &Path) -> bool {
     bin.join("initdb").exists() && bin.join("postgres").exists()
 }
 
-fn free_port() -> io::Result<u16> {
+pub(crate) fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }

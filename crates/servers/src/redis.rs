@@ -291,11 +291,21 @@ impl RedisCluster {
     /// # Errors
     /// Where they do not become one in time.
     pub fn start() -> io::Result<Self> {
+        Self::start_with(&RedisOptions::new().with("cluster-node-timeout 2000"))
+    }
+
+    /// The same, of servers with these options.
+    ///
+    /// # Errors
+    /// Where they do not become one in time.
+    pub fn start_with(options: &RedisOptions) -> io::Result<Self> {
         let mut servers = Vec::new();
         for _ in 0..6 {
-            let options = RedisOptions::new()
+            let options = options
+                .clone()
                 .with("cluster-enabled yes")
-                .with("cluster-node-timeout 2000")
+                // Replicas are there at once, and not five seconds later.
+                .with("repl-diskless-sync-delay 0")
                 .with(format!("cluster-port {}", free_port()?));
             servers.push(RedisServer::start(options)?);
         }

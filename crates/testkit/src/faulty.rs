@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, ListPage, ListQuery, Outcome, Record, RecordId, Store, StoreError,
-    StoreFuture, Timestamp,
+    AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId, Store,
+    StoreError, StoreFuture, Timestamp,
 };
 
 /// Any store, with faults on demand. Without a fault it is the store inside.
@@ -91,6 +91,10 @@ impl Operation {
 pub enum Fault {
     /// It is refused as unavailable, and nothing is done.
     Refuse,
+    /// It is refused because the store is full ([`Extent::Writes`]), and nothing is done.
+    Full,
+    /// It is refused because somebody else holds the record ([`Extent::Record`]), and nothing is done.
+    Busy,
     /// It is done, and its answer is lost: unavailable.
     LoseAnswer,
     /// It is refused because the record cannot be read.
@@ -188,6 +192,8 @@ impl FaultyStore {
         match self.faults.strike(operation) {
             None => act(&*self.inner),
             Some(Fault::Refuse) => Box::pin(async move { Err(refused()) }),
+            Some(Fault::Full) => Box::pin(async move { Err(refused().with_extent(Extent::Writes)) }),
+            Some(Fault::Busy) => Box::pin(async move { Err(refused().with_extent(Extent::Record)) }),
             Some(Fault::Corrupt) => {
                 Box::pin(async move { Err(StoreError::corrupt("record damaged on demand")) })
             }

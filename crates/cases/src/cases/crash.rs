@@ -1,5 +1,6 @@
 //! Processes that die, stop and come back.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -11,13 +12,13 @@ use crate::backend::{Backend, Script, Seen};
 use crate::client::{Answer, Connection, PATIENCE, Request, until};
 use crate::plan::{FOUND, Plan, Word};
 use crate::remote::{Child, StoreServer};
+use crate::sidecar::Sidecar;
 use crate::table::{Case, Place, assert_echo, assert_fresh, assert_refusal, assert_replay};
 use crate::world::{Door, Kind, World};
 
 const UNKNOWN: &str = "outcome-unknown";
 const MEMORY: &str = "nothing in memory survives";
 const IN_PROCESS: &str = "the layer cannot be killed without its client";
-const SHARED: &str = "neither store of the sidecar can be shared by two processes";
 
 /// Long enough that a restart fits into it, short enough to wait for.
 const LEASE: Duration = Duration::from_millis(1500);
@@ -152,21 +153,21 @@ pub(super) fn cases() -> Vec<Case> {
         })
         // Long enough that the first one, on a busy machine, does not lose its key before it is stopped.
         .given(Plan { lease: Some(Duration::from_secs(2)), ..reexecute.clone() })
-        .only_layer(SHARED),
+        .two_processes(),
         Case::closed("C92-stopped-and-parked", "stopped beyond its lease and found so by another process, the outcome is unknown until it is known", |world| {
             Box::pin(stopped_and_parked(world))
         })
         .given(Plan { lease: Some(Duration::from_millis(500)), ..park.clone() })
-        .only_layer(SHARED),
+        .two_processes(),
         Case::closed("C92-killed-and-replaced", "killed, an owner is replaced by another process once its lease is over, and not before", |world| {
             Box::pin(killed_and_replaced(world))
         })
         .given(reexecute)
-        .only_layer(SHARED),
+        .two_processes(),
         Case::closed("C85-hundred-on-two-processes", "a hundred equal requests on two processes execute once", |world| {
             Box::pin(hundred_on_two(world))
         })
-        .only_layer(SHARED),
+        .two_processes(),
     ]);
     all
 }
@@ -497,29 +498,76 @@ async fn stopped_beyond_the_lease(mut world: World) {
     assert_eq!(world.backend.effects(), 1);
 }
 
-/// A store in this process, and two others that serve on it.
+/// Two processes that serve on one store: the world's own, or one in this process, which they ask.
 struct Pair {
-    first: Child,
-    second: Child,
+    first: Process,
+    second: Process,
     backend: Backend,
-    _upstream: crate::backend::Served,
-    _store: StoreServer,
+    _store: Option<StoreServer>,
+}
+
+enum Process {
+    Layer(Child),
+    Sidecar(Box<Sidecar>),
+}
+
+impl Process {
+    async fn start(world: &World, store: &str, upstream: SocketAddr) -> Self {
+        match world.door {
+            Door::Layer => Self::Layer(Child::start(&world.plan, store, upstream).await),
+            Door::Sidecar => Self::Sidecar(Box::new(world.start_sidecar(&world.plan, upstream).await)),
+        }
+    }
+
+    const fn address(&self) -> SocketAddr {
+        match self {
+            Self::Layer(child) => child.address,
+            Self::Sidecar(sidecar) => sidecar.address,
+        }
+    }
+
+    fn stop(&self) {
+        match self {
+            Self::Layer(child) => child.stop(),
+            Self::Sidecar(sidecar) => sidecar.stop(),
+        }
+    }
+
+    fn resume(&self) {
+        match self {
+            Self::Layer(child) => child.resume(),
+            Self::Sidecar(sidecar) => sidecar.resume(),
+        }
+    }
+
+    fn kill(&mut self) {
+        match self {
+            Self::Layer(child) => child.kill(),
+            Self::Sidecar(sidecar) => sidecar.kill(),
+        }
+    }
 }
 
 async fn pair(world: &mut World) -> Pair {
-    let store = StoreServer::start(world.open_store()).await;
-    let upstream = world.backend.serve().await;
-    let start = || Child::start(&world.plan, store.address, upstream.address);
-    let (first, second) = (start().await, start().await);
-    Pair { first, second, backend: world.backend.clone(), _upstream: upstream, _store: store }
+    let (store, served) = match world.store_url() {
+        Some(url) => (url, None),
+        None => {
+            let served = StoreServer::start(world.open_store().await).await;
+            (served.address.to_string(), Some(served))
+        }
+    };
+    let upstream = world.serve_backend().await;
+    let first = Process::start(world, &store, upstream).await;
+    let second = Process::start(world, &store, upstream).await;
+    Pair { first, second, backend: world.backend.clone(), _store: served }
 }
 
-async fn ask(child: &Child, request: &Request) -> Answer {
-    let answer = Connection::open(child.address).await.exchange(request).await;
+async fn ask(child: &Process, request: &Request) -> Answer {
+    let answer = Connection::open(child.address()).await.exchange(request).await;
     answer.unwrap_or_else(|broken| panic!("no answer: {broken:?}"))
 }
 
-async fn ask_until_settled(child: &Child, request: &Request) -> Answer {
+async fn ask_until_settled(child: &Process, request: &Request) -> Answer {
     let mut last = None;
     until("the request is no longer in progress", async || {
         let answer = ask(child, request).await;
@@ -532,10 +580,10 @@ async fn ask_until_settled(child: &Child, request: &Request) -> Answer {
 }
 
 fn start_ask(
-    child: &Child,
+    child: &Process,
     request: Request,
 ) -> tokio::task::JoinHandle<Result<Answer, crate::client::Broken>> {
-    let address = child.address;
+    let address = child.address();
     tokio::spawn(async move { Connection::open(address).await.exchange(&request).await })
 }
 

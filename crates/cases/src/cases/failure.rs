@@ -587,7 +587,7 @@ async fn cuts_raw(mut world: World) {
     for cut in cuts {
         let (address, requests) = raw_service(cut).await;
         world.close().await;
-        world.forget();
+        world.forget().await;
         world.start_in_front_of(address).await;
         let first = world.send(pay_as("a")).await;
         assert_problem(UNKNOWN, 502, &first);
@@ -839,7 +839,7 @@ async fn stale_owner(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     cut(Fault::Refuse);
-    let (other, _) = world.second_layer().await;
+    let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
         connection.exchange(&pay_as("a")).await.expect("an answer")
@@ -880,7 +880,7 @@ async fn stale_owner_while_replaced(world: World) {
             world.faults.always(operation, Fault::Refuse);
         }
         // Whoever replaces it has all the time in the world.
-        let (other, _) = world.second_layer_given(&Plan { lease: None, ..world.plan.clone() }).await;
+        let other = world.second_given(&Plan { lease: None, ..world.plan.clone() }).await;
         let request = world.ready(pay_as(&key).script(Script::status(202).held(&done_second)));
         let address = other.address;
         let second = tokio::spawn(async move {
@@ -924,7 +924,7 @@ async fn reconcile(world: World) {
     for operation in [Operation::Renew, Operation::Complete] {
         world.faults.always(operation, Fault::Refuse);
     }
-    let (other, _) = world.second_layer().await;
+    let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
         connection.exchange(&pay_as("a")).await.expect("an answer")
@@ -975,7 +975,7 @@ async fn abandoned_park(world: World) {
     for operation in [Operation::Renew, Operation::Complete] {
         world.faults.always(operation, Fault::Refuse);
     }
-    let (other, _) = world.second_layer().await;
+    let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
         connection.exchange(&pay_as("a")).await.expect("an answer")

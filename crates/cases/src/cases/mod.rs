@@ -6,6 +6,7 @@ mod failure;
 mod grpc;
 mod headers;
 mod mismatch;
+mod natural;
 mod operator;
 mod parallel;
 mod presence;
@@ -27,6 +28,7 @@ pub fn cases() -> Vec<Case> {
         replay::cases,
         headers::cases,
         mismatch::cases,
+        natural::cases,
         parallel::cases,
         failure::cases,
         grpc::cases,

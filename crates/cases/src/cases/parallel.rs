@@ -94,7 +94,7 @@ pub(super) fn cases() -> Vec<Case> {
             on_abandoned: Some(OnAbandoned::Reexecute),
             ..Plan::default()
         })
-        .only_layer("neither store of the sidecar can be shared by two processes"),
+        .two_processes(),
         Case::code(
             "S3-pipelined",
             "equal requests on one connection, sent before the first answer, execute once",
@@ -103,12 +103,12 @@ pub(super) fn cases() -> Vec<Case> {
         Case::code("S3-two-instances", "two instances on one store execute once between them", |world| {
             Box::pin(two_instances(world))
         })
-        .only_layer("neither store of the sidecar can be shared by two processes"),
+        .two_processes(),
         Case::code("S3-two-instances-wait", "who waits for the other instance gets its answer", |world| {
             Box::pin(two_instances_wait(world))
         })
         .given(Plan { wait: Some(Duration::from_secs(10)), ..Plan::default() })
-        .only_layer("neither store of the sidecar can be shared by two processes"),
+        .two_processes(),
     ]
 }
 
@@ -343,7 +343,7 @@ async fn renewal(world: World) {
 }
 
 async fn renewal_against_another(world: World) {
-    let (other, _) = world.second_layer().await;
+    let other = world.second().await;
     let there = async || {
         let mut connection = crate::client::Connection::open(other.address).await;
         connection.exchange(&pay_as("a")).await.expect("an answer")
@@ -378,7 +378,7 @@ async fn pipelined(world: World) {
 }
 
 async fn two_instances(world: World) {
-    let (other, _) = world.second_layer().await;
+    let other = world.second().await;
     let done = Latch::new();
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
@@ -395,7 +395,7 @@ async fn two_instances(world: World) {
 }
 
 async fn two_instances_wait(world: World) {
-    let (other, _) = world.second_layer().await;
+    let other = world.second().await;
     let done = Latch::new();
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;

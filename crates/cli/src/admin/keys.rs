@@ -14,7 +14,7 @@ use oncegate_core::{
     CallerTag, Command, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
     StoredResponse, limits,
 };
-use oncegate_http::Settings;
+use oncegate_http::{KeyGrammar, Settings};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -129,7 +129,10 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     if let Some((name, value)) = caller_field(settings, find.caller.as_ref())? {
         parts.headers.insert(name, value);
     }
-    let key = settings.key_grammar().parse(key_field(&find.key).as_bytes());
+    // A key that is built of the body is spelt as it was built, whatever the field would have to be.
+    let any = KeyGrammar::default();
+    let grammar = if settings.natural_key().is_some() { &any } else { settings.key_grammar() };
+    let key = grammar.parse(key_field(&find.key).as_bytes());
     let key = key.map_err(|problem| bad(format!("key: {problem}.")))?;
     Ok((parts, key))
 }

@@ -6,15 +6,16 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
     AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId,
-    RecordMap, Sharded, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    RecordMap, Sharded, Store, StoreErrorKind, StoreFuture, Timestamp,
 };
-use oncegate_engine::{Engine, Event, EventKind, Observer};
+use oncegate_engine::{Breaker, BreakerState, Engine, Event, EventKind, Observer};
 use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -44,6 +45,8 @@ struct Inner {
     executing: Gauge,
     in_flight: Gauge,
     degraded: Gauge,
+    breaker: [Gauge; BreakerState::ALL.len()],
+    breaker_openings: Counter,
     draining: Gauge,
 }
 
@@ -180,7 +183,15 @@ impl Metrics {
         let [executing, in_flight, degraded, draining] = std::array::from_fn(|_| Gauge::default());
         r.register("executing", "Attempts that execute", executing.clone());
         r.register("in_flight", "Records that a request is at, claiming or executing", in_flight.clone());
-        r.register("degraded", "1 while the store is out of reach", degraded.clone());
+        r.register("degraded", "1 while the store is out of reach or takes no writes", degraded.clone());
+        let breakers: Family<[Label; 1], Gauge> = Family::default();
+        r.register(
+            "breaker",
+            "1 for the state that the circuit breaker of the store is in",
+            breakers.clone(),
+        );
+        let breaker_openings = Counter::default();
+        r.register("breaker_openings", "How often the store went out of reach", breaker_openings.clone());
         r.register("draining", "1 while the sidecar stops", draining.clone());
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
@@ -199,6 +210,9 @@ impl Metrics {
             executing,
             in_flight,
             degraded,
+            breaker: BreakerState::ALL
+                .map(|state| breakers.get_or_create_owned(&[("state", state.as_str())])),
+            breaker_openings,
             draining,
             registry,
         }))
@@ -224,7 +238,18 @@ impl Metrics {
     }
 
     /// Everything, in the text format of OpenMetrics, which Prometheus reads.
-    pub(super) fn render(&self, engine: &Engine, draining: bool) -> Result<String, fmt::Error> {
+    pub(super) fn render(
+        &self,
+        engine: &Engine,
+        breaker: &Breaker,
+        draining: bool,
+    ) -> Result<String, fmt::Error> {
+        self.0.degraded.set(breaker.is_degraded().into());
+        let is = breaker.state();
+        for (state, gauge) in BreakerState::ALL.into_iter().zip(&self.0.breaker) {
+            gauge.set((state == is).into());
+        }
+        self.0.breaker_openings.inner().store(breaker.openings(), Ordering::Relaxed);
         self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
         self.0.draining.set(draining.into());
         let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
@@ -247,18 +272,6 @@ impl Metrics {
             if let (Some(begun), EventKind::Executed) = (begun, event.kind) {
                 self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
             }
-        }
-    }
-
-    fn store_answered(&self, error: Option<&StoreError>) {
-        let degraded = match error {
-            None => 0,
-            Some(error) if error.kind() == StoreErrorKind::Unavailable => 1,
-            Some(_) => return,
-        };
-        // Read first: a line of memory that all threads only read is not passed around between them.
-        if self.0.degraded.get() != degraded {
-            self.0.degraded.set(degraded);
         }
     }
 }
@@ -341,7 +354,7 @@ impl RequestObserver for Metrics {
 }
 
 /// The names of [`EventKind`], in the order of [`event_place`]; the last one is for kinds that are newer.
-const EVENTS: [&str; 21] = [
+const EVENTS: [&str; 25] = [
     "executing",
     "replayed",
     "in-progress",
@@ -362,6 +375,10 @@ const EVENTS: [&str; 21] = [
     "lease-lost",
     "settlement-deferred",
     "settlement-lost",
+    "completed-upstream",
+    "answer-added",
+    "answer-differs",
+    "completion-missing",
     "other",
 ];
 
@@ -387,7 +404,11 @@ const fn event_place(kind: EventKind) -> usize {
         EventKind::LeaseLost => 17,
         EventKind::SettlementDeferred(_) => 18,
         EventKind::SettlementLost => 19,
-        _ => 20,
+        EventKind::CompletedUpstream => 20,
+        EventKind::AnswerAdded => 21,
+        EventKind::AnswerDiffers => 22,
+        EventKind::CompletionMissing => 23,
+        _ => 24,
     }
 }
 
@@ -420,6 +441,7 @@ impl Observer for Metrics {
 const fn error_name(kind: StoreErrorKind) -> &'static str {
     match kind {
         StoreErrorKind::Unavailable => "unavailable",
+        StoreErrorKind::Locked => "locked",
         StoreErrorKind::Corrupt => "corrupt",
         StoreErrorKind::Invalid => "invalid",
         _ => "other",
@@ -456,7 +478,6 @@ impl Store for MeasuredStore {
         Box::pin(async move {
             let answer = answer.await;
             self.metrics.0.store_durations[place].observe(started.elapsed().as_secs_f64());
-            self.metrics.store_answered(answer.as_ref().err());
             answer
         })
     }
@@ -474,7 +495,6 @@ impl Store for MeasuredStore {
             let started = Instant::now();
             let answer = self.store.purge(limit).await;
             self.metrics.0.store_durations[PURGE].observe(started.elapsed().as_secs_f64());
-            self.metrics.store_answered(answer.as_ref().err());
             answer
         })
     }
@@ -484,11 +504,7 @@ impl Store for MeasuredStore {
     }
 
     fn check(&self) -> StoreFuture<'_, ()> {
-        Box::pin(async move {
-            let answer = self.store.check().await;
-            self.metrics.store_answered(answer.as_ref().err());
-            answer
-        })
+        self.store.check()
     }
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {

@@ -39,7 +39,7 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use oncegate_engine::Engine;
+use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::IdempotencyLayer;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -55,6 +55,8 @@ pub(crate) use self::metrics::{Metrics, ReconcileResult, UpstreamResult};
 pub(crate) struct AdminState {
     /// Whose store is shown and resolved.
     pub(crate) engine: Engine,
+    /// Knows whether that store is out of reach.
+    pub(crate) breaker: Breaker,
     /// Says under which settings a request of some method and path runs.
     pub(crate) layer: IdempotencyLayer,
     pub(crate) metrics: Metrics,
@@ -157,14 +159,18 @@ async fn readyz(State(state): State<AdminState>) -> Response {
     if state.draining.is_set() {
         return not_ready("stopping\n");
     }
+    // The log has a line for each change, from the breaker; not one for each time that somebody asks.
+    if state.breaker.state() == BreakerState::Open {
+        return not_ready("the store is out of reach\n");
+    }
     match tokio::time::timeout(READY_PATIENCE, state.engine.store().check()).await {
         Ok(Ok(())) => text("ready\n"),
         Ok(Err(error)) => {
-            tracing::warn!(%error, "not ready");
+            tracing::debug!(%error, "not ready");
             not_ready("the store would not take a write\n")
         }
         Err(_) => {
-            tracing::warn!(patience = ?READY_PATIENCE, "not ready: the store does not answer");
+            tracing::debug!(patience = ?READY_PATIENCE, "not ready: the store does not answer");
             not_ready("the store does not answer\n")
         }
     }
@@ -172,7 +178,7 @@ async fn readyz(State(state): State<AdminState>) -> Response {
 
 async fn metrics(State(state): State<AdminState>) -> Response {
     const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match state.metrics.render(&state.engine, state.draining.is_set()) {
+    match state.metrics.render(&state.engine, &state.breaker, state.draining.is_set()) {
         Ok(text) => ([(header::CONTENT_TYPE, HeaderValue::from_static(OPEN_METRICS))], text).into_response(),
         Err(_) => Problem::internal("The metrics could not be written down.").into_response(),
     }

@@ -97,6 +97,12 @@ impl Problem {
                 "The store is out of reach",
                 format!("{error}. It is not known whether a change was made: look before you try again."),
             ),
+            StoreErrorKind::Locked => Self::new(
+                StatusCode::CONFLICT,
+                "record-locked",
+                "A transaction holds the record",
+                format!("{error}. Nothing was changed: try again when it has ended."),
+            ),
             _ => Self::new(
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "store-invalid",

@@ -4,16 +4,16 @@ use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
-use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::FingerprintRules;
+use oncegate_core::{NaturalKey, OnAbandoned, limits};
 use oncegate_engine::ConfigError;
-use oncegate_http::{PathPattern, Settings, StoreOutage};
+use oncegate_http::{CompletedBy, PathPattern, Settings, StoreOutage};
 
 use super::advice;
 use super::file::RouteTable;
 use super::problem::{Problem, Source};
 use super::settings::{Given, Setting, Values};
-use super::units::{self, AdminToken, Upstream};
+use super::units::{self, AdminToken, StoreChoice, Upstream};
 use super::{Config, Draft, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be made of the values. `file_is_whole` is false where a file could not be read.
@@ -35,7 +35,7 @@ pub(super) fn draft(
     let problems = &mut problems;
     let tls = tls(values, problems);
     let mut warnings = advice::on_service(values);
-    let default = route_config(values, None, problems);
+    let default = route_config(values, None, false, problems);
     warnings.extend(advice::on_route(values, &default));
     let mut routes = Vec::new();
     for table in tables {
@@ -86,6 +86,7 @@ pub(super) fn draft(
         drain_timeout: given(&values.drain_timeout),
         request_budget: given(&values.request_budget),
         store_cache: given(&values.store_cache),
+        store_patience: given(&values.store_patience),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         tls: tls.clone(),
@@ -125,7 +126,9 @@ fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> O
     apply(&table.entries, &mut values, problems);
     let says_methods = table.entries.iter().any(|entry| entry.setting.name == "methods");
     let methods = values.methods.as_ref().filter(|_| says_methods).map(|methods| methods.value.clone());
-    let config = route_config(&values, Some(&table.source), problems);
+    let says = |name| table.entries.iter().any(|entry| entry.setting.name == name);
+    let narrows = says("completion") && !says("on-abandoned");
+    let config = route_config(&values, Some(&table.source), narrows, problems);
     let (path, source) = table.path.as_ref()?;
     let pattern = match PathPattern::new(path) {
         Ok(pattern) => pattern,
@@ -138,7 +141,13 @@ fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> O
     Some((Route { methods: methods.unwrap_or_default(), pattern, config }, advice))
 }
 
-fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Problem>) -> RouteConfig {
+/// `narrows` is true for a route that says who completes and leaves it to the whole what is done with abandoned attempts.
+fn route_config(
+    values: &Values,
+    place: Option<&Source>,
+    narrows: bool,
+    problems: &mut Vec<Problem>,
+) -> RouteConfig {
     if let Some(methods) = values.methods.as_ref().filter(|methods| methods.value.is_empty()) {
         let what = "an empty list of methods: nothing would be protected";
         push_once(problems, Problem::error(methods.source.clone(), what));
@@ -153,6 +162,9 @@ fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Prob
         let what = "nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"";
         push_once(problems, Problem::error(source, what));
     }
+    if settings.completed_by() == CompletedBy::Upstream {
+        check_upstream_completion(values, narrows, problems);
+    }
     RouteConfig {
         settings,
         upstream_timeout: given(&values.upstream_timeout),
@@ -160,6 +172,34 @@ fn route_config(values: &Values, place: Option<&Source>, problems: &mut Vec<Prob
         reconcile: values.reconcile.as_ref().map(|path| path.value.clone()),
         reconcile_timeout: given(&values.reconcile_timeout),
     }
+}
+
+/// What a route that leaves completion to the service cannot go with. The layer asks the store itself once more.
+fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<Problem>) {
+    let abandoned = values.on_abandoned.as_ref().filter(|given| given.value != OnAbandoned::Reexecute);
+    if let Some(given) = abandoned.filter(|given| is_said(&given.source) && !narrows) {
+        let what = "the service completes its record in its own transaction (completion = \"upstream\"), so what was cut off \
+                    has committed nothing and is executed again; leave this out, or set \"reexecute\"";
+        push_once(problems, Problem::error(given.source.clone(), what));
+    }
+    let is_about_store = |problem: &Problem| {
+        problem.is_error() && Setting::named("store").is_some_and(|store| problem.is_about(store))
+    };
+    let without_transactions = match given(&values.store) {
+        StoreChoice::Memory => "memory:",
+        StoreChoice::Directory(_) => "a directory",
+        StoreChoice::Redis(_) => "Redis",
+        _ => return,
+    };
+    if problems.iter().any(is_about_store) {
+        return;
+    }
+    let what = format!(
+        "the service is to complete its record in its own transaction, but the store is {without_transactions}, which no \
+         transaction of the service reaches; give --store postgres://… or leave completion to the sidecar"
+    );
+    let source = values.completion.as_ref().map(|given| given.source.clone());
+    push_once(problems, Problem::error(source, what));
 }
 
 fn settings(values: &Values) -> Result<Settings, ConfigError> {
@@ -179,12 +219,25 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
         .with_max_request_body(given(&values.max_request_body))
         .with_max_response_body(given(&values.max_response_body))?
         .with_fingerprint(fingerprint_rules(values));
+    if given(&values.completion) == CompletedBy::Upstream {
+        settings = settings.with_upstream_completion();
+    }
     // What is said wins over the profile; what is not said is left to it.
     if let Some(required) = &values.require_key {
         settings = settings.with_required_key(required.value);
     }
     if let Some(name) = &values.key_header {
         settings = settings.with_key_header(name.value.clone());
+    }
+    if let Some(members) = &values.key_json {
+        let key = NaturalKey::new(members.value.clone()).ok_or_else(|| {
+            let most = limits::KEY_MEMBERS_MAX;
+            ConfigError::new(format!(
+                "a key is built of 1 to {most} members, and there are {}",
+                members.value.len()
+            ))
+        })?;
+        settings = settings.with_natural_key(key);
     }
     if let Some(scope) = &values.key_scope {
         settings = settings.with_key_scope(scope.value);

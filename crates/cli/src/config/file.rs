@@ -120,8 +120,9 @@ impl Reader<'_> {
                 }
                 other => {
                     let what = format!(
-                        "{} where a table is meant, such as {name} = {{ exclude = [\"/meta/timestamp\"] }}",
-                        article(other)
+                        "{} where a table is meant, such as {name} = {{ {} = [\"/meta/timestamp\"] }}",
+                        article(other),
+                        SETTINGS.iter().find_map(|s| s.name.strip_prefix(&inside)).unwrap_or_default()
                     );
                     self.error(&value.span(), Some(&name), what);
                 }

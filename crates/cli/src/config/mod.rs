@@ -37,6 +37,7 @@ pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::tiered::{FrontChoice, TieredChoice};
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
+pub(crate) use self::units::store as read_store;
 pub(crate) use self::units::{
     AdminToken, StoreChoice, StoreUrl, Upstream, UpstreamProtocol, duration, duration_text, size_text, store,
     without_login,
@@ -67,6 +68,8 @@ pub(crate) struct Config {
     pub(crate) request_budget: usize,
     /// What a store in a directory may keep of its file.
     pub(crate) store_cache: usize,
+    /// How long the store may take before it is asked whether it is well.
+    pub(crate) store_patience: Duration,
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,

@@ -11,7 +11,9 @@ use http::header::HeaderName;
 use http::uri::PathAndQuery;
 use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::JsonPointer;
-use oncegate_http::{CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, StoreOutage};
+use oncegate_http::{
+    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, StoreOutage,
+};
 
 use super::problem::Source;
 use super::units::{self, AdminToken, StoreChoice, Upstream, UpstreamProtocol};
@@ -234,6 +236,12 @@ settings! {
     "key-header" KEYS Route One "NAME" ByProfile("Idempotency-Key");
     key_header: HeaderName = units::header_name;
 
+    /// Builds the key of this member of JSON bodies, such as `/customer` (a JSON pointer), and of others that are given, in
+    /// place of the header field, which is ignored: two requests of one caller with the same values are one operation,
+    /// whatever key they send, or none. Give it several times or with commas.
+    "key.json" KEYS Route Many "POINTER" Nothing("the header field carries the key");
+    key_json: JsonPointer = units::json_pointer;
+
     /// What a key is unique within, beside the caller: `endpoint` (method and path: elsewhere it is another key), or
     /// `caller` (elsewhere it is a mismatch).
     "key-scope" KEYS Route One "endpoint|caller" ByProfile("endpoint");
@@ -270,6 +278,12 @@ settings! {
     /// asked; see `reconcile`).
     "on-abandoned" RECORDS Route One "park|reexecute|reconcile" Value("park");
     on_abandoned: OnAbandoned = units::on_abandoned;
+
+    /// Who completes the record of a request: `sidecar` (with the service's answer, after it), or `upstream` (the service
+    /// itself, with `SELECT oncegate.complete(record, token)` in the transaction that holds its effect, so that both commit
+    /// or neither does). `upstream` needs a store on PostgreSQL, and executes again what was cut off before it committed.
+    "completion" RECORDS Route One "sidecar|upstream" Value("sidecar");
+    completion: CompletedBy = units::completion;
 
     /// Where the service is asked what became of a request whose owner crashed, such as `/oncegate/outcome`: a path,
     /// which gets a GET with the key and the caller's credentials, and has to answer as docs/reference/http.md says.
@@ -338,6 +352,11 @@ settings! {
     /// How long a connection to the service may take to be made.
     "connect-timeout" LIMITS Service One "DURATION" Value("5s");
     connect_timeout: Duration = units::connect_timeout;
+
+    /// How long the store may take for a command before it is asked whether it is well, and then to say so. One that does
+    /// not is out of reach: requests with a key are refused at once until it answers. From 10ms to 1m.
+    "store-patience" LIMITS Service One "DURATION" Value("2s");
+    store_patience: Duration = units::store_patience;
 
     /// How long requests that run may take to end after SIGTERM. What still runs then is cut off, and its outcome is
     /// unknown.

@@ -93,6 +93,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("scope", "single-tenant"),
     ("require-key", "true"),
     ("key-header", "X-Key"),
+    ("key.json", "/customer"),
     ("key-scope", "caller"),
     ("key-syntax", "strict"),
     ("key-format", "uuid"),
@@ -101,6 +102,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("retention", "48h"),
     ("wait", "1s"),
     ("on-abandoned", "reexecute"),
+    ("completion", "upstream"),
     ("reconcile", "/outcomes"),
     ("reconcile-timeout", "3s"),
     ("server-errors", "release"),
@@ -116,6 +118,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
     ("connect-timeout", "1s"),
+    ("store-patience", "3s"),
     ("drain-timeout", "60s"),
 ];
 
@@ -276,6 +279,47 @@ fn single_mistakes_have_single_answers() {
         (
             Given { env: &[TO], file: "[[route]]\npath = \"/a\"\non-abandoned = \"reconcile\"\n", ..NOTHING },
             "oncegate.toml:3:16: on-abandoned: nobody is told where to ask; set reconcile too, to a path of the service such as \"/oncegate/outcome\"",
+        ),
+        (
+            Given { env: &[TO], flags: &["--completion", "upstream"], ..NOTHING },
+            "--completion: the service is to complete its record in its own transaction, but the store is a directory, which no \
+             transaction of the service reaches; give --store postgres://… or leave completion to the sidecar",
+        ),
+        (
+            Given {
+                env: &[TO, ("ONCEGATE_STORE", "redis://cache")],
+                file: "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n",
+                ..NOTHING
+            },
+            "oncegate.toml:3:14: completion: the service is to complete its record in its own transaction, but the store is Redis, \
+             which no transaction of the service reaches; give --store postgres://… or leave completion to the sidecar",
+        ),
+        (
+            Given {
+                env: &[TO, TRANSACTIONS],
+                file: "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\non-abandoned = \"park\"\n",
+                ..NOTHING
+            },
+            "oncegate.toml:4:16: on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), \
+             so what was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
+        ),
+        (
+            Given {
+                env: &[TO, TRANSACTIONS, ("ONCEGATE_COMPLETION", "upstream")],
+                file: "[[route]]\npath = \"/a\"\n\non-abandoned = \"reconcile\"\n",
+                ..NOTHING
+            },
+            "oncegate.toml:4:16: on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), \
+             so what was cut off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
+        ),
+        (
+            Given {
+                env: &[TO, TRANSACTIONS],
+                flags: &["--completion", "upstream", "--on-abandoned", "park"],
+                ..NOTHING
+            },
+            "--on-abandoned: the service completes its record in its own transaction (completion = \"upstream\"), so what was cut \
+             off has committed nothing and is executed again; leave this out, or set \"reexecute\"",
         ),
         (
             Given { env: &[TO], flags: &["--request-budget", "1MiB"], ..NOTHING },
@@ -520,6 +564,9 @@ fn what_the_help_says_of_the_profile_is_what_it_says() {
     }
 }
 
+/// A store that can do everything.
+const TRANSACTIONS: (&str, &str) = ("ONCEGATE_STORE", "postgres://sidecar@db/shop");
+
 /// What each setting of a route does to what the layer and the proxy are told.
 #[test]
 fn every_setting_of_a_route_arrives() {
@@ -528,6 +575,7 @@ fn every_setting_of_a_route_arrives() {
         ("scope", "caller: single-tenant"),
         ("require-key", "require_key: true"),
         ("key-header", "key_header: \"x-key\""),
+        ("key.json", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
         ("key-scope", "key_scope: Caller"),
         ("key-syntax", "KeyGrammar { syntax: Strict"),
         ("key-format", "format: Uuid"),
@@ -539,6 +587,7 @@ fn every_setting_of_a_route_arrives() {
         ("retention", "Policy { lease: 30s, retention: 172800s"),
         ("wait", "wait: 1s"),
         ("on-abandoned", "on_abandoned: Reexecute"),
+        ("completion", "completed_by: Upstream"),
         ("reconcile", "reconcile: Some(/outcomes)"),
         ("reconcile-timeout", "reconcile_timeout: 3s"),
         ("server-errors", "server_errors: Release"),
@@ -558,16 +607,33 @@ fn every_setting_of_a_route_arrives() {
         let (_, text) = SAMPLES.iter().find(|(sample, _)| *sample == name).unwrap();
         let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
         assert!(!default.contains(arrives), "{name}: {default}");
-        let said = [TO, (&setting.variable(), text)];
+        let said = [TO, TRANSACTIONS, (&setting.variable(), text)];
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
         assert!(everywhere.contains(arrives), "{name}: {everywhere}");
         let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
         let file = format!("[[route]]\npath = \"/a\"\n{name} = {value}\n");
-        let config = Given { env: &[TO], file: &file, ..NOTHING }.config();
+        let config = Given { env: &[TO, TRANSACTIONS], file: &file, ..NOTHING }.config();
         // The methods of a route are what it matches.
         let route = format!("{:?}", config.route(&Method::PUT, "/a"));
         assert!(route.contains(arrives), "{name}: {route}");
         assert_eq!(format!("{:?}", config.route(&Method::PUT, "/b")), default, "{name}");
+    }
+}
+
+/// What is done with abandoned requests elsewhere does not concern a route whose service completes its records.
+#[test]
+fn a_route_that_leaves_completion_to_the_service_executes_again() {
+    let route = "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n";
+    for (elsewhere, own) in
+        [("", ""), ("on-abandoned = \"park\"\n", ""), ("", "on-abandoned = \"reexecute\"\n")]
+    {
+        let file = format!("{elsewhere}{route}{own}");
+        let config = Given { env: &[TO, TRANSACTIONS], file: &file, ..NOTHING }.config();
+        assert_eq!(
+            config.route(&Method::POST, "/a").settings.policy().on_abandoned(),
+            OnAbandoned::Reexecute
+        );
+        assert_eq!(config.default.settings.policy().on_abandoned(), OnAbandoned::Park);
     }
 }
 
@@ -586,6 +652,7 @@ fn every_setting_of_the_service_arrives() {
         ("upstream-protocol", "http2", "upstream_protocol: Http2"),
         ("threads", "3", "threads: Some(3)"),
         ("connect-timeout", "1s", "connect_timeout: 1s"),
+        ("store-patience", "3s", "store_patience: 3s"),
         ("drain-timeout", "60s", "drain_timeout: 60s"),
         ("request-budget", "64MiB", "request_budget: 67108864"),
         ("store-cache", "1GiB", "store_cache: 1073741824"),

@@ -13,7 +13,7 @@ use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, limits};
 use oncegate_http::{
-    CallerScope, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
+    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
 };
 use oncegate_postgres::PostgresOptions;
 
@@ -233,6 +233,10 @@ pub(crate) fn wait(text: &str) -> Read<Duration> {
 
 pub(crate) fn connect_timeout(text: &str) -> Read<Duration> {
     bounded(text, MILLI, 600 * SECOND)
+}
+
+pub(crate) fn store_patience(text: &str) -> Read<Duration> {
+    bounded(text, 10 * MILLI, 60 * SECOND)
 }
 
 pub(crate) fn drain_timeout(text: &str) -> Read<Duration> {
@@ -500,6 +504,10 @@ pub(crate) fn key_scope(text: &str) -> Read<KeyScope> {
 pub(crate) fn on_abandoned(text: &str) -> Read<OnAbandoned> {
     use OnAbandoned::{Park, Reconcile, Reexecute};
     one_of(text, &[("park", Park), ("reexecute", Reexecute), ("reconcile", Reconcile)])
+}
+
+pub(crate) fn completion(text: &str) -> Read<CompletedBy> {
+    one_of(text, &[("sidecar", CompletedBy::Layer), ("upstream", CompletedBy::Upstream)])
 }
 
 /// A path of the service, and of no other: the caller's credentials go there.

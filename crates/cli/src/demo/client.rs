@@ -42,6 +42,8 @@ pub(super) struct Clients {
     pub(super) story: Arc<Story>,
     /// The network's address: the only one that clients know.
     pub(super) network: SocketAddr,
+    /// Where payments are asked for.
+    pub(super) path: String,
     /// How many outcomes the operator has settled so far.
     pub(super) settled: watch::Receiver<u64>,
 }
@@ -95,7 +97,7 @@ impl Clients {
         for attempt in 0..ATTEMPTS_MAX {
             self.tally.attempts.add();
             settled.mark_unchanged();
-            let request = request(intent, number, attempt);
+            let request = request(&self.path, intent, number, attempt);
             let answer = self.send(request, click, attempt).await;
             let wait = match answer.map(|answer| self.judge(intent, &answer)) {
                 Some(Advice::Believe(ending)) => return ending,
@@ -152,10 +154,10 @@ impl Clients {
 }
 
 /// `None` where the request cannot be made, which no plan brings about.
-fn request(intent: &Intent, click: usize, attempt: usize) -> Option<Request<Full<Bytes>>> {
+fn request(path: &str, intent: &Intent, click: usize, attempt: usize) -> Option<Request<Full<Bytes>>> {
     let Intent { customer, cents, key, .. } = intent;
     let payment = PaymentRequest { intent: intent.name(), customer: customer.clone(), cents: *cents };
-    Request::post("/payments")
+    Request::post(path)
         .header(header::HOST, "payments.internal")
         .header(header::CONNECTION, "close")
         .header(header::CONTENT_TYPE, "application/json")

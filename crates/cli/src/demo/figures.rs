@@ -38,7 +38,33 @@ pub(super) struct Figures {
     pub(super) sidecar_kills: u64,
     /// How many payments were with the service when the sidecar was killed.
     pub(super) in_flight_at_kill: Option<usize>,
+    /// Where two sidecars share a store.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) two_sidecars: Option<TwoSidecars>,
     pub(super) milliseconds: u64,
+}
+
+/// What two sidecars that share a store did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct TwoSidecars {
+    /// Requests that reached the one that was killed.
+    pub(super) requests_to_the_killed: u64,
+    /// Requests that reached the other one.
+    pub(super) requests_to_the_other: u64,
+    /// Answers of one to what the other had executed, whether they came through to the client or not.
+    pub(super) replayed_by_the_other: u64,
+}
+
+impl TwoSidecars {
+    /// The first one is the one that is killed.
+    pub(super) fn count(tally: &Tally) -> Self {
+        let [killed, other] = &tally.through;
+        Self {
+            requests_to_the_killed: killed.get(),
+            requests_to_the_other: other.get(),
+            replayed_by_the_other: tally.replayed_by_the_other.get(),
+        }
+    }
 }
 
 impl Figures {
@@ -84,6 +110,7 @@ impl Figures {
             resolved_released: tally.resolved_released.get(),
             sidecar_kills: tally.kills.get(),
             in_flight_at_kill: None,
+            two_sidecars: None,
             milliseconds: 0,
         }
     }

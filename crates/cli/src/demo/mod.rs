@@ -9,6 +9,9 @@
 //! things happen is up to the machine. Nothing in the result is taken from the plan but what was meant to be paid.
 //!
 //! Everything listens on the loopback address; the store and the sidecar's log are in a temporary directory.
+//!
+//! With `--store`, two sidecars share a database instead. The network gives requests to both in turn, one of them is
+//! killed and stays away, and the other goes on with what both have written.
 
 mod client;
 mod exchange;
@@ -20,6 +23,7 @@ mod report;
 mod run;
 mod screen;
 mod service;
+mod shared;
 mod sidecar;
 mod story;
 mod tally;
@@ -34,9 +38,10 @@ use plan::Plan;
 use report::Report;
 use screen::{Screen, Style};
 use service::Charge;
+use shared::Shared;
 
 /// What `oncegate demo` is told.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, clap::Args)]
 pub(crate) struct DemoArgs {
     /// Repeats the plan of an earlier demonstration: payments, double clicks, faults. Timing is never the same twice.
     #[arg(long, value_name = "NUMBER")]
@@ -47,6 +52,11 @@ pub(crate) struct DemoArgs {
     /// Prints the result as JSON on the standard output, and the progress on the standard error.
     #[arg(long)]
     json: bool,
+    /// Shows two sidecars that share this database, such as redis://HOST or postgres://USER@HOST/DATABASE: one is killed
+    /// and stays away. Without it, one sidecar with a store of its own is killed and restarted. The records that it leaves
+    /// in the database have a retention of an hour
+    #[arg(long, value_name = "URL")]
+    store: Option<String>,
     /// Keeps the temporary directory: the store, the sidecar's log, both ledgers.
     #[arg(long)]
     keep: bool,
@@ -68,6 +78,7 @@ pub(crate) fn run(args: &DemoArgs) -> ExitCode {
 
 /// Whether the result is clean; `None` where somebody interrupted it.
 fn prepare_and_run(args: &DemoArgs) -> Result<Option<bool>, String> {
+    let shared = args.store.as_deref().map(Shared::read).transpose()?;
     let directory = tempfile::Builder::new().prefix("oncegate-demo-").tempdir();
     let mut directory = directory.map_err(|error| format!("cannot make a temporary directory: {error}"))?;
     directory.disable_cleanup(args.keep);
@@ -76,7 +87,7 @@ fn prepare_and_run(args: &DemoArgs) -> Result<Option<bool>, String> {
     let runtime = runtime.map_err(|error| format!("cannot start: {error}"))?;
     let result = runtime.block_on(async {
         tokio::select! {
-            report = demonstrate(args, directory.path(), &screen) => report.map(Some),
+            report = demonstrate(args, shared.as_ref(), directory.path(), &screen) => report.map(Some),
             signal = interrupted() => signal.map(|()| None),
         }
     });
@@ -86,7 +97,10 @@ fn prepare_and_run(args: &DemoArgs) -> Result<Option<bool>, String> {
         screen.line(&format!("Kept: {}", directory.path().display()));
     }
     let Some(report) = result? else {
-        screen.line("Interrupted. The sidecar is stopped.");
+        screen.line(match shared {
+            None => "Interrupted. The sidecar is stopped.",
+            Some(_) => "Interrupted. The sidecars are stopped.",
+        });
         return Ok(None);
     };
     if args.json {
@@ -96,14 +110,34 @@ fn prepare_and_run(args: &DemoArgs) -> Result<Option<bool>, String> {
     Ok(Some(report.is_clean()))
 }
 
-async fn demonstrate(args: &DemoArgs, directory: &Path, screen: &Arc<Screen>) -> Result<Report, String> {
+async fn demonstrate(
+    args: &DemoArgs,
+    shared: Option<&Shared>,
+    directory: &Path,
+    screen: &Arc<Screen>,
+) -> Result<Report, String> {
+    if let Some(shared) = shared {
+        sidecar::try_store(directory, shared).await?;
+    }
     let plan = Arc::new(Plan::draw(args.seed.unwrap_or_else(any_seed), args.intents as usize));
     introduce(&plan, screen);
     let bold = |text: &str| screen.line(&format!("\n{}", screen.paint(Style::Bold, text)));
     bold("1 of 2  Without Oncegate: customers → hostile network → payments service");
     let without = run::without_oncegate(plan.clone(), screen.clone()).await?;
-    bold("2 of 2  With Oncegate: customers → hostile network → oncegate proxy → payments service");
-    let with = run::with_oncegate(plan.clone(), screen.clone(), directory).await?;
+    match shared {
+        None => {
+            bold("2 of 2  With Oncegate: customers → hostile network → oncegate proxy → payments service")
+        }
+        Some(Shared { shown, path, .. }) => {
+            bold(
+                "2 of 2  With Oncegate: customers → hostile network → 2 × oncegate proxy → payments service",
+            );
+            screen.line(&format!(
+                "Both sidecars keep their records in {shown},\nas those of POST {path}, for an hour."
+            ));
+        }
+    }
+    let with = run::with_oncegate(plan.clone(), screen.clone(), directory, shared).await?;
     if args.keep {
         keep_ledger(directory, "ledger-without.jsonl", &without.ledger)?;
         keep_ledger(directory, "ledger-with.jsonl", &with.ledger)?;

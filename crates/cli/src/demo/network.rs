@@ -2,9 +2,11 @@
 //!
 //! It takes one request per connection, looks up in the plan what happens to it, and does that. Both runs go through it.
 
+use std::collections::HashMap;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use socket2::SockRef;
@@ -36,17 +38,21 @@ pub(super) struct Network {
 
 struct Wires {
     plan: Arc<Plan>,
-    to: SocketAddr,
+    to: Vec<SocketAddr>,
+    /// Whose turn it is.
+    turn: AtomicUsize,
+    /// Through which of them each key's request was executed, as far as its answer was seen.
+    executed: Mutex<HashMap<String, usize>>,
     tally: Arc<Tally>,
     story: Arc<Story>,
     carrying: watch::Sender<usize>,
 }
 
 impl Network {
-    /// Starts on a free port; everything that is not lost goes `to` there.
+    /// Starts on a free port; everything that is not lost goes `to` there, to each of them in turn.
     pub(super) async fn start(
         plan: Arc<Plan>,
-        to: SocketAddr,
+        to: Vec<SocketAddr>,
         tally: Arc<Tally>,
         story: Arc<Story>,
     ) -> Result<Self, String> {
@@ -54,7 +60,8 @@ impl Network {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let (sender, carrying) = watch::channel(0);
-        let wires = Arc::new(Wires { plan, to, tally, story, carrying: sender });
+        let (turn, executed) = (AtomicUsize::new(0), Mutex::default());
+        let wires = Arc::new(Wires { plan, to, turn, executed, tally, story, carrying: sender });
         let accepting = tokio::spawn(accept(listener, wires)).abort_handle();
         Ok(Self { address, carrying, accepting })
     }
@@ -130,7 +137,7 @@ impl Wires {
                 self.send(request).await
             }
             Fault::HangUp => {
-                let mut upstream = TcpStream::connect(self.to).await?;
+                let (_passage, mut upstream) = self.connect().await?;
                 upstream.write_all(request).await?;
                 hung_up(&mut client).await;
                 self.suffered(fault);
@@ -154,10 +161,40 @@ impl Wires {
         Ok(())
     }
 
+    /// A connection to the one whose turn it is, or past it where it takes none, as load balancers do.
+    async fn connect(&self) -> io::Result<(Passage<'_>, TcpStream)> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let mut refused = io::ErrorKind::NotConnected.into();
+        for at in (0..self.to.len()).map(|n| turn.wrapping_add(n) % self.to.len()) {
+            let Some(to) = self.to.get(at) else { continue };
+            match TcpStream::connect(to).await {
+                Ok(stream) => {
+                    return Ok((Passage::begin(&self.tally, at), stream));
+                }
+                Err(error) => refused = error,
+            }
+        }
+        Err(refused)
+    }
+
+    /// Notes who executed what, and who tells it again.
+    fn look_at(&self, at: usize, request: &[u8], reply: &[u8]) {
+        let Some(key) = field(request, "idempotency-key").filter(|_| self.to.len() > 1) else { return };
+        let mut executed = self.executed.lock().unwrap_or_else(PoisonError::into_inner);
+        if field(reply, "idempotent-replayed").is_some() {
+            if executed.get(key).is_some_and(|by| *by != at) {
+                self.tally.replayed_by_the_other.add();
+                self.story.tell(Tale::ReplayedByTheOther);
+            }
+        } else if reply.starts_with(b"HTTP/1.1 201 ") {
+            executed.insert(key.to_owned(), at);
+        }
+    }
+
     /// Sends the request over a connection of its own and takes the whole reply: clients ask for the connection to be
     /// closed after it.
     async fn send(&self, request: &[u8]) -> io::Result<Vec<u8>> {
-        let mut upstream = TcpStream::connect(self.to).await?;
+        let (passage, mut upstream) = self.connect().await?;
         let _best_effort = upstream.set_nodelay(true);
         upstream.write_all(request).await?;
         let mut reply = Vec::new();
@@ -165,12 +202,36 @@ impl Wires {
         if head_length(&reply).is_none() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
+        self.look_at(passage.at, request, &reply);
         Ok(reply)
     }
 
     fn suffered(&self, fault: Fault) {
         self.tally.fault(fault);
         self.story.tell(Tale::Fault(fault));
+    }
+}
+
+/// A request that is with one of those that it may go to, for as long as this lives.
+struct Passage<'a> {
+    tally: &'a Tally,
+    at: usize,
+}
+
+impl<'a> Passage<'a> {
+    fn begin(tally: &'a Tally, at: usize) -> Self {
+        if let Some(through) = tally.through.get(at) {
+            through.begin();
+        }
+        Self { tally, at }
+    }
+}
+
+impl Drop for Passage<'_> {
+    fn drop(&mut self) {
+        if let Some(through) = self.tally.through.get(self.at) {
+            through.end();
+        }
     }
 }
 

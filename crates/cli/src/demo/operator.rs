@@ -28,6 +28,8 @@ const ADMIN_PATIENCE: Duration = Duration::from_secs(5);
 
 pub(super) struct Operator {
     pub(super) admin: SocketAddr,
+    /// Of which operation it looks at the records, as a URL says it, where the store has those of others too.
+    pub(super) operation: Option<String>,
     pub(super) ledger: Arc<Ledger>,
     pub(super) tally: Arc<Tally>,
     pub(super) story: Arc<Story>,
@@ -59,8 +61,10 @@ impl Operator {
     async fn unknown(&self) -> Result<Vec<String>, String> {
         let mut records = Vec::new();
         let mut cursor = String::new();
+        let of =
+            self.operation.as_ref().map(|operation| format!("&operation={operation}")).unwrap_or_default();
         loop {
-            let page = self.ask(Method::GET, &format!("/v1/keys?state=unknown{cursor}"), None).await?;
+            let page = self.ask(Method::GET, &format!("/v1/keys?state=unknown{of}{cursor}"), None).await?;
             let listed = page.get("records").and_then(Value::as_array);
             let listed = listed.ok_or_else(|| format!("the sidecar listed no records but {page}"))?;
             records.extend(listed.iter().filter_map(|line| line.get("record")?.as_str()).map(str::to_owned));

@@ -81,7 +81,12 @@ impl Report {
         };
         let wrong = |title, of| Row { should_be_zero: true, ..both(title, of) };
         let sidecar = |title, of| Row { without: "–".to_owned(), ..both(title, of) };
-        vec![
+        let two = self.with_oncegate.two_sidecars;
+        let killed = match two {
+            None => "sidecar killed (kill -9) and restarted",
+            Some(_) => "one of two sidecars killed (kill -9)",
+        };
+        let mut rows = vec![
             both("payments meant (intents)", |f| f.intents.to_string()),
             both("requests sent (attempts)", |f| f.attempts.to_string()),
             both("requests lost before delivery", |f| f.faults.request_lost.to_string()),
@@ -96,11 +101,25 @@ impl Report {
             sidecar("replays: the first answer again", |f| f.replays.to_string()),
             sidecar("refused: 409, in progress", |f| f.refused_in_progress.to_string()),
             sidecar("refused: outcome unknown", |f| f.refused_outcome_unknown.to_string()),
-            sidecar("sidecar killed (kill -9) and restarted", |f| f.sidecar_kills.to_string()),
+            sidecar(killed, |f| f.sidecar_kills.to_string()),
             sidecar("  outcomes that it could not know", |f| f.resolved().to_string()),
             sidecar("    resolved by the operator: charged", |f| f.resolved_completed.to_string()),
             sidecar("    resolved by the operator: not charged", |f| f.resolved_released.to_string()),
-        ]
+        ];
+        if let Some(two) = two {
+            let row = |title, number: u64| Row {
+                title,
+                without: "–".to_owned(),
+                with: number.to_string(),
+                should_be_zero: false,
+            };
+            rows.extend([
+                row("requests to the sidecar that was killed", two.requests_to_the_killed),
+                row("requests to the other one", two.requests_to_the_other),
+                row("answers of one replayed by the other", two.replayed_by_the_other),
+            ]);
+        }
+        rows
     }
 }
 
@@ -122,6 +141,9 @@ fn conclude(without: &Figures, with: &Figures) -> String {
     };
     let kill = match with.sidecar_kills {
         0 => String::new(),
+        1 if with.two_sidecars.is_some() => {
+            ", though one of two sidecars was killed in the middle and stayed away".to_owned()
+        }
         1 => ", though it was killed in the middle".to_owned(),
         n => format!(", though it was killed {n} times"),
     };

@@ -11,13 +11,14 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::client::{Clients, Ending};
-use super::figures::Figures;
+use super::figures::{Figures, TwoSidecars};
 use super::network::Network;
 use super::operator::Operator;
 use super::plan::Plan;
 use super::screen::{Screen, Style};
 use super::service::{Charge, Service};
-use super::sidecar::Sidecar;
+use super::shared::Shared;
+use super::sidecar::{Home, Sidecar};
 use super::story::Story;
 use super::tally::Tally;
 
@@ -34,6 +35,9 @@ const OUTAGE: Duration = Duration::from_millis(300);
 /// How often the operator looks.
 const OPERATOR_ROUND: Duration = Duration::from_millis(100);
 
+/// Where payments are asked for, where nobody else's records could be met.
+const PATH: &str = "/payments";
+
 /// What a run leaves behind.
 pub(super) struct Outcome {
     pub(super) figures: Figures,
@@ -47,31 +51,44 @@ struct Stage {
     story: Arc<Story>,
     screen: Arc<Screen>,
     service: Service,
+    path: String,
     started: Instant,
 }
 
 /// Clients → hostile network → service.
 pub(super) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Outcome, String> {
-    let stage = Stage::set(plan, screen).await?;
-    let network = stage.network(stage.service.address).await?;
+    let stage = Stage::set(plan, screen, PATH).await?;
+    let network = stage.network(vec![stage.service.address]).await?;
     let (_nobody, settled) = tokio::sync::watch::channel(0);
     let clients = stage.clients(&network, settled);
     let endings = stage.watched(pursue_all(clients)).await?;
-    stage.end(&network, &endings, None).await
+    stage.end(&network, &endings, None, None).await
 }
 
-/// Clients → hostile network → sidecar → service, and one kill -9 in the middle.
+/// Clients → hostile network → sidecar → service, and one kill -9 in the middle. Where a store is `shared`, two sidecars
+/// have it, and the one that is killed stays away.
 pub(super) async fn with_oncegate(
     plan: Arc<Plan>,
     screen: Arc<Screen>,
     dir: &Path,
+    shared: Option<&Shared>,
 ) -> Result<Outcome, String> {
-    let stage = Stage::set(plan, screen).await?;
-    let mut sidecar = Sidecar::start(stage.service.address, dir).await?;
-    let network = stage.network(sidecar.listen).await?;
+    let stage = Stage::set(plan, screen, shared.map_or(PATH, |shared| &shared.path)).await?;
+    let to = stage.service.address;
+    let (mut sidecar, mut other) = match shared {
+        None => (Sidecar::start(to, Home::of_one(dir)).await?, None),
+        Some(shared) => {
+            let [first, second] = Home::of_two(dir, shared);
+            (Sidecar::start(to, first).await?, Some(Sidecar::start(to, second).await?))
+        }
+    };
+    let network =
+        stage.network([Some(&sidecar), other.as_ref()].into_iter().flatten().map(|s| s.listen).collect());
+    let network = network.await?;
     let (settled, receiver) = tokio::sync::watch::channel(0);
     let mut operator = Operator {
-        admin: sidecar.admin,
+        admin: other.as_ref().unwrap_or(&sidecar).admin,
+        operation: shared.map(Shared::operation),
         ledger: stage.service.ledger.clone(),
         tally: stage.tally.clone(),
         story: stage.story.clone(),
@@ -83,23 +100,28 @@ pub(super) async fn with_oncegate(
     let traffic = async {
         tokio::select! {
             endings = pursue_all(clients) => endings,
-            ended = stage.disturb(&mut sidecar, &mut operator, &mut in_flight_at_kill) => match ended? {},
+            ended = stage.disturb(&mut sidecar, other.as_mut(), &mut operator, &mut in_flight_at_kill) => match ended? {},
         }
     };
     let endings = stage.watched(traffic).await?;
-    let outcome = stage.end(&network, &endings, in_flight_at_kill).await;
+    let two = other.is_some().then_some(TwoSidecars::count as fn(&Tally) -> TwoSidecars);
+    let outcome = stage.end(&network, &endings, in_flight_at_kill, two).await;
     sidecar.kill()?;
+    if let Some(mut other) = other {
+        other.kill()?;
+    }
     outcome
 }
 
 impl Stage {
-    async fn set(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Self, String> {
+    async fn set(plan: Arc<Plan>, screen: Arc<Screen>, path: &str) -> Result<Self, String> {
         let story = Arc::new(Story::new(screen.clone()));
-        let service = Service::start(plan.clone(), story.clone()).await?;
-        Ok(Self { plan, tally: Arc::default(), story, screen, service, started: Instant::now() })
+        let path = path.to_owned();
+        let service = Service::start(plan.clone(), story.clone(), path.clone()).await?;
+        Ok(Self { plan, tally: Arc::default(), story, screen, service, path, started: Instant::now() })
     }
 
-    async fn network(&self, to: std::net::SocketAddr) -> Result<Network, String> {
+    async fn network(&self, to: Vec<std::net::SocketAddr>) -> Result<Network, String> {
         Network::start(self.plan.clone(), to, self.tally.clone(), self.story.clone()).await
     }
 
@@ -109,6 +131,7 @@ impl Stage {
             tally: self.tally.clone(),
             story: self.story.clone(),
             network: network.address,
+            path: self.path.clone(),
             settled,
         }
     }
@@ -117,23 +140,36 @@ impl Stage {
     async fn disturb(
         &self,
         sidecar: &mut Sidecar,
+        mut other: Option<&mut Sidecar>,
         operator: &mut Operator,
         in_flight_at_kill: &mut Option<usize>,
     ) -> Result<Infallible, String> {
-        *in_flight_at_kill = Some(self.kill(sidecar).await?);
-        self.restart(sidecar).await?;
+        *in_flight_at_kill = Some(self.kill(sidecar, other.as_deref_mut()).await?);
+        match &other {
+            None => self.restart(sidecar).await?,
+            Some(other) => {
+                let text =
+                    format!("nobody starts it again; the other one ({}) has the same records", other.pid());
+                self.story.say("left alone", Style::Good, &text);
+            }
+        }
+        let running = other.unwrap_or(sidecar);
         loop {
-            sidecar.check()?;
+            running.check()?;
             operator.round().await?;
             sleep(OPERATOR_ROUND).await;
         }
     }
 
-    /// Kills the sidecar in the middle of the run, with requests in flight. Says how many were.
-    async fn kill(&self, sidecar: &mut Sidecar) -> Result<usize, String> {
+    /// Kills the sidecar in the middle of the run, with requests in flight. Says how many were; where there is another one,
+    /// through both.
+    async fn kill(&self, sidecar: &mut Sidecar, mut other: Option<&mut Sidecar>) -> Result<usize, String> {
         let middle = (self.plan.intents.len() as u64 / 2).max(1);
         while self.tally.begun.get() < middle {
             sidecar.check()?;
+            if let Some(other) = &mut other {
+                other.check()?;
+            }
             sleep(Duration::from_millis(2)).await;
         }
         let mut running = self.service.running();
@@ -142,11 +178,26 @@ impl Stage {
                 break;
             }
         }
-        let in_flight = *running.borrow();
+        let its_own = &self.tally.through[0];
+        if other.is_some() {
+            // The service cannot tell whose requests those are.
+            let some = async {
+                while its_own.now() == 0 || *running.borrow() == 0 {
+                    sleep(Duration::from_millis(1)).await;
+                }
+            };
+            let _it_has_none = timeout(KILL_PATIENCE, some).await;
+        }
+        let (its_own, in_flight) = (its_own.now(), *running.borrow());
         let pid = sidecar.pid();
         sidecar.kill()?;
         self.tally.kills.add();
-        let text = format!("kill -9 {pid}: the sidecar is gone, with {in_flight} payments in flight");
+        let text = match other {
+            None => format!("kill -9 {pid}: the sidecar is gone, with {in_flight} payments in flight"),
+            Some(_) => format!(
+                "kill -9 {pid}: one of two sidecars is gone with {its_own} of the requests; {in_flight} payments are in flight"
+            ),
+        };
         self.story.say("killed", Style::Bad, &text);
         Ok(in_flight)
     }
@@ -199,6 +250,7 @@ impl Stage {
         network: &Network,
         endings: &[Vec<Ending>],
         in_flight_at_kill: Option<usize>,
+        two_sidecars: Option<fn(&Tally) -> TwoSidecars>,
     ) -> Result<Outcome, String> {
         network.settle().await;
         let mut running = self.service.running();
@@ -206,6 +258,7 @@ impl Stage {
         let ledger = self.service.ledger.charges();
         let mut figures = Figures::count(&self.plan, &self.tally, &ledger, endings);
         figures.in_flight_at_kill = in_flight_at_kill;
+        figures.two_sidecars = two_sidecars.map(|count| count(&self.tally));
         figures.milliseconds = self.started.elapsed().as_millis() as u64;
         self.screen.line(&format!("  {}", self.screen.paint(Style::Dim, &self.progress())));
         Ok(Outcome { figures, ledger })

@@ -137,19 +137,20 @@ pub(super) struct Service {
 struct Desk {
     plan: Arc<Plan>,
     story: Arc<Story>,
+    path: String,
     ledger: Arc<Ledger>,
     running: watch::Sender<usize>,
 }
 
 impl Service {
-    /// Starts on a free port.
-    pub(super) async fn start(plan: Arc<Plan>, story: Arc<Story>) -> Result<Self, String> {
+    /// Starts on a free port, and takes payments at this path.
+    pub(super) async fn start(plan: Arc<Plan>, story: Arc<Story>, path: String) -> Result<Self, String> {
         let cannot = |error| format!("cannot open a port for the payments service: {error}");
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
         let (sender, running) = watch::channel(0);
         let ledger = Arc::new(Ledger::default());
-        let desk = Arc::new(Desk { plan, story, ledger: ledger.clone(), running: sender });
+        let desk = Arc::new(Desk { plan, story, path, ledger: ledger.clone(), running: sender });
         let accepting = tokio::spawn(accept(listener, desk)).abort_handle();
         Ok(Self { address, ledger, running, accepting })
     }
@@ -192,7 +193,7 @@ fn answer(
 impl Desk {
     async fn answer(&self, request: Request<Incoming>) -> Response<Full<Bytes>> {
         match (request.method(), request.uri().path()) {
-            (&Method::POST, "/payments") => self.charge(request).await,
+            (&Method::POST, path) if path == self.path => self.charge(request).await,
             (&Method::GET, "/ledger") => match serde_json::to_string(&self.ledger.charges()) {
                 Ok(ledger) => reply(StatusCode::OK, ledger),
                 Err(_) => reply(StatusCode::INTERNAL_SERVER_ERROR, "{}".into()),

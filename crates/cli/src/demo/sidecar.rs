@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
+use super::shared::{RETENTION, Shared};
+
 /// How long a process that died without an answer keeps its keys blocked. Short, so that nobody who watches has to wait.
 pub(super) const LEASE: &str = "2s";
 
@@ -23,8 +25,39 @@ pub(super) struct Sidecar {
     pub(super) listen: SocketAddr,
     pub(super) admin: SocketAddr,
     to: SocketAddr,
-    dir: PathBuf,
+    home: Home,
     process: Process,
+}
+
+/// Where a sidecar keeps its records and writes its log.
+#[derive(Clone)]
+pub(super) struct Home {
+    /// That of the demonstration.
+    pub(super) dir: PathBuf,
+    /// The name of its log in there.
+    pub(super) log: &'static str,
+    /// Its store; none: a directory in there.
+    pub(super) shared: Option<Shared>,
+}
+
+impl Home {
+    /// The one of the only sidecar.
+    pub(super) fn of_one(dir: &Path) -> Self {
+        Self { dir: dir.to_owned(), log: "sidecar.log", shared: None }
+    }
+
+    /// Those of two that share their store.
+    pub(super) fn of_two(dir: &Path, shared: &Shared) -> [Self; 2] {
+        ["sidecar-1.log", "sidecar-2.log"].map(|log| Self {
+            dir: dir.to_owned(),
+            log,
+            shared: Some(shared.clone()),
+        })
+    }
+
+    fn log(&self) -> PathBuf {
+        self.dir.join(self.log)
+    }
 }
 
 /// A process that ends no later than this value.
@@ -35,16 +68,18 @@ struct Process {
 }
 
 impl Sidecar {
-    /// Starts it on free ports in front of the service `to`, with its store and its log in `dir`.
-    pub(super) async fn start(to: SocketAddr, dir: &Path) -> Result<Self, String> {
+    /// Starts it on free ports in front of the service `to`.
+    pub(super) async fn start(to: SocketAddr, home: Home) -> Result<Self, String> {
         let mut failure = String::new();
         // Another process may take a port between the look and the start.
         for _ in 0..3 {
             let (listen, admin) = free_ports()?;
-            match launch(listen, admin, to, dir).await {
-                Ok(process) => return Ok(Self { listen, admin, to, dir: dir.to_owned(), process }),
+            match launch(listen, admin, to, &home).await {
+                Ok(process) => return Ok(Self { listen, admin, to, home, process }),
                 Err(error) => failure = error,
             }
+            // What it says of a failure, it says once.
+            let _not_there = std::fs::remove_file(home.log());
         }
         Err(failure)
     }
@@ -58,9 +93,9 @@ impl Sidecar {
         self.process.kill().map(|_| ()).map_err(|error| format!("cannot kill the sidecar: {error}"))
     }
 
-    /// Starts it again, on the same directory and the same ports.
+    /// Starts it again, on the same store and the same ports.
     pub(super) async fn restart(&mut self) -> Result<(), String> {
-        self.process = launch(self.listen, self.admin, self.to, &self.dir).await?;
+        self.process = launch(self.listen, self.admin, self.to, &self.home).await?;
         Ok(())
     }
 
@@ -68,10 +103,18 @@ impl Sidecar {
     pub(super) fn check(&mut self) -> Result<(), String> {
         match self.process.child.try_wait() {
             Ok(None) => Ok(()),
-            Ok(Some(status)) => Err(ended(status, &self.dir)),
+            Ok(Some(status)) => Err(ended(status, &self.home)),
             Err(error) => Err(format!("cannot see whether the sidecar still runs: {error}")),
         }
     }
+}
+
+/// Whether a sidecar can have this store, before anybody is shown anything.
+pub(super) async fn try_store(dir: &Path, shared: &Shared) -> Result<(), String> {
+    let home = Home { dir: dir.to_owned(), log: "store.log", shared: Some(shared.clone()) };
+    // Nobody is there, and nobody is asked.
+    let mut sidecar = Sidecar::start((Ipv4Addr::LOCALHOST, 9).into(), home).await?;
+    sidecar.kill()
 }
 
 impl Process {
@@ -89,23 +132,15 @@ impl Drop for Process {
     }
 }
 
-/// The directory of the store, within that of the demonstration.
-fn store(dir: &Path) -> PathBuf {
-    dir.join("store")
-}
-
-fn log(dir: &Path) -> PathBuf {
-    dir.join("sidecar.log")
-}
-
 async fn launch(
     listen: SocketAddr,
     admin: SocketAddr,
     to: SocketAddr,
-    dir: &Path,
+    home: &Home,
 ) -> Result<Process, String> {
+    let dir = &home.dir;
     let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
-    let log = File::options().create(true).append(true).open(log(dir));
+    let log = File::options().create(true).append(true).open(home.log());
     let log = log.map_err(|error| format!("cannot write the sidecar's log in {}: {error}", dir.display()))?;
     let mut command = Command::new(&program);
     command
@@ -113,8 +148,6 @@ async fn launch(
         .args(["--to", &format!("http://{to}")])
         .args(["--listen", &listen.to_string()])
         .args(["--admin", &admin.to_string()])
-        .arg("--store")
-        .arg(store(dir))
         .args(["--lease", LEASE])
         .current_dir(dir)
         .stdin(Stdio::null())
@@ -126,6 +159,11 @@ async fn launch(
             command.env_remove(name);
         }
     }
+    match &home.shared {
+        None => command.arg("--store").arg(dir.join("store")),
+        // Not as an argument, which everybody on this machine can read.
+        Some(shared) => command.args(["--retention", RETENTION]).env("ONCEGATE_STORE", &shared.url),
+    };
     let child = command.spawn().map_err(|error| format!("cannot start {}: {error}", program.display()))?;
     let mut process = Process { child, stdout: None };
     let stdout = process.child.stdout.take().ok_or("the sidecar has no standard output")?;
@@ -134,23 +172,23 @@ async fn launch(
     let Ok(line) = timeout(START_PATIENCE, line).await else {
         return Err(failed(
             &format!("the sidecar did not listen within {} s", START_PATIENCE.as_secs()),
-            dir,
+            home,
         ));
     };
     let (line, stdout) = line
         .map_err(io::Error::from)
         .and_then(|line| line)
-        .map_err(|error| failed(&format!("cannot read what the sidecar says: {error}"), dir))?;
+        .map_err(|error| failed(&format!("cannot read what the sidecar says: {error}"), home))?;
     if line.is_empty() {
         return Err(match process.kill() {
-            Ok(status) => ended(status, dir),
-            Err(error) => failed(&format!("the sidecar does not say where it listens: {error}"), dir),
+            Ok(status) => ended(status, home),
+            Err(error) => failed(&format!("the sidecar does not say where it listens: {error}"), home),
         });
     }
     if !line.contains(" listening on ") {
         return Err(failed(
             &format!("the sidecar said {:?} instead of where it listens", line.trim_end()),
-            dir,
+            home,
         ));
     }
     process.stdout = Some(stdout);
@@ -163,13 +201,13 @@ fn first_line(stdout: ChildStdout) -> io::Result<(String, BufReader<ChildStdout>
     Ok((line, stdout))
 }
 
-fn ended(status: ExitStatus, dir: &Path) -> String {
-    failed(&format!("the sidecar ended by itself ({status})"), dir)
+fn ended(status: ExitStatus, home: &Home) -> String {
+    failed(&format!("the sidecar ended by itself ({status})"), home)
 }
 
 /// What went wrong, and the last of what the sidecar wrote about it.
-fn failed(what: &str, dir: &Path) -> String {
-    let log = std::fs::read_to_string(log(dir)).unwrap_or_default();
+fn failed(what: &str, home: &Home) -> String {
+    let log = std::fs::read_to_string(home.log()).unwrap_or_default();
     let lines: Vec<_> = log.lines().collect();
     if lines.is_empty() {
         return format!("{what}; it wrote nothing about it");
@@ -217,10 +255,11 @@ mod tests {
     #[test]
     fn what_the_sidecar_wrote_is_shown() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(failed("it ended", dir.path()), "it ended; it wrote nothing about it");
+        let home = Home::of_one(dir.path());
+        assert_eq!(failed("it ended", &home), "it ended; it wrote nothing about it");
         let written: String = (0..50).map(|n| format!("line {n}\n")).collect();
-        std::fs::write(log(dir.path()), written).unwrap();
-        let text = failed("it ended", dir.path());
+        std::fs::write(home.log(), written).unwrap();
+        let text = failed("it ended", &home);
         assert!(
             text.starts_with("it ended; it wrote:\n  line 30\n") && text.ends_with("  line 49"),
             "{text}"
@@ -231,7 +270,7 @@ mod tests {
     async fn a_sidecar_that_does_not_start_says_why() {
         let dir = tempfile::tempdir().unwrap();
         // Here, the program that is to be the sidecar is the one that runs the tests, which knows no such flag.
-        let Err(error) = Sidecar::start(([127, 0, 0, 1], 9).into(), dir.path()).await else {
+        let Err(error) = Sidecar::start(([127, 0, 0, 1], 9).into(), Home::of_one(dir.path())).await else {
             panic!("it started")
         };
         assert!(error.contains("the sidecar ended by itself") && error.contains("option"), "{error}");

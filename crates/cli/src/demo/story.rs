@@ -13,6 +13,7 @@ pub(super) enum Tale<'a> {
     DoubleClick { intent: &'a str },
     ChargedAgain { intent: &'a str, charge: &'a str },
     Replayed { intent: &'a str, charge: &'a str },
+    ReplayedByTheOther,
     InProgress { intent: &'a str },
     OutcomeUnknown { intent: &'a str },
 }
@@ -55,6 +56,7 @@ impl Tale<'_> {
             Self::DoubleClick { .. } => "double click",
             Self::ChargedAgain { .. } => "charged again",
             Self::Replayed { .. } => "replayed",
+            Self::ReplayedByTheOther => "the other one",
             Self::InProgress { .. } => "in progress",
             Self::OutcomeUnknown { .. } => "outcome unknown",
         }
@@ -64,7 +66,7 @@ impl Tale<'_> {
         match self {
             Self::Fault(_) | Self::DoubleClick { .. } => Style::Bold,
             Self::ChargedAgain { .. } => Style::Bad,
-            Self::Replayed { .. } => Style::Good,
+            Self::Replayed { .. } | Self::ReplayedByTheOther => Style::Good,
             Self::InProgress { .. } | Self::OutcomeUnknown { .. } => Style::Notice,
         }
     }
@@ -95,6 +97,9 @@ impl Tale<'_> {
             }
             Self::Replayed { intent, charge } => {
                 format!("{intent} gets its first answer again ({charge}); nothing is charged")
+            }
+            Self::ReplayedByTheOther => {
+                "what went through one sidecar is asked for at the other, which gives that answer".to_owned()
             }
             Self::InProgress { intent } => {
                 format!("409: {intent} is being charged → the client waits, then asks again")

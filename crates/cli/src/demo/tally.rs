@@ -18,6 +18,33 @@ impl Count {
     }
 }
 
+/// Requests that one of several has received, and how many of them it has now.
+#[derive(Debug, Default)]
+pub(super) struct Passages {
+    begun: Count,
+    ended: Count,
+}
+
+impl Passages {
+    pub(super) fn begin(&self) {
+        self.begun.add();
+    }
+
+    pub(super) fn end(&self) {
+        self.ended.add();
+    }
+
+    pub(super) fn get(&self) -> u64 {
+        self.begun.get()
+    }
+
+    pub(super) fn now(&self) -> u64 {
+        // In this order, so that none is missing; one that ends in between is counted still.
+        let ended = self.ended.get();
+        self.begun.get().saturating_sub(ended)
+    }
+}
+
 /// What is counted while the traffic runs. What the ledger says is counted from the ledger, afterwards.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
@@ -37,6 +64,10 @@ pub(super) struct Tally {
     pub(super) resolved_completed: Count,
     /// Records that the operator released, as the ledger has no charge.
     pub(super) resolved_released: Count,
+    /// Requests that reached each of those that the network leads to.
+    pub(super) through: [Passages; 2],
+    /// Answers of one of two sidecars to what the other had executed.
+    pub(super) replayed_by_the_other: Count,
     /// How often the sidecar was killed.
     pub(super) kills: Count,
     faults: [Count; Fault::ALL.len()],

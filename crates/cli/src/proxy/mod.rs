@@ -7,6 +7,7 @@ mod admit;
 mod body;
 mod forward;
 mod headers;
+mod late;
 mod listen;
 mod reconcile;
 mod run;

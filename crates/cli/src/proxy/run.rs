@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use oncegate_core::{MemoryStore, Store};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
-use oncegate_engine::Engine;
+use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Gravity, RedisOptions, RedisStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
+use super::late::{self, NotOpened};
 use super::reconcile::Questions;
 use super::{DataPath, bind, server_config, tiered};
 use crate::admin::{self, AdminState, Draining};
@@ -52,7 +53,8 @@ fn allow_many_files() {
 const FRONT_PATIENCE: Duration = Duration::from_secs(1);
 
 async fn serve(config: Config) -> Result<(), String> {
-    let store = open(&config).await?;
+    let config = Arc::new(config);
+    let opened = late::open(&config).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     let (listen, sockets) = bind(config.listen, threads)
@@ -63,16 +65,18 @@ async fn serve(config: Config) -> Result<(), String> {
     let admin_address = admin.local_addr().map_err(|error| error.to_string())?;
 
     let tier = tiered::open(&config).await?;
-    let metrics = tiered::metrics(&*store, tier.as_ref());
-    let store = metrics.measured(store);
-    let (store, tiered) = tiered::before(store, tier);
-    let builder = Engine::builder(store).with_runtime(tokio::runtime::Handle::current());
+    let metrics = tiered::metrics(&*opened.store, tier.as_ref());
+    let control = tokio::runtime::Handle::current();
+    let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
+    let breaker = if opened.is_there { breaker } else { breaker.opened() };
+    let breaker = breaker.with_patience(config.store_patience).map_err(|error| error.to_string())?.build();
+    let (store, tiered) = tiered::before(Arc::new(breaker.clone()), tier);
+    let builder = Engine::builder(store).with_runtime(control);
     #[cfg(feature = "failpoints")]
     let builder = builder.with_observer((metrics.clone(), crate::failpoint::Failpoint::from_env()));
     #[cfg(not(feature = "failpoints"))]
     let builder = builder.with_observer(metrics.clone());
     let engine = builder.build();
-    let config = Arc::new(config);
     let questions = Questions::new(config.clone(), metrics.clone())?;
     let layer = config.layer(engine.clone(), |route| questions.settings(route));
     let layer = layer.map_err(|error| error.to_string())?.with_observer(metrics.clone());
@@ -81,6 +85,7 @@ async fn serve(config: Config) -> Result<(), String> {
     let draining = Draining::default();
     let state = AdminState {
         engine: engine.clone(),
+        breaker,
         layer: layer.clone(),
         metrics: metrics.clone(),
         token: config.admin_token.clone(),
@@ -131,29 +136,40 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(error.to_string()))
 }
 
-async fn open(config: &Config) -> Result<Arc<dyn Store>, String> {
+/// Opens the store, or the back of a tiered one.
+pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     Ok(match config.store.back() {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory, config.store_cache)?),
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
-        StoreChoice::Tiered(_) => return Err("a tiered store has no other one in it".to_owned()),
+        StoreChoice::Tiered(_) => {
+            return Err(NotOpened::Unfit("a tiered store has no other one in it".to_owned()));
+        }
     })
 }
 
-pub(super) fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, String> {
+pub(super) fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, NotOpened> {
     EmbeddedStore::open(EmbeddedOptions::new(directory).with_cache_bytes(cache))
-        .map_err(|error| error.to_string())
+        .map_err(|error| NotOpened::Unfit(error.to_string()))
 }
 
-async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, String> {
-    let options = PostgresOptions::new(url.reveal()).map_err(|error| error.to_string())?;
-    PostgresStore::open(options).await.map_err(|error| error.to_string())
+async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, NotOpened> {
+    let options = PostgresOptions::new(url.reveal()).map_err(|error| NotOpened::Unfit(error.to_string()))?;
+    PostgresStore::open(options).await.map_err(|error| match error {
+        oncegate_postgres::OpenError::Unreachable { .. } => NotOpened::Unreachable(error.to_string()),
+        _ => NotOpened::Unfit(error.to_string()),
+    })
 }
 
-async fn open_redis(options: &RedisOptions) -> Result<RedisStore, String> {
+async fn open_redis(options: &RedisOptions) -> Result<RedisStore, NotOpened> {
     let shown = options.shown();
-    let store = RedisStore::open(options.clone()).await.map_err(|error| format!("store {shown}: {error}"))?;
+    let store = RedisStore::open(options.clone()).await.map_err(|error| match error {
+        oncegate_redis::OpenError::Unreachable(what) => {
+            NotOpened::Unreachable(format!("store {shown}: {what}"))
+        }
+        error => NotOpened::Unfit(format!("store {shown}: {error}")),
+    })?;
     for finding in store.findings() {
         match finding.gravity {
             Gravity::Fine => tracing::info!("store {shown}: {finding}"),

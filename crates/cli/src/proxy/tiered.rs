@@ -27,7 +27,8 @@ pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
     let front = match &choice.front {
         FrontChoice::Memory(octets) => Front::in_memory(*octets),
         FrontChoice::Directory(directory) => {
-            Front::on(Arc::new(open_directory(directory, config.store_cache)?))
+            let store = open_directory(directory, config.store_cache).map_err(|error| error.to_string())?;
+            Front::on(Arc::new(store))
         }
         FrontChoice::Redis(options) => open_redis(options).await,
     };

@@ -77,6 +77,8 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     .unwrap();
     // The claim of the request that was refused is taken back first.
     until("the request is executed", async || second.ask(&other).await.status() == 200).await;
+    // The other one asks for its store once a second.
+    until("the other one has its store again", async || first.ask(&other).await.status() == 200).await;
     assert!(first.ask(&other).await.has_status(200).is_replay());
     assert_eq!(service.requests(), 2);
 

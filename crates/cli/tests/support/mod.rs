@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -123,6 +124,34 @@ fn lines(pipe: impl AsyncRead + Send + Unpin + 'static) -> watch::Receiver<Vec<S
 async fn closed(lines: &mut watch::Receiver<Vec<String>>) -> Vec<String> {
     while lines.changed().await.is_ok() {}
     lines.borrow().clone()
+}
+
+/// This program of the example in Node, with its packages.
+pub(crate) fn express_orders(program: &str) -> Command {
+    let folder = example("express-orders");
+    assert!(folder.join("node_modules").exists(), "its packages are missing; run `cargo xtask test`");
+    let mut command = Command::new("node");
+    command.arg(program).current_dir(folder);
+    command
+}
+
+/// This program of the example in Python, in its environment.
+pub(crate) fn fastapi_orders(program: &str) -> Command {
+    let python = target().join("fastapi-orders/bin/python");
+    assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
+    let mut command = Command::new(python);
+    command.arg(program).current_dir(example("fastapi-orders"));
+    command
+}
+
+fn example(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name)
+}
+
+/// Where builds go, as `cargo xtask test` sees it.
+fn target() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
 }
 
 /// The command line of a sidecar, on free ports.

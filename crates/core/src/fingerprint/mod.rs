@@ -120,6 +120,7 @@ mod form;
 mod json;
 mod media_type;
 mod multipart;
+mod natural;
 mod pointer;
 
 use std::cell::Cell;
@@ -130,6 +131,7 @@ use sha2::{Digest as _, Sha256};
 use self::form::Form;
 use self::media_type::{Kind, MediaType};
 use self::multipart::Part;
+pub use self::natural::{NaturalKey, NoNaturalKey};
 pub use self::pointer::{JsonPointer, JsonPointerError};
 
 /// The first part of a request's fingerprint. It changes with [`Fingerprint::VERSION`].

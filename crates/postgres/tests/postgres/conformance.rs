@@ -15,6 +15,7 @@ use sqlx::postgres::PgConnection;
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
 
+use crate::pooler;
 use crate::support::{Database, run};
 
 const TEST_CLOCK: &str = "
@@ -141,7 +142,7 @@ impl Store for Clocked {
     }
 }
 
-fn conforms(cases: u32, transaction_pooler: bool, batched: bool) {
+fn conforms(cases: u32, pooler: bool, batched: bool) {
     let runtime = Runtime::new().unwrap();
     let (database, control) = runtime.block_on(async {
         let database = Database::fresh().await;
@@ -149,7 +150,9 @@ fn conforms(cases: u32, transaction_pooler: bool, batched: bool) {
         run(&mut control, TEST_CLOCK).await;
         (database, Arc::new(Mutex::new((control, Timestamp::default()))))
     });
-    let options = database.options().with_pool_size(2).with_transaction_pooler(transaction_pooler);
+    let bouncer = pooler.then(|| runtime.block_on(pooler::bouncer(&database, 2)));
+    let options = bouncer.as_ref().map_or_else(|| database.options(), |it| pooler::options(it, &database));
+    let options = options.with_pool_size(2);
     let empty = "TRUNCATE oncegate.records, oncegate.audit RESTART IDENTITY";
     Suite::new().with_cases(cases).check(|| {
         runtime.block_on(async { run(&mut control.lock().await.0, empty).await });
@@ -166,7 +169,7 @@ fn the_postgres_store_conforms() {
 }
 
 #[test]
-fn it_conforms_behind_a_transaction_pooler() {
+fn it_conforms_behind_pgbouncer() {
     conforms(8, true, false);
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Completion, Outcome, Store as _, StoreErrorKind};
+use oncegate_core::{Completion, Extent, Outcome, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_servers::PostgresServer;
 
@@ -66,6 +66,9 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
     }
     assert!(!acknowledged.is_empty());
     assert_eq!(store.check().await.unwrap_err().kind(), StoreErrorKind::Unavailable);
+    // By now no connection is left that something could have been sent on.
+    let error = store.apply(id(1), claims(1 << 71)).await.unwrap_err();
+    assert!(error.is_unsent() && error.extent() == Extent::Store, "{error}");
     let _server = tokio::task::spawn_blocking(move || {
         server.start_again().unwrap();
         server

@@ -1,5 +1,6 @@
 //! A server for all tests of this program, a database for each.
 
+use std::str::FromStr as _;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use oncegate_core::{
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_servers::PostgresServer;
-use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgRow, PgSslMode};
 use sqlx::{AssertSqlSafe, Connection as _};
 
 static SERVER: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
@@ -59,6 +60,34 @@ impl Database {
         let patience = Duration::from_secs(20);
         let options = PostgresOptions::new(&self.url()).unwrap();
         options.with_connect_timeout(patience).with_statement_timeout(patience)
+    }
+
+    /// A pool such as an application has, with a table of payments beside the records.
+    pub(crate) async fn payments(&self, connections: u32) -> PgPool {
+        self.payments_at(self.server.port(), connections).await
+    }
+
+    /// The same through somebody in between.
+    pub(crate) async fn payments_at(&self, port: u16, connections: u32) -> PgPool {
+        let mut direct = self.connect().await;
+        run(
+            &mut direct,
+            "CREATE TABLE IF NOT EXISTS public.payments (id bigserial PRIMARY KEY, cents bigint NOT NULL)",
+        )
+        .await;
+        let options = PgConnectOptions::from_str(&self.url()).unwrap();
+        PgPoolOptions::new()
+            .max_connections(connections)
+            .acquire_timeout(Duration::from_secs(60))
+            .connect_with(options.port(port).ssl_mode(PgSslMode::Disable))
+            .await
+            .unwrap()
+    }
+
+    /// How many payments were committed.
+    pub(crate) async fn paid(&self) -> i64 {
+        let count = sqlx::query_scalar("SELECT count(*) FROM payments");
+        count.fetch_one(&mut self.connect().await).await.unwrap()
     }
 
     pub(crate) async fn store(&self) -> PostgresStore {

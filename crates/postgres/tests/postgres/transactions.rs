@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::Command;
-use oncegate_core::{Answer, Completion, OnAbandoned, Outcome, State, Store as _, StoreErrorKind};
+use oncegate_core::{
+    Answer, Command, Completion, Extent, OnAbandoned, Outcome, State, Store as _, StoreErrorKind,
+};
 
 use crate::support::{
     Database, claim, claims, completes, id, renews, response, run, sql_id, sqlstate, token, try_run,
@@ -40,7 +41,8 @@ async fn while_an_application_completes_everybody_else_is_answered_at_once() {
     );
     for command in [renews(token), completes(token, Completion::Tombstone)] {
         let error = store.apply(id(1), command).await.unwrap_err();
-        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+        assert_eq!(error.kind(), StoreErrorKind::Locked, "{error}");
+        assert_eq!(error.extent(), Extent::Record, "it says nothing about the store");
     }
     let purged = store.purge(10).await.unwrap();
     assert_eq!(purged, 0);

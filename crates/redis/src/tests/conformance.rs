@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{Clock, Store as _, Timestamp};
-use oncegate_servers::{RedisOptions as ServerOptions, RedisServer};
+use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
 use tokio::runtime::Runtime;
@@ -43,13 +43,11 @@ fn real_now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap()
 }
 
-#[test]
-fn the_redis_store_conforms() {
+fn conforms(cases: u32, url: &str, flush: impl Fn()) {
     let runtime = Runtime::new().unwrap();
-    let server = RedisServer::start(ServerOptions::new().with_appendfsync("always")).unwrap();
-    let options = RedisOptions::from_url(&server.url()).unwrap();
-    Suite::new().with_cases(128).with_own_expiry().with_any_order().check(|| {
-        server.command(&["FLUSHALL"]).unwrap();
+    let options = RedisOptions::from_url(url).unwrap();
+    Suite::new().with_cases(cases).with_own_expiry().with_any_order().check(|| {
+        flush();
         let by = real_now() - Duration::from_millis(SUITE_START);
         let (runtime, options) = (&runtime, &options);
         move |clock: Arc<ManualClock>| {
@@ -60,10 +58,41 @@ fn the_redis_store_conforms() {
 }
 
 #[test]
+fn the_redis_store_conforms() {
+    let server = RedisServer::start(ServerOptions::new().with_appendfsync("always")).unwrap();
+    conforms(128, &server.url(), || drop(server.command(&["FLUSHALL"]).unwrap()));
+}
+
+/// Its records are on several nodes, and an operator's word takes two steps there.
+#[test]
+fn the_redis_store_conforms_on_a_cluster() {
+    let cluster = cluster();
+    conforms(64, &cluster.url(), || {
+        for server in cluster.primaries() {
+            server.command(&["FLUSHALL"]).unwrap();
+        }
+    });
+}
+
+/// In which nobody is taken for dead because the machine is busy.
+fn cluster() -> RedisCluster {
+    RedisCluster::start_with(&ServerOptions::new().with("cluster-node-timeout 60000")).unwrap()
+}
+
+#[test]
 fn one_of_many_claimants_executes() {
-    let runtime = Runtime::new().unwrap();
     let server = RedisServer::start(ServerOptions::new()).unwrap();
-    let store = runtime.block_on(RedisStore::open(RedisOptions::from_url(&server.url()).unwrap())).unwrap();
+    one_executes(&server.url());
+}
+
+#[test]
+fn one_of_many_claimants_executes_on_a_cluster() {
+    one_executes(&cluster().url());
+}
+
+fn one_executes(url: &str) {
+    let runtime = Runtime::new().unwrap();
+    let store = runtime.block_on(RedisStore::open(RedisOptions::from_url(url).unwrap())).unwrap();
     check_concurrent_claims(&store, 20, 8);
     let seen = Duration::from_millis(store.now().as_millis());
     assert!(seen.abs_diff(real_now()) < Duration::from_secs(10));

@@ -1,0 +1,174 @@
+//! A store that is out of reach when the sidecar starts.
+//!
+//! The sidecar starts all the same, so that what needs no store passes: otherwise a restart during an outage would take the
+//! service down with it. What trying again does not mend, such as a wrong password, ends it instead.
+
+use std::fmt;
+use std::future::{Future, pending, ready};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Clock as _, Command, Durability, Fencing, ListPage, ListQuery, Outcome, Record,
+    RecordId, Store, StoreError, StoreFuture, Timestamp,
+};
+use oncegate_embedded::SystemClock;
+
+use super::run;
+use crate::config::{Config, StoreChoice};
+
+/// Why a store was not opened.
+#[derive(Debug)]
+pub(super) enum NotOpened {
+    /// It cannot be reached. Trying again may help.
+    Unreachable(String),
+    /// It cannot be used. Trying again does not help.
+    Unfit(String),
+}
+
+impl fmt::Display for NotOpened {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreachable(why) | Self::Unfit(why) => f.write_str(why),
+        }
+    }
+}
+
+/// A store, and whether it is there already.
+pub(super) struct Opened {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) is_there: bool,
+}
+
+/// Opens the store, now or, where it cannot be reached, when somebody asks whether it is well and it can.
+///
+/// # Errors
+/// Where it cannot be used.
+pub(super) async fn open(config: &Arc<Config>) -> Result<Opened, String> {
+    match run::open(config).await {
+        Ok(store) => Ok(Opened { store, is_there: true }),
+        Err(NotOpened::Unfit(why)) => Err(why),
+        Err(NotOpened::Unreachable(why)) => {
+            tracing::error!("{why}; starting without it: requests with a key are refused until it is there");
+            let store = LateStore {
+                config: config.clone(),
+                opened: OnceLock::new(),
+                opening: tokio::sync::Mutex::new(()),
+                said: Mutex::new(why),
+                clock: SystemClock::new(),
+            };
+            Ok(Opened { store: Arc::new(store), is_there: false })
+        }
+    }
+}
+
+/// A store that is opened by [`Store::check`], as soon as it can be.
+struct LateStore {
+    config: Arc<Config>,
+    opened: OnceLock<Arc<dyn Store>>,
+    /// Held by the one who opens it.
+    opening: tokio::sync::Mutex<()>,
+    /// Why it was not opened the last time.
+    said: Mutex<String>,
+    clock: SystemClock,
+}
+
+impl LateStore {
+    fn call<'a, T: Send + 'a>(
+        &'a self,
+        call: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T>,
+    ) -> StoreFuture<'a, T> {
+        match self.opened.get() {
+            Some(store) => call(&**store),
+            None => {
+                let error = StoreError::unavailable("the store was not reached yet").with_nothing_sent();
+                Box::pin(ready(Err(error)))
+            }
+        }
+    }
+
+    async fn open(&self) -> Result<(), StoreError> {
+        let _one_at_a_time = self.opening.lock().await;
+        if self.opened.get().is_some() {
+            return Ok(());
+        }
+        match run::open(&self.config).await {
+            Ok(store) => {
+                tracing::info!("the store is there");
+                // Only whoever holds the lock sets it.
+                let _first = self.opened.set(store);
+                Ok(())
+            }
+            Err(why) => {
+                let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+                let words = why.to_string();
+                if *said != words {
+                    tracing::error!("{words}; tried again");
+                    said.clone_from(&words);
+                }
+                Err(match why {
+                    NotOpened::Unreachable(_) => StoreError::unavailable(words).with_nothing_sent(),
+                    NotOpened::Unfit(_) => StoreError::invalid(words),
+                })
+            }
+        }
+    }
+}
+
+impl Store for LateStore {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.call(|store| store.apply(id, command))
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.call(|store| store.lookup(id))
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.call(|store| store.list(query))
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.call(|store| store.purge(limit))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.call(|store| store.audit(before, limit))
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            if self.opened.get().is_none() {
+                self.open().await?;
+            }
+            self.call(Store::check).await
+        })
+    }
+
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        match self.opened.get() {
+            Some(store) => store.changed(id),
+            None => Box::pin(pending()),
+        }
+    }
+
+    fn now(&self) -> Timestamp {
+        self.opened.get().map_or_else(|| self.clock.now(), |store| store.now())
+    }
+
+    /// As little as its kind promises, until it is there and says itself.
+    fn capabilities(&self) -> Capabilities {
+        if let Some(store) = self.opened.get() {
+            return store.capabilities();
+        }
+        match self.config.store.back() {
+            StoreChoice::Postgres(_) => {
+                let mut least = Capabilities::new("postgres", Durability::Buffered, Fencing::Monotonic);
+                least.atomic_with_effect = true;
+                least
+            }
+            StoreChoice::Redis(_) => Capabilities::new("redis", Durability::Buffered, Fencing::Equality),
+            _ => Capabilities::new("store", Durability::Volatile, Fencing::Equality),
+        }
+    }
+}

@@ -1,0 +1,528 @@
+//! A store that goes away while requests run: what its row in the table of GUARANTEES.md promises is asserted, what it does
+//! not promise is counted and printed.
+//!
+//! Clients pay for one thing after the other and try each again until they hear something definite. The service never takes
+//! two requests for one: it writes down every execution.
+
+mod support;
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use oncegate_servers::{PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer};
+use rustix::process::{Pid, Signal, kill_process};
+use support::{Message, Service, Sidecar, Wire, request, sidecar};
+use tokio::net::TcpStream;
+use tokio::task::{JoinHandle, block_in_place};
+
+const LEASE: Duration = Duration::from_secs(2);
+const CLIENTS: usize = 6;
+
+/// How long anything may take on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// What was executed, and when.
+#[derive(Clone, Default)]
+struct Ledger(Arc<Mutex<HashMap<String, Vec<Instant>>>>);
+
+impl Ledger {
+    /// A service that writes down what it does. Its answers differ, also for the same request.
+    async fn start() -> (Self, SocketAddr) {
+        let (ledger, service) = (Self::default(), Service::new().await);
+        let (all, address) = (ledger.clone(), service.address);
+        tokio::spawn(async move {
+            let listener = service.into_listener();
+            let number = Arc::new(AtomicUsize::new(0));
+            while let Ok((stream, _)) = listener.accept().await {
+                let (all, number) = (all.clone(), number.clone());
+                tokio::spawn(async move {
+                    let mut wire = Wire::new(stream);
+                    while let Some(head) = wire.try_head().await {
+                        let key = head.get("idempotency-key").unwrap_or("none").to_owned();
+                        wire.body(head).await;
+                        let number = number.fetch_add(1, Ordering::SeqCst);
+                        all.0.lock().unwrap().entry(key).or_default().push(Instant::now());
+                        tokio::time::sleep(Duration::from_millis(number as u64 % 20)).await;
+                        let body = format!("receipt {number}");
+                        let head = format!("HTTP/1.1 201 Created\r\nContent-Length: {}\r\n\r\n", body.len());
+                        if wire.try_send(head + &body).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        (ledger, address)
+    }
+
+    fn of(&self, key: &str) -> Vec<Instant> {
+        self.0.lock().unwrap().get(key).cloned().unwrap_or_default()
+    }
+
+    /// How many executions there were beyond the first of each key.
+    fn repeated(&self) -> usize {
+        let all = self.0.lock().unwrap();
+        // What has no key is nobody's retry.
+        all.iter().filter(|(key, _)| *key != "none").map(|(_, effects)| effects.len() - 1).sum()
+    }
+}
+
+/// What a client heard in the end: a receipt, or that nobody knows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Definite {
+    Paid(String),
+    /// The receipt of the execution itself, which says that the store did not take it: it may be kept, or nobody knows.
+    PaidNotStored(String),
+    Unknown,
+}
+
+impl Definite {
+    /// Whether a retry may hear this after it.
+    fn allows(&self, again: &Self) -> bool {
+        match self {
+            Self::PaidNotStored(receipt) => *again == Self::Unknown || *again == Self::Paid(receipt.clone()),
+            first => first == again,
+        }
+    }
+}
+
+/// Clients that pay until they are told to stop.
+struct Load {
+    address: SocketAddr,
+    ledger: Ledger,
+    stop: Arc<AtomicBool>,
+    refused: Arc<AtomicUsize>,
+    heard: Arc<Mutex<BTreeMap<String, Definite>>>,
+    clients: Vec<JoinHandle<()>>,
+}
+
+/// One request, and its answer, if there is one.
+async fn pay(address: SocketAddr, key: &str) -> Option<Message> {
+    let ask = request("POST", "/pay", &[&format!("Idempotency-Key: {key}")], "{}");
+    let mut wire = Wire::new(TcpStream::connect(address).await.ok()?);
+    wire.try_send(&ask).await.ok()?;
+    let head = wire.try_head().await?;
+    Some(wire.body(head).await)
+}
+
+/// What an answer says, where it is definite.
+fn definite(answer: &Message, refused: &AtomicUsize) -> Option<Definite> {
+    match answer.status() {
+        201 if answer.get("idempotency-status") == Some("not-stored") => {
+            Some(Definite::PaidNotStored(answer.text().to_owned()))
+        }
+        201 => Some(Definite::Paid(answer.text().to_owned())),
+        500 => {
+            answer.is_problem(500, "outcome-unknown");
+            Some(Definite::Unknown)
+        }
+        409 => None,
+        _ => {
+            answer.is_problem(503, "store-unavailable");
+            assert!(answer.get("retry-after").is_some(), "{answer:?}");
+            refused.fetch_add(1, Ordering::SeqCst);
+            None
+        }
+    }
+}
+
+impl Load {
+    fn start(address: SocketAddr, ledger: &Ledger, name: &str) -> Self {
+        let load = Self {
+            address,
+            ledger: ledger.clone(),
+            stop: Arc::default(),
+            refused: Arc::default(),
+            heard: Arc::default(),
+            clients: Vec::new(),
+        };
+        let clients = (0..CLIENTS).map(|client| {
+            let (stop, refused, heard) = (load.stop.clone(), load.refused.clone(), load.heard.clone());
+            let name = name.to_owned();
+            tokio::spawn(async move {
+                for number in 0.. {
+                    if stop.load(Ordering::SeqCst) {
+                        return;
+                    }
+                    let key = format!("{name}-{client}-{number}");
+                    loop {
+                        let answer = pay(address, &key).await;
+                        if let Some(said) = answer.and_then(|answer| definite(&answer, &refused)) {
+                            heard.lock().unwrap().insert(key, said);
+                            break;
+                        }
+                        tokio::time::sleep(Duration::from_millis(25)).await;
+                    }
+                }
+            })
+        });
+        let clients = clients.collect();
+        Self { clients, ..load }
+    }
+
+    /// Waits for so many more things to be paid for.
+    async fn goes_on(&self, more: usize) {
+        let paid = || self.heard.lock().unwrap().len();
+        let enough = paid() + more;
+        wait_until("more is paid for", async || paid() >= enough).await;
+    }
+
+    /// Waits for so many more refusals: an outage that cost time-outs would give few.
+    async fn is_refused(&self, more: usize) {
+        let enough = self.refused.load(Ordering::SeqCst) + more;
+        wait_until("requests are refused", async || self.refused.load(Ordering::SeqCst) >= enough).await;
+    }
+
+    /// What a retry hears.
+    async fn asks_again(&self, key: &str) -> Definite {
+        let give_up = Instant::now() + LEASE + DEADLINE;
+        loop {
+            let answer = pay(self.address, key).await;
+            if let Some(said) = answer.and_then(|answer| definite(&answer, &self.refused)) {
+                return said;
+            }
+            assert!(Instant::now() < give_up, "{key} hears nothing definite");
+            tokio::time::sleep(Duration::from_millis(25)).await;
+        }
+    }
+
+    /// The faults are over: every client hears something definite, and all that was ever heard stands.
+    async fn ends(mut self, what: &str, losses: &[(Instant, Instant)]) {
+        self.goes_on(20).await;
+        self.stop.store(true, Ordering::SeqCst);
+        for client in std::mem::take(&mut self.clients) {
+            let ended = tokio::time::timeout(LEASE + DEADLINE, client).await;
+            ended.unwrap_or_else(|_| panic!("{what}: a client never heard anything definite")).unwrap();
+        }
+        let heard = self.heard.lock().unwrap().clone();
+        let unknown = heard.values().filter(|said| **said == Definite::Unknown).count();
+        let not_stored = heard.values().filter(|said| matches!(said, Definite::PaidNotStored(_))).count();
+        let mut changed = 0;
+        for (key, said) in &heard {
+            let effects = self.ledger.of(key);
+            if losses.is_empty() {
+                // I1, I2.
+                assert!(effects.len() <= 1, "{what}: {} executions of {key}", effects.len());
+                if *said != Definite::Unknown {
+                    assert_eq!(effects.len(), 1, "{what}: {key}");
+                }
+            }
+            // I3, I4: each retry hears the same, and nothing is executed for it.
+            let again = self.asks_again(key).await;
+            if losses.is_empty() {
+                assert!(said.allows(&again), "{what}: {key} heard {said:?} and then {again:?}");
+                assert_eq!(self.ledger.of(key).len(), effects.len(), "{what}: {key} executed again");
+            } else {
+                changed += usize::from(!said.allows(&again));
+            }
+            // A second execution is explained by a loss between it and the one before.
+            for pair in self.ledger.of(key).windows(2) {
+                let is_explained = losses.iter().any(|(from, to)| pair[0] <= *to && *from <= pair[1]);
+                assert!(is_explained, "{what}: {key} executed again, and nothing was lost in between");
+            }
+        }
+        println!(
+            "{what}: {} keys, {} refusals, {unknown} unknown outcomes, {not_stored} answers not stored; executed again: {}, answers that changed: {changed}, \
+             losses: {}",
+            heard.len(),
+            self.refused.load(Ordering::SeqCst),
+            self.ledger.repeated(),
+            losses.len(),
+        );
+    }
+}
+
+async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let give_up = Instant::now() + DEADLINE;
+    while !holds().await {
+        assert!(Instant::now() < give_up, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// The value of a series.
+async fn series(sidecar: &Sidecar, name: &str) -> f64 {
+    let answer =
+        support::ask(sidecar.admin, &request("GET", "/metrics", &[], "").replace("orders.test", "localhost"))
+            .await;
+    let text = answer.has_status(200).text().to_owned();
+    let line = text.lines().find(|line| line.split(' ').next() == Some(name));
+    line.unwrap_or_else(|| panic!("no {name}: {text}")).rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+async fn probe(sidecar: &Sidecar, path: &str) -> u16 {
+    support::ask(sidecar.admin, &request("GET", path, &[], "").replace("orders.test", "localhost"))
+        .await
+        .status()
+}
+
+async fn openings(sidecar: &Sidecar) -> f64 {
+    series(sidecar, "oncegate_breaker_openings_total").await
+}
+
+async fn is_well_again(sidecar: &Sidecar) {
+    wait_until("it is well again", async || series(sidecar, "oncegate_degraded").await == 0.0).await;
+    assert_eq!(probe(sidecar, "/readyz").await, 200);
+    assert_eq!(series(sidecar, "oncegate_breaker{state=\"closed\"}").await, 1.0);
+}
+
+async fn is_degraded(sidecar: &Sidecar) {
+    wait_until("it is degraded", async || series(sidecar, "oncegate_degraded").await == 1.0).await;
+    wait_until("it is not ready", async || probe(sidecar, "/readyz").await == 503).await;
+    assert_eq!(probe(sidecar, "/livez").await, 200);
+}
+
+async fn start(to: SocketAddr, store: &str, flags: &[&str]) -> Sidecar {
+    let mut command = sidecar(&format!("http://{to}"));
+    command.env("ONCEGATE_STORE", store).args(["--lease=2s", "--store-patience=500ms"]).args(flags);
+    Sidecar::run(&mut command).await
+}
+
+/// For longer than a lease.
+async fn beyond_the_lease() {
+    tokio::time::sleep(LEASE + Duration::from_secs(1)).await;
+}
+
+fn prepared(options: PostgresOptions) -> PostgresServer {
+    let server = PostgresServer::start_with(options).unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    let output =
+        command.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", server.url()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    server
+}
+
+fn session(server: &PostgresServer) -> PostgresSession {
+    block_in_place(|| server.session()).unwrap()
+}
+
+fn run(session: &mut PostgresSession, sql: &str) -> String {
+    block_in_place(|| session.run(sql)).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_that_stops_and_starts_executes_nothing_twice() {
+    let mut options = PostgresOptions::default();
+    options.fsync = true;
+    let mut server = block_in_place(|| prepared(options));
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &server.url(), &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "stop");
+    for number in 1..=2 {
+        load.goes_on(30).await;
+        block_in_place(|| server.stop_immediately()).unwrap();
+        is_degraded(&sidecar).await;
+        load.is_refused(100).await;
+        assert_eq!(pay_without_a_key(sidecar.address).await, 201, "what has no key passes");
+        block_in_place(|| server.start_again()).unwrap();
+        load.goes_on(30).await;
+        is_well_again(&sidecar).await;
+        assert_eq!(openings(&sidecar).await, f64::from(number));
+    }
+    load.ends("PostgreSQL, immediate stop", &[]).await;
+}
+
+async fn pay_without_a_key(address: SocketAddr) -> u16 {
+    support::ask(address, &request("POST", "/pay", &[], "{}")).await.status()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_that_hangs_beyond_the_lease_executes_nothing_twice() {
+    let server = block_in_place(|| prepared(PostgresOptions::default()));
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &server.url(), &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "hang");
+    load.goes_on(30).await;
+    server.freeze(true).unwrap();
+    is_degraded(&sidecar).await;
+    load.is_refused(100).await;
+    beyond_the_lease().await;
+    server.freeze(false).unwrap();
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+    // A lock on the whole table, as a migration of somebody else's takes it.
+    let mut other = session(&server);
+    run(&mut other, "BEGIN; LOCK TABLE oncegate.records;");
+    is_degraded(&sidecar).await;
+    load.is_refused(100).await;
+    beyond_the_lease().await;
+    run(&mut other, "ROLLBACK;");
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+    load.ends("PostgreSQL, frozen and locked", &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_that_ends_sessions_or_has_none_left_executes_nothing_twice() {
+    let mut options = PostgresOptions::default();
+    options.settings = vec!["max_connections=20".to_owned()];
+    let server = block_in_place(|| prepared(options));
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &server.url(), &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "sessions");
+    load.goes_on(30).await;
+    let mut other = session(&server);
+    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'oncegate';";
+    for _ in 0..5 {
+        run(&mut other, end);
+        load.goes_on(5).await;
+    }
+    // Rows that somebody holds say nothing about the store.
+    let before = openings(&sidecar).await;
+    for _ in 0..3 {
+        run(&mut other, "BEGIN; SELECT count(*) FROM (SELECT 1 FROM oncegate.records FOR UPDATE) AS held;");
+        load.goes_on(20).await;
+        run(&mut other, "ROLLBACK;");
+    }
+    assert_eq!(openings(&sidecar).await, before, "the breaker opened for rows that somebody held");
+    // No connection is left for it, as far as others are quicker.
+    let mut others = Vec::new();
+    for _ in 0..2 {
+        while let Ok(another) = block_in_place(|| server.session()) {
+            others.push(another);
+        }
+        run(&mut other, end);
+    }
+    assert!(others.len() >= 5, "{} sessions were left", others.len());
+    beyond_the_lease().await;
+    drop(others);
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+    load.ends("PostgreSQL, sessions ended and used up", &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn redis_that_flushes_every_write_executes_nothing_twice() {
+    let mut server = RedisServer::start(RedisOptions::new().with_appendfsync("always")).unwrap();
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &format!("{}?timeout=500ms", server.url()), &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "aof");
+    let freeze = |server: &RedisServer, signal| {
+        let pid = server.pid().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw).unwrap();
+        kill_process(pid, signal).unwrap();
+    };
+    load.goes_on(30).await;
+    server.kill();
+    is_degraded(&sidecar).await;
+    load.is_refused(100).await;
+    block_in_place(|| server.restart()).unwrap();
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+
+    for _ in 0..5 {
+        block_in_place(|| server.command(&["SCRIPT", "FLUSH"])).unwrap();
+        load.goes_on(5).await;
+    }
+
+    block_in_place(|| server.command(&["CLIENT", "PAUSE", "4000", "ALL"])).unwrap();
+    is_degraded(&sidecar).await;
+    load.is_refused(50).await;
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+
+    freeze(&server, Signal::STOP);
+    is_degraded(&sidecar).await;
+    load.is_refused(100).await;
+    beyond_the_lease().await;
+    freeze(&server, Signal::CONT);
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+
+    // A full store refuses what is new and answers what is known; it is degraded, and not out of reach.
+    let (opened, known) = (openings(&sidecar).await, load.heard.lock().unwrap().clone());
+    block_in_place(|| server.command(&["CONFIG", "SET", "maxmemory", "1"])).unwrap();
+    is_degraded(&sidecar).await;
+    load.is_refused(50).await;
+    for (key, said) in known.iter().filter(|(_, said)| matches!(said, Definite::Paid(_))).take(20) {
+        let again = pay(sidecar.address, key).await.and_then(|answer| definite(&answer, &load.refused));
+        assert_eq!(again.as_ref(), Some(said), "{key}");
+    }
+    assert_eq!(openings(&sidecar).await, opened, "the breaker opened for a store that is full");
+    block_in_place(|| server.command(&["CONFIG", "SET", "maxmemory", "0"])).unwrap();
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+    load.ends("Redis, appendfsync always", &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn redis_that_loses_its_records_executes_again_what_it_lost_and_nothing_else() {
+    let mut server = RedisServer::start(RedisOptions::new()).unwrap();
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &format!("{}?timeout=500ms", server.url()), &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "loss");
+    load.goes_on(30).await;
+    assert_eq!(ledger.repeated(), 0);
+    let from = Instant::now();
+    block_in_place(|| server.command(&["FLUSHALL"])).unwrap();
+    let flushed = (from, Instant::now());
+    load.goes_on(30).await;
+    let from = Instant::now();
+    server.kill();
+    is_degraded(&sidecar).await;
+    load.is_refused(100).await;
+    block_in_place(|| server.restart()).unwrap();
+    let losses = [flushed, (from, Instant::now())];
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+    load.ends("Redis, nothing kept", &losses).await;
+    // What this store does not promise did happen, and was seen.
+    assert!(ledger.repeated() >= 60, "{}", ledger.repeated());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn danger_fail_open_executes_without_the_store_and_says_so() {
+    let mut server = RedisServer::start(RedisOptions::new()).unwrap();
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &server.url(), &["--store-outage=open"]).await;
+    assert_eq!(pay(sidecar.address, "before").await.unwrap().status(), 201);
+    server.kill();
+    for number in 0..20 {
+        let key = format!("open-{}", number % 2);
+        let answer = pay(sidecar.address, &key).await.unwrap();
+        answer.has_status(201);
+        assert_eq!(answer.get("idempotency-status"), Some("unprotected"), "{answer:?}");
+    }
+    assert_eq!((ledger.of("open-0").len(), ledger.of("open-1").len()), (10, 10), "without protection");
+    let counted = series(&sidecar, "oncegate_requests_total{outcome=\"failed-open\",status=\"2xx\"}").await;
+    assert_eq!(counted, 20.0);
+    assert_eq!(pay_without_a_key(sidecar.address).await, 201);
+    is_degraded(&sidecar).await;
+    block_in_place(|| server.restart()).unwrap();
+    wait_until("it is protected again", async || {
+        let answer = pay(sidecar.address, "after").await.unwrap();
+        answer.has_status(201).get("idempotency-status") != Some("unprotected")
+    })
+    .await;
+    is_well_again(&sidecar).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_starts_without_its_store_and_takes_it_up_when_it_is_there() {
+    let mut redis = RedisServer::start(RedisOptions::new()).unwrap();
+    let mut postgres = block_in_place(|| prepared(PostgresOptions::default()));
+    redis.kill();
+    block_in_place(|| postgres.stop_immediately()).unwrap();
+    let (ledger, to) = Ledger::start().await;
+    let both = [start(to, &redis.url(), &[]).await, start(to, &postgres.url(), &[]).await];
+    for sidecar in &both {
+        is_degraded(sidecar).await;
+        pay(sidecar.address, "early").await.unwrap().is_problem(503, "store-unavailable");
+        assert_eq!(pay_without_a_key(sidecar.address).await, 201);
+        assert_eq!(openings(sidecar).await, 1.0);
+    }
+    assert!(ledger.of("early").is_empty());
+    block_in_place(|| redis.restart()).unwrap();
+    block_in_place(|| postgres.start_again()).unwrap();
+    for (executed, sidecar) in both.iter().enumerate() {
+        wait_until("the store is taken up", async || {
+            pay(sidecar.address, "early").await.unwrap().status() == 201
+        })
+        .await;
+        assert!(pay(sidecar.address, "early").await.unwrap().has_status(201).is_replay());
+        assert_eq!(ledger.of("early").len(), executed + 1, "once per store");
+        is_well_again(sidecar).await;
+    }
+}

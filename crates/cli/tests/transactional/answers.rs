@@ -1,0 +1,119 @@
+//! What a service says and what its transaction did may differ: a service that the test plays itself.
+
+use crate::counted;
+use crate::support::{Message, Service, Sidecar, Wire, request, until};
+use crate::world::{Database, run};
+
+const KEY: &str = "Idempotency-Key: order-1";
+const CREATED: &str =
+    "HTTP/1.1 201 Created\r\nContent-Type: text/plain\r\nSet-Cookie: a=b\r\nContent-Length: 4\r\n\r\npaid";
+
+/// A request that has come to the service.
+struct Asked {
+    database: Database,
+    sidecar: Sidecar,
+    client: Wire,
+    wire: Wire,
+    /// What `oncegate.complete` is called with.
+    attempt: String,
+}
+
+async fn ask() -> Asked {
+    let (database, service) = (Database::new().await, Service::new().await);
+    let sidecar = database.sidecar(service.address, &[], "").await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/orders", &[KEY], "{}")).await;
+    let mut wire = service.accept().await;
+    let asked = wire.message().await;
+    let (record, token) = (asked.get("oncegate-record").unwrap(), asked.get("oncegate-token").unwrap());
+    assert_eq!(asked.get("oncegate-attempt"), Some("1"));
+    let attempt = format!("decode('{record}', 'hex'), {token}");
+    Asked { database, sidecar, client, wire, attempt }
+}
+
+impl Asked {
+    async fn complete(&self, response: &str) {
+        let call = format!("SELECT oncegate.complete({}{response})", self.attempt);
+        run(&mut self.database.connect().await, &call).await;
+    }
+
+    async fn answer(&mut self, text: &str) -> Message {
+        self.wire.send(text).await;
+        self.client.message().await
+    }
+
+    async fn retry(&self) -> Message {
+        self.sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await
+    }
+}
+
+const NOTED: [&str; 4] = ["completed-upstream", "answer-added", "answer-differs", "completion-missing"];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_record_has_the_last_word() {
+    let mut asked = ask().await;
+    asked
+        .complete(", oncegate.response(202, ARRAY['content-type', 'location'], ARRAY['text/x', '/orders/7'], 'mine')")
+        .await;
+    let answer = asked.answer(CREATED).await;
+    assert_eq!((answer.has_status(202).text(), answer.get("content-type")), ("mine", Some("text/x")));
+    assert_eq!((answer.get("location"), answer.get("set-cookie")), (Some("/orders/7"), Some("a=b")));
+    assert!(!answer.is_replay());
+    let replay = asked.retry().await;
+    assert_eq!((replay.has_status(202).text(), replay.get("content-type")), ("mine", Some("text/x")));
+    assert_eq!((replay.get("location"), replay.get("set-cookie")), (Some("/orders/7"), None));
+    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 0, 1, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_error_after_the_commit_does_not_undo_it() {
+    let mut asked = ask().await;
+    asked.complete("").await;
+    asked.answer("HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\noops").await.has_status(500);
+    asked.retry().await.is_problem(422, "replay-unavailable");
+    assert_eq!(counted(&asked.sidecar, &NOTED).await, [1, 0, 0, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_error_without_a_commit_frees_the_key_and_a_late_commit_is_fenced() {
+    let mut asked = ask().await;
+    asked.answer("HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\noops").await.has_status(500);
+    let late = format!("SELECT oncegate.complete({})", asked.attempt);
+    let late = sqlx::raw_sql(sqlx::AssertSqlSafe(late)).execute(&mut asked.database.connect().await).await;
+    let code = late.unwrap_err().as_database_error().unwrap().code().unwrap().into_owned();
+    assert_eq!(code, "OG001");
+    let released = "SELECT count(*) FROM oncegate.records WHERE state = 'released'";
+    assert_eq!(asked.database.number(released).await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_success_without_a_completion_is_stored_and_noted() {
+    let mut asked = ask().await;
+    assert_eq!(asked.answer(CREATED).await.has_status(201).text(), "paid");
+    assert!(asked.retry().await.has_status(201).is_replay());
+    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 0, 0, 1]);
+    asked.sidecar.process.says("had not completed the record in its transaction").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_without_a_completion_is_stored() {
+    let mut asked = ask().await;
+    asked.answer("HTTP/1.1 409 Conflict\r\nContent-Length: 4\r\n\r\nsold").await.has_status(409);
+    assert_eq!(asked.retry().await.has_status(409).text(), "sold");
+    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 0, 0, 0]);
+}
+
+/// It should not; but the sidecar's own completion waits for no transaction, and comes after it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
+    let mut asked = ask().await;
+    let mut open = asked.database.connect().await;
+    run(&mut open, "BEGIN").await;
+    run(&mut open, &format!("SELECT oncegate.complete({})", asked.attempt)).await;
+    let answer = asked.answer(CREATED).await;
+    assert_eq!(answer.has_status(201).get("idempotency-status"), Some("not-stored"));
+    asked.retry().await.is_problem(409, "request-in-progress");
+    run(&mut open, "COMMIT").await;
+    until("the answer is added", async || asked.retry().await.status() == 201).await;
+    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 1, 0, 0]);
+}

@@ -1,0 +1,315 @@
+//! Services that complete their records in their own transactions, behind the real sidecar on a real PostgreSQL: whatever is
+//! killed at whatever point, an operation takes effect exactly once.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod answers;
+mod relay;
+mod world;
+
+use relay::Gate;
+use rustix::process::Signal;
+use support::{Message, Sidecar, ask, until};
+use world::{Database, Kind, Operation, Stop, World, serve};
+
+/// The answer to the first client, where the service died before its transaction was over.
+fn is_told_to_retry(answer: &Message, slug: &str) {
+    answer.is_problem(502, slug);
+    assert_eq!(answer.json()["retry"], "same-key");
+}
+
+async fn what_is_committed_is_answered_from_the_record(kind: Kind) {
+    let world = World::start(kind, &[]).await;
+    for operation in Operation::BOTH {
+        let first = world.ask(operation, "plain").await;
+        assert!(!first.has_status(201).is_replay());
+        let second = world.ask(operation, "plain").await;
+        assert!(second.has_status(201).is_replay());
+        assert_eq!(first.body, second.body);
+        for name in ["content-type", "location"] {
+            assert_eq!(first.get(name), second.get(name), "{name}");
+        }
+        assert_eq!(first.get("idempotency-status"), None);
+        assert_eq!(world.effects(operation).await, 1);
+        // Without a key there is no record.
+        let bare = operation.request("none").replace("Idempotency-Key: none\r\n", "");
+        world.sidecar.ask(&bare).await.has_status(201);
+        assert_eq!(world.effects(operation).await, 2);
+    }
+    let events = ["completed-upstream", "answer-added", "answer-differs", "completion-missing"];
+    assert_eq!(counted(&world.sidecar, &events).await, [1, 1, 0, 0]);
+}
+
+async fn metrics(sidecar: &Sidecar) -> String {
+    let asked = "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
+    ask(sidecar.admin, asked).await.has_status(200).text().to_owned()
+}
+
+async fn counted<const N: usize>(sidecar: &Sidecar, events: &[&str; N]) -> [u64; N] {
+    let text = metrics(sidecar).await;
+    events.map(|event| {
+        let series = format!("oncegate_events_total{{event=\"{event}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&series));
+        line.unwrap_or_else(|| panic!("no {series}")).parse().unwrap()
+    })
+}
+
+async fn a_service_that_is_killed_before_its_commit_has_done_nothing(kind: Kind) {
+    let mut world = World::start(kind, &[]).await;
+    for operation in Operation::BOTH {
+        for stop in [Stop::BeforeTheRow, Stop::AfterTheRow] {
+            let key = format!("{stop:?}");
+            let before = world.effects(operation).await;
+            let held = world.hold(stop).await;
+            let mut client = world.send(operation, &key).await;
+            world.somebody_is_held().await;
+            world.service.kill().await;
+            is_told_to_retry(&client.message().await, "handler-failed");
+            drop(held);
+            world.restart_service().await;
+            world.is_not_done(operation, &key, before).await;
+        }
+    }
+}
+
+/// The record is held by the service's open transaction when the service dies, so nobody knows yet what comes of it.
+async fn a_service_that_is_killed_before_it_sends_commit_has_done_nothing(kind: Kind) {
+    let mut world = World::start(kind, &[]).await;
+    for (at, operation) in Operation::BOTH.into_iter().enumerate() {
+        world.relay.set(Gate::BeforeCommit);
+        let mut client = world.send(operation, "completed").await;
+        world.relay.holds(at + 1).await;
+        world.service.kill().await;
+        is_told_to_retry(&client.message().await, "request-in-progress");
+        world.ask(operation, "completed").await.is_problem(409, "request-in-progress");
+        world.relay.cut().await;
+        world.restart_service().await;
+        world.is_not_done(operation, "completed", 0).await;
+    }
+}
+
+async fn a_service_that_is_killed_while_it_commits_has_done_it(kind: Kind) {
+    let mut world = World::start(kind, &[]).await;
+    for operation in Operation::BOTH {
+        let held = world.hold(Stop::WhileItCommits).await;
+        let mut client = world.send(operation, "commits").await;
+        world.somebody_is_held().await;
+        world.service.kill().await;
+        is_told_to_retry(&client.message().await, "request-in-progress");
+        world.ask(operation, "commits").await.is_problem(409, "request-in-progress");
+        drop(held);
+        world.restart_service().await;
+        world.is_done(operation, "commits", 1).await;
+    }
+}
+
+async fn a_service_that_is_killed_after_its_commit_has_done_it(kind: Kind) {
+    let mut world = World::start(kind, &[]).await;
+    for (at, operation) in Operation::BOTH.into_iter().enumerate() {
+        world.relay.set(Gate::AfterCommit);
+        let mut client = world.send(operation, "committed").await;
+        world.relay.holds(at + 1).await;
+        until("it is committed", async || world.effects(operation).await == 1).await;
+        world.service.kill().await;
+        // The first client, too, gets the answer that the record has.
+        let answer = client.message().await;
+        match operation {
+            Operation::Order => assert!(answer.has_status(201).is_replay()),
+            Operation::Pay => drop(answer.is_problem(422, "replay-unavailable")),
+        }
+        world.relay.cut().await;
+        world.restart_service().await;
+        world.is_done(operation, "committed", 1).await;
+    }
+}
+
+const SHORT: [&str; 1] = ["--lease=1s"];
+
+async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: Kind) {
+    for operation in Operation::BOTH {
+        let mut world = World::start_with(kind, &SHORT, "executing").await;
+        let _client = world.send(operation, "executing").await;
+        world.sidecar.process.says("failpoint executing").await;
+        world.sidecar.process.kill().await;
+        world.restart_sidecar(&SHORT).await;
+        world.is_not_done(operation, "executing", 0).await;
+
+        for (failpoint, effects) in [("executed", 2), ("completed", 3)] {
+            world.sidecar = world.database.sidecar(world.at, &SHORT, failpoint).await;
+            let _client = world.send(operation, failpoint).await;
+            world.sidecar.process.says(&format!("failpoint {failpoint}")).await;
+            world.sidecar.process.kill().await;
+            world.restart_sidecar(&SHORT).await;
+            if failpoint == "completed" {
+                // The answer was added before it was killed.
+                let answer = world.retry(operation, failpoint).await;
+                assert!(answer.has_status(201).is_replay());
+                assert_eq!(world.effects(operation).await, effects);
+            } else {
+                world.is_done(operation, failpoint, effects).await;
+            }
+        }
+    }
+}
+
+/// The service goes on, and nobody waits for its answer.
+async fn a_sidecar_that_is_killed_while_the_service_is_at_it(kind: Kind) {
+    let mut world = World::start(kind, &SHORT).await;
+    for operation in Operation::BOTH {
+        let held = world.hold(Stop::WhileItCommits).await;
+        let _client = world.send(operation, "alone").await;
+        world.somebody_is_held().await;
+        world.sidecar.process.kill().await;
+        world.restart_sidecar(&SHORT).await;
+        lease_has_run_out(&world.database).await;
+        // Nobody takes over before the end of the transaction.
+        world.ask(operation, "alone").await.is_problem(409, "request-in-progress");
+        drop(held);
+        world.is_done(operation, "alone", 1).await;
+    }
+}
+
+async fn lease_has_run_out(database: &Database) {
+    let left = "SELECT count(*) FROM oncegate.records WHERE state = 'in-progress' AND lease_until > oncegate.now_ms()";
+    until("the lease has run out", async || database.number(left).await == 0).await;
+}
+
+async fn both_are_killed(kind: Kind) {
+    let mut world = World::start(kind, &SHORT).await;
+    for operation in Operation::BOTH {
+        for (stop, is_done) in
+            [(Stop::BeforeTheRow, false), (Stop::AfterTheRow, false), (Stop::WhileItCommits, true)]
+        {
+            let key = format!("{stop:?}");
+            let before = world.effects(operation).await;
+            let held = world.hold(stop).await;
+            let _client = world.send(operation, &key).await;
+            world.somebody_is_held().await;
+            world.sidecar.process.kill().await;
+            world.service.kill().await;
+            drop(held);
+            world.restart_service().await;
+            world.restart_sidecar(&SHORT).await;
+            if is_done {
+                world.is_done(operation, &key, before + 1).await;
+            } else {
+                world.is_not_done(operation, &key, before).await;
+            }
+        }
+    }
+}
+
+async fn both_are_killed_around_the_commit(kind: Kind) {
+    let mut world = World::start(kind, &SHORT).await;
+    let mut times = 0;
+    for operation in Operation::BOTH {
+        for (gate, is_done) in [(Gate::BeforeCommit, false), (Gate::AfterCommit, true)] {
+            let key = format!("{gate:?}");
+            let before = world.effects(operation).await;
+            world.relay.set(gate);
+            let _client = world.send(operation, &key).await;
+            times += 1;
+            world.relay.holds(times).await;
+            if is_done {
+                until("it is committed", async || world.effects(operation).await == before + 1).await;
+            }
+            world.sidecar.process.kill().await;
+            world.service.kill().await;
+            world.relay.cut().await;
+            world.restart_service().await;
+            world.restart_sidecar(&SHORT).await;
+            if is_done {
+                world.is_done(operation, &key, before + 1).await;
+            } else {
+                world.is_not_done(operation, &key, before).await;
+            }
+        }
+    }
+}
+
+async fn an_owner_that_was_paused_beyond_its_lease_rolls_back(kind: Kind) {
+    let operation = Operation::Order;
+    let world = World::start(kind, &SHORT).await;
+    let held = world.hold(Stop::AfterTheRow).await;
+    let mut client = world.send(operation, "paused").await;
+    world.somebody_is_held().await;
+    world.sidecar.process.signal(Signal::STOP);
+    world.service.signal(Signal::STOP);
+    drop(held);
+    lease_has_run_out(&world.database).await;
+
+    // Others, with everything of their own but the database.
+    let (_service, at) = serve(kind, &world.database, &world.relay, 0).await;
+    let sidecar = world.database.sidecar(at, &SHORT, "").await;
+    let answer = sidecar.ask(&operation.request("paused")).await;
+    assert!(!answer.has_status(201).is_replay());
+
+    world.service.signal(Signal::CONT);
+    world.sidecar.process.signal(Signal::CONT);
+    let stale = client.message().await;
+    assert_eq!(stale.has_status(503).get("idempotency-status"), Some("fenced"));
+    assert!(stale.text().contains("OG001"), "{}", stale.text());
+    assert_eq!(world.effects(operation).await, 1);
+    let replay = world.retry(operation, "paused").await;
+    assert!(replay.has_status(201).is_replay());
+    assert_eq!(replay.body, answer.body);
+}
+
+/// The service keeps its transaction open, with the completion in it, for longer than a lease.
+async fn nobody_hangs_behind_an_open_transaction(kind: Kind) {
+    let mut world = World::start(kind, &SHORT).await;
+    let other = world.database.sidecar(world.at, &SHORT, "").await;
+    let operation = Operation::Order;
+    world.relay.set(Gate::BeforeCommit);
+    let mut client = world.send(operation, "open").await;
+    world.relay.holds(1).await;
+    // Renewals are told that it is locked, and go on; duplicates are told that it is in progress.
+    until("renewals have been tried", async || counted(&world.sidecar, &["renewal-failed"]).await[0] >= 3)
+        .await;
+    lease_has_run_out(&world.database).await;
+    world.ask(operation, "open").await.is_problem(409, "request-in-progress");
+    other.ask(&operation.request("open")).await.is_problem(409, "request-in-progress");
+    let metrics = metrics(&world.sidecar).await;
+    // The store is well: it is only this record that is held.
+    assert!(metrics.contains("oncegate_degraded 0"), "{metrics}");
+    assert!(metrics.contains("oncegate_store_errors_total{during=\"renewal\",kind=\"locked\"}"), "{metrics}");
+    world.relay.set(Gate::Open);
+    let answer = client.message().await;
+    assert!(!answer.has_status(201).is_replay());
+    let replay = other.ask(&operation.request("open")).await;
+    assert!(replay.has_status(201).is_replay());
+    assert_eq!(replay.body, answer.body);
+    assert_eq!(world.effects(operation).await, 1);
+}
+
+macro_rules! checks {
+    ($($check:ident)+) => {
+        mod express {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $check() {
+                super::$check(super::Kind::Express).await;
+            })+
+        }
+        mod fastapi {
+            $(#[tokio::test(flavor = "multi_thread")]
+            async fn $check() {
+                super::$check(super::Kind::Fastapi).await;
+            })+
+        }
+    };
+}
+
+checks! {
+    what_is_committed_is_answered_from_the_record
+    a_service_that_is_killed_before_its_commit_has_done_nothing
+    a_service_that_is_killed_before_it_sends_commit_has_done_nothing
+    a_service_that_is_killed_while_it_commits_has_done_it
+    a_service_that_is_killed_after_its_commit_has_done_it
+    a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed
+    a_sidecar_that_is_killed_while_the_service_is_at_it
+    both_are_killed
+    both_are_killed_around_the_commit
+    an_owner_that_was_paused_beyond_its_lease_rolls_back
+    nobody_hangs_behind_an_open_transaction
+}

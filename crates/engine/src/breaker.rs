@@ -1,0 +1,581 @@
+//! Between an engine and a store that may be out of reach: what cannot succeed is refused at once, not after a time-out.
+//!
+//! ```text
+//!            a command fails, or is slow: the store is asked whether it is well (a probe)
+//! closed ─────────────────────────────────────────────────────────────────────────────────▶ open
+//!    ▲      it does not say yes in time, or says yes several times and no command succeeds     │
+//!    │                                                                                       │ probes, a second
+//!    │ one command succeeds, or none fails for a while                                       │ apart at the most
+//!    └──────────────────────────────────── half-open ◀────────────────────────────────────────┘
+//!                                          one command at a time          the store says yes
+//! ```
+//!
+//! What opens it is never one failure alone: a connection that was cut fails a hundred commands at once, on a store that is
+//! well. A record that is damaged or held by somebody else ([`Extent::Record`]) says nothing about the store, and a store
+//! that is full ([`Extent::Writes`]) still answers what needs no room; neither opens it.
+
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::hash::{BuildHasher as _, RandomState};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::task::Poll;
+use std::time::Duration;
+
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId, Store,
+    StoreError, StoreErrorKind, StoreFuture, Timestamp,
+};
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::flight::lock;
+use crate::policy::ConfigError;
+
+/// Any store, behind a circuit breaker. Cheap to clone; all clones are one.
+///
+/// While the store is out of reach, commands are refused at once as unavailable, with [`StoreError::is_unsent`]. A task in
+/// the background asks the store until it answers, so that nobody has to start anything again. A command that hangs is
+/// given up when the store turns out to be out of reach, and in any case after ten times the patience or 20 seconds.
+///
+/// Must be used inside a tokio runtime with time.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use oncegate_core::{Clock, MemoryStore, Timestamp};
+/// # struct Still;
+/// # impl Clock for Still { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// use oncegate_engine::{Breaker, BreakerState, Engine};
+///
+/// let breaker = Breaker::new(Arc::new(MemoryStore::new(Still)));
+/// let engine = Engine::new(Arc::new(breaker.clone()));
+/// assert_eq!(breaker.state(), BreakerState::Closed);
+/// # drop(engine);
+/// ```
+#[derive(Clone)]
+pub struct Breaker(Arc<Shared>);
+
+/// How a [`Breaker`] is put together.
+pub struct BreakerBuilder {
+    store: Arc<dyn Store>,
+    patience: Duration,
+    runtime: Option<Handle>,
+    is_open: bool,
+}
+
+/// Where a [`Breaker`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BreakerState {
+    /// Commands pass.
+    Closed,
+    /// The store says that it is back: one command at a time passes, to see whether it is.
+    HalfOpen,
+    /// Commands are refused.
+    Open,
+}
+
+impl BreakerState {
+    /// Every state.
+    pub const ALL: [Self; 3] = [Self::Closed, Self::HalfOpen, Self::Open];
+
+    /// `closed`, `half-open` or `open`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::HalfOpen => "half-open",
+            Self::Open => "open",
+        }
+    }
+}
+
+/// How long a command may take before the store is asked whether it is well, and how long the store may take to say so.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Shortest and longest patience.
+const PATIENCE_BOUNDS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(60));
+
+/// How long a command may take, whatever the store says of itself: so many times the patience, and so long at least.
+const HANG_PATIENCES: u32 = 10;
+const HANG_LEAST: Duration = Duration::from_secs(20);
+
+/// How often a command may fail after the store said that it is well, with none that succeeds in between.
+const STRIKES: u32 = 3;
+
+/// Pauses between probes.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+const PAUSE_LAST: Duration = Duration::from_secs(1);
+
+/// How long no command may have failed before a store that says that it is well is believed, without one that succeeds.
+const CALM: Duration = Duration::from_secs(5);
+
+/// A record that nobody has, to see whether records can be read.
+const NOBODY: RecordId = RecordId::from_bytes([0; 32]);
+
+struct Shared {
+    store: Arc<dyn Store>,
+    patience: Duration,
+    runtime: Option<Handle>,
+    /// Read by every command; changed under the lock of `watch`.
+    state: AtomicU8,
+    /// Whether a success is worth the lock.
+    is_suspected: AtomicBool,
+    is_degraded: AtomicBool,
+    openings: AtomicU64,
+    watch: Mutex<Watch>,
+}
+
+/// What is remembered while something is wrong.
+#[derive(Default)]
+struct Watch {
+    /// Whether the task that asks the store runs.
+    probing: bool,
+    /// Whether there was reason to ask again since it last began to.
+    again: bool,
+    /// Whether the store said that it is well, and no command failed since.
+    excused: bool,
+    strikes: u32,
+    /// Whether the one command that passes while half-open is on its way.
+    trying: bool,
+    /// When a command failed last.
+    failed_at: Option<Instant>,
+    /// When a write was refused last.
+    refused_at: Option<Instant>,
+    /// Since when it is degraded.
+    since: Option<Instant>,
+}
+
+impl BreakerBuilder {
+    /// How long a command may take before the store is asked whether it is well, and how long the store may take to say
+    /// so. 2 seconds by default.
+    ///
+    /// # Errors
+    /// Below 10 milliseconds or above a minute.
+    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+        let (min, max) = PATIENCE_BOUNDS;
+        if !(min..=max).contains(&patience) {
+            let what = format!("patience is {patience:?}; it must be from {min:?} to {max:?}");
+            return Err(ConfigError::new(what));
+        }
+        Ok(Self { patience, ..self })
+    }
+
+    /// The runtime that asks the store in the background; by default that of the command that gave reason to.
+    #[must_use]
+    pub fn with_runtime(self, runtime: Handle) -> Self {
+        Self { runtime: Some(runtime), ..self }
+    }
+
+    /// Begins open, for a store that is known to be out of reach.
+    #[must_use]
+    pub fn opened(self) -> Self {
+        Self { is_open: true, ..self }
+    }
+
+    /// The breaker.
+    #[must_use]
+    pub fn build(self) -> Breaker {
+        let state = if self.is_open { BreakerState::Open } else { BreakerState::Closed };
+        let breaker = Breaker(Arc::new(Shared {
+            store: self.store,
+            patience: self.patience,
+            runtime: self.runtime,
+            state: AtomicU8::new(state as u8),
+            is_suspected: AtomicBool::new(self.is_open),
+            is_degraded: AtomicBool::new(self.is_open),
+            openings: AtomicU64::new(self.is_open.into()),
+            watch: Mutex::new(Watch { since: self.is_open.then(Instant::now), ..Watch::default() }),
+        }));
+        if self.is_open {
+            breaker.0.suspect();
+        }
+        breaker
+    }
+}
+
+impl fmt::Debug for BreakerBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BreakerBuilder").field("patience", &self.patience).finish_non_exhaustive()
+    }
+}
+
+impl Breaker {
+    /// A breaker for this store, closed, with the defaults.
+    #[must_use]
+    pub fn new(store: Arc<dyn Store>) -> Self {
+        Self::builder(store).build()
+    }
+
+    /// Puts a breaker together.
+    #[must_use]
+    pub fn builder(store: Arc<dyn Store>) -> BreakerBuilder {
+        BreakerBuilder { store, patience: PATIENCE, runtime: None, is_open: false }
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn state(&self) -> BreakerState {
+        self.0.state()
+    }
+
+    /// How often it opened.
+    #[must_use]
+    pub fn openings(&self) -> u64 {
+        self.0.openings.load(Ordering::Relaxed)
+    }
+
+    /// Whether the store is out of reach, or takes no writes, as far as is known.
+    #[must_use]
+    pub fn is_degraded(&self) -> bool {
+        self.0.is_degraded.load(Ordering::Relaxed)
+    }
+}
+
+impl fmt::Debug for Breaker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Breaker")
+            .field("store", &self.0.store.capabilities().name)
+            .field("state", &self.state())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Store for Breaker {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        Box::pin(self.0.pass(true, move |store| store.apply(id, command)))
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        Box::pin(self.0.pass(true, move |store| store.lookup(id)))
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        Box::pin(self.0.pass(true, move |store| store.list(query)))
+    }
+
+    /// As the others; but that it went well says nothing, because a store may have nothing to do for it.
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        Box::pin(self.0.pass(false, move |store| store.purge(limit)))
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        Box::pin(self.0.pass(true, move |store| store.audit(before, limit)))
+    }
+
+    /// Refused at once while open; otherwise the store's own answer.
+    fn check(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            if self.state() == BreakerState::Open {
+                return Err(self.0.refusal());
+            }
+            let answer = self.0.bounded(self.0.store.check(), true).await;
+            if answer.is_err() {
+                self.0.suspect();
+            }
+            answer
+        })
+    }
+
+    fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        self.0.store.changed(id)
+    }
+
+    fn now(&self) -> Timestamp {
+        self.0.store.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.store.capabilities()
+    }
+}
+
+impl Shared {
+    fn state(&self) -> BreakerState {
+        match self.state.load(Ordering::Acquire) {
+            0 => BreakerState::Closed,
+            1 => BreakerState::HalfOpen,
+            _ => BreakerState::Open,
+        }
+    }
+
+    /// Only with the lock of `watch` held.
+    fn set_state(&self, state: BreakerState) {
+        self.state.store(state as u8, Ordering::Release);
+    }
+
+    fn refusal(self: &Arc<Self>) -> StoreError {
+        // The task may have ended with its runtime.
+        self.suspect();
+        StoreError::unavailable("the store is out of reach; it is asked in the background until it answers")
+            .with_nothing_sent()
+    }
+
+    /// Sends a command, if it may pass. `proves` says whether its success tells that the store is well.
+    async fn pass<'a, T>(
+        self: &'a Arc<Self>,
+        proves: bool,
+        call: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T>,
+    ) -> Result<T, StoreError> {
+        let trial = match self.state() {
+            BreakerState::Closed => None,
+            BreakerState::HalfOpen if proves => Some(Trial::begin(self).ok_or_else(|| self.refusal())?),
+            _ => return Err(self.refusal()),
+        };
+        let answer = self.bounded(call(&*self.store), trial.is_some()).await;
+        match &answer {
+            Ok(_) if proves => self.succeeded(trial),
+            Ok(_) => {}
+            // It was read and refused.
+            Err(error) if error.kind() != StoreErrorKind::Unavailable => self.succeeded(trial),
+            Err(error) => match error.extent() {
+                Extent::Record => {}
+                Extent::Writes => {
+                    self.refused_a_write(error);
+                    self.succeeded(trial);
+                }
+                _ => self.failed(error, trial),
+            },
+        }
+        answer
+    }
+
+    /// Waits for an answer; when it takes long, only for as long as the store is not known to be out of reach. What passes
+    /// `on_trial`, to see whether it is, has the store's patience and no more.
+    async fn bounded<T>(self: &Arc<Self>, call: StoreFuture<'_, T>, on_trial: bool) -> Result<T, StoreError> {
+        let mut call = pin!(call);
+        // What is there at once needs no timer.
+        if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
+            return answer;
+        }
+        let begun = Instant::now();
+        let give_up = if on_trial { self.patience } else { (self.patience * HANG_PATIENCES).max(HANG_LEAST) };
+        let step = (self.patience / 8).max(Duration::from_millis(1));
+        loop {
+            if let Ok(answer) = timeout(step, &mut call).await {
+                return answer;
+            }
+            if begun.elapsed() >= self.patience {
+                self.suspect();
+            }
+            let is_away = match self.state() {
+                BreakerState::Closed => false,
+                BreakerState::HalfOpen => !on_trial,
+                BreakerState::Open => true,
+            };
+            if is_away || begun.elapsed() >= give_up {
+                return Err(StoreError::unavailable("the store did not answer in time"));
+            }
+        }
+    }
+
+    fn succeeded(&self, trial: Option<Trial<'_>>) {
+        // Read first: a line of memory that all threads only read is not passed around between them.
+        if !self.is_suspected.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut watch = lock(&self.watch);
+        match self.state() {
+            BreakerState::Closed => {
+                watch.strikes = 0;
+                watch.excused = false;
+                self.is_suspected.store(watch.probing, Ordering::Relaxed);
+            }
+            BreakerState::HalfOpen if trial.is_some() => self.close(&mut watch),
+            // It was sent before the store was out of reach.
+            _ => {}
+        }
+        drop(watch);
+        drop(trial);
+    }
+
+    fn failed(self: &Arc<Self>, error: &StoreError, trial: Option<Trial<'_>>) {
+        {
+            let mut watch = lock(&self.watch);
+            watch.failed_at = Some(Instant::now());
+            match self.state() {
+                BreakerState::HalfOpen if trial.is_some() => self.open(&mut watch, error),
+                BreakerState::Closed if watch.excused => {
+                    watch.excused = false;
+                    watch.strikes += 1;
+                    if watch.strikes >= STRIKES {
+                        self.open(&mut watch, error);
+                    }
+                }
+                _ => {}
+            }
+        }
+        drop(trial);
+        self.suspect();
+    }
+
+    fn refused_a_write(self: &Arc<Self>, error: &StoreError) {
+        {
+            let mut watch = lock(&self.watch);
+            watch.refused_at = Some(Instant::now());
+            self.degrade(&mut watch, error);
+        }
+        self.suspect();
+    }
+
+    fn open(&self, watch: &mut Watch, why: &StoreError) {
+        let before = self.state();
+        self.set_state(BreakerState::Open);
+        watch.strikes = 0;
+        watch.excused = false;
+        if before == BreakerState::Closed {
+            self.openings.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(error = %why, "the store is out of reach; nothing is asked of it until it answers");
+            watch.since.get_or_insert_with(Instant::now);
+            self.is_degraded.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn close(&self, watch: &mut Watch) {
+        self.set_state(BreakerState::Closed);
+        watch.strikes = 0;
+        watch.excused = false;
+        if watch.refused_at.is_none() {
+            self.restore(watch);
+        }
+    }
+
+    fn degrade(&self, watch: &mut Watch, why: &StoreError) {
+        if !self.is_degraded.swap(true, Ordering::Relaxed) {
+            watch.since = Some(Instant::now());
+            tracing::error!(error = %why, "the store takes no writes; what needs none is still answered");
+        }
+    }
+
+    fn restore(&self, watch: &mut Watch) {
+        watch.refused_at = None;
+        if self.is_degraded.swap(false, Ordering::Relaxed) {
+            let after = watch.since.take().map(|since| since.elapsed());
+            tracing::info!(?after, "the store is well again");
+        }
+    }
+
+    /// Sees to it that the store is asked whether it is well.
+    fn suspect(self: &Arc<Self>) {
+        let mut watch = lock(&self.watch);
+        watch.again = true;
+        if watch.probing {
+            return;
+        }
+        let Some(runtime) = self.runtime.clone().or_else(|| Handle::try_current().ok()) else { return };
+        watch.probing = true;
+        self.is_suspected.store(true, Ordering::Relaxed);
+        drop(watch);
+        let probing = Probing { shared: Arc::downgrade(self), is_done: false };
+        runtime.spawn(async move { probing.run().await });
+    }
+
+    /// Asks the store whether it is well, for as long as its patience lasts.
+    async fn probe(&self) -> Result<(), StoreError> {
+        let asked = async {
+            self.store.check().await?;
+            // It may be well and its records out of reach, as where somebody holds a lock on their table.
+            self.store.lookup(NOBODY).await.map(drop)
+        };
+        match timeout(self.patience, asked).await {
+            Ok(answer) => answer,
+            Err(_) => Err(StoreError::unavailable("the store does not answer in time")),
+        }
+    }
+
+    /// Takes note of what a probe said. Whether there is nothing more to ask for.
+    fn probed(&self, answer: &Result<(), StoreError>) -> bool {
+        let mut watch = lock(&self.watch);
+        let is_away = |error: &StoreError| {
+            error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store
+        };
+        match (self.state(), answer) {
+            (_, Err(error)) if is_away(error) => self.open(&mut watch, error),
+            (BreakerState::Open, _) => self.set_state(BreakerState::HalfOpen),
+            // The one command that passes decides, while it is on its way.
+            (BreakerState::HalfOpen, _) if watch.trying => {}
+            (BreakerState::HalfOpen, Ok(())) => {
+                if watch.failed_at.is_none_or(|at| at.elapsed() >= CALM) {
+                    self.close(&mut watch);
+                }
+            }
+            (_, Err(error)) => {
+                self.set_state(BreakerState::Closed);
+                self.degrade(&mut watch, error);
+            }
+            (_, Ok(())) => {
+                watch.excused = true;
+                if watch.refused_at.is_none_or(|at| at.elapsed() >= CALM) {
+                    self.restore(&mut watch);
+                }
+            }
+        }
+        let is_done = self.state() == BreakerState::Closed
+            && !self.is_degraded.load(Ordering::Relaxed)
+            && !std::mem::take(&mut watch.again);
+        if is_done {
+            watch.probing = false;
+        }
+        is_done
+    }
+}
+
+/// The one command that passes while half-open.
+struct Trial<'a>(&'a Shared);
+
+impl<'a> Trial<'a> {
+    fn begin(shared: &'a Shared) -> Option<Self> {
+        let mut watch = lock(&shared.watch);
+        if watch.trying || shared.state() == BreakerState::Open {
+            return None;
+        }
+        watch.trying = true;
+        Some(Self(shared))
+    }
+}
+
+impl Drop for Trial<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.watch).trying = false;
+    }
+}
+
+/// The task that asks the store, until there is nothing more to ask for or nobody has the breaker any more. Dropped before,
+/// with its runtime, it makes room for another one.
+struct Probing {
+    shared: Weak<Shared>,
+    is_done: bool,
+}
+
+impl Probing {
+    async fn run(mut self) {
+        let jitter = RandomState::new();
+        let mut pause = PAUSE_FIRST;
+        for number in 0_u64.. {
+            {
+                let Some(shared) = self.shared.upgrade() else { return };
+                lock(&shared.watch).again = false;
+                let answer = shared.probe().await;
+                if shared.probed(&answer) {
+                    // Another one may run from now on.
+                    self.is_done = true;
+                    return;
+                }
+            }
+            // From half of it to the whole, so that many processes do not ask in step.
+            let part = u32::try_from(jitter.hash_one(number) % 512).unwrap_or(0) + 512;
+            sleep(pause * part / 1024).await;
+            // Also where the store came back and went again: a store that flaps is not asked in haste.
+            pause = (pause * 2).min(PAUSE_LAST);
+        }
+    }
+}
+
+impl Drop for Probing {
+    fn drop(&mut self) {
+        if let (false, Some(shared)) = (self.is_done, self.shared.upgrade()) {
+            lock(&shared.watch).probing = false;
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! The end of an attempt whose operation completes its record itself, inside the transaction that holds its effect.
+//!
+//! What its answer says of the effect counts less here than what the record says: the transaction has committed both or
+//! neither. So the record is read first, and then either there is nothing to do, or the answer is added, or, where nothing
+//! was committed, the key is freed. None of this waits for a transaction that is still open, and none of it can undo one that
+//! commits meanwhile: the store compares the token and the state with each write.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use oncegate_core::{
+    Answer, Command, Complete, Completion, Outcome, Record, Release, State, StoreError, StoredResponse,
+};
+use tokio::time::{Duration, Instant};
+
+use crate::attempt::{Held, Permit, again_after};
+use crate::event::EventKind;
+use crate::flight::{Landing, lock};
+
+/// What an operation that completes its record itself ended with.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Said {
+    /// An answer that decides: it is to be replayed, or it cannot be ([`Completion::Tombstone`]).
+    Answer {
+        /// What the record gets, unless the operation's own transaction has given it more.
+        completion: Completion,
+        /// Whether the answer reports a success. Then the operation's own transaction should have completed the record.
+        success: bool,
+    },
+    /// Nothing: no answer came, or one that decides nothing (a server error). Whether the effect took place, only the record
+    /// can tell.
+    Nothing,
+}
+
+impl Said {
+    /// An answer that decides.
+    #[must_use]
+    pub const fn answer(completion: Completion, success: bool) -> Self {
+        Self::Answer { completion, success }
+    }
+}
+
+/// What came of it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Concluded {
+    /// The answer was taken: the record has it.
+    Taken,
+    /// The operation's own transaction put this answer into the record: everybody gets it.
+    Recorded(StoredResponse),
+    /// The operation took place, and the record has no answer to replay.
+    Unreplayable,
+    /// The operation did not take place and cannot any more; the key is free.
+    Released,
+    /// Somebody else owns the record. A transaction of this attempt that has not committed cannot any more.
+    Fenced,
+    /// It is not known yet: an open transaction holds the record, or the store is out of reach. The engine goes on trying
+    /// until the lease ends; after that the record is decided by the next claim.
+    Deferred(StoreError),
+}
+
+/// One try: what it came to, and what there is to note beside it.
+type Tried = (Concluded, Option<EventKind>);
+
+impl Permit {
+    /// Ends the attempt of an operation that completes its record itself. Answers after the store made durable what there
+    /// was to write.
+    ///
+    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    pub async fn conclude(mut self, said: Said) -> Concluded {
+        match self.0.take() {
+            Some(held) => held.conclude(said).await,
+            None => Concluded::Fenced,
+        }
+    }
+}
+
+/// How often the record is read again because it changed between the look and the write. It changes at most twice: to
+/// completed, or to somebody else's.
+const TURNS: usize = 3;
+
+impl Held {
+    async fn conclude(self, said: Said) -> Concluded {
+        self.emit(EventKind::Executed);
+        match self.try_conclude(&said).await {
+            Ok(tried) => self.concluded(said, tried),
+            Err(error) => {
+                self.emit(EventKind::SettlementDeferred(error.kind()));
+                self.conclude_later(said);
+                Concluded::Deferred(error)
+            }
+        }
+    }
+
+    async fn try_conclude(&self, said: &Said) -> Result<Tried, StoreError> {
+        let (id, token) = (self.attempt.record_id(), self.attempt.token());
+        let retention = self.attempt.0.policy.retention;
+        for _ in 0..TURNS {
+            let record = self.inner.store.lookup(id).await?;
+            let Some(record) = record.filter(|record| record.token == token) else { break };
+            let (command, note) = match next(record, said) {
+                Next::Nothing(tried) => return Ok(tried),
+                Next::Complete(completion, note) => {
+                    let completion = completion.clone();
+                    (Command::Complete(Complete { token, completion, retention }), note)
+                }
+                Next::Release => (Command::Release(Release { token, retention }), None),
+            };
+            match self.inner.store.apply(id, command).await? {
+                Outcome::Completed => return Ok((Concluded::Taken, note)),
+                Outcome::Released => return Ok((Concluded::Released, None)),
+                // The transaction committed in between, or somebody else took over: look again.
+                Outcome::Fenced => {}
+                other => {
+                    let what = format!("the store answered {other:?} to the end of an attempt");
+                    return Err(StoreError::invalid(what));
+                }
+            }
+        }
+        Ok((Concluded::Fenced, None))
+    }
+
+    fn concluded(self, said: Said, (concluded, note): Tried) -> Concluded {
+        let (event, landing) = match (&concluded, said) {
+            (Concluded::Fenced | Concluded::Deferred(_), _) => {
+                self.fenced();
+                return concluded;
+            }
+            (Concluded::Recorded(response), _) => (EventKind::Completed, Landing::Replay(response.clone())),
+            (Concluded::Taken, Said::Answer { completion: Completion::Replayable(response), .. }) => {
+                (EventKind::Completed, Landing::Replay(response))
+            }
+            (Concluded::Taken | Concluded::Unreplayable, _) => (EventKind::Tombstoned, Landing::Unreplayable),
+            (Concluded::Released, _) => (EventKind::Released, Landing::AskAgain),
+        };
+        self.inner.keeper.forget(&self.attempt);
+        if let Some(note) = note {
+            self.emit(note);
+            if note == EventKind::CompletionMissing
+                && let Some(others) = self.inner.completion_missing.say()
+            {
+                let record = self.attempt.record_id();
+                tracing::warn!(
+                    ?record,
+                    others,
+                    "the service reported a success and had not completed the record in its transaction: a crash before \
+                     this would have executed it twice"
+                );
+            }
+        }
+        self.emit(event);
+        self.leader.land(landing);
+        concluded
+    }
+
+    /// Goes on trying in the background until the lease ends, which is no longer renewed. Until then everybody else in
+    /// this process hears that the request is in progress.
+    fn conclude_later(self, said: Said) {
+        self.inner.keeper.forget(&self.attempt);
+        let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
+            return self.emit(EventKind::SettlementLost);
+        };
+        let inner = self.inner.clone();
+        inner.tasks.spawn(async move {
+            let _place = place;
+            let give_up = *lock(&self.attempt.0.lease_until);
+            let mut pause = Duration::from_millis(50);
+            loop {
+                let again = (Instant::now() + pause).min(give_up);
+                tokio::time::sleep_until(again).await;
+                match self.try_conclude(&said).await {
+                    Ok(tried) => return drop(self.concluded(said, tried)),
+                    Err(error) if !error.kind().may_pass() || again >= give_up => {
+                        let record = self.attempt.record_id();
+                        tracing::warn!(?record, %error, "an attempt was not concluded; the next claim decides");
+                        return self.emit(EventKind::SettlementLost);
+                    }
+                    Err(error) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),
+                }
+            }
+        });
+    }
+}
+
+/// Lets something be said now and then only, and counts what was left out.
+#[derive(Debug)]
+pub(crate) struct Rarely {
+    start: Instant,
+    /// From when on something may be said again, in milliseconds from `start`.
+    next: AtomicU64,
+    left_out: AtomicU64,
+}
+
+impl Default for Rarely {
+    fn default() -> Self {
+        Self { start: Instant::now(), next: AtomicU64::new(0), left_out: AtomicU64::new(0) }
+    }
+}
+
+impl Rarely {
+    const EVERY_MS: u64 = 10_000;
+
+    /// How many were left out since the last time, where it may be said now.
+    fn say(&self) -> Option<u64> {
+        let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let next = self.next.load(Ordering::Relaxed);
+        let later = now.saturating_add(Self::EVERY_MS);
+        let is_ours = now >= next
+            && self.next.compare_exchange(next, later, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        if is_ours {
+            return Some(self.left_out.swap(0, Ordering::Relaxed));
+        }
+        self.left_out.fetch_add(1, Ordering::Relaxed);
+        None
+    }
+}
+
+/// What there is to do about a record that the attempt owns.
+enum Next<'a> {
+    Nothing(Tried),
+    Complete(&'a Completion, Option<EventKind>),
+    Release,
+}
+
+fn next(record: Record, said: &Said) -> Next<'_> {
+    let upstream = Some(EventKind::CompletedUpstream);
+    match (record.state, said) {
+        (State::Completed(Answer::Replayable(own)), Said::Answer { completion, .. }) => match completion {
+            // Also what an earlier try wrote, whose answer was lost.
+            Completion::Replayable(response) if *response == own => {
+                Next::Nothing((Concluded::Taken, upstream))
+            }
+            Completion::Replayable(response) if !is_same(response, &own) => {
+                Next::Nothing((Concluded::Recorded(own), Some(EventKind::AnswerDiffers)))
+            }
+            _ => Next::Nothing((Concluded::Recorded(own), upstream)),
+        },
+        (State::Completed(Answer::Replayable(own)), Said::Nothing) => {
+            Next::Nothing((Concluded::Recorded(own), upstream))
+        }
+        (State::Completed(Answer::Awaited), Said::Answer { completion, .. }) => match completion {
+            Completion::Replayable(_) => Next::Complete(completion, Some(EventKind::AnswerAdded)),
+            _ => Next::Complete(completion, upstream),
+        },
+        (State::Completed(_), _) => Next::Nothing((Concluded::Unreplayable, upstream)),
+        // By an earlier try, whose answer was lost; or by an operator, who fenced the attempt with that.
+        (State::Released, Said::Nothing) => Next::Nothing((Concluded::Released, None)),
+        (State::Released, Said::Answer { .. }) => Next::Nothing((Concluded::Fenced, None)),
+        (_, Said::Answer { completion, success }) => {
+            Next::Complete(completion, success.then_some(EventKind::CompletionMissing))
+        }
+        (_, Said::Nothing) => Next::Release,
+    }
+}
+
+/// Whether two responses say the same, in whatever order their fields stand.
+fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
+    fn fields(response: &StoredResponse) -> Vec<(&str, &[u8])> {
+        let mut fields: Vec<_> = response.headers().collect();
+        fields.sort_unstable();
+        fields
+    }
+    one.status() == other.status() && one.body() == other.body() && fields(one) == fields(other)
+}

@@ -1,0 +1,135 @@
+//! The end of an operation that completes its record itself, in the transaction that holds its effect
+//! ([`Settings::with_upstream_completion`](crate::Settings::with_upstream_completion)).
+//!
+//! The record knows what was committed, so it has the last word: where it has an answer, this is what the client gets,
+//! whatever became of the handler's.
+
+use bytes::Bytes;
+use http::header::{CONTENT_LENGTH, TRAILER};
+use http::response::Parts;
+use http::{Response, StatusCode};
+use http_body::Body;
+use oncegate_core::{Completion, StoredResponse};
+use oncegate_engine::{Concluded, Said};
+
+use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
+use crate::context::{Relayed, Unanswered};
+use crate::execute::{
+    Ended, Execution, FENCED, Fate, NOT_STORED, Panicked, cannot_be_stored, catch_panic, fate, marked,
+    stream, take_directive,
+};
+use crate::headers::{kept_trailers, restore};
+use crate::refusal::{Condition, Refusal};
+use crate::service::{Executed, take_status};
+use crate::settings::Settings;
+
+impl Execution {
+    /// The handler answered.
+    pub(crate) async fn finish_upstream<RB, E>(self, mut response: Response<RB>) -> Ended<RB, E>
+    where
+        RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
+    {
+        if let Some(Unanswered(status)) = response.extensions_mut().remove() {
+            return Ended::with(self.fail_upstream(Some(status)).await);
+        }
+        let directive = take_directive(&mut response);
+        take_status(&mut response);
+        let fate = fate(&self.settings, response.status(), directive);
+        let (parts, body) = response.into_parts();
+        let settings = self.settings.clone();
+        let answer = |completion| Said::Answer { completion, success: parts.status.is_success() };
+        if fate != Fate::Replay || cannot_be_stored(&parts) {
+            let nothing = matches!(fate, Fate::Release | Fate::Unknown);
+            let said = if nothing { Said::Nothing } else { answer(Completion::Tombstone) };
+            let concluded = self.permit.conclude(said).await;
+            let status = status_of(&concluded).filter(|status| !nothing || *status == FENCED);
+            return match concluded {
+                Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own)),
+                // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one.
+                _ if body.is_end_stream() => {
+                    let body = ResponseBody::whole(Bytes::new(), None);
+                    Ended::with(Executed::Response(marked(parts, body, status)))
+                }
+                _ => stream(&settings, parts, Vec::new(), Box::pin(body), status),
+            };
+        }
+        match catch_panic(read_up_to(body, settings.max_response_body)).await {
+            Ok(Read::Whole { chunks, trailers }) => {
+                let stored = StoredResponse::new(
+                    parts.status.as_u16(),
+                    &settings.kept.of(&parts.headers),
+                    &chunks,
+                    &kept_trailers(trailers.as_ref()),
+                );
+                let said = answer(stored.map_or(Completion::Tombstone, Completion::Replayable));
+                let concluded = self.permit.conclude(said).await;
+                let status = status_of(&concluded);
+                Ended::with(match concluded {
+                    Concluded::Recorded(own) => instead(&settings, parts, &own),
+                    _ => {
+                        let body = ResponseBody::whole(join(chunks), trailers);
+                        Executed::Response(marked(parts, body, status))
+                    }
+                })
+            }
+            Ok(Read::More { chunks, rest }) => {
+                let concluded = self.permit.conclude(answer(Completion::Tombstone)).await;
+                let status = status_of(&concluded);
+                match concluded {
+                    Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own)),
+                    _ => stream(&settings, parts, chunks, rest, status),
+                }
+            }
+            Ok(Read::Broken(error)) => {
+                tracing::warn!(%error, "response body broke off");
+                let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
+                Ended::with(self.fail_upstream(status).await)
+            }
+            Err(Panicked) => Ended::with(self.fail_upstream(None).await),
+        }
+    }
+
+    /// The handler ended without an answer. Its transaction has committed, or has not, or is just at it: never is the
+    /// outcome left unknown for that.
+    pub(crate) async fn fail_upstream<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
+        let refusal = match self.permit.conclude(Said::Nothing).await {
+            Concluded::Recorded(own) => return Executed::Recorded(own, None),
+            Concluded::Taken | Concluded::Unreplayable => Refusal::new(Condition::ReplayUnavailable),
+            Concluded::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
+            // Its transaction is still open, or somebody else executes: a retry gets what comes of it.
+            _ => Refusal::new(Condition::RequestInProgress).with_status(status).with_retry_after(1),
+        };
+        Executed::Refused(refusal)
+    }
+}
+
+/// The answer of the record, in place of the handler's. What a record never keeps (a cookie, the id of this request) stays.
+fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse) -> Executed<RB> {
+    let Ok(status) = StatusCode::from_u16(own.status()) else {
+        return Executed::Refused(Refusal::new(Condition::RecordCorrupt));
+    };
+    parts.status = status;
+    let names: Vec<_> = parts.headers.keys().filter(|name| settings.kept.keeps(name)).cloned().collect();
+    for name in names.into_iter().chain([CONTENT_LENGTH, TRAILER]) {
+        parts.headers.remove(name);
+    }
+    let fields = restore(own.headers());
+    for name in fields.keys() {
+        parts.headers.remove(name);
+    }
+    parts.headers.extend(fields);
+    let trailers = Some(restore(own.trailers())).filter(|trailers| !trailers.is_empty());
+    for name in trailers.iter().flat_map(|trailers| trailers.keys()) {
+        parts.headers.append(TRAILER, name.clone().into());
+    }
+    Executed::Response(marked(parts, ResponseBody::whole(own.body(), trailers), None))
+}
+
+/// What a client is told where the record does not have what it gets.
+const fn status_of(concluded: &Concluded) -> Option<&'static str> {
+    match concluded {
+        Concluded::Fenced => Some(FENCED),
+        Concluded::Deferred(_) => Some(NOT_STORED),
+        _ => None,
+    }
+}

@@ -1,0 +1,216 @@
+//! Handlers that complete their records themselves: what the layer does where they fail, stream, or say something else.
+
+#![allow(clippy::unwrap_used)]
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, Complete, Completion, ListPage, ListQuery, MemoryStore, Outcome,
+    Record, RecordId, Store, StoreFuture, StoredResponse, Timestamp,
+};
+use oncegate_engine::Engine;
+use oncegate_http::{
+    Idempotency, IdempotencyContext, IdempotencyLayer, RequestBody, ResponseBody, Settings, StoreDirective,
+    Unanswered,
+};
+use oncegate_testkit::ManualClock;
+use tower_layer::Layer;
+use tower_service::Service;
+
+/// A store that says that a completion can commit together with an effect.
+struct Transactional(MemoryStore<ManualClock>);
+
+impl Store for Transactional {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.0.apply(id, command)
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.0.lookup(id)
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.0.list(query)
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.0.purge(limit)
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.0.audit(before, limit)
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.0.check()
+    }
+
+    fn now(&self) -> Timestamp {
+        self.0.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.0.capabilities();
+        capabilities.atomic_with_effect = true;
+        capabilities
+    }
+}
+
+/// Completes as the first segment of the path says, and ends as the second one does.
+#[derive(Clone)]
+struct Handler(Arc<Transactional>);
+
+impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
+    type Response = Response<Full<Bytes>>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut std::task::Context<'_>) -> std::task::Poll<io::Result<()>> {
+        std::task::Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<RequestBody<Full<Bytes>>>) -> Self::Future {
+        let store = self.0.clone();
+        Box::pin(async move {
+            let attempt =
+                IdempotencyContext::from_extensions(request.extensions()).unwrap().attempt().clone();
+            let path = request.uri().path().to_owned();
+            let (commits, ends) = path[1..].split_once('/').unwrap();
+            let completion = match commits {
+                "with" => {
+                    let fields = [("content-type", &b"text/x"[..])];
+                    Some(Completion::Replayable(
+                        StoredResponse::new(201, &fields, &["mine".into()], &[]).unwrap(),
+                    ))
+                }
+                "without" => Some(Completion::Awaited),
+                _ => None,
+            };
+            if let Some(completion) = completion {
+                let complete =
+                    Complete { token: attempt.token(), completion, retention: Duration::from_secs(60) };
+                let done = store.apply(attempt.record_id(), Command::Complete(complete)).await.unwrap();
+                assert_eq!(done, Outcome::Completed);
+            }
+            let mut response = Response::new(Full::from("said"));
+            match ends {
+                "panics" => std::panic::resume_unwind(Box::new("as ordered")),
+                "fails" => return Err(io::Error::other("as ordered")),
+                "is-lost" => {
+                    response.extensions_mut().insert(Unanswered(StatusCode::GATEWAY_TIMEOUT));
+                }
+                "streams" => {
+                    response.headers_mut().insert("content-type", "text/event-stream".parse().unwrap());
+                }
+                "is-large" => *response.body_mut() = Full::from(vec![b'x'; 100]),
+                "is-secret" => {
+                    response.extensions_mut().insert(StoreDirective::Tombstone);
+                }
+                "does-not-know" => {
+                    response.extensions_mut().insert(StoreDirective::Unknown);
+                }
+                status => *response.status_mut() = status.parse().unwrap(),
+            }
+            Ok(response)
+        })
+    }
+}
+
+type Door = Idempotency<Handler>;
+
+fn door() -> Door {
+    let store = Arc::new(Transactional(MemoryStore::new(ManualClock::at_millis(1_000_000))));
+    let settings = Settings::default().with_max_response_body(50).unwrap().with_upstream_completion();
+    let layer = IdempotencyLayer::new(Engine::new(store.clone())).with_settings(settings).unwrap();
+    layer.layer(Handler(store))
+}
+
+async fn send(door: &mut Door, path: &str) -> io::Result<(Response<ResponseBody<Full<Bytes>>>, bool)> {
+    let request = Request::post(path).header("Idempotency-Key", "k").body(Full::default()).unwrap();
+    let response = door.call(request).await?;
+    let replayed = response.headers().contains_key("idempotent-replayed");
+    Ok((response, replayed))
+}
+
+/// Status, type of a problem or the body, and whether it is marked as a replay.
+async fn ask(door: &mut Door, path: &str) -> (u16, String, bool) {
+    match send(door, path).await {
+        Ok((response, replayed)) => {
+            let status = response.status().as_u16();
+            let body = response.into_body().collect().await.unwrap().to_bytes();
+            let problem: Option<serde_json::Value> = serde_json::from_slice(&body).ok();
+            let slug = problem.as_ref().and_then(|problem| problem["type"].as_str()?.rsplit(':').next());
+            let text = slug.map_or_else(|| String::from_utf8_lossy(&body).into_owned(), str::to_owned);
+            (status, text, replayed)
+        }
+        Err(error) => (0, error.to_string(), false),
+    }
+}
+
+#[tokio::test]
+async fn the_table_of_ends() {
+    let large = "x".repeat(100);
+    let done = || (422, "replay-unavailable".to_owned(), false);
+    let mine = |replayed| (201, "mine".to_owned(), replayed);
+    let said = |status| (status, "said".to_owned(), false);
+    let again = |status| (status, "said".to_owned(), true);
+    let failed = |status| (status, "handler-failed".to_owned(), false);
+    for (path, first, second) in [
+        // Nothing was committed: what decides is stored, and everything else frees the key.
+        ("/not/200", said(200), again(200)),
+        ("/not/404", said(404), again(404)),
+        ("/not/500", said(500), said(500)),
+        ("/not/429", said(429), said(429)),
+        ("/not/panics", failed(500), failed(500)),
+        ("/not/fails", (0, "as ordered".to_owned(), false), (0, "as ordered".to_owned(), false)),
+        ("/not/is-lost", failed(504), failed(504)),
+        ("/not/does-not-know", said(200), said(200)),
+        ("/not/streams", said(200), done()),
+        ("/not/is-large", (200, large.clone(), false), done()),
+        // Committed without an answer: it is added, if there is one that decides.
+        ("/without/200", said(200), again(200)),
+        ("/without/404", said(404), again(404)),
+        ("/without/500", said(500), done()),
+        ("/without/429", said(429), done()),
+        ("/without/panics", done(), done()),
+        ("/without/is-lost", done(), done()),
+        ("/without/does-not-know", said(200), done()),
+        ("/without/streams", said(200), done()),
+        ("/without/is-large", (200, large, false), done()),
+        ("/without/is-secret", said(200), done()),
+        // Committed with an answer: everybody gets it.
+        ("/with/200", mine(false), mine(true)),
+        ("/with/404", mine(false), mine(true)),
+        ("/with/500", mine(false), mine(true)),
+        ("/with/429", mine(false), mine(true)),
+        ("/with/panics", mine(true), mine(true)),
+        ("/with/fails", mine(true), mine(true)),
+        ("/with/is-lost", mine(true), mine(true)),
+        ("/with/does-not-know", mine(false), mine(true)),
+        ("/with/streams", mine(false), mine(true)),
+        ("/with/is-large", mine(false), mine(true)),
+        ("/with/is-secret", mine(false), mine(true)),
+    ] {
+        let mut door = door();
+        assert_eq!(ask(&mut door, path).await, first, "{path}");
+        assert_eq!(ask(&mut door, path).await, second, "{path}, again");
+    }
+}
+
+#[test]
+fn a_store_without_transactions_is_refused() {
+    let layer =
+        || IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000_000)))));
+    let upstream = || Settings::default().with_upstream_completion();
+    let error = layer().with_settings(upstream()).unwrap_err().to_string();
+    assert!(error.contains("the store memory cannot commit a completion together with an effect"), "{error}");
+    assert!(layer().with_route(vec![], "/orders", upstream()).is_err());
+    assert!(layer().with_route(vec![], "/orders", Settings::default()).is_ok());
+}

@@ -1,0 +1,175 @@
+//! Why a transaction did not take place, or is not known to have.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+use oncegate_core::{FencingToken, RecordId, ResponseError, StoreError};
+use sqlx::postgres::PgDatabaseError;
+
+type Boxed = Box<dyn StdError + Send + Sync>;
+
+/// Why a run was not finished. Every error becomes one by `?`: of sqlx, of yours, or a plain text.
+///
+/// A run that ends with one is rolled back as if it had not been. What is to be remembered, such as that a card was declined,
+/// is no error but a value: return it in `Ok`.
+pub struct RunError(Boxed);
+
+impl<E: Into<Boxed>> From<E> for RunError {
+    fn from(error: E) -> Self {
+        Self(error.into())
+    }
+}
+
+impl fmt::Debug for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl RunError {
+    pub(crate) fn into_boxed(self) -> Boxed {
+        self.0
+    }
+
+    /// Whether the database says that the same transaction may be run again: serialization failure, deadlock.
+    pub(crate) fn is_conflict(&self) -> bool {
+        let mut next: Option<&(dyn StdError + 'static)> = Some(&*self.0);
+        while let Some(error) = next {
+            let code = match (error.downcast_ref::<sqlx::Error>(), error.downcast_ref::<PgDatabaseError>()) {
+                (Some(sqlx), _) => return is_conflict(sqlx),
+                (_, Some(database)) => Some(database.code()),
+                _ => error
+                    .downcast_ref::<Box<dyn sqlx::error::DatabaseError>>()
+                    .and_then(|database| database.try_downcast_ref::<PgDatabaseError>())
+                    .map(PgDatabaseError::code),
+            };
+            if let Some(code) = code {
+                return is_conflict_code(code);
+            }
+            next = error.source();
+        }
+        false
+    }
+}
+
+pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {
+    sqlstate(error).is_some_and(|code| is_conflict_code(&code))
+}
+
+fn is_conflict_code(code: &str) -> bool {
+    matches!(code, "40001" | "40P01")
+}
+
+pub(crate) fn sqlstate(error: &sqlx::Error) -> Option<String> {
+    Some(error.as_database_error()?.code()?.into_owned())
+}
+
+/// Whether a COMMIT that was answered so has certainly been rolled back. Everything else may have been committed: a connection
+/// that ended, a server that shuts down, a pooler that lost its server.
+pub(crate) fn is_rolled_back(error: &sqlx::Error) -> bool {
+    sqlstate(error).is_some_and(|code| {
+        // 40003 says itself that it does not know. XX and P0 are what triggers that were put off raise, and others.
+        code != "40003"
+            && matches!(code.get(..2), Some("22" | "23" | "25" | "2D" | "40" | "42" | "OG" | "P0"))
+    })
+}
+
+/// Why [`Transactor::transact`](crate::Transactor::transact) has no value to give.
+///
+/// But for [`CommitUnknown`](Self::CommitUnknown), nothing was committed by this call.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum TransactError {
+    /// Another transaction, or another attempt, is at it. Try again with the same key.
+    InProgress {
+        /// What is left of its lease; zero where it is a transaction that is still open.
+        lease_left: Duration,
+    },
+    /// The key was used with another input.
+    Mismatch,
+    /// An earlier attempt, not one of `transact`, was abandoned: whether its effect took place is not known. An operator has
+    /// to say.
+    Unknown {
+        /// Which record.
+        record: RecordId,
+    },
+    /// Done before, without a result that could be given again.
+    Unreplayable {
+        /// Which record.
+        record: RecordId,
+    },
+    /// Done before, and what is stored cannot be read as this type any more. It is never run again.
+    Undecodable {
+        /// Which record.
+        record: RecordId,
+        /// What does not fit.
+        source: serde_json::Error,
+    },
+    /// The run ended with this error; it was rolled back and the key is free.
+    Failed(Box<dyn StdError + Send + Sync>),
+    /// The run ended the transaction itself, or somebody else owns the record by now; nothing more was committed.
+    Fenced {
+        /// Which record.
+        record: RecordId,
+    },
+    /// COMMIT was sent, its answer was lost, and what came of it could not be found out in time. The same call with the same
+    /// key finds it out.
+    CommitUnknown {
+        /// Which record.
+        record: RecordId,
+        /// Of the attempt that may have committed.
+        token: FencingToken,
+    },
+    /// The input or the value cannot be written as JSON.
+    Unserializable(serde_json::Error),
+    /// The value is too large to be kept.
+    TooLarge(ResponseError),
+    /// The database is out of reach, refuses, or has no connection free.
+    Store(StoreError),
+}
+
+impl fmt::Display for TransactError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InProgress { .. } => f.write_str("the same operation is in progress"),
+            Self::Mismatch => f.write_str("the key was used with another input"),
+            Self::Unknown { record } => {
+                write!(
+                    f,
+                    "whether the operation of record {record} took place is not known; an operator has to say"
+                )
+            }
+            Self::Unreplayable { record } => {
+                write!(f, "the operation of record {record} took place, and its result is not kept")
+            }
+            Self::Undecodable { record, source } => {
+                write!(f, "the result of record {record} is not of this type any more: {source}")
+            }
+            Self::Failed(error) => write!(f, "rolled back: {error}"),
+            Self::Fenced { record } => {
+                write!(f, "record {record} is not this attempt's any more; rolled back")
+            }
+            Self::CommitUnknown { record, token } => write!(
+                f,
+                "whether attempt {token} of record {record} was committed could not be found out in time; the same call \
+                 finds it out"
+            ),
+            Self::Unserializable(error) => write!(f, "not to be written as JSON: {error}"),
+            Self::TooLarge(error) => write!(f, "the result is {error}; rolled back"),
+            Self::Store(error) => error.fmt(f),
+        }
+    }
+}
+
+impl StdError for TransactError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            Self::Undecodable { source, .. } | Self::Unserializable(source) => Some(source),
+            Self::Failed(error) => Some(&**error),
+            Self::TooLarge(error) => Some(error),
+            Self::Store(error) => Some(error),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! For those who keep their own transaction: the right to complete a record in it.
+
+use std::fmt;
+
+use oncegate_core::{FencingToken, RecordId, StoreError, StoredResponse, limits};
+use serde::Serialize;
+use sqlx::postgres::PgConnection;
+use std::time::Duration;
+
+use super::error::sqlstate;
+use super::json;
+use crate::call::{Arg, Call};
+use crate::error::store_error;
+
+/// The right to execute once, in a transaction of one's own.
+///
+/// It comes from [`Transactor::claim`](crate::Transactor::claim), or stands for an attempt that was claimed elsewhere: by the
+/// sidecar in front of the service ([`Guard::from_headers`]) or by the layer inside it ([`Guard::of_attempt`]). It is used up
+/// by [`complete`](Self::complete). Dropped, it does nothing: what was claimed in the transaction goes when that is rolled
+/// back, and what was claimed elsewhere is still owned there.
+#[must_use = "a guard that is not completed leaves its record in progress"]
+pub struct Guard {
+    record: RecordId,
+    token: FencingToken,
+    retention: Duration,
+    persistent: bool,
+}
+
+/// What a claim in a transaction of one's own comes to.
+#[derive(Debug)]
+#[must_use = "only `Execute` may execute"]
+#[non_exhaustive]
+pub enum Claimed {
+    /// Execute in this transaction, complete the guard, commit.
+    Execute(Guard),
+    /// Completed before: this is the answer.
+    Replay(StoredResponse),
+    /// Another transaction or another attempt is at it.
+    InProgress {
+        /// What is left of its lease; zero where it is a transaction that is still open.
+        lease_left: Duration,
+    },
+    /// The key was used with another input.
+    Mismatch,
+    /// It is not known whether the operation took place.
+    Unknown,
+    /// Completed before, but the answer cannot be replayed.
+    Unreplayable,
+}
+
+/// Why a record was not completed. The transaction has failed then: roll back, or commit nothing.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum GuardError {
+    /// Another attempt owns the record by now, or its outcome is settled. The effect must not take place.
+    Fenced,
+    /// Another open transaction holds the record, and did not let go of it for a quarter of a second.
+    Locked,
+    /// The snapshot of the transaction is older than the record (`REPEATABLE READ`, `SERIALIZABLE`): run it again.
+    Conflict,
+    /// The response cannot be kept.
+    Response(StoreError),
+    /// The database is out of reach, or refuses. After a statement that failed, and whose error was passed over, it refuses
+    /// this one.
+    Store(StoreError),
+}
+
+impl fmt::Display for GuardError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fenced => f.write_str(
+                "the attempt does not own its record any more, and its effect must not take place",
+            ),
+            Self::Locked => f.write_str("another transaction holds the record"),
+            Self::Conflict => {
+                f.write_str("the transaction's snapshot is older than the record; run it again")
+            }
+            Self::Response(error) | Self::Store(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for GuardError {}
+
+/// Why header fields are not those of a sidecar.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HeaderError {
+    /// `Oncegate-Record` is not 64 hexadecimal digits.
+    Record,
+    /// `Oncegate-Token` is not a number from 0 to 2^63 − 1 in decimal digits.
+    Token,
+}
+
+impl fmt::Display for HeaderError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Record => "Oncegate-Record must be 64 hexadecimal digits",
+            Self::Token => "Oncegate-Token must be a decimal number",
+        })
+    }
+}
+
+impl std::error::Error for HeaderError {}
+
+impl Guard {
+    pub(crate) const fn new(
+        record: RecordId,
+        token: FencingToken,
+        retention: Duration,
+        persistent: bool,
+    ) -> Self {
+        Self { record, token, retention, persistent }
+    }
+
+    /// For an attempt that the layer in this process claimed: `attempt.record_id()` and `attempt.token()` of its context.
+    ///
+    /// Complete it [without a response](Self::complete_without_response): the layer adds the one that it sees.
+    pub const fn of_attempt(record: RecordId, token: FencingToken) -> Self {
+        Self::new(record, token, super::RETENTION, true)
+    }
+
+    /// For an attempt that the sidecar in front claimed: the values of the header fields `Oncegate-Record` and
+    /// `Oncegate-Token`. The sidecar takes them off what clients send; a service that is reached past the sidecar must not
+    /// trust them.
+    ///
+    /// ```
+    /// use oncegate_postgres::{Guard, HeaderError};
+    ///
+    /// let record = "0b5a".repeat(16);
+    /// let guard = Guard::from_headers(&record, "1767225600000")?;
+    /// assert_eq!(guard.token().get(), 1_767_225_600_000);
+    /// assert_eq!(Guard::from_headers(&record, "-1").unwrap_err(), HeaderError::Token);
+    /// # Ok::<(), HeaderError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`HeaderError`] where they are not what a sidecar writes.
+    pub fn from_headers(record: impl AsRef<[u8]>, token: impl AsRef<[u8]>) -> Result<Self, HeaderError> {
+        let record = std::str::from_utf8(record.as_ref()).ok().and_then(RecordId::from_hex);
+        let record = record.ok_or(HeaderError::Record)?;
+        let digits = std::str::from_utf8(token.as_ref()).ok().filter(|token| {
+            // `parse` takes a sign, too.
+            token.bytes().all(|octet| octet.is_ascii_digit())
+        });
+        let token = digits.and_then(|digits| digits.parse::<i64>().ok()).ok_or(HeaderError::Token)?;
+        Ok(Self::of_attempt(record, FencingToken::new(token.unsigned_abs())))
+    }
+
+    /// How long the completed record is kept, within the bounds of [`limits`]. Default: 24 h, or what the transactor says.
+    pub fn with_retention(self, retention: Duration) -> Self {
+        Self { retention: retention.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX), ..self }
+    }
+
+    /// The connection goes through a pooler that gives each transaction another session: no statement is prepared by name.
+    pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
+        Self { persistent: !through_pooler, ..self }
+    }
+
+    /// The record that is completed.
+    #[must_use]
+    pub const fn record_id(&self) -> RecordId {
+        self.record
+    }
+
+    /// The token to show to a resource that refuses stale owners.
+    #[must_use]
+    pub const fn token(&self) -> FencingToken {
+        self.token
+    }
+
+    /// The key for a call to somebody else's API on behalf of this record; see [`RecordId::downstream_key`].
+    #[must_use]
+    pub fn downstream_key(&self, step: &str) -> String {
+        self.record.downstream_key(step)
+    }
+
+    /// Completes the record in this transaction, last of all before `COMMIT`, with the response that retries get.
+    ///
+    /// # Errors
+    /// [`GuardError`]. The transaction has failed then, so that a `COMMIT` that follows all the same commits nothing.
+    pub async fn complete(
+        self,
+        connection: &mut PgConnection,
+        response: &StoredResponse,
+    ) -> Result<(), GuardError> {
+        self.end(connection, Some(response)).await
+    }
+
+    /// Completes the record with a value as JSON, as [`Transactor::transact`](crate::Transactor::transact) keeps it.
+    ///
+    /// # Errors
+    /// As [`Guard::complete`]; [`GuardError::Response`] where the value cannot be kept. Nothing was sent to the database
+    /// then, so roll back.
+    pub async fn complete_json<T: Serialize>(
+        self,
+        connection: &mut PgConnection,
+        value: &T,
+    ) -> Result<(), GuardError> {
+        let response = json::encode(value)
+            .map_err(|error| GuardError::Response(StoreError::invalid(error.to_string())))?;
+        self.end(connection, Some(&response)).await
+    }
+
+    /// Completes the record without a response. The sidecar or the layer that claimed it adds the one that it sees, once;
+    /// until then a retry hears that there is none, and is never executed.
+    ///
+    /// # Errors
+    /// As [`Guard::complete`].
+    pub async fn complete_without_response(self, connection: &mut PgConnection) -> Result<(), GuardError> {
+        self.end(connection, None).await
+    }
+
+    async fn end(
+        self,
+        connection: &mut PgConnection,
+        response: Option<&StoredResponse>,
+    ) -> Result<(), GuardError> {
+        let ended = self.try_end(connection, response).await;
+        ended.map_err(|error| match sqlstate(&error).as_deref() {
+            Some("OG001") => GuardError::Fenced,
+            Some("OG002") => GuardError::Locked,
+            Some("40001" | "40P01") => GuardError::Conflict,
+            Some("25P02") => GuardError::Store(StoreError::invalid(
+                "a statement of the transaction had failed before, and its error was passed over",
+            )),
+            _ => GuardError::Store(store_error(&error)),
+        })
+    }
+
+    /// `oncegate.complete` raises where the record is somebody else's, so that nothing can be committed after it.
+    pub(crate) async fn try_end(
+        self,
+        connection: &mut PgConnection,
+        response: Option<&StoredResponse>,
+    ) -> Result<(), sqlx::Error> {
+        let args = [
+            Arg::Octets(self.record.as_bytes().to_vec().into()),
+            Arg::Big(i64::try_from(self.token.get()).unwrap_or(-1)),
+            response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
+            Arg::Big(crate::record::millis(self.retention)),
+        ];
+        let call = Call::new("SELECT oncegate.complete($1, $2, $3, $4)", args);
+        call.in_transaction(connection, self.persistent).await.map(drop)
+    }
+}
+
+impl fmt::Debug for Guard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guard")
+            .field("record", &self.record)
+            .field("token", &self.token.get())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_a_sidecar_writes_is_taken() {
+        let record = "a5".repeat(32);
+        let guard = Guard::from_headers(&record, "9223372036854775807").unwrap();
+        assert_eq!(
+            (guard.record_id().to_string(), guard.token().get()),
+            (record.clone(), i64::MAX.unsigned_abs())
+        );
+        for token in ["", "+1", "-1", " 1", "1 ", "0x1", "9223372036854775808", "1,1", "\u{661}"] {
+            assert_eq!(Guard::from_headers(&record, token).unwrap_err(), HeaderError::Token, "{token}");
+        }
+        for record in ["", "a5", &"g5".repeat(32), &"a5".repeat(33), &format!(" {record}")] {
+            assert_eq!(Guard::from_headers(record, "1").unwrap_err(), HeaderError::Record, "{record}");
+        }
+        assert_eq!(Guard::from_headers([0xff; 64], "1").unwrap_err(), HeaderError::Record);
+    }
+}

@@ -1,0 +1,577 @@
+//! Claim, business rows and result in one transaction of the application's own.
+
+mod error;
+mod guard;
+mod json;
+mod open;
+mod run;
+
+use std::fmt;
+use std::future::Future;
+use std::time::Duration;
+
+use oncegate_core::{
+    AttemptId, Claim, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, Outcome, RecordId,
+    Scope, State, StoreError, StoredResponse, limits,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use sqlx::postgres::{PgConnection, PgPool};
+use tokio::time::Instant;
+
+pub use self::error::{RunError, TransactError};
+use self::error::{is_conflict, is_rolled_back};
+pub use self::guard::{Claimed, Guard, GuardError, HeaderError};
+use self::json::EncodeError;
+use self::open::{Held, Open, StepError};
+pub use self::run::RunOn;
+use crate::call::{Arg, Call};
+use crate::error::store_error;
+use crate::pause::{Pause, random_bits};
+use crate::record::{self, Said};
+use crate::store::claim_call;
+
+/// How long a completed record is kept, unless told otherwise: as every door does it.
+const RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Nobody sees the claim of a transaction before its end, and with its end it is completed or gone. The lease counts only
+/// where a guard's transaction commits without completing.
+const LEASE: Duration = limits::LEASE_MAX;
+
+/// Runs business transactions once per key, each on one connection of the application's own pool. Cheap to clone.
+///
+/// What [`transact`](Self::transact) does is one transaction: the claim of the key, the rows that the run writes, and the
+/// result that a retry gets commit together, or none of them does. So there is no lease to lose, nothing to clean up after a
+/// crash, and the key is as free as if nothing had been asked.
+///
+/// The database must have the contract ([`schema::apply`](crate::schema::apply)), and the role of the pool the right to
+/// execute `oncegate.claim`, `oncegate.complete` and `oncegate.lookup`.
+#[derive(Clone)]
+pub struct Transactor {
+    pool: PgPool,
+    retention: Duration,
+    wait: Duration,
+    patience: Duration,
+    runs: u32,
+    isolation: Option<Isolation>,
+    transaction_pooler: bool,
+}
+
+/// How far a transaction is kept apart from others, in PostgreSQL's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Isolation {
+    /// `READ COMMITTED`, what PostgreSQL does if it is not told otherwise.
+    ReadCommitted,
+    /// `REPEATABLE READ`.
+    RepeatableRead,
+    /// `SERIALIZABLE`.
+    Serializable,
+}
+
+/// A value, and where it comes from. The same type for both, so that a retry is answered like the first request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transacted<T> {
+    /// This call ran and committed.
+    Executed(T),
+    /// An earlier call did; this is its value.
+    Replayed(T),
+}
+
+impl<T> Transacted<T> {
+    /// The value.
+    pub fn into_inner(self) -> T {
+        match self {
+            Self::Executed(value) | Self::Replayed(value) => value,
+        }
+    }
+
+    /// Whether an earlier call made the value.
+    #[must_use]
+    pub const fn is_replayed(&self) -> bool {
+        matches!(self, Self::Replayed(_))
+    }
+}
+
+/// One operation under one key.
+struct Request {
+    record: RecordId,
+    fingerprint: Fingerprint,
+    label: Label,
+}
+
+impl Request {
+    fn new<I: Serialize + ?Sized>(
+        scope: &Scope<'_>,
+        key: &IdempotencyKey,
+        input: &I,
+    ) -> serde_json::Result<Self> {
+        let operation: Vec<_> = scope.operation().iter().map(|part| String::from_utf8_lossy(part)).collect();
+        Ok(Self {
+            record: RecordId::derive(scope, key),
+            fingerprint: json::fingerprint(input)?,
+            label: Label::new(scope.caller_tag(), &operation.join(" ")),
+        })
+    }
+
+    fn claim(&self, retention: Duration) -> Result<Call, StoreError> {
+        let claim = Claim {
+            attempt: AttemptId::new(u128::from(random_bits()) << 64 | u128::from(random_bits())),
+            fingerprint: self.fingerprint,
+            lease: LEASE,
+            retention,
+            on_abandoned: OnAbandoned::Park,
+            label: self.label.clone(),
+        };
+        claim_call(&self.record, &claim).ok_or_else(record::strange)
+    }
+}
+
+/// What one try came to.
+enum Try<T> {
+    Done(Transacted<T>),
+    /// Somebody else is at it.
+    Busy {
+        lease_left: Duration,
+    },
+    /// Rolled back, and worth another run.
+    Again(TransactError),
+    /// Nothing was run.
+    Unreached(StoreError),
+    /// COMMIT was sent under this token, and its answer lost.
+    Lost(FencingToken),
+    Failed(TransactError),
+}
+
+/// A COMMIT whose answer was lost.
+#[derive(Clone, Copy)]
+struct Lost {
+    token: FencingToken,
+    until: Instant,
+}
+
+impl Transactor {
+    /// On the application's own pool: one retention of 24 hours, no waiting, five runs at the most.
+    #[must_use]
+    pub const fn new(pool: PgPool) -> Self {
+        Self {
+            pool,
+            retention: RETENTION,
+            wait: Duration::ZERO,
+            patience: Duration::from_secs(10),
+            runs: 5,
+            isolation: None,
+            transaction_pooler: false,
+        }
+    }
+
+    /// The pool that it takes its connections from.
+    #[must_use]
+    pub const fn pool(&self) -> &PgPool {
+        &self.pool
+    }
+
+    /// How long a result is kept, counted from its commit, within the bounds of [`limits`]. Default: 24 h.
+    #[must_use]
+    pub fn with_retention(self, retention: Duration) -> Self {
+        Self { retention: retention.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX), ..self }
+    }
+
+    /// How long a call waits for another one that is at it, before it says [`TransactError::InProgress`]; an hour at the most.
+    /// It holds no connection while it waits. Default: not at all.
+    #[must_use]
+    pub fn with_wait(self, wait: Duration) -> Self {
+        Self { wait: wait.min(limits::LEASE_MAX), ..self }
+    }
+
+    /// How long the database may take for a claim, for a completion and for `COMMIT`, and how long it is tried after that to
+    /// find out what became of a `COMMIT` whose answer was lost; from 100 ms to an hour. Default: 10 s. What the run itself
+    /// asks is bounded by the application's own `statement_timeout`.
+    #[must_use]
+    pub fn with_patience(self, patience: Duration) -> Self {
+        Self { patience: patience.clamp(limits::LEASE_MIN, limits::LEASE_MAX), ..self }
+    }
+
+    /// How often the transaction is tried at the most, from 1 to 100, where the database says that it may be tried again
+    /// (SQLSTATE 40001 and 40P01), or where a lost `COMMIT` turns out not to have been carried out. Default: 5.
+    #[must_use]
+    pub fn with_runs(self, runs: u32) -> Self {
+        Self { runs: runs.clamp(1, 100), ..self }
+    }
+
+    /// The isolation level of the transaction. Default: what the connection or the server says.
+    #[must_use]
+    pub fn with_isolation(self, isolation: Isolation) -> Self {
+        Self { isolation: Some(isolation), ..self }
+    }
+
+    /// The pool goes through a pooler that gives each transaction another session, such as PgBouncer in transaction mode:
+    /// statements of ours are prepared without a name, in one more round trip each. Those of the run say `.persistent(false)`.
+    #[must_use]
+    pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
+        Self { transaction_pooler: through_pooler, ..self }
+    }
+
+    /// Runs `run` in a transaction if this is the first call with this key in this scope, and gives the value that the first
+    /// one committed if it is not.
+    ///
+    /// `input` is what makes two calls the same call: another input under the same key is [`TransactError::Mismatch`]. The
+    /// value is kept as JSON.
+    ///
+    /// ```
+    /// use oncegate_core::{IdempotencyKey, Scope};
+    /// use oncegate_postgres::{Transacted, Transactor, sqlx};
+    ///
+    /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let server = oncegate_servers::PostgresServer::start()?;
+    /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
+    /// let pool = sqlx::PgPool::connect(&server.url()).await?;
+    /// # sqlx::query("CREATE TABLE payments (id bigserial, customer text, cents bigint)").execute(&pool).await?;
+    /// let transactor = Transactor::new(pool);
+    ///
+    /// let pay = async || {
+    ///     let scope = Scope::caller("customer", b"ada").within(&[b"POST /payments"]);
+    ///     let key = IdempotencyKey::new(*b"order-123")?;
+    ///     let done = transactor.transact(&scope, &key, &("ada", 500), async |connection| {
+    ///         let id: i64 = sqlx::query_scalar("INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id")
+    ///             .bind("ada")
+    ///             .bind(500_i64)
+    ///             .fetch_one(connection)
+    ///             .await?;
+    ///         Ok(id)
+    ///     });
+    ///     Ok::<_, Box<dyn std::error::Error>>(done.await?)
+    /// };
+    /// assert_eq!(pay().await?, Transacted::Executed(1));
+    /// assert_eq!(pay().await?, Transacted::Replayed(1));
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # What the run may do
+    /// - It is an async closure of this shape, `async |connection| { …; Ok(value) }`. It may refer to what is outside, and is
+    ///   cloned for each time that it runs.
+    /// - Anything in this transaction, savepoints (`connection.begin()`) too. It must not commit or roll back by statements of
+    ///   its own.
+    /// - An error that it returns rolls everything back and frees the key. What is to be remembered, such as that a card was
+    ///   declined, it returns as a value.
+    /// - It is run again where the database says so (see [`with_runs`](Self::with_runs)), so it has no effect outside of the
+    ///   transaction. Where it calls somebody else's API, that call takes a key of its own:
+    ///   [`RecordId::downstream_key`] of [`RecordId::derive`].
+    ///
+    /// # What becomes of it when things break
+    /// - The future is dropped, or the run panics: rolled back. Dropped while `COMMIT` is under way it may have been
+    ///   committed; the next call with the key finds that out.
+    /// - The process dies: as above.
+    /// - The answer to `COMMIT` is lost: the key is claimed anew until the database says what became of it. If it was
+    ///   committed, its value is given; if it was not, the run is started again.
+    ///
+    /// # Errors
+    /// [`TransactError`].
+    pub fn transact<'t, I, T, F>(
+        &'t self,
+        scope: &Scope<'_>,
+        key: &IdempotencyKey,
+        input: &I,
+        run: F,
+    ) -> impl Future<Output = Result<Transacted<T>, TransactError>> + Send + use<'t, I, T, F>
+    where
+        I: Serialize + ?Sized,
+        T: Serialize + DeserializeOwned + Send + 't,
+        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync + 't,
+    {
+        let request = Request::new(scope, key, input).map_err(TransactError::Unserializable);
+        async move { self.try_until_known(&request?, &run).await }
+    }
+
+    async fn try_until_known<T, F>(&self, request: &Request, run: &F) -> Result<Transacted<T>, TransactError>
+    where
+        T: Serialize + DeserializeOwned + Send,
+        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+    {
+        let record = request.record;
+        let mut runs_left = self.runs;
+        let mut lost: Option<Lost> = None;
+        let until = Instant::now() + self.wait;
+        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        loop {
+            let tried = self.try_once(request, run, runs_left > 0, &mut lost).await;
+            let until = lost.map_or(until, |lost| lost.until);
+            let error = match tried {
+                Try::Done(done) => return Ok(done),
+                Try::Failed(error) => return Err(error),
+                Try::Busy { lease_left } => TransactError::InProgress { lease_left },
+                Try::Unreached(error) if lost.is_some() => TransactError::Store(error),
+                Try::Unreached(error) => return Err(TransactError::Store(error)),
+                Try::Again(error) if lost.is_some() => error,
+                Try::Again(error) => {
+                    runs_left -= 1;
+                    if runs_left == 0 {
+                        return Err(error);
+                    }
+                    pause.sleep(None).await;
+                    continue;
+                }
+                Try::Lost(token) => {
+                    runs_left -= 1;
+                    tracing::warn!(?record, "the answer to COMMIT was lost; finding out what became of it");
+                    lost = Some(Lost { token, until: Instant::now() + self.patience });
+                    continue;
+                }
+            };
+            if Instant::now() >= until {
+                return Err(match lost {
+                    Some(Lost { token, .. }) => TransactError::CommitUnknown { record, token },
+                    None => error,
+                });
+            }
+            pause.sleep(Some(until)).await;
+        }
+    }
+
+    async fn try_once<T, F>(
+        &self,
+        request: &Request,
+        run: &F,
+        may_run: bool,
+        lost: &mut Option<Lost>,
+    ) -> Try<T>
+    where
+        T: Serialize + DeserializeOwned + Send,
+        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+    {
+        let mut held = match Held::acquire(&self.pool).await {
+            Ok(held) => held,
+            Err(error) => return Try::Unreached(error.into()),
+        };
+        let mut open = match held.begin(self.begin(), self.patience).await {
+            Ok(open) => open,
+            Err(error) => return Try::Unreached(error.into()),
+        };
+        let claimed = match self.claim_on(&mut open, request).await {
+            Ok(claimed) => claimed,
+            Err(tried) => {
+                open.rollback(self.patience).await;
+                return tried;
+            }
+        };
+        let record = request.record;
+        let grant = match claimed {
+            Said::Outcome(Outcome::Execute(grant)) => grant,
+            Said::Outcome(Outcome::Unknown) => {
+                // It may have been told apart just now; that is kept.
+                let _ = open.commit(self.patience).await;
+                return Try::Failed(TransactError::Unknown { record });
+            }
+            Said::Outcome(Outcome::Replay(response)) => {
+                let is_ours = match lost {
+                    Some(lost) => self.is_token(&mut open, record, lost.token).await,
+                    None => false,
+                };
+                open.rollback(self.patience).await;
+                return replay(record, &response, is_ours);
+            }
+            other => {
+                open.rollback(self.patience).await;
+                return match other {
+                    Said::Outcome(Outcome::InProgress { lease_left }) => Try::Busy { lease_left },
+                    Said::Locked => Try::Busy { lease_left: Duration::ZERO },
+                    Said::Outcome(Outcome::Mismatch) => Try::Failed(TransactError::Mismatch),
+                    Said::Outcome(Outcome::Unreplayable) => {
+                        Try::Failed(TransactError::Unreplayable { record })
+                    }
+                    Said::Outcome(_) => Try::Failed(TransactError::Store(record::strange())),
+                };
+            }
+        };
+        // Whatever was sent before: it did not commit, or this claim would have found it.
+        if lost.take().is_some() && !may_run {
+            open.rollback(self.patience).await;
+            return Try::Failed(TransactError::Store(StoreError::unavailable(
+                "the connection to PostgreSQL ended before the commit; nothing was committed",
+            )));
+        }
+        let guard = Guard::new(record, grant.token, self.retention, !self.transaction_pooler);
+        match self.run_on(&mut open, run, guard).await {
+            Ok(value) => self.commit(open, value, grant.token).await,
+            Err(tried) => {
+                open.rollback(self.patience).await;
+                tried
+            }
+        }
+    }
+
+    /// The run, and the completion of its record.
+    async fn run_on<T, F>(&self, open: &mut Open<'_>, run: &F, guard: Guard) -> Result<T, Try<T>>
+    where
+        T: Serialize + DeserializeOwned + Send,
+        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+    {
+        let record = guard.record_id();
+        let value = run.clone()(open.connection()).await.map_err(|error| {
+            let again = error.is_conflict();
+            let error = TransactError::Failed(error.into_boxed());
+            if again { Try::Again(error) } else { Try::Failed(error) }
+        })?;
+        let response = json::encode(&value).map_err(|error| {
+            Try::Failed(match error {
+                EncodeError::Json(error) => TransactError::Unserializable(error),
+                EncodeError::Response(error) => TransactError::TooLarge(error),
+            })
+        })?;
+        let ended = open
+            .step(self.patience, async |connection| guard.try_end(connection, Some(&response)).await)
+            .await;
+        match ended {
+            Ok(()) => Ok(value),
+            Err(StepError::Refused(error)) => Err(match error::sqlstate(&error).as_deref() {
+                Some("OG001") => Try::Failed(TransactError::Fenced { record }),
+                Some("25P02") => Try::Failed(TransactError::Failed(
+                    "a statement of the run had failed, and the run passed over its error".into(),
+                )),
+                _ if is_conflict(&error) => Try::Again(TransactError::Store(store_error(&error))),
+                _ => Try::Failed(TransactError::Store(store_error(&error))),
+            }),
+            Err(timed_out) => Err(Try::Failed(TransactError::Store(timed_out.into()))),
+        }
+    }
+
+    async fn commit<T>(&self, open: Open<'_>, value: T, token: FencingToken) -> Try<T> {
+        match open.commit(self.patience).await {
+            Ok(()) => Try::Done(Transacted::Executed(value)),
+            Err(StepError::Refused(error)) if is_conflict(&error) => {
+                Try::Again(TransactError::Store(store_error(&error)))
+            }
+            // Such as a constraint that is checked at the end.
+            Err(StepError::Refused(error)) if is_rolled_back(&error) => {
+                Try::Failed(TransactError::Failed(Box::new(error)))
+            }
+            Err(_) => Try::Lost(token),
+        }
+    }
+
+    async fn claim_on<T>(&self, open: &mut Open<'_>, request: &Request) -> Result<Said, Try<T>> {
+        let call = request.claim(self.retention).map_err(Try::Unreached)?;
+        let persistent = !self.transaction_pooler;
+        let rows = open
+            .step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
+            .await
+            .map_err(|error| match error {
+                StepError::Refused(error) if is_conflict(&error) => {
+                    Try::Again(TransactError::Store(store_error(&error)))
+                }
+                other => Try::Unreached(other.into()),
+            })?;
+        said(rows.first()).map_err(|error| Try::Failed(TransactError::Store(error)))
+    }
+
+    /// Whether the record is that of the attempt with this token.
+    async fn is_token(&self, open: &mut Open<'_>, record: RecordId, token: FencingToken) -> bool {
+        let call =
+            Call::new("SELECT * FROM oncegate.lookup($1)", [Arg::Octets(record.as_bytes().to_vec().into())]);
+        let persistent = !self.transaction_pooler;
+        let rows = open
+            .step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
+            .await;
+        // Where it cannot be told, it is a replay: the value is the same.
+        let Ok(rows) = rows else { return false };
+        rows.first()
+            .and_then(|row| record::record(row).ok())
+            .is_some_and(|record| record.token == token && matches!(record.state, State::Completed(_)))
+    }
+
+    /// Claims in a transaction of one's own, on the connection that it is open on. [`Claimed::Execute`] comes with a guard, to
+    /// be completed last of all in the same transaction.
+    ///
+    /// ```
+    /// # use oncegate_core::{IdempotencyKey, Scope};
+    /// use oncegate_postgres::{Claimed, Transactor, sqlx};
+    /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let server = oncegate_servers::PostgresServer::start()?;
+    /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
+    /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
+    /// # sqlx::query("CREATE TABLE payments (cents bigint)").execute(&pool).await?;
+    /// # let (scope, key) = (Scope::single_tenant(), IdempotencyKey::new(*b"order-123")?);
+    /// let transactor = Transactor::new(pool.clone());
+    ///
+    /// let mut transaction = pool.begin().await?;
+    /// match transactor.claim(&mut transaction, &scope, &key, &500).await? {
+    ///     Claimed::Execute(guard) => {
+    ///         sqlx::query("INSERT INTO payments VALUES (500)").execute(&mut *transaction).await?;
+    ///         guard.complete_json(&mut transaction, &"paid").await?;
+    ///         transaction.commit().await?;
+    ///     }
+    ///     Claimed::Replay(response) => println!("answer again with {:?}", response.body()),
+    ///     other => println!("refuse: {other:?}"),
+    /// }
+    /// # assert!(matches!(transactor.claim(&mut *pool.acquire().await?, &scope, &key, &500).await?, Claimed::Replay(_)));
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// Outside of a transaction the claim is committed at once, and has a lease of an hour that nobody renews: what dies in
+    /// between leaves a record whose outcome is unknown.
+    ///
+    /// # Errors
+    /// [`GuardError::Store`], [`GuardError::Conflict`]; the transaction has failed then. [`GuardError::Response`] where the
+    /// input cannot be written as JSON.
+    pub async fn claim<I: Serialize + ?Sized>(
+        &self,
+        connection: &mut PgConnection,
+        scope: &Scope<'_>,
+        key: &IdempotencyKey,
+        input: &I,
+    ) -> Result<Claimed, GuardError> {
+        let request = Request::new(scope, key, input)
+            .map_err(|error| GuardError::Response(StoreError::invalid(error.to_string())))?;
+        let call = request.claim(self.retention).map_err(GuardError::Store)?;
+        let persistent = !self.transaction_pooler;
+        let rows = call.in_transaction(connection, persistent).await.map_err(|error| {
+            if is_conflict(&error) { GuardError::Conflict } else { GuardError::Store(store_error(&error)) }
+        })?;
+        Ok(match said(rows.first()).map_err(GuardError::Store)? {
+            Said::Outcome(Outcome::Execute(grant)) => {
+                Claimed::Execute(Guard::new(request.record, grant.token, self.retention, persistent))
+            }
+            Said::Outcome(Outcome::Replay(response)) => Claimed::Replay(response),
+            Said::Outcome(Outcome::InProgress { lease_left }) => Claimed::InProgress { lease_left },
+            Said::Locked => Claimed::InProgress { lease_left: Duration::ZERO },
+            Said::Outcome(Outcome::Mismatch) => Claimed::Mismatch,
+            Said::Outcome(Outcome::Unknown) => Claimed::Unknown,
+            Said::Outcome(Outcome::Unreplayable) => Claimed::Unreplayable,
+            Said::Outcome(_) => return Err(GuardError::Store(record::strange())),
+        })
+    }
+
+    const fn begin(&self) -> &'static str {
+        match self.isolation {
+            None => "BEGIN",
+            Some(Isolation::ReadCommitted) => "BEGIN ISOLATION LEVEL READ COMMITTED",
+            Some(Isolation::RepeatableRead) => "BEGIN ISOLATION LEVEL REPEATABLE READ",
+            Some(Isolation::Serializable) => "BEGIN ISOLATION LEVEL SERIALIZABLE",
+        }
+    }
+}
+
+fn said(row: Option<&sqlx::postgres::PgRow>) -> Result<Said, StoreError> {
+    record::said(row.ok_or_else(record::strange)?)
+}
+
+fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> Try<T> {
+    match json::decode(response) {
+        Ok(value) if is_ours => Try::Done(Transacted::Executed(value)),
+        Ok(value) => Try::Done(Transacted::Replayed(value)),
+        Err(source) => Try::Failed(TransactError::Undecodable { record, source }),
+    }
+}
+
+impl fmt::Debug for Transactor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transactor")
+            .field("retention", &self.retention)
+            .field("wait", &self.wait)
+            .field("patience", &self.patience)
+            .field("runs", &self.runs)
+            .field("isolation", &self.isolation)
+            .field("transaction_pooler", &self.transaction_pooler)
+            .finish_non_exhaustive()
+    }
+}

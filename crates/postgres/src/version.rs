@@ -1,0 +1,135 @@
+//! Rows that carry a version: changed only by whoever saw the latest one.
+
+use std::time::Duration;
+
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{Error, FromRow};
+
+use crate::once::Statement;
+use crate::pause::Pause;
+
+/// The first and the longest pause between tries.
+const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(100)];
+
+/// What came of changing a row with a version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "only `Updated` changed anything"]
+pub enum Update<R> {
+    /// Changed; the row as it is now.
+    Updated(R),
+    /// Nothing was to be changed; the row as it was read.
+    Unchanged(R),
+    /// Somebody else changed it first; the row as it was last read.
+    Conflict(R),
+    /// There is no such row.
+    NotFound,
+}
+
+/// Changes a row if it still has the version that the caller saw, such as that of an `If-Match`. Tried once.
+///
+/// `update` is `UPDATE … SET …, version = version + 1 WHERE id = … AND version = … RETURNING …`; `current` looks for the row
+/// by its identifier alone, and gives the same columns. What tells a conflict from a row that is not there is that
+/// second look, so under load a conflict may come with a row that is newer than the one that was in the way.
+///
+/// ```
+/// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let server = oncegate_servers::PostgresServer::start()?;
+/// use oncegate_postgres::{Update, sqlx, update_version};
+/// use sqlx::Connection as _;
+///
+/// let mut connection = sqlx::PgConnection::connect(&server.url()).await?;
+/// sqlx::raw_sql("CREATE TABLE accounts (id bigint, cents bigint, version bigint); INSERT INTO accounts VALUES (1, 500, 1)")
+///     .execute(&mut connection)
+///     .await?;
+///
+/// let mut set = async |id: i64, cents: i64, version: i64| {
+///     let update = "UPDATE accounts SET cents = $2, version = version + 1 WHERE id = $1 AND version = $3 RETURNING cents, version";
+///     let current = "SELECT cents, version FROM accounts WHERE id = $1";
+///     update_version::<(i64, i64)>(
+///         &mut connection,
+///         || sqlx::query_as(update).bind(id).bind(cents).bind(version),
+///         || sqlx::query_as(current).bind(id),
+///     )
+///     .await
+/// };
+/// assert_eq!(set(1, 400, 1).await?, Update::Updated((400, 2)));
+/// assert_eq!(set(1, 300, 1).await?, Update::Conflict((400, 2)));
+/// assert_eq!(set(9, 300, 1).await?, Update::NotFound);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// Those of the database. Above READ COMMITTED, a conflict with a transaction that committed after the snapshot is SQLSTATE
+/// 40001.
+pub async fn update_version<'q, R>(
+    connection: &mut PgConnection,
+    update: impl Fn() -> Statement<'q, R>,
+    current: impl Fn() -> Statement<'q, R>,
+) -> Result<Update<R>, Error>
+where
+    R: for<'r> FromRow<'r, PgRow> + Send + Unpin,
+{
+    if let Some(row) = update().fetch_optional(&mut *connection).await? {
+        return Ok(Update::Updated(row));
+    }
+    Ok(current().fetch_optional(connection).await?.map_or(Update::NotFound, Update::Conflict))
+}
+
+/// Reads a row and changes it, again where somebody else was faster: `tries` times at the most, from 1 to 100, with growing
+/// random pauses in between.
+///
+/// `read` looks for the row; `change` says, for the row as it was read, what the
+/// `UPDATE … WHERE id = … AND version = … RETURNING …` is, or `None` where nothing is to be changed.
+///
+/// It works on a connection outside of a transaction, and inside one at READ COMMITTED; but there it holds what the transaction
+/// holds while it pauses. Above that level the database itself says 40001, and the transaction is to be run again.
+///
+/// ```
+/// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let server = oncegate_servers::PostgresServer::start()?;
+/// # use oncegate_postgres::{Update, sqlx, update_latest};
+/// # use sqlx::Connection as _;
+/// # let mut connection = sqlx::PgConnection::connect(&server.url()).await?;
+/// # sqlx::raw_sql("CREATE TABLE accounts (id bigint, cents bigint, version bigint); INSERT INTO accounts VALUES (1, 500, 1)")
+/// #     .execute(&mut connection).await?;
+/// let withdraw = update_latest::<(i64, i64)>(
+///     &mut connection,
+///     5,
+///     || sqlx::query_as("SELECT cents, version FROM accounts WHERE id = $1").bind(1_i64),
+///     |(cents, version)| {
+///         let update = "UPDATE accounts SET cents = $2, version = version + 1 WHERE id = $1 AND version = $3 \
+///                       RETURNING cents, version";
+///         (*cents >= 100).then(|| sqlx::query_as(update).bind(1_i64).bind(cents - 100).bind(*version))
+///     },
+/// );
+/// assert_eq!(withdraw.await?, Update::Updated((400, 2)));
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// Those of the database.
+pub async fn update_latest<'q, R>(
+    connection: &mut PgConnection,
+    tries: u32,
+    read: impl Fn() -> Statement<'q, R>,
+    change: impl Fn(&R) -> Option<Statement<'q, R>>,
+) -> Result<Update<R>, Error>
+where
+    R: for<'r> FromRow<'r, PgRow> + Send + Unpin,
+{
+    let [first, longest] = PAUSES;
+    let mut pause = Pause::new(first, longest);
+    let mut tries_left = tries.clamp(1, 100);
+    loop {
+        let Some(row) = read().fetch_optional(&mut *connection).await? else { return Ok(Update::NotFound) };
+        let Some(update) = change(&row) else { return Ok(Update::Unchanged(row)) };
+        if let Some(row) = update.fetch_optional(&mut *connection).await? {
+            return Ok(Update::Updated(row));
+        }
+        tries_left -= 1;
+        if tries_left == 0 {
+            return Ok(Update::Conflict(row));
+        }
+        pause.sleep(None).await;
+    }
+}

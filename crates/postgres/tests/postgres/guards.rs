@@ -1,0 +1,113 @@
+//! Transactions that the application keeps itself, with a guard in them.
+
+use std::time::Duration;
+
+use oncegate_core::{Answer, Command, Completion, OnAbandoned, Outcome, State, Store as _};
+use oncegate_postgres::{Claimed, Guard, GuardError, Transactor};
+
+use crate::support::{Database, claim, claims, completes, id, response, token};
+use crate::transact::{insert, key, pay, scope};
+
+fn executes(claimed: Claimed) -> Guard {
+    match claimed {
+        Claimed::Execute(guard) => guard,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_and_record_commit_together_in_a_transaction_of_ones_own() {
+    let database = Database::fresh().await;
+    let pool = database.payments(3).await;
+    let transactor = Transactor::new(pool.clone());
+    let ask =
+        async |connection: &mut _| transactor.claim(connection, &scope(), &key("order-1"), &500_i64).await;
+
+    // Rolled back, it never was.
+    let mut transaction = pool.begin().await.unwrap();
+    let guard = executes(ask(&mut transaction).await.unwrap());
+    insert(&mut transaction, 500).await.unwrap();
+    guard.complete_json(&mut transaction, &"lost").await.unwrap();
+    transaction.rollback().await.unwrap();
+
+    let mut transaction = pool.begin().await.unwrap();
+    let guard = executes(ask(&mut transaction).await.unwrap());
+    let charge = insert(&mut transaction, 500).await.unwrap();
+    // Meanwhile nobody waits.
+    let mut other = pool.begin().await.unwrap();
+    assert!(matches!(ask(&mut other).await.unwrap(), Claimed::InProgress { .. }));
+    guard.complete_json(&mut transaction, &charge).await.unwrap();
+    transaction.commit().await.unwrap();
+    assert!(matches!(ask(&mut other).await.unwrap(), Claimed::Replay(_)));
+    let mismatch = transactor.claim(&mut other, &scope(), &key("order-1"), &900_i64).await.unwrap();
+    assert!(matches!(mismatch, Claimed::Mismatch), "{mismatch:?}");
+    drop(other);
+
+    // The other form reads what this one kept.
+    let replayed = pay(&transactor, "order-1", 500).await.unwrap();
+    assert!(replayed.is_replayed());
+    assert_eq!((replayed.into_inner(), database.paid().await), (charge, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_sidecar_claimed_is_completed_by_the_service_with_or_without_its_response() {
+    let database = Database::fresh().await;
+    let (pool, store) = (database.payments(2).await, database.store().await);
+    for (number, with_response) in [(1, true), (2, false)] {
+        let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
+        let guard = Guard::from_headers(id(number).to_string(), owner.to_string()).unwrap();
+        let mut transaction = pool.begin().await.unwrap();
+        insert(&mut transaction, 500).await.unwrap();
+        if with_response {
+            guard.complete(&mut transaction, &response(b"paid")).await.unwrap();
+        } else {
+            guard.complete_without_response(&mut transaction).await.unwrap();
+        }
+        transaction.commit().await.unwrap();
+        if !with_response {
+            let record = store.lookup(id(number)).await.unwrap().unwrap();
+            assert_eq!(record.state, State::Completed(Answer::Awaited));
+            let adds = completes(owner, Completion::Replayable(response(b"paid")));
+            assert_eq!(store.apply(id(number), adds).await.unwrap(), Outcome::Completed);
+        }
+        let again = store.apply(id(number), claims(2)).await.unwrap();
+        assert_eq!(again, Outcome::Replay(response(b"paid")));
+    }
+    assert_eq!(database.paid().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fenced_owner_rolls_back_also_where_it_does_not_look() {
+    let database = Database::fresh().await;
+    let (pool, store) = (database.payments(2).await, database.store().await);
+    let mut short = claim(1);
+    short.lease = Duration::from_millis(1);
+    let stale = token(&store.apply(id(1), Command::Claim(short)).await.unwrap());
+    let mut other = claim(2);
+    other.on_abandoned = OnAbandoned::Reexecute;
+    assert!(matches!(store.apply(id(1), Command::Claim(other)).await.unwrap(), Outcome::Execute(_)));
+
+    let mut transaction = pool.begin().await.unwrap();
+    insert(&mut transaction, 500).await.unwrap();
+    let error =
+        Guard::of_attempt(id(1), stale).complete(&mut transaction, &response(b"paid")).await.unwrap_err();
+    assert!(matches!(error, GuardError::Fenced), "{error:?}");
+    // Whoever commits all the same commits nothing.
+    transaction.commit().await.unwrap();
+    assert_eq!(database.paid().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_transaction_with_the_same_attempt_is_told_apart_from_a_stale_one() {
+    let database = Database::fresh().await;
+    let (pool, store) = (database.payments(2).await, database.store().await);
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    let mut first = pool.begin().await.unwrap();
+    Guard::of_attempt(id(1), owner).complete_without_response(&mut first).await.unwrap();
+    let mut second = pool.begin().await.unwrap();
+    let error = Guard::of_attempt(id(1), owner).complete_without_response(&mut second).await.unwrap_err();
+    assert!(matches!(error, GuardError::Locked), "{error:?}");
+    // After a statement that failed, and was passed over, it says so.
+    let error = Guard::of_attempt(id(1), owner).complete_without_response(&mut second).await.unwrap_err();
+    assert!(error.to_string().contains("passed over"), "{error}");
+}

@@ -1,0 +1,95 @@
+//! The payments service with its payments in PostgreSQL: the payment, the claim of its key and the answer commit together,
+//! so that a payment is made exactly once, whatever dies when.
+//!
+//! Configuration by environment: `DATABASE_URL`, `PORT` (0 takes a free one).
+
+use std::error::Error;
+
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use oncegate::core::Scope;
+use oncegate::http::KeyGrammar;
+use oncegate::postgres::{schema, sqlx};
+use oncegate::{PostgresOptions, TransactError, Transactor};
+use serde::{Deserialize, Serialize};
+
+#[derive(Deserialize, Serialize)]
+struct Payment {
+    customer: String,
+    cents: i64,
+}
+
+#[derive(Deserialize, Serialize)]
+struct Charge {
+    id: i64,
+    customer: String,
+    cents: i64,
+}
+
+async fn pay(
+    State(transactor): State<Transactor>,
+    headers: HeaderMap,
+    Json(payment): Json<Payment>,
+) -> Result<Response, Response> {
+    let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
+    let Some(Ok((key, _))) = field else { return Err(StatusCode::BAD_REQUEST.into_response()) };
+    let scope = Scope::caller("customer", payment.customer.as_bytes()).within(&[b"POST /payments"]);
+
+    let paid = transactor.transact(&scope, &key, &payment, async |connection| {
+        let insert = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id";
+        let insert = sqlx::query_scalar(insert).bind(&payment.customer).bind(payment.cents);
+        let id = insert.fetch_one(connection).await?;
+        Ok(Charge { id, customer: payment.customer.clone(), cents: payment.cents })
+    });
+    let paid = paid.await.map_err(refuse)?;
+    let marker = paid.is_replayed().then_some([("idempotent-replayed", "true")]);
+    Ok((StatusCode::CREATED, marker, Json(paid.into_inner())).into_response())
+}
+
+fn refuse(error: TransactError) -> Response {
+    let again_after_a_second = [("retry-after", "1")];
+    match error {
+        TransactError::InProgress { .. } => (StatusCode::CONFLICT, again_after_a_second).into_response(),
+        TransactError::Mismatch => StatusCode::UNPROCESSABLE_ENTITY.into_response(),
+        // Nothing was committed, or the same request finds out what was.
+        TransactError::Store(_) | TransactError::CommitUnknown { .. } => {
+            (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
+        }
+        error => {
+            eprintln!("payment failed: {error}");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+async fn charges(State(transactor): State<Transactor>) -> Result<Json<serde_json::Value>, StatusCode> {
+    let charges = sqlx::query_scalar("SELECT count(*) FROM payments").fetch_one(transactor.pool()).await;
+    let charges: i64 = charges.map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?;
+    Ok(Json(serde_json::json!({ "charges": charges })))
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let url = std::env::var("DATABASE_URL")?;
+    let port: u16 = std::env::var("PORT").unwrap_or_else(|_| "3000".into()).parse()?;
+
+    // A service that may not do that leaves it to `oncegate schema apply postgres`.
+    schema::apply(&PostgresOptions::new(&url)?).await?;
+    let pool = sqlx::PgPool::connect(&url).await?;
+    let table = "CREATE TABLE IF NOT EXISTS payments (id bigserial PRIMARY KEY, customer text NOT NULL, cents bigint NOT NULL)";
+    sqlx::raw_sql(table).execute(&pool).await?;
+
+    let service = Router::new()
+        .route("/payments", post(pay))
+        .route("/charges", get(charges))
+        .with_state(Transactor::new(pool));
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    println!("listening on http://{}", listener.local_addr()?);
+    axum::serve(listener, service)
+        .with_graceful_shutdown(async { drop(tokio::signal::ctrl_c().await) })
+        .await?;
+    Ok(())
+}

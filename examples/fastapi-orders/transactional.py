@@ -1,0 +1,143 @@
+"""Orders and charges in PostgreSQL, each committed in one transaction with the record of its Idempotency-Key.
+
+For `oncegate proxy --completion upstream` on the same database. Environment: DATABASE_URL, PORT, HOST.
+"""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated
+
+import psycopg
+from fastapi import Depends, FastAPI, Header, HTTPException, Path, Request, Response
+from fastapi.responses import JSONResponse
+from psycopg.rows import DictRow, dict_row
+from psycopg.types.json import Json
+
+from models import Charge, NewOrder, Order
+from serve import serve
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS orders (
+  id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  customer    text NOT NULL,
+  items       jsonb NOT NULL,
+  total_cents bigint NOT NULL,
+  status      text NOT NULL DEFAULT 'pending',
+  created_at  timestamptz NOT NULL DEFAULT now()
+);
+CREATE TABLE IF NOT EXISTS charges (
+  id           bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  order_id     bigint NOT NULL REFERENCES orders (id),
+  amount_cents bigint NOT NULL,
+  created_at   timestamptz NOT NULL DEFAULT now()
+);
+"""
+
+Database = psycopg.Connection[DictRow]
+
+
+@contextmanager
+def transaction() -> Iterator[Database]:
+    """Commits at the end, or rolls back on an exception."""
+    with psycopg.connect(os.environ["DATABASE_URL"], row_factory=dict_row) as db:
+        yield db
+
+
+class Attempt:
+    """What the sidecar says of a request that has a key."""
+
+    def __init__(
+        self,
+        oncegate_record: Annotated[str | None, Header()] = None,
+        oncegate_token: Annotated[int | None, Header()] = None,
+    ) -> None:
+        self._record = oncegate_record and bytes.fromhex(oncegate_record)
+        self._token = oncegate_token
+
+    def complete(self, db: Database) -> None:
+        """The last statement of a transaction: it raises if another attempt owns the record by now."""
+        if self._record:
+            db.execute("SELECT oncegate.complete(%s, %s)", (self._record, self._token))
+
+    def complete_with(self, db: Database, answer: Response) -> None:
+        """The same, and retries get this answer from the commit on, even if nobody lives to send it."""
+        if self._record:
+            fields = {name: value for name, value in answer.headers.items() if name != "content-length"}
+            db.execute(
+                "SELECT oncegate.complete(%s, %s, oncegate.response(%s, %s, %s, %s))",
+                (self._record, self._token, answer.status_code, list(fields), list(fields.values()), answer.body),
+            )
+
+
+@asynccontextmanager
+async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    with transaction() as db:
+        db.execute(SCHEMA)
+    yield
+
+
+app = FastAPI(title="Orders", lifespan=lifespan)
+
+
+@app.exception_handler(psycopg.Error)
+def database_error(_request: Request, error: psycopg.Error) -> JSONResponse:
+    """A server error: nothing is decided by it, and the sidecar looks what was committed."""
+    return JSONResponse({"detail": f"the database refused: {error.sqlstate}"}, status_code=503)
+
+
+@app.post("/orders", status_code=201)
+def create_order(new: NewOrder, attempt: Annotated[Attempt, Depends()]) -> Response:
+    """Completes its record with the answer."""
+    with transaction() as db:
+        items = [item.model_dump() for item in new.items]
+        row = db.execute(
+            "INSERT INTO orders (customer, items, total_cents) VALUES (%s, %s, %s) RETURNING *",
+            (new.customer, Json(items), new.total_cents),
+        ).fetchone()
+        answer = Response(
+            order(row).model_dump_json(),
+            status_code=201,
+            headers={"Location": f"/orders/{row['id']}"},
+            media_type="application/json",
+        )
+        attempt.complete_with(db, answer)
+    return answer
+
+
+@app.post("/orders/{order_id}/pay", status_code=201)
+def pay_order(order_id: Annotated[int, Path(ge=1, lt=2**53)], attempt: Annotated[Attempt, Depends()]) -> Charge:
+    """Completes its record without the answer, which the sidecar adds."""
+    with transaction() as db:
+        row = db.execute(
+            "UPDATE orders SET status = 'paid' WHERE id = %s RETURNING total_cents", (order_id,)
+        ).fetchone()
+        if row is None:
+            raise HTTPException(404, f"order {order_id} not found")
+        charge = db.execute(
+            "INSERT INTO charges (order_id, amount_cents) VALUES (%s, %s) RETURNING *", (order_id, row["total_cents"])
+        ).fetchone()
+        attempt.complete(db)
+    return Charge(**{**charge, "created_at": charge["created_at"].isoformat()})
+
+
+@app.get("/orders")
+def list_orders() -> list[Order]:
+    with transaction() as db:
+        return [order(row) for row in db.execute("SELECT * FROM orders ORDER BY id")]
+
+
+@app.get("/ledger")
+def ledger() -> dict[str, int]:
+    with transaction() as db:
+        return db.execute(
+            "SELECT (SELECT count(*) FROM orders) AS orders, (SELECT count(*) FROM charges) AS charges"
+        ).fetchone()
+
+
+def order(row: DictRow) -> Order:
+    return Order(**{**row, "created_at": row["created_at"].isoformat(), "notes": []})
+
+
+if __name__ == "__main__":
+    serve(app)
