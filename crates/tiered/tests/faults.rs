@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -273,6 +274,11 @@ impl Store for Switch {
         self.with(|store| Box::pin(async move { store.check().await }))
     }
 
+    /// Something always has.
+    fn changed(&self, _: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(std::future::ready(()))
+    }
+
     fn now(&self) -> Timestamp {
         self.0.lock().unwrap().now()
     }
@@ -291,6 +297,8 @@ async fn what_a_failover_of_the_back_lost_replays_as_long_as_the_front_keeps_it(
     settled(&store).await;
     *back.0.lock().unwrap() = Arc::new(MemoryStore::new(clock.clone()));
     replays(&store, 1, 1).await;
+    // Who waits for an owner is told by the back.
+    tokio::time::timeout(PATIENCE, store.changed(id(2))).await.unwrap();
     // What only the back knew is gone, as it would be without a front.
     assert_eq!(store.lookup(id(1)).await.unwrap(), None);
     clock.advance(MINUTE);
