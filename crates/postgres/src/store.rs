@@ -120,7 +120,7 @@ impl Store for PostgresStore {
         match command {
             Command::Claim(_) => self.in_lane(&self.shared.claims, id, command),
             Command::Complete(_) => self.in_lane(&self.shared.completions, id, command),
-            _ => self.on_runtime(|shared| async move { shared.apply(id, command).await }),
+            _ => self.on_runtime(|shared| async move { shared.apply(id, command, &always).await }),
         }
     }
 
@@ -216,7 +216,7 @@ impl Shared {
             claims: Arc::new(lane()),
             completions: Arc::new(lane()),
         };
-        let standing = match shared.send(Call::new(STANDING, [])).await {
+        let standing = match shared.send(Call::new(STANDING, []), &always).await {
             Ok(rows) => rows.first().map(Standing::read).and_then(Result::ok),
             Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => {
                 return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
@@ -244,7 +244,7 @@ impl Shared {
         if standing.is_standby {
             return Err(OpenError::Standby { database });
         }
-        let rights = shared.send(Call::new(MISSING_RIGHTS, [])).await;
+        let rights = shared.send(Call::new(MISSING_RIGHTS, []), &always).await;
         let missing = rights.map(|rows| rows.first().and_then(|row| row.try_get("missing").ok().flatten()));
         match missing {
             Ok(None::<String>) => {}
@@ -272,7 +272,7 @@ impl Shared {
         Ok(Self { durability, ..shared })
     }
 
-    async fn apply(&self, id: RecordId, command: Command) -> Result<Outcome, StoreError> {
+    async fn apply(&self, id: RecordId, command: Command, wanted: Wanted<'_>) -> Result<Outcome, StoreError> {
         let unknown = || StoreError::invalid("the PostgreSQL store does not know this command");
         // Sent again, each of these gets the answer that it lost; an operator's word is taken once.
         let again = !matches!(command, Command::Resolve(_) | Command::Purge);
@@ -286,7 +286,8 @@ impl Shared {
             _ => return Err(unknown()),
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
-            let rows = self.call(call.clone(), again).await?;
+            let rows =
+                self.call_while(call.clone(), again, wanted).await.map_err(Failure::into_store_error)?;
             match (record::said(rows.first().ok_or_else(strange)?)?, pause) {
                 (Said::Outcome(outcome), _) => return Ok(outcome),
                 (Said::Locked, Some(pause)) => tokio::time::sleep(pause).await,
@@ -297,10 +298,20 @@ impl Shared {
     }
 
     /// One statement for all of them, or for the one that there is.
-    async fn send_batch(self: Arc<Self>, batch: Vec<Job>) {
-        let call = if batch.len() > 1 { many_call(&batch) } else { None };
-        let Some(call) = call else { return self.send_each(batch).await };
-        let error = match self.call(call, true).await {
+    async fn send_batch(self: Arc<Self>, mut batch: Vec<Job>) {
+        let (rows, batch) = loop {
+            let call = if batch.len() > 1 { many_call(&batch) } else { None };
+            let Some(call) = call else { return self.send_each(batch).await };
+            let wanted = || batch.iter().all(|job| !job.reply.is_closed());
+            let rows = self.call_while(call, true, &wanted).await;
+            // Nothing was sent. The others go without those that nobody waits for.
+            if matches!(rows, Err(Failure::Unwanted)) {
+                batch.retain(|job| !job.reply.is_closed());
+                continue;
+            }
+            break (rows.map_err(Failure::into_store_error), batch);
+        };
+        let error = match rows {
             Ok(rows) if rows.len() == batch.len() => {
                 for (job, row) in batch.into_iter().zip(&rows) {
                     match record::said(row) {
@@ -329,7 +340,7 @@ impl Shared {
 
     async fn send_each(self: Arc<Self>, batch: Vec<Job>) {
         for job in batch {
-            let outcome = self.apply(job.id, job.command).await;
+            let outcome = self.apply(job.id, job.command, &|| !job.reply.is_closed()).await;
             let _ = job.reply.send(outcome);
         }
     }
@@ -367,33 +378,44 @@ impl Shared {
 
     /// One call. Sent `again`, once, where its connection turned out to be dead.
     async fn call(&self, call: Call, again: bool) -> Result<Vec<PgRow>, StoreError> {
+        self.call_while(call, again, &always).await.map_err(Failure::into_store_error)
+    }
+
+    /// The same for as long as somebody waits.
+    async fn call_while(&self, call: Call, again: bool, wanted: Wanted<'_>) -> Result<Vec<PgRow>, Failure> {
         let spare = again.then(|| call.clone());
-        let mut result = self.send(call).await;
+        let mut result = self.send(call, wanted).await;
         if let (Err(Failure::Lost(_)), Some(spare)) = (&result, spare) {
             // Whatever ended it has likely ended those that are idle, too.
             while let Some(idle) = self.pool.try_acquire() {
                 drop(idle.detach());
             }
-            result = self.send(spare).await;
-            if let Err(Failure::Unsent(error)) = result {
+            result = match self.send(spare, wanted).await {
                 // This time it was not; but it may have been carried out the first time.
-                result = Err(Failure::Lost(error));
-            }
+                Err(Failure::Unsent(error)) => Err(Failure::Lost(error)),
+                Err(Failure::Unwanted) => result,
+                sent => sent,
+            };
         }
-        result.map_err(Failure::into_store_error)
+        result
     }
 
     /// Sends it once, and takes its server's time from the answer.
-    async fn send(&self, call: Call) -> Result<Vec<PgRow>, Failure> {
-        let rows = self.exchange(call).await?;
+    async fn send(&self, call: Call, wanted: Wanted<'_>) -> Result<Vec<PgRow>, Failure> {
+        let rows = self.exchange(call, wanted).await?;
         if let Some(clock) = rows.first().and_then(|row| row.try_get::<i64, _>("clock").ok()) {
             self.clock.saw(clock);
         }
         Ok(rows)
     }
 
-    async fn exchange(&self, call: Call) -> Result<Vec<PgRow>, Failure> {
+    async fn exchange(&self, call: Call, wanted: Wanted<'_>) -> Result<Vec<PgRow>, Failure> {
         let mut connection = self.pool.acquire().await.map_err(Failure::Unsent)?;
+        // That may have taken as long as an outage. A claim whose caller was refused meanwhile, and has looked for a record to
+        // take back, would leave one without an owner now.
+        if !wanted() {
+            return Err(Failure::Unwanted);
+        }
         let sent = async {
             if self.transaction_pooler {
                 call.in_one_message(&mut connection).await
@@ -428,6 +450,13 @@ impl Shared {
 
 /// How much longer than the server we wait for its answer.
 const ANSWER_MARGIN: Duration = Duration::from_millis(500);
+
+/// Whether somebody waits for the answer of a call.
+type Wanted<'a> = &'a (dyn Fn() -> bool + Send + Sync);
+
+const fn always() -> bool {
+    true
+}
 
 /// What is asked when the store is opened, and to see whether it can be used.
 const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
@@ -471,6 +500,8 @@ enum Failure {
     Refused(Error),
     /// There was no connection to send it on.
     Unsent(Error),
+    /// When there was one, nobody waited for the answer any more.
+    Unwanted,
 }
 
 impl Failure {
@@ -483,6 +514,7 @@ impl Failure {
             Self::Refused(error) => store_error(&error),
             Self::Unsent(error) => store_error(&error).with_nothing_sent(),
             Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer in time"),
+            Self::Unwanted => StoreError::unavailable("nobody waits for the answer").with_nothing_sent(),
         }
     }
 }
@@ -491,7 +523,7 @@ impl Failure {
     /// Whether it is about the way to the server, or a server that is starting or stopping, and not about what was asked.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Lost(_) | Self::TimedOut => true,
+            Self::Lost(_) | Self::TimedOut | Self::Unwanted => true,
             Self::Unsent(error) | Self::Refused(error) => match error {
                 Error::PoolTimedOut | Error::Io(_) => true,
                 Error::Database(error) => {
@@ -508,6 +540,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Lost(error) | Self::Refused(error) | Self::Unsent(error) => f.write_str(&in_words(error)),
             Self::TimedOut => f.write_str("it did not answer in time"),
+            Self::Unwanted => f.write_str("nobody waits for the answer"),
         }
     }
 }

@@ -86,6 +86,37 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
+    let server = PostgresServer::start().unwrap();
+    // Claims go out one after the other, and each waits for its connection for as long as the server is away.
+    let options = PostgresOptions::new(&server.url()).unwrap().with_pool_size(1);
+    let options = options.with_connect_timeout(Duration::from_secs(120));
+    schema::apply(&options).await.unwrap();
+    let store = Arc::new(PostgresStore::open(options).await.unwrap());
+    let mut server = tokio::task::spawn_blocking(move || {
+        let mut server = server;
+        server.stop_immediately().unwrap();
+        server
+    })
+    .await
+    .unwrap();
+    let given_up = tokio::time::timeout(Duration::from_millis(500), store.apply(id(1), claims(1))).await;
+    assert!(given_up.is_err(), "the server is away");
+    let later = tokio::spawn({
+        let store = store.clone();
+        async move { store.apply(id(2), claims(2)).await }
+    });
+    let _server = tokio::task::spawn_blocking(move || {
+        server.start_again().unwrap();
+        server
+    })
+    .await
+    .unwrap();
+    assert!(matches!(later.await.unwrap(), Ok(Outcome::Execute(_))));
+    assert!(store.lookup(id(1)).await.unwrap().is_none(), "it was claimed, and has no owner");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn sessions_that_are_ended_while_idle_are_not_noticed() {
     let database = Database::fresh().await;
     let store = database.store().await;
