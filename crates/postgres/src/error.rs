@@ -118,7 +118,10 @@ pub(crate) fn in_words(error: &Error) -> String {
         }
         Error::Io(error) => format!("no connection to PostgreSQL: {error}"),
         Error::Tls(error) => format!("no TLS with PostgreSQL: {error}"),
-        Error::PoolTimedOut => "no connection to PostgreSQL came free in time".to_owned(),
+        Error::PoolTimedOut => {
+            "no connection to PostgreSQL in time: it cannot be reached, or all connections are in use"
+                .to_owned()
+        }
         Error::PoolClosed => "the store is closed".to_owned(),
         Error::Protocol(_) => "PostgreSQL answered out of order".to_owned(),
         Error::Configuration(_) => "the settings of the connection do not fit".to_owned(),

@@ -53,8 +53,8 @@
 //!    `Unavailable`: it may have been carried out.
 //! 6. The time is the server's. [`now`](oncegate_core::Store::now) is that time as it was last seen, and what has passed
 //!    here since.
-//! 7. A claim or completion whose future is dropped before its turn is not sent; every other call runs to its end, on the
-//!    store's own runtime, so that no connection is left in the middle of an answer.
+//! 7. A claim or completion whose future is dropped before its turn, or before there is a connection for it, is not sent; every
+//!    other call runs to its end, on the store's own runtime, so that no connection is left in the middle of an answer.
 //!
 //! # What fails, and how
 //!

@@ -735,5 +735,5 @@ fn the_example_on_the_reference_page_works() {
     let example = page.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
     let given = Given { file: example, ..NOTHING };
     assert_eq!(given.problems(), [""; 0]);
-    assert_eq!(given.config().routes.len(), 3);
+    assert_eq!(given.config().routes.len(), 5);
 }

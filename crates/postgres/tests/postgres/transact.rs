@@ -386,7 +386,7 @@ async fn a_pool_with_no_connection_free_is_an_error_that_says_so() {
     let error = pay(&Transactor::new(short.clone()), "order-1", 500).await.unwrap_err();
     let TransactError::Store(error) = error else { panic!("{error:?}") };
     assert_eq!(error.kind(), StoreErrorKind::Unavailable);
-    assert!(error.to_string().contains("no connection to PostgreSQL came free in time"), "{error}");
+    assert!(error.to_string().contains("no connection to PostgreSQL in time: "), "{error}");
     assert_eq!(database.paid().await, 0);
 }
 
