@@ -297,7 +297,7 @@ impl Child {
     }
 
     pub(crate) fn stop(&self) {
-        signal_child(&self.child, Signal::STOP);
+        oncegate_servers::freeze(self.child.id()).expect("it stands still");
     }
 
     pub(crate) fn resume(&self) {

@@ -12,8 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_servers::{PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer};
-use rustix::process::{Pid, Signal, kill_process};
+use oncegate_servers::{
+    PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, freeze, thaw,
+};
 use support::{Message, Service, Sidecar, Wire, request, sidecar};
 use tokio::net::TcpStream;
 use tokio::task::{JoinHandle, block_in_place};
@@ -400,10 +401,6 @@ async fn redis_that_flushes_every_write_executes_nothing_twice() {
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &format!("{}?timeout=500ms", server.url()), &[]).await;
     let load = Load::start(sidecar.address, &ledger, "aof");
-    let freeze = |server: &RedisServer, signal| {
-        let pid = server.pid().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw).unwrap();
-        kill_process(pid, signal).unwrap();
-    };
     load.goes_on(30).await;
     server.kill();
     is_degraded(&sidecar).await;
@@ -423,11 +420,11 @@ async fn redis_that_flushes_every_write_executes_nothing_twice() {
     load.goes_on(30).await;
     is_well_again(&sidecar).await;
 
-    freeze(&server, Signal::STOP);
+    freeze(server.pid().unwrap()).unwrap();
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
     beyond_the_lease().await;
-    freeze(&server, Signal::CONT);
+    thaw(server.pid().unwrap()).unwrap();
     load.goes_on(30).await;
     is_well_again(&sidecar).await;
 

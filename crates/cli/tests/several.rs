@@ -331,7 +331,7 @@ async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
     owner.send(order("one")).await;
     let mut first = service.accept().await;
     let executed = first.message().await;
-    one.process.signal(Signal::STOP);
+    one.process.freeze();
     let mut other = two.connect().await;
     other.send(order("one")).await;
     let mut second = service.accept().await;

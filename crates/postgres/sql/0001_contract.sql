@@ -35,9 +35,13 @@ CREATE TABLE oncegate.contract (
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- Times are milliseconds since 1970 by the clock of this server (oncegate.now_ms).
+-- Times are milliseconds since 1970 by the clock of this server (oncegate.now_ms). There are no CHECK constraints: the server
+-- prepares each of them anew for every statement, and together they cost as much as all the rest of a claim. What writes
+-- here checks what it is given.
 CREATE TABLE oncegate.records (
     id bytea NOT NULL,
+    -- in-progress (then attempt, lease_until and after_abandoned are there), unknown, completed (then the response is),
+    -- awaited, tombstone, released
     state text NOT NULL,
     fingerprint bytea NOT NULL,
     token bigint NOT NULL,
@@ -53,21 +57,9 @@ CREATE TABLE oncegate.records (
     -- When a purge looks at the row. Renewals and completions leave it alone, so that they stay heap-only updates: it may
     -- be earlier than expires_at (a purge then moves it) and is rarely later. See oncegate.purge_at.
     purge_at bigint NOT NULL,
+    -- In the published encoding: see oncegate.response.
     response bytea,
-    CONSTRAINT records_pkey PRIMARY KEY (id),
-    CONSTRAINT records_id CHECK (octet_length(id) = 32),
-    CONSTRAINT records_state CHECK
-        (state IN ('in-progress', 'unknown', 'completed', 'awaited', 'tombstone', 'released')),
-    CONSTRAINT records_fingerprint CHECK (octet_length(fingerprint) = 33),
-    CONSTRAINT records_caller CHECK (octet_length(caller) = 8),
-    CONSTRAINT records_operation CHECK (octet_length(operation) <= 256),
-    CONSTRAINT records_owner CHECK (CASE WHEN state = 'in-progress'
-        THEN octet_length(attempt) = 16 AND lease_until IS NOT NULL AND after_abandoned IS NOT NULL
-        ELSE attempt IS NULL AND lease_until IS NULL AND after_abandoned IS NULL END),
-    -- The published encoding, version 1: at least a status and two counts, 64 MiB at most.
-    CONSTRAINT records_response CHECK (CASE WHEN state = 'completed'
-        THEN response IS NOT NULL AND octet_length(response) BETWEEN 7 AND 67108864 AND get_byte(response, 0) = 1
-        ELSE response IS NULL END)
+    CONSTRAINT records_pkey PRIMARY KEY (id)
 ) WITH (
     fillfactor = 70,
     autovacuum_vacuum_scale_factor = 0.02,
@@ -132,6 +124,11 @@ $$;
 CREATE FUNCTION oncegate.watch_key(id bytea) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN hashtextextended(encode(id, 'hex'), 2003788899);
+
+-- What costs nothing to see of a response in the published encoding, version 1: a status and two counts, 64 MiB at most.
+CREATE FUNCTION oncegate.may_be_response(response bytea) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE WHEN octet_length(response) BETWEEN 7 AND 67108864 THEN get_byte(response, 0) = 1 ELSE false END;
 
 -- Tells whoever watches. Never waits: the lock is tried, and let go of in the same expression, so that nothing stays
 -- behind. Says nothing where the database does not want it (oncegate.notify = 'off', for transactions that are to be
@@ -202,6 +199,12 @@ BEGIN
     END IF;
     IF claim.on_abandoned IS NULL OR claim.on_abandoned NOT IN ('park', 'reexecute', 'reconcile') THEN
         RAISE EXCEPTION 'oncegate: on_abandoned must be park, reexecute or reconcile' USING ERRCODE = '22023';
+    END IF;
+    IF claim.caller IS NULL OR octet_length(claim.caller) <> 8 THEN
+        RAISE EXCEPTION 'oncegate: caller must have 8 octets' USING ERRCODE = '22023';
+    END IF;
+    IF claim.operation IS NULL OR octet_length(claim.operation) > 256 THEN
+        RAISE EXCEPTION 'oncegate: operation must have 256 octets at most' USING ERRCODE = '22023';
     END IF;
     IF (claim.lease_ms BETWEEN 1 AND 3600000 AND claim.retention_ms BETWEEN 1 AND 34560000000) IS NOT TRUE THEN
         PERFORM oncegate.check_duration('lease_ms', claim.lease_ms, 3600000);
@@ -398,6 +401,9 @@ BEGIN
     END IF;
     IF (complete_if_owner.state = 'completed') <> (complete_if_owner.response IS NOT NULL) THEN
         RAISE EXCEPTION 'oncegate: there is a response if and only if the state is completed' USING ERRCODE = '22023';
+    END IF;
+    IF complete_if_owner.response IS NOT NULL AND NOT oncegate.may_be_response(complete_if_owner.response) THEN
+        RAISE EXCEPTION 'oncegate: the response is not in the published encoding' USING ERRCODE = '22023';
     END IF;
     IF (complete_if_owner.retention_ms BETWEEN 1 AND 34560000000) IS NOT TRUE THEN
         PERFORM oncegate.check_duration('retention_ms', complete_if_owner.retention_ms, 34560000000);
@@ -752,6 +758,7 @@ BEGIN
         WHERE octet_length(a.id) = 32 AND octet_length(a.attempt) = 16 AND octet_length(a.fingerprint) = 33
             AND a.lease_ms BETWEEN 1 AND 3600000 AND a.retention_ms BETWEEN 1 AND 34560000000
             AND a.policy IN ('park', 'reexecute', 'reconcile')
+            AND octet_length(a.caller) = 8 AND octet_length(a.operation) <= 256
             AND NOT EXISTS (SELECT FROM oncegate.records AS t WHERE t.id = a.id)
     ), mine AS MATERIALIZED (
         SELECT DISTINCT ON (a.id) a.* FROM asked AS a
@@ -809,6 +816,7 @@ BEGIN
         WHERE t.state = 'in-progress' AND started < t.expires_at
             AND a.state IN ('completed', 'awaited', 'tombstone', 'unknown')
             AND (a.state = 'completed') = (a.response IS NOT NULL)
+            AND (a.response IS NULL OR oncegate.may_be_response(a.response))
             AND a.retention_ms BETWEEN 1 AND 34560000000
         FOR UPDATE OF t SKIP LOCKED
     ), put AS (

@@ -4,10 +4,12 @@
 
 mod pgbouncer;
 mod postgres;
+mod process;
 mod redis;
 mod way;
 
 pub use pgbouncer::PgBouncer;
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
+pub use process::{freeze, thaw};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
 pub use way::{Break, Way};

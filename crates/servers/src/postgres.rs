@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
+use crate::process;
+
 /// How long a server may take to start or to stop. Test machines are busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -142,11 +144,7 @@ impl PostgresServer {
     /// Where it does not run.
     pub fn freeze(&self, freeze: bool) -> io::Result<()> {
         let pid = self.pid().ok_or_else(|| io::Error::other("PostgreSQL does not run"))?;
-        let signal = if freeze { Signal::STOP } else { Signal::CONT };
-        let send = |pid: u32| match i32::try_from(pid).ok().and_then(Pid::from_raw) {
-            Some(pid) => kill_process(pid, signal).map_err(io::Error::from),
-            None => Ok(()),
-        };
+        let send = if freeze { process::freeze } else { process::thaw };
         // First the one that would make others.
         send(pid)?;
         for child in fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?.split_whitespace() {

@@ -13,10 +13,11 @@ use oncegate_core::{
 use oncegate_embedded::SystemClock;
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
-use oncegate_servers::{PostgresServer, RedisOptions as ServerOptions, RedisSentinel, RedisServer};
+use oncegate_servers::{
+    PostgresServer, RedisOptions as ServerOptions, RedisSentinel, RedisServer, freeze, thaw,
+};
 use oncegate_testkit::{Fault, FaultyStore, Latch, ManualClock, Operation};
 use oncegate_tiered::{Front, TieredOptions, TieredStore};
-use rustix::process::{Pid, Signal, kill_process};
 use support::*;
 
 /// On a busy machine, too.
@@ -118,13 +119,12 @@ async fn a_redis_before_a_postgres_and_either_is_lost() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_front_that_hangs_costs_one_request_its_patience() {
     let server = RedisServer::start(ServerOptions::new()).unwrap();
-    let pid = Pid::from_raw(server.pid().unwrap() as i32).unwrap();
     let front = redis(&format!("{}?timeout=500ms&connect-timeout=500ms", server.url())).await;
     let back = Arc::new(MemoryStore::new(SystemClock::new()));
     let store = TieredStore::new(Front::on(front), back, options());
     complete(&store, 1, 1).await;
     until_hit(&store, 1, 1).await;
-    kill_process(pid, Signal::STOP).unwrap();
+    freeze(server.pid().unwrap()).unwrap();
     let before = counts(&store);
     for n in 2..200 {
         replays(&store, 1, 1).await;
@@ -133,7 +133,7 @@ async fn a_front_that_hangs_costs_one_request_its_patience() {
     let after = counts(&store);
     assert!(after.is_out && after.hits == before.hits, "{after:?}");
     assert_eq!(after.errors - before.errors, 1, "only one waited: {after:?}");
-    kill_process(pid, Signal::CONT).unwrap();
+    thaw(server.pid().unwrap()).unwrap();
     until_asked(&store).await;
     for n in 1..200 {
         replays(&store, n, n).await;

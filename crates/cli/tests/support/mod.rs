@@ -95,6 +95,11 @@ impl Process {
         self.child.id().expect("it runs")
     }
 
+    /// Stops it where it stands.
+    pub(crate) fn freeze(&self) {
+        oncegate_servers::freeze(self.pid()).expect("a process of ours");
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw).expect("a process");
         kill_process(pid, signal).expect("a process of ours");

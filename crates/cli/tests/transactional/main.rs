@@ -234,8 +234,8 @@ async fn an_owner_that_was_paused_beyond_its_lease_rolls_back(kind: Kind) {
     let held = world.hold(Stop::AfterTheRow).await;
     let mut client = world.send(operation, "paused").await;
     world.somebody_is_held().await;
-    world.sidecar.process.signal(Signal::STOP);
-    world.service.signal(Signal::STOP);
+    world.sidecar.process.freeze();
+    world.service.freeze();
     drop(held);
     lease_has_run_out(&world.database).await;
 

@@ -119,6 +119,10 @@ async fn what_does_not_fit_the_contract_is_refused() {
         ("1000, 1000", "1000, null"),
         ("1000, 1000", "1000, 1000, 'Park'"),
         ("decode(repeat('01', 32), 'hex')", "null"),
+        ("1000, 1000", "1000, 1000, 'park', '\\x00'"),
+        ("1000, 1000", "1000, 1000, 'park', null"),
+        ("1000, 1000", "1000, 1000, 'park', '\\x0000000000000000', repeat('a', 257)"),
+        ("1000, 1000", "1000, 1000, 'park', '\\x0000000000000000', null"),
     ] {
         let sql = format!("SELECT * FROM oncegate.claim({})", good.replace(from, to));
         let error = try_run(&mut app, &sql).await.unwrap_err();
@@ -130,9 +134,15 @@ async fn what_does_not_fit_the_contract_is_refused() {
     )
     .await;
     let record = "decode(repeat('01', 32), 'hex'), (SELECT token FROM oncegate.records)";
-    for end in
-        ["'completed', null, 1000", "'tombstone', '\\x01', 1000", "'done', null, 1000", "'unknown', null, 0"]
-    {
+    for end in [
+        "'completed', null, 1000",
+        "'completed', '', 1000",
+        "'completed', '\\x010000000000', 1000",
+        "'completed', '\\x02000000000000', 1000",
+        "'tombstone', '\\x01', 1000",
+        "'done', null, 1000",
+        "'unknown', null, 0",
+    ] {
         let error = try_run(&mut app, &format!("SELECT oncegate.complete_if_owner({record}, {end})"))
             .await
             .unwrap_err();
@@ -176,8 +186,25 @@ async fn a_batch_is_held_to_the_same_bounds() {
         let error = try_run(&mut app, &sql).await.unwrap_err();
         assert_eq!(sqlstate(&error), "22023", "{sql}");
     }
-    let rows = try_run(&mut app, &sql(32, 3_600_000, 34_560_000_000, "park")).await.unwrap();
+    let good = sql(32, 3_600_000, 34_560_000_000, "park");
+    for (from, to) in
+        [("'\\x0000000000000000'::bytea", "'\\x00'::bytea"), ("ARRAY['']", "ARRAY[repeat('a', 257)]")]
+    {
+        let sql = good.replace(from, to);
+        let error = try_run(&mut app, &sql).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{sql}");
+    }
+    let rows = try_run(&mut app, &good).await.unwrap();
     assert_eq!(rows[0].get::<&str, _>(0), "execute");
+    for end in ["'completed', ''", "'completed', '\\x010000000000'", "'completed', null", "'done', null"] {
+        let (state, response) = end.split_once(", ").unwrap();
+        let sql = format!(
+            "SELECT outcome FROM oncegate.complete_many(ARRAY[decode(repeat('01', 32), 'hex')], \
+             ARRAY(SELECT token FROM oncegate.records), ARRAY[{state}], ARRAY[{response}::bytea], ARRAY[1000])"
+        );
+        let error = try_run(&mut app, &sql).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "22023", "{sql}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -248,11 +275,6 @@ async fn a_record_that_cannot_be_read_is_never_executed() {
     assert_eq!(store.lookup(id(1)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
     assert_eq!(store.list(ListQuery::default()).await.unwrap().unreadable, [id(1)]);
     // A state of some later contract.
-    run(
-        &mut admin,
-        "ALTER TABLE oncegate.records DROP CONSTRAINT records_state, DROP CONSTRAINT records_response",
-    )
-    .await;
     run(&mut admin, "UPDATE oncegate.records SET state = 'paused'").await;
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
 }
