@@ -405,7 +405,7 @@ impl Transactor {
                 )));
             }
         }
-        let guard = Guard::new(record, grant.token, self.retention, !self.transaction_pooler);
+        let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
         match self.run_on(&mut open, run, guard).await {
             Ok((value, ended_at)) => {
                 let sent = Sent { token: grant.token, kept_until: ended_at + self.retention };
@@ -548,7 +548,7 @@ impl Transactor {
         })?;
         Ok(match said(rows.first()).map_err(GuardError::Store)? {
             Said::Outcome(Outcome::Execute(grant)) => {
-                Claimed::Execute(Guard::new(request.record, grant.token, self.retention, persistent))
+                Claimed::Execute(Guard::new(request.record, grant.token, Some(self.retention), persistent))
             }
             Said::Outcome(Outcome::Replay(response)) => Claimed::Replay(response),
             Said::Outcome(Outcome::InProgress { lease_left }) => Claimed::InProgress { lease_left },

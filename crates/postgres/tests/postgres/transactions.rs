@@ -151,6 +151,23 @@ async fn an_attempt_commits_once_however_often_it_is_run() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_application_keeps_its_record_for_as_long_as_the_claim_said() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut app = database.connect().await;
+    for (number, retention_ms, kept) in
+        [(1, "", Duration::from_secs(3600)), (2, ", null, 5000", Duration::from_secs(5))]
+    {
+        let token = token(&store.apply(id(number), claims(number.into())).await.unwrap());
+        assert!(matches!(store.apply(id(number), renews(token)).await.unwrap(), Outcome::Renewed { .. }));
+        run(&mut app, &format!("SELECT oncegate.complete({}, {token}{retention_ms})", sql_id(id(number))))
+            .await;
+        let record = store.lookup(id(number)).await.unwrap().unwrap();
+        assert_eq!(record.expires_at.since(record.changed_at), kept);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stale_owner_that_stays_open_is_in_nobodys_way() {
     let database = Database::fresh().await;
     let store = database.store().await;
