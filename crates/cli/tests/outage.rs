@@ -16,7 +16,7 @@ use oncegate_servers::{
     PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, freeze, thaw,
 };
 use support::{Message, Service, Sidecar, Wire, request, sidecar};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, block_in_place};
 
 const LEASE: Duration = Duration::from_secs(2);
@@ -522,4 +522,38 @@ async fn a_sidecar_starts_without_its_store_and_takes_it_up_when_it_is_there() {
         assert_eq!(ledger.of("early").len(), executed + 1, "once per store");
         is_well_again(sidecar).await;
     }
+}
+
+/// A way to a server on which every connection takes its time, and nothing after that.
+async fn slow_to_connect(port: u16, takes: Duration) -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let way = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                tokio::time::sleep(takes).await;
+                if let Ok(mut server) = TcpStream::connect(("127.0.0.1", port)).await {
+                    let _ended = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+                }
+            });
+        }
+    });
+    way
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_is_taken_up_that_takes_longer_to_open_than_to_answer() {
+    let mut postgres = block_in_place(|| prepared(PostgresOptions::default()));
+    let way = slow_to_connect(postgres.port(), Duration::from_millis(1500)).await;
+    let url = postgres.url().replace(&format!(":{}/", postgres.port()), &format!(":{way}/"));
+    block_in_place(|| postgres.stop_immediately()).unwrap();
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &url, &[]).await;
+    is_degraded(&sidecar).await;
+    block_in_place(|| postgres.start_again()).unwrap();
+    wait_until("the store is taken up", async || {
+        pay(sidecar.address, "early").await.unwrap().status() == 201
+    })
+    .await;
+    assert_eq!(ledger.of("early").len(), 1);
 }

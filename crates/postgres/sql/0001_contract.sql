@@ -445,19 +445,25 @@ END
 $$;
 
 -- For applications, inside their own transaction: ends the attempt, or raises, so that everything else that the
--- transaction wrote is rolled back. Without a response, the sidecar adds it. OG001: the token is stale. OG002: another
--- transaction holds the record and did not let go of it within a quarter of a second.
+-- transaction wrote is rolled back. Without a response, the sidecar adds it; without a retention, it is that of the claim.
+-- OG001: the token is stale, or the attempt has ended. OG002: another transaction holds the record and did not let go of it
+-- within a quarter of a second.
+--
+-- Unlike complete_if_owner it does not succeed twice: the effect is in the transaction, and an attempt that a service runs
+-- again under the same token, because the answer to its COMMIT was lost, must not commit beside itself.
 CREATE FUNCTION oncegate.complete(
     id bytea,
     token bigint,
     response bytea DEFAULT NULL,
-    retention_ms bigint DEFAULT 86400000,
+    retention_ms bigint DEFAULT NULL,
     tombstone boolean DEFAULT false
 ) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     said text;
+    state_before text;
+    claimed_ms bigint;
     end_state text := CASE
         WHEN complete.tombstone THEN 'tombstone' WHEN complete.response IS NULL THEN 'awaited' ELSE 'completed' END;
 BEGIN
@@ -467,13 +473,27 @@ BEGIN
     END IF;
     -- A renewal that is just being committed holds the row for as long as one flush takes.
     FOR turn IN 0..6 LOOP
-        SELECT c.outcome INTO said FROM oncegate.complete_if_owner(
-            complete.id, complete.token, end_state, complete.response, complete.retention_ms) AS c;
+        SELECT t.state, t.expires_at - coalesce(t.lease_until, t.changed_at) INTO state_before, claimed_ms
+            FROM oncegate.records AS t
+            WHERE t.id = complete.id AND t.token = complete.token
+            FOR UPDATE SKIP LOCKED;
+        IF FOUND THEN
+            said := 'fenced';
+            IF state_before IN ('in-progress', 'unknown') THEN
+                SELECT c.outcome INTO said FROM oncegate.complete_if_owner(
+                    complete.id, complete.token, end_state, complete.response,
+                    coalesce(complete.retention_ms, claimed_ms)) AS c;
+            END IF;
+        ELSE
+            PERFORM FROM oncegate.records AS t WHERE t.id = complete.id AND t.token = complete.token;
+            said := CASE WHEN FOUND THEN 'locked' ELSE 'fenced' END;
+        END IF;
         IF said = 'completed' THEN
             RETURN;
         ELSIF said = 'fenced' THEN
             RAISE EXCEPTION 'oncegate: the attempt does not own its record any more, and its effect must not take place'
-                USING ERRCODE = 'OG001', HINT = 'Roll back. Another attempt may be executing, or has executed.';
+                USING ERRCODE = 'OG001',
+                    HINT = 'Roll back. Another attempt may be executing, or it has been executed, perhaps by this attempt.';
         END IF;
         PERFORM pg_sleep(0.002 * (1 << turn));
     END LOOP;

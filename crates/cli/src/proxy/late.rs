@@ -13,6 +13,7 @@ use oncegate_core::{
     RecordId, Store, StoreError, StoreFuture, Timestamp,
 };
 use oncegate_embedded::SystemClock;
+use tokio::task::JoinHandle;
 
 use super::run;
 use crate::config::{Config, StoreChoice};
@@ -53,7 +54,7 @@ pub(super) async fn open(config: &Arc<Config>) -> Result<Opened, String> {
             let store = LateStore {
                 config: config.clone(),
                 opened: OnceLock::new(),
-                opening: tokio::sync::Mutex::new(()),
+                opening: Opening::default(),
                 said: Mutex::new(why),
                 clock: SystemClock::new(),
             };
@@ -66,11 +67,23 @@ pub(super) async fn open(config: &Arc<Config>) -> Result<Opened, String> {
 struct LateStore {
     config: Arc<Config>,
     opened: OnceLock<Arc<dyn Store>>,
-    /// Held by the one who opens it.
-    opening: tokio::sync::Mutex<()>,
+    opening: Opening,
     /// Why it was not opened the last time.
     said: Mutex<String>,
     clock: SystemClock,
+}
+
+/// The attempt to open it that runs. It goes on where the one who asked waits no longer: opening takes several answers of the
+/// server, and whoever asks has the patience for one.
+#[derive(Default)]
+struct Opening(tokio::sync::Mutex<Option<JoinHandle<Result<Arc<dyn Store>, NotOpened>>>>);
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        if let Some(running) = self.0.get_mut() {
+            running.abort();
+        }
+    }
 }
 
 impl LateStore {
@@ -88,11 +101,17 @@ impl LateStore {
     }
 
     async fn open(&self) -> Result<(), StoreError> {
-        let _one_at_a_time = self.opening.lock().await;
+        let mut opening = self.opening.0.lock().await;
         if self.opened.get().is_some() {
             return Ok(());
         }
-        match run::open(&self.config).await {
+        let running = opening.get_or_insert_with(|| {
+            let config = self.config.clone();
+            tokio::spawn(async move { run::open(&config).await })
+        });
+        let ended = running.await;
+        *opening = None;
+        match ended.unwrap_or_else(|error| Err(NotOpened::Unreachable(error.to_string()))) {
             Ok(store) => {
                 tracing::info!("the store is there");
                 // Only whoever holds the lock sets it.

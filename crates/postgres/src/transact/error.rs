@@ -114,7 +114,7 @@ pub enum TransactError {
         record: RecordId,
     },
     /// COMMIT was sent, its answer was lost, and what came of it could not be found out in time. The same call with the same
-    /// key finds it out.
+    /// key finds it out, within the retention.
     CommitUnknown {
         /// Which record.
         record: RecordId,

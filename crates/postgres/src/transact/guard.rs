@@ -22,7 +22,8 @@ use crate::error::store_error;
 pub struct Guard {
     record: RecordId,
     token: FencingToken,
-    retention: Duration,
+    /// `None` where it is that of the claim, which was made elsewhere.
+    retention: Option<Duration>,
     persistent: bool,
 }
 
@@ -107,7 +108,7 @@ impl Guard {
     pub(crate) const fn new(
         record: RecordId,
         token: FencingToken,
-        retention: Duration,
+        retention: Option<Duration>,
         persistent: bool,
     ) -> Self {
         Self { record, token, retention, persistent }
@@ -117,7 +118,7 @@ impl Guard {
     ///
     /// Complete it [without a response](Self::complete_without_response): the layer adds the one that it sees.
     pub const fn of_attempt(record: RecordId, token: FencingToken) -> Self {
-        Self::new(record, token, super::RETENTION, true)
+        Self::new(record, token, None, true)
     }
 
     /// For an attempt that the sidecar in front claimed: the values of the header fields `Oncegate-Record` and
@@ -147,9 +148,9 @@ impl Guard {
         Ok(Self::of_attempt(record, FencingToken::new(token.unsigned_abs())))
     }
 
-    /// How long the completed record is kept, within the bounds of [`limits`]. Default: 24 h, or what the transactor says.
+    /// How long the completed record is kept, within the bounds of [`limits`]. Default: for as long as its claim said.
     pub fn with_retention(self, retention: Duration) -> Self {
-        Self { retention: retention.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX), ..self }
+        Self { retention: Some(retention.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX)), ..self }
     }
 
     /// The connection goes through a pooler that gives each transaction another session: no statement is prepared by name.
@@ -238,7 +239,7 @@ impl Guard {
             Arg::Octets(self.record.as_bytes().to_vec().into()),
             Arg::Big(i64::try_from(self.token.get()).unwrap_or(-1)),
             response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
-            Arg::Big(crate::record::millis(self.retention)),
+            self.retention.map_or(Arg::NoBig, |retention| Arg::Big(crate::record::millis(retention))),
         ];
         let call = Call::new("SELECT oncegate.complete($1, $2, $3, $4)", args);
         call.in_transaction(connection, self.persistent).await.map(drop)

@@ -138,15 +138,23 @@ enum Try<T> {
     Again(TransactError),
     /// Nothing was run.
     Unreached(StoreError),
-    /// COMMIT was sent under this token, and its answer lost.
-    Lost(FencingToken),
+    /// COMMIT was sent, and its answer lost.
+    Lost(Sent),
     Failed(TransactError),
+}
+
+/// What may have been committed.
+#[derive(Clone, Copy)]
+struct Sent {
+    token: FencingToken,
+    /// Until then the record is certainly there, if it was committed.
+    kept_until: Instant,
 }
 
 /// A COMMIT whose answer was lost.
 #[derive(Clone, Copy)]
 struct Lost {
-    token: FencingToken,
+    sent: Sent,
     until: Instant,
 }
 
@@ -311,16 +319,16 @@ impl Transactor {
                     pause.sleep(None).await;
                     continue;
                 }
-                Try::Lost(token) => {
+                Try::Lost(sent) => {
                     runs_left -= 1;
                     tracing::warn!(?record, "the answer to COMMIT was lost; finding out what became of it");
-                    lost = Some(Lost { token, until: Instant::now() + self.patience });
+                    lost = Some(Lost { sent, until: Instant::now() + self.patience });
                     continue;
                 }
             };
             if Instant::now() >= until {
                 return Err(match lost {
-                    Some(Lost { token, .. }) => TransactError::CommitUnknown { record, token },
+                    Some(Lost { sent, .. }) => TransactError::CommitUnknown { record, token: sent.token },
                     None => error,
                 });
             }
@@ -364,7 +372,7 @@ impl Transactor {
             }
             Said::Outcome(Outcome::Replay(response)) => {
                 let is_ours = match lost {
-                    Some(lost) => self.is_token(&mut open, record, lost.token).await,
+                    Some(lost) => self.is_token(&mut open, record, lost.sent.token).await,
                     None => false,
                 };
                 open.rollback(self.patience).await;
@@ -383,16 +391,26 @@ impl Transactor {
                 };
             }
         };
-        // Whatever was sent before: it did not commit, or this claim would have found it.
-        if lost.take().is_some() && !may_run {
-            open.rollback(self.patience).await;
-            return Try::Failed(TransactError::Store(StoreError::unavailable(
-                "the connection to PostgreSQL ended before the commit; nothing was committed",
-            )));
+        if let Some(Lost { sent, .. }) = lost.take() {
+            // It may have been committed, and forgotten since then.
+            if Instant::now() >= sent.kept_until {
+                open.rollback(self.patience).await;
+                return Try::Failed(TransactError::CommitUnknown { record, token: sent.token });
+            }
+            // It did not commit, or this claim would have found it.
+            if !may_run {
+                open.rollback(self.patience).await;
+                return Try::Failed(TransactError::Store(StoreError::unavailable(
+                    "the connection to PostgreSQL ended before the commit; nothing was committed",
+                )));
+            }
         }
-        let guard = Guard::new(record, grant.token, self.retention, !self.transaction_pooler);
+        let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
         match self.run_on(&mut open, run, guard).await {
-            Ok(value) => self.commit(open, value, grant.token).await,
+            Ok((value, ended_at)) => {
+                let sent = Sent { token: grant.token, kept_until: ended_at + self.retention };
+                self.commit(open, value, sent).await
+            }
             Err(tried) => {
                 open.rollback(self.patience).await;
                 tried
@@ -400,8 +418,8 @@ impl Transactor {
         }
     }
 
-    /// The run, and the completion of its record.
-    async fn run_on<T, F>(&self, open: &mut Open<'_>, run: &F, guard: Guard) -> Result<T, Try<T>>
+    /// The run, and the completion of its record, with a time before which the record did not end.
+    async fn run_on<T, F>(&self, open: &mut Open<'_>, run: &F, guard: Guard) -> Result<(T, Instant), Try<T>>
     where
         T: Serialize + DeserializeOwned + Send,
         F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
@@ -418,11 +436,12 @@ impl Transactor {
                 EncodeError::Response(error) => TransactError::TooLarge(error),
             })
         })?;
+        let ended_at = Instant::now();
         let ended = open
             .step(self.patience, async |connection| guard.try_end(connection, Some(&response)).await)
             .await;
         match ended {
-            Ok(()) => Ok(value),
+            Ok(()) => Ok((value, ended_at)),
             Err(StepError::Refused(error)) => Err(match error::sqlstate(&error).as_deref() {
                 Some("OG001") => Try::Failed(TransactError::Fenced { record }),
                 Some("25P02") => Try::Failed(TransactError::Failed(
@@ -435,7 +454,7 @@ impl Transactor {
         }
     }
 
-    async fn commit<T>(&self, open: Open<'_>, value: T, token: FencingToken) -> Try<T> {
+    async fn commit<T>(&self, open: Open<'_>, value: T, sent: Sent) -> Try<T> {
         match open.commit(self.patience).await {
             Ok(()) => Try::Done(Transacted::Executed(value)),
             Err(StepError::Refused(error)) if is_conflict(&error) => {
@@ -445,7 +464,7 @@ impl Transactor {
             Err(StepError::Refused(error)) if is_rolled_back(&error) => {
                 Try::Failed(TransactError::Failed(Box::new(error)))
             }
-            Err(_) => Try::Lost(token),
+            Err(_) => Try::Lost(sent),
         }
     }
 
@@ -529,7 +548,7 @@ impl Transactor {
         })?;
         Ok(match said(rows.first()).map_err(GuardError::Store)? {
             Said::Outcome(Outcome::Execute(grant)) => {
-                Claimed::Execute(Guard::new(request.record, grant.token, self.retention, persistent))
+                Claimed::Execute(Guard::new(request.record, grant.token, Some(self.retention), persistent))
             }
             Said::Outcome(Outcome::Replay(response)) => Claimed::Replay(response),
             Said::Outcome(Outcome::InProgress { lease_left }) => Claimed::InProgress { lease_left },

@@ -66,8 +66,9 @@ async function main(url) {
   assert.equal((await claim(db, record, { fingerprint: OTHER_FINGERPRINT })).outcome, 'mismatch')
   assert.equal(await total(db), 5)
 
-  // Sent again under the same token, it succeeds again; its effect is for the application not to repeat.
-  await app.query('SELECT oncegate.complete($1, $2, $3)', [record, granted.token, response])
+  // Run again under the same token, it is rolled back: an attempt commits once.
+  await assert.rejects(pay(app, record, granted.token, 5, response), { code: 'OG001' })
+  assert.equal(await total(db), 5)
 
   // A stale owner is told so, and its rows are rolled back.
   record = randomBytes(32)

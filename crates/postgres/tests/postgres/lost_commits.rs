@@ -99,6 +99,17 @@ async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
     assert_eq!(database.paid().await, 1);
 }
 
+/// The record of a commit that took place is gone by then.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
+    let (database, way, transactor) = world(2).await;
+    way.arm(b"COMMIT", Break::Silent);
+    let transactor = transactor.with_patience(Duration::from_secs(5)).with_retention(Duration::from_secs(1));
+    let error = pay(&transactor, "order-1", 500).await.unwrap_err();
+    assert!(matches!(error, TransactError::CommitUnknown { .. }), "{error:?}");
+    assert_eq!(database.paid().await, 1);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_is_dropped_while_it_begins_leaves_no_transaction_behind() {
     let (database, way, transactor) = world(1).await;

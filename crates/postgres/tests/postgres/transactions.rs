@@ -126,6 +126,47 @@ async fn a_stale_owner_loses_its_rows() {
     assert!(matches!(store.apply(id(1), renews(token(&outcome))).await.unwrap(), Outcome::Renewed { .. }));
 }
 
+/// A service that runs its transaction again, because the answer to its COMMIT was lost, or to which something on the way sent
+/// the request twice.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_commits_once_however_often_it_is_run() {
+    let response = ", oncegate.response(201, NULL, NULL, 'paid')";
+    for (first, second) in [("", ""), (response, response), ("", response)] {
+        let database = Database::fresh().await;
+        let store = database.store().await;
+        let token = token(&store.apply(id(1), claims(1)).await.unwrap());
+        let (mut one, mut other) = (database.connect().await, database.connect().await);
+        run(&mut one, "CREATE TABLE payments (amount integer)").await;
+        for app in [&mut one, &mut other] {
+            run(app, "BEGIN; INSERT INTO payments VALUES (5)").await;
+        }
+        let complete = |response| format!("SELECT oncegate.complete({}, {token}{response})", sql_id(id(1)));
+        run(&mut one, &complete(first)).await;
+        run(&mut one, "COMMIT").await;
+        let error = try_run(&mut other, &complete(second)).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "OG001");
+        run(&mut other, "COMMIT").await;
+        assert_eq!(payments(&database).await, 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_application_keeps_its_record_for_as_long_as_the_claim_said() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    let mut app = database.connect().await;
+    for (number, retention_ms, kept) in
+        [(1, "", Duration::from_secs(3600)), (2, ", null, 5000", Duration::from_secs(5))]
+    {
+        let token = token(&store.apply(id(number), claims(number.into())).await.unwrap());
+        assert!(matches!(store.apply(id(number), renews(token)).await.unwrap(), Outcome::Renewed { .. }));
+        run(&mut app, &format!("SELECT oncegate.complete({}, {token}{retention_ms})", sql_id(id(number))))
+            .await;
+        let record = store.lookup(id(number)).await.unwrap().unwrap();
+        assert_eq!(record.expires_at.since(record.changed_at), kept);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stale_owner_that_stays_open_is_in_nobodys_way() {
     let database = Database::fresh().await;

@@ -48,8 +48,14 @@ def main(url):
         assert replay["outcome"] == "replay" and replay["response"] == answer, replay
         assert answer.endswith(b'{"paid":5}\x00\xff') and total(db) == 5
 
-        # Sent again under the same token, it succeeds again; its effect is for the application not to repeat.
-        app.execute("SELECT oncegate.complete(%s, %s, %s)", (record, granted["token"], answer))
+        # Run again under the same token, it is rolled back: an attempt commits once.
+        try:
+            pay(app, record, granted["token"], 5, answer)
+        except psycopg.Error as error:
+            assert error.sqlstate == "OG001", error
+        else:
+            raise AssertionError("an attempt has committed twice")
+        assert total(db) == 5
 
         # A stale owner is told so, and its rows are rolled back.
         record = os.urandom(32)
