@@ -117,3 +117,31 @@ async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
     until("the answer is added", async || asked.retry().await.status() == 201).await;
     assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 1, 0, 0]);
 }
+
+/// Its own retry after a COMMIT whose answer was lost, or something on the way that sent the request twice.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_is_run_twice_commits_once() {
+    let mut asked = ask().await;
+    asked.complete("").await;
+    let again = format!("SELECT oncegate.complete({})", asked.attempt);
+    let again = sqlx::raw_sql(sqlx::AssertSqlSafe(again)).execute(&mut asked.database.connect().await).await;
+    let code = again.unwrap_err().as_database_error().unwrap().code().unwrap().into_owned();
+    assert_eq!(code, "OG001");
+    assert_eq!(asked.answer(CREATED).await.has_status(201).text(), "paid");
+    assert_eq!(asked.retry().await.has_status(201).text(), "paid");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_service_completes_is_kept_for_as_long_as_the_route_says() {
+    let (database, service) = (Database::new().await, Service::new().await);
+    let sidecar = database.sidecar(service.address, &["--retention=3d"], "").await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/orders", &[KEY], "{}")).await;
+    let asked = service.accept().await.message().await;
+    let (record, token) = (asked.get("oncegate-record").unwrap(), asked.get("oncegate-token").unwrap());
+    let answer = "oncegate.response(201, NULL, NULL, 'paid')";
+    let call = format!("SELECT oncegate.complete(decode('{record}', 'hex'), {token}, {answer})");
+    run(&mut database.connect().await, &call).await;
+    let kept = "SELECT (expires_at - changed_at) / 1000 FROM oncegate.records";
+    assert_eq!(database.number(kept).await, 3 * 24 * 60 * 60);
+}
