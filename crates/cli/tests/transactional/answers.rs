@@ -145,3 +145,22 @@ async fn what_the_service_completes_is_kept_for_as_long_as_the_route_says() {
     let kept = "SELECT (expires_at - changed_at) / 1000 FROM oncegate.records";
     assert_eq!(database.number(kept).await, 3 * 24 * 60 * 60);
 }
+
+/// A service may put anything into its record; what belongs to a moment or a connection is not replayed all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn fields_that_no_record_keeps_are_not_replayed() {
+    let mut asked = ask().await;
+    asked
+        .complete(
+            ", oncegate.response(201, ARRAY['content-type', 'content-length', 'connection', 'set-cookie', \
+             'oncegate-token', 'x-own'], ARRAY['text/x', '2', 'close', 'session=1', '7', 'kept'], 'paid')",
+        )
+        .await;
+    let first = asked.answer(CREATED).await;
+    for answer in [first, asked.retry().await] {
+        assert_eq!((answer.has_status(201).text(), answer.get("content-type")), ("paid", Some("text/x")));
+        assert_eq!(answer.get("x-own"), Some("kept"), "what the service says that it is, it is");
+        assert_eq!((answer.get("connection"), answer.get("oncegate-token")), (None, None));
+        assert_ne!(answer.get("set-cookie"), Some("session=1"));
+    }
+}
