@@ -14,7 +14,7 @@ use sqlx::{Connection as _, PgConnection};
 
 use crate::world::Kind;
 
-/// More databases than cases run at a time.
+/// More databases than cases run at a time. So many are for records, and as many for the fronts of tiered stores.
 const REDIS_DATABASES: usize = 128;
 
 /// A Cluster has one database, so that each case has a Cluster. There are so many; whoever comes later waits.
@@ -25,6 +25,9 @@ const POSTGRES_CONNECTIONS: usize = 400;
 
 /// How patient stores are with these servers, which share their machine with everything else that is tested.
 const PATIENCE: &str = "timeout=15s&connect-timeout=15s";
+
+/// As long as a front may be waited for, in seconds: it is to be asked on this machine, too, and not to be skipped.
+pub(crate) const FRONT_PATIENCE: u64 = 1;
 
 /// What a case has its records in. Others get it when this is dropped.
 #[derive(Debug)]
@@ -39,6 +42,8 @@ enum Room {
     Redis(Arc<RedisServer>, usize),
     Cluster(Arc<RedisCluster>),
     Postgres(Arc<PostgresServer>, String),
+    /// A front and a back.
+    Tiered(Box<Room>, Box<Room>),
 }
 
 impl Place {
@@ -96,6 +101,9 @@ impl Room {
             }
             Self::Cluster(cluster) => format!("{}?{PATIENCE}", cluster.url()),
             Self::Postgres(server, database) => server.url_of(database),
+            Self::Tiered(front, back) => {
+                format!("tiered(front={},back={},patience={FRONT_PATIENCE}s)", front.url(), back.url())
+            }
         }
     }
 
@@ -111,6 +119,8 @@ impl Room {
             Self::Postgres(server, database) => {
                 waited_for(empty_postgres(&server.url_of(database))).map_err(io::Error::other)
             }
+            // Nobody who is still at the back puts its answers into a front that is empty already.
+            Self::Tiered(front, back) => back.clear().and_then(|()| front.clear()),
         }
     }
 }
@@ -198,25 +208,32 @@ impl Rooms {
     fn make(&self, kind: Kind, number: usize) -> io::Result<Room> {
         match kind {
             Kind::Memory | Kind::Embedded => Err(io::Error::other("it has no server")),
-            Kind::Redis => {
-                let options = RedisOptions::new().with(format!("databases {}", REDIS_DATABASES + 1));
-                Ok(Room::Redis(self.redis.get(|| RedisServer::start(options))?, number))
-            }
+            Kind::Redis => self.make_redis(number),
             Kind::RedisCluster => {
                 // Nobody is to be taken for dead because this machine is busy.
                 let options = RedisOptions::new().with("cluster-node-timeout 60000");
                 RedisCluster::start_with(&options).map(|cluster| Room::Cluster(Arc::new(cluster)))
             }
-            Kind::Postgres => {
-                let mut options = PostgresOptions::default();
-                options.trust = true;
-                options.settings.push(format!("max_connections={POSTGRES_CONNECTIONS}"));
-                let server = self.postgres.get(|| PostgresServer::start_with(options))?;
-                let database = format!("cases_{number}");
-                waited_for(make_postgres(&server, &database))?;
-                Ok(Room::Postgres(server, database))
-            }
+            Kind::Postgres => self.make_postgres(format!("cases_{number}")),
+            Kind::Tiered => Ok(Room::Tiered(
+                Box::new(self.make_redis(REDIS_DATABASES + number)?),
+                Box::new(self.make_postgres(format!("tiered_{number}"))?),
+            )),
         }
+    }
+
+    fn make_redis(&self, database: usize) -> io::Result<Room> {
+        let options = RedisOptions::new().with(format!("databases {}", 2 * REDIS_DATABASES + 1));
+        Ok(Room::Redis(self.redis.get(|| RedisServer::start(options))?, database))
+    }
+
+    fn make_postgres(&self, database: String) -> io::Result<Room> {
+        let mut options = PostgresOptions::default();
+        options.trust = true;
+        options.settings.push(format!("max_connections={POSTGRES_CONNECTIONS}"));
+        let server = self.postgres.get(|| PostgresServer::start_with(options))?;
+        waited_for(make_postgres(&server, &database))?;
+        Ok(Room::Postgres(server, database))
     }
 
     fn give_back(&self, kind: Kind, room: Room) {

@@ -13,13 +13,14 @@ use oncegate_engine::Engine;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_testkit::{Faults, FaultyStore};
+use oncegate_tiered::{Front, TieredOptions, TieredStore};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tower_layer::Layer;
 
 use crate::backend::{Backend, Served};
 use crate::client::{Answer, Broken, Connection, Request, until};
-use crate::places::Place;
+use crate::places::{FRONT_PATIENCE, Place};
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;
 
@@ -59,12 +60,14 @@ pub enum Kind {
     RedisCluster,
     /// In PostgreSQL.
     Postgres,
+    /// In PostgreSQL, with Redis in front of it for answers.
+    Tiered,
 }
 
 impl Kind {
     /// Every store.
-    pub const ALL: [Self; 5] =
-        [Self::Memory, Self::Embedded, Self::Redis, Self::RedisCluster, Self::Postgres];
+    pub const ALL: [Self; 6] =
+        [Self::Memory, Self::Embedded, Self::Redis, Self::RedisCluster, Self::Postgres, Self::Tiered];
 
     /// Those that only one process can have open.
     pub const OF_ONE_PROCESS: [Self; 2] = [Self::Memory, Self::Embedded];
@@ -84,6 +87,7 @@ impl Kind {
             Self::Redis => "redis",
             Self::RedisCluster => "redis-cluster",
             Self::Postgres => "postgres",
+            Self::Tiered => "tiered",
         }
     }
 }
@@ -141,6 +145,18 @@ enum Running {
 
 /// The store at this URL. Busy machines are given more time than the defaults are.
 pub(crate) async fn open_shared(url: &str) -> Arc<dyn Store> {
+    if let Some(tiers) = url.strip_prefix("tiered(front=") {
+        // As places write it.
+        let (front, rest) = tiers.split_once(",back=").expect("a back");
+        let (back, _) = rest.split_once(",patience=").expect("a patience");
+        let (front, back) = (open_one(front).await, open_one(back).await);
+        let options = TieredOptions::new().with_patience(Duration::from_secs(FRONT_PATIENCE));
+        return Arc::new(TieredStore::new(Front::on(front), back, options));
+    }
+    open_one(url).await
+}
+
+async fn open_one(url: &str) -> Arc<dyn Store> {
     if RedisOptions::is_url(url) {
         let options = RedisOptions::from_url(url).expect("a URL of Redis");
         return Arc::new(RedisStore::open(options).await.expect("a store on Redis"));

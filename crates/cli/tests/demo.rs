@@ -1,6 +1,7 @@
 //! `oncegate demo`, as people run it.
 
 use std::io::{BufRead as _, BufReader};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -214,6 +215,13 @@ fn what_cannot_be_done_is_said() {
         let stderr = text(&failed.stderr);
         assert!(stderr.starts_with("error: --store: two sidecars cannot share"), "{stderr}");
     }
+    // A sidecar starts without its server; a demonstration of refusals would never end.
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let failed = output(directory.path(), &["--store", &format!("redis://:hunter2@{nobody}")]);
+    assert_eq!((failed.status.code(), text(&failed.stdout)), (Some(1), String::new()));
+    let stderr = text(&failed.stderr);
+    let said = format!("error: --store: redis://{nobody}/0 cannot be used now: the store is out of reach");
+    assert!(stderr.starts_with(&said), "{stderr}");
     for intents in ["0", "10001", "many"] {
         let failed = output(directory.path(), &["--intents", intents]);
         assert_eq!(failed.status.code(), Some(2), "{intents}");

@@ -451,7 +451,7 @@ impl Shared {
     fn restore(&self, watch: &mut Watch) {
         watch.refused_at = None;
         if self.is_degraded.swap(false, Ordering::Relaxed) {
-            let after = watch.since.take().map(|since| since.elapsed());
+            let after = watch.since.take().map(|since| since.elapsed()).unwrap_or_default();
             tracing::info!(?after, "the store is well again");
         }
     }

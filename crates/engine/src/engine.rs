@@ -5,26 +5,28 @@ use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Fingerprint, Label, Outcome, Record, RecordId, Release, State, Store,
-    StoreError, StoreErrorKind, StoredResponse,
+    AttemptId, Claim, Command, Fingerprint, Label, Outcome, RecordId, Store, StoreError, StoreErrorKind,
+    StoredResponse,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::attempt::{Attempt, DEFERRED, Permit, again_after};
+use crate::attempt::{Attempt, DEFERRED, Permit};
 use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
 use crate::keeper::Keeper;
 use crate::policy::Policy;
+use crate::retract::LATE;
 
 /// Drives one store: claims, renews, waits, completes. Cheap to clone; all clones are one engine.
 #[derive(Clone)]
@@ -38,6 +40,10 @@ pub(crate) struct Inner {
     pub(crate) keeper: Keeper,
     pub(crate) tasks: TaskTracker,
     pub(crate) deferred: Arc<Semaphore>,
+    /// Places for those who look for a claim that may come late.
+    pub(crate) late: Arc<Semaphore>,
+    /// Nobody begins anything more.
+    pub(crate) closing: CancellationToken,
     pub(crate) completion_missing: Rarely,
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
@@ -123,6 +129,8 @@ impl EngineBuilder {
                 observer: self.observer,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
+                late: Arc::new(Semaphore::new(LATE)),
+                closing: CancellationToken::new(),
                 completion_missing: Rarely::default(),
                 flights: Arc::default(),
                 origin: random_bits(),
@@ -187,7 +195,7 @@ impl Engine {
         let mut waited = false;
         let result = loop {
             match inner.flights.join(id, request.fingerprint) {
-                Joined::Leader(leader) => break self.lead(leader, request, deadline).await,
+                Joined::Leader(leader) => break self.lead(leader, request, deadline, &mut waited).await,
                 Joined::Follower(flight) => {
                     match follow(&flight, request.fingerprint, deadline, &mut waited).await {
                         Some(result) => break result,
@@ -211,6 +219,7 @@ impl Engine {
     /// Waits until everything that was spawned has ended, but no longer than `patience`. Says how much is still running
     /// then: its records are left to their abandon policy.
     pub async fn drain(&self, patience: Duration) -> usize {
+        self.inner.closing.cancel();
         self.inner.tasks.close();
         let _ = tokio::time::timeout(patience, self.inner.tasks.wait()).await;
         self.inner.tasks.len()
@@ -223,9 +232,21 @@ impl Engine {
         leader: Leader,
         request: ClaimRequest,
         deadline: Option<Instant>,
+        waited: &mut bool,
     ) -> Result<ClaimOutcome, StoreError> {
-        let patience = deadline.map(|deadline| Patience { deadline, gone: Arc::default() });
-        let gone = patience.as_ref().map(|patience| patience.gone.clone());
+        let patience = deadline.map(|deadline| Arc::new(Patience::until(deadline)));
+        let result = self.lead_on(leader, request, patience.clone()).await;
+        *waited |= patience.is_some_and(|patience| patience.waited.load(Ordering::Relaxed));
+        result
+    }
+
+    async fn lead_on(
+        &self,
+        leader: Leader,
+        request: ClaimRequest,
+        patience: Option<Arc<Patience>>,
+    ) -> Result<ClaimOutcome, StoreError> {
+        let waiting = patience.clone();
         let mut work: Pin<Box<dyn Future<Output = _> + Send>> =
             Box::pin(self.inner.clone().lead(leader, request, patience));
         if let Poll::Ready(result) = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
@@ -234,7 +255,7 @@ impl Engine {
         let (mut send, receive) = oneshot::channel();
         let runtime = Handle::current();
         self.spawn(async move {
-            if let Some(gone) = gone {
+            if let Some(waiting) = waiting {
                 let done = tokio::select! {
                     biased;
                     result = &mut work => Some(result),
@@ -244,7 +265,7 @@ impl Engine {
                     let _gone = send.send(Undelivered { result: Some(result), runtime });
                     return;
                 }
-                gone.notify_one();
+                waiting.gone.notify_one();
             }
             // A caller that is gone drops it here; one that goes just now drops it unread.
             let _gone = send.send(Undelivered { result: Some(work.await), runtime });
@@ -259,7 +280,15 @@ impl Engine {
 /// How long a claim waits for another process: until then, or until its caller is gone.
 struct Patience {
     deadline: Instant,
-    gone: Arc<Notify>,
+    gone: Notify,
+    /// It did wait.
+    waited: AtomicBool,
+}
+
+impl Patience {
+    fn until(deadline: Instant) -> Self {
+        Self { deadline, gone: Notify::new(), waited: AtomicBool::new(false) }
+    }
 }
 
 /// The outcome of a claim on its way to the caller. Dropped unread, a claim that was granted is taken back: its caller is
@@ -373,7 +402,7 @@ impl Inner {
         self: Arc<Self>,
         leader: Leader,
         request: ClaimRequest,
-        patience: Option<Patience>,
+        patience: Option<Arc<Patience>>,
     ) -> Result<ClaimOutcome, StoreError> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
         let attempt = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
@@ -403,8 +432,9 @@ impl Inner {
                 }
                 Outcome::InProgress { lease_left } => {
                     let until = asked_at + lease_left;
-                    let patience = patience.as_ref().filter(|patience| Instant::now() < patience.deadline);
-                    if let Some(Patience { deadline, gone }) = patience {
+                    let patience = patience.as_deref().filter(|patience| Instant::now() < patience.deadline);
+                    if let Some(Patience { deadline, gone, waited }) = patience {
+                        waited.store(true, Ordering::Relaxed);
                         leader.set_executing(until);
                         // Nothing left: somebody's open transaction holds the record, nobody knows for how long.
                         let most = if lease_left.is_zero() { pause } else { pause.min(lease_left) };
@@ -457,51 +487,6 @@ impl Inner {
             first => first.map_err(|error| Unanswered { error, maybe_applied: false }),
         }
     }
-
-    /// Takes back a claim whose answer never came. Its sender was told that nothing was executed, so the key must not stay
-    /// blocked and end as an unknown outcome.
-    fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
-        let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
-        let inner = self.clone();
-        let give_up = Instant::now() + request.policy.lease;
-        self.tasks.spawn(async move {
-            let _place = place;
-            let mut pause = Duration::from_millis(50);
-            while Instant::now() < give_up {
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_secs(2));
-                // Where it was never granted there is nothing to take back, and to claim it for that would get in the way
-                // of those who come again.
-                match inner.store.lookup(request.id).await {
-                    Err(error) if error.kind().may_pass() => {
-                        pause = again_after(pause, &error);
-                        continue;
-                    }
-                    Ok(record) if !record.as_ref().is_some_and(|record| is_held_by(record, attempt)) => {
-                        return;
-                    }
-                    _ => {}
-                }
-                match inner.store.apply(request.id, claim_command(&request, attempt)).await {
-                    Err(error) if error.kind().may_pass() => {}
-                    // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
-                    Ok(Outcome::Execute(grant)) if grant.after_abandoned => return,
-                    Ok(Outcome::Execute(grant)) => {
-                        let release = Release { token: grant.token, retention: request.policy.retention };
-                        if inner.store.apply(request.id, Command::Release(release)).await.is_ok() {
-                            return inner.emit(Event::new(
-                                request.id,
-                                Some(grant.token),
-                                EventKind::ClaimCancelled,
-                            ));
-                        }
-                    }
-                    // Somebody else has it, or it cannot be read.
-                    _ => return,
-                }
-            }
-        });
-    }
 }
 
 /// A claim without an answer.
@@ -515,11 +500,7 @@ fn may_have_applied(error: &StoreError) -> bool {
     error.kind().may_pass() && !error.is_unsent()
 }
 
-fn is_held_by(record: &Record, attempt: AttemptId) -> bool {
-    matches!(record.state, State::InProgress { attempt: holder, .. } if holder == attempt)
-}
-
-fn claim_command(request: &ClaimRequest, attempt: AttemptId) -> Command {
+pub(crate) fn claim_command(request: &ClaimRequest, attempt: AttemptId) -> Command {
     Command::Claim(Claim {
         attempt,
         fingerprint: request.fingerprint,

@@ -64,6 +64,7 @@ mod event;
 mod flight;
 mod keeper;
 mod policy;
+mod retract;
 
 pub use attempt::{Attempt, Permit, Settled};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};

@@ -361,6 +361,62 @@ async fn a_claim_that_was_never_granted_is_not_made_to_be_taken_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_claim_that_reaches_the_store_late_is_taken_back() {
+    // Milliseconds after the store said that it is out of reach: soon, and when hardly anybody looks any more.
+    for arrives in [200, 29_000] {
+        let world = World::new();
+        world.faults.next(2, Operation::Claim, Fault::Delay);
+        assert!(world.engine.claim(request()).await.is_err());
+        sleep(Duration::from_millis(arrives)).await;
+        assert_eq!(world.state().await, None);
+        world.faults.arrive().await;
+        assert_eq!(world.state().await, Some(StateName::InProgress));
+        sleep(LEASE + Duration::from_millis(10) - Duration::from_millis(arrives)).await;
+        assert_eq!(world.state().await, Some(StateName::Released), "arrived after {arrives} ms");
+        assert!(world.events.has(EventKind::ClaimCancelled));
+        let looks = world.faults.calls(Operation::Lookup);
+        assert!((3..15).contains(&looks), "{looks} looks");
+        world.permit(request()).await.complete(answer("one")).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_comes_late_after_another_attempt_has_failed_is_taken_back() {
+    let world = World::new();
+    world.faults.next(2, Operation::Claim, Fault::Delay);
+    assert!(world.engine.claim(request()).await.is_err());
+    let permit = world.permit(request()).await;
+    sleep(Duration::from_secs(1)).await;
+    permit.release().await;
+    world.faults.arrive().await;
+    assert_eq!(world.state().await, Some(StateName::InProgress));
+    sleep(LEASE).await;
+    assert_eq!(world.state().await, Some(StateName::Released));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_is_no_longer_looked_for_when_the_key_is_completed_or_the_engine_ends() {
+    let world = World::new();
+    world.faults.next(2, Operation::Claim, Fault::Delay);
+    assert!(world.engine.claim(request()).await.is_err());
+    world.permit(request()).await.complete(answer("one")).await;
+    sleep(Duration::from_secs(1)).await;
+    let looks = world.faults.calls(Operation::Lookup);
+    sleep(LEASE).await;
+    assert_eq!(world.faults.calls(Operation::Lookup), looks);
+
+    let world = World::new();
+    world.faults.next(2, Operation::Claim, Fault::Delay);
+    assert!(world.engine.claim(request()).await.is_err());
+    sleep(Duration::from_secs(1)).await;
+    world.faults.arrive().await;
+    let begun = Instant::now();
+    assert_eq!(world.engine.drain(LEASE).await, 0);
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(world.state().await, Some(StateName::Released), "there was a last look");
+}
+
+#[tokio::test(start_paused = true)]
 async fn all_duplicates_hear_that_the_store_is_out_of_reach_and_ask_it_once() {
     let world = Arc::new(World::new());
     world.faults.outage();
@@ -428,6 +484,7 @@ async fn taking_back_a_claim_does_not_forget_an_abandoned_attempt_before_it() {
 async fn a_waiter_hears_of_a_completion_in_another_process() {
     let world = World::new();
     let other = World::on(world.store.clone());
+    let heard_of = other.events.clone();
     let permit = world.permit(request()).await;
     let waiter = tokio::spawn(async move {
         let outcome = other.claim(waiting(LEASE)).await;
@@ -438,6 +495,7 @@ async fn a_waiter_hears_of_a_completion_in_another_process() {
     let completed = Instant::now();
     let (outcome, heard) = waiter.await.unwrap();
     assert!(replays(&outcome, "one"));
+    assert!(heard_of.has(EventKind::Replayed { waited: true }));
     assert!(heard - completed <= Duration::from_millis(500));
 }
 

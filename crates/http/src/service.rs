@@ -196,7 +196,14 @@ impl Keyed {
                 let refusal = Refusal::new(Condition::RequestInProgress);
                 Ok(self.refuse(refusal.with_retry_after(retry_after as u64)))
             }
-            Ok(ClaimOutcome::Mismatch) => Ok(self.refuse(Refusal::new(Condition::KeyReused))),
+            Ok(ClaimOutcome::Mismatch) => {
+                let refusal = Refusal::new(Condition::KeyReused);
+                // No client can send another key where the body is the key.
+                Ok(self.refuse(match self.settings.natural_key {
+                    Some(_) => refusal.with_detail(REUSED_MEMBERS),
+                    None => refusal,
+                }))
+            }
             Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
             Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
             Err(error) => {
@@ -426,6 +433,11 @@ pub(crate) enum Executed<RB> {
     /// There is no answer.
     Refused(Refusal),
 }
+
+/// What `key-reused` means where the key is built of the body.
+const REUSED_MEMBERS: &str = "The key of this operation is built of members of its JSON body, and another request had the \
+     same ones and differed in something else. Nothing was executed. What is meant to be another operation has to differ \
+     in these members.";
 
 /// A client that asks again need not wait for the whole lease: nearly every owner is done long before it ends.
 const RETRY_AFTER_MAX: f64 = 5.0;

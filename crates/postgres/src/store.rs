@@ -244,6 +244,23 @@ impl Shared {
         if standing.is_standby {
             return Err(OpenError::Standby { database });
         }
+        let rights = shared.send(Call::new(MISSING_RIGHTS, [])).await;
+        let missing = rights.map(|rows| rows.first().and_then(|row| row.try_get("missing").ok().flatten()));
+        match missing {
+            Ok(None::<String>) => {}
+            // Else a burst would be the first to find out, by requests whose completions are refused.
+            Ok(Some(missing)) => {
+                let why = format!(
+                    "the role may not call {missing}; as the owner of the schema: GRANT EXECUTE ON ALL FUNCTIONS IN \
+                     SCHEMA oncegate TO the role"
+                );
+                return Err(OpenError::Connect { database, why });
+            }
+            Err(failure) => {
+                let why = failure.to_string();
+                return Err(OpenError::Unreachable { database, why });
+            }
+        }
         if !standing.is_synced {
             tracing::warn!(
                 %database,
@@ -416,6 +433,12 @@ const ANSWER_MARGIN: Duration = Duration::from_millis(500);
 const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
      current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on' AS is_synced, \
      oncegate.now_ms() AS clock";
+
+/// Which of the functions that a store calls its role may not call; null where there is none.
+const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname, ', ') AS missing FROM pg_proc p \
+     JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
+     'renew', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'list', 'purge', 'purge_one', \
+     'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
 struct Standing {
     version: Option<i32>,

@@ -103,6 +103,8 @@ pub enum Fault {
     StallBefore(Latch),
     /// It is done, and not answered before the latch opens.
     StallAfter(Latch),
+    /// It is refused as unavailable, and a command is on its way all the same: [`Faults::arrive`] has it done.
+    Delay,
 }
 
 /// What goes wrong with the operations of a [`FaultyStore`]. All clones are one.
@@ -115,6 +117,7 @@ pub struct Faults {
 struct State {
     rules: Vec<Rule>,
     calls: HashMap<Operation, usize>,
+    delayed: Vec<(Arc<dyn Store>, RecordId, Command)>,
 }
 
 struct Rule {
@@ -146,6 +149,16 @@ impl Faults {
     /// Nothing goes wrong any more. What is stalled stays so until its latch opens.
     pub fn heal(&self) {
         self.lock().rules.clear();
+    }
+
+    /// Does what was delayed, in the order in which it was sent, and says what came of it.
+    pub async fn arrive(&self) -> Vec<Result<Outcome, StoreError>> {
+        let delayed = std::mem::take(&mut self.lock().delayed);
+        let mut outcomes = Vec::new();
+        for (store, id, command) in delayed {
+            outcomes.push(store.apply(id, command).await);
+        }
+        outcomes
     }
 
     /// How often the operation was asked for, whatever became of it.
@@ -188,10 +201,19 @@ impl FaultyStore {
         operation: Operation,
         act: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T> + Send + 'a,
     ) -> StoreFuture<'a, T> {
+        self.run_with(self.faults.strike(operation), operation, act)
+    }
+
+    fn run_with<'a, T: Send + 'a>(
+        &'a self,
+        fault: Option<Fault>,
+        operation: Operation,
+        act: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T> + Send + 'a,
+    ) -> StoreFuture<'a, T> {
         let refused = move || StoreError::unavailable(format!("{operation:?} refused on demand"));
-        match self.faults.strike(operation) {
+        match fault {
             None => act(&*self.inner),
-            Some(Fault::Refuse) => Box::pin(async move { Err(refused()) }),
+            Some(Fault::Refuse | Fault::Delay) => Box::pin(async move { Err(refused()) }),
             Some(Fault::Full) => Box::pin(async move { Err(refused().with_extent(Extent::Writes)) }),
             Some(Fault::Busy) => Box::pin(async move { Err(refused().with_extent(Extent::Record)) }),
             Some(Fault::Corrupt) => {
@@ -216,7 +238,12 @@ impl FaultyStore {
 
 impl Store for FaultyStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        self.run(Operation::of(&command), move |store| store.apply(id, command))
+        let operation = Operation::of(&command);
+        let fault = self.faults.strike(operation);
+        if matches!(fault, Some(Fault::Delay)) {
+            self.faults.lock().delayed.push((self.inner.clone(), id, command.clone()));
+        }
+        self.run_with(fault, operation, move |store| store.apply(id, command))
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {

@@ -3,7 +3,8 @@
 use super::pay;
 use crate::client::Request;
 use crate::plan::{Callers, Plan};
-use crate::table::{Case, executes, passes, refused, replays};
+use crate::table::{Case, assert_refusal, executes, passes, refused, replays};
+use crate::world::World;
 
 pub(super) fn cases() -> Vec<Case> {
     let optional = Plan { key_json: Some("/customer,/cart"), ..Plan::default() };
@@ -38,6 +39,12 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(0, checkout(r#"{"customer":"ada","cart":7,"amount":5}"#)),
             ]
         })
+        .given(required.clone()),
+        Case::closed(
+            "N-another-body-in-words",
+            "the refusal does not advise to send another key, which no client can",
+            |world| Box::pin(in_words(world)),
+        )
         .given(required.clone()),
         Case::steps("N-volatile-members", "what is left out of the comparison may differ", || {
             vec![
@@ -90,6 +97,17 @@ pub(super) fn cases() -> Vec<Case> {
         })
         .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..optional }),
     ]
+}
+
+async fn in_words(mut world: World) {
+    world.start().await;
+    let first = world.send(checkout(r#"{"customer":"ada","cart":7,"amount":5}"#)).await;
+    assert_eq!(first.status(), 201, "{first:?}");
+    let refusal = world.send(checkout(r#"{"customer":"ada","cart":7,"amount":6}"#)).await;
+    assert_refusal("key-reused", &refusal);
+    let problem = refusal.json();
+    let detail = problem["detail"].as_str().unwrap_or_default();
+    assert!(detail.contains("built of members") && !detail.contains("new key"), "{detail}");
 }
 
 fn checkout(body: impl Into<String>) -> Request {

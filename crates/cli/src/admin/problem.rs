@@ -95,7 +95,9 @@ impl Problem {
                 StatusCode::SERVICE_UNAVAILABLE,
                 "store-unavailable",
                 "The store is out of reach",
-                format!("{error}. It is not known whether a change was made: look before you try again."),
+                format!(
+                    "{error}. If this was to change something, it is not known whether it did: look before you try again."
+                ),
             ),
             StoreErrorKind::Locked => Self::new(
                 StatusCode::CONFLICT,

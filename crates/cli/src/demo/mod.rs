@@ -52,8 +52,8 @@ pub(crate) struct DemoArgs {
     /// Prints the result as JSON on the standard output, and the progress on the standard error.
     #[arg(long)]
     json: bool,
-    /// Shows two sidecars that share this database, such as redis://HOST or postgres://USER@HOST/DATABASE: one is killed
-    /// and stays away. Without it, one sidecar with a store of its own is killed and restarted. The records that it leaves
+    /// Shows two sidecars that share this database, such as redis://HOST, postgres://USER@HOST/DATABASE (after
+    /// `oncegate schema apply`) or tiered(front=STORE,back=STORE): one is killed and stays away. Without it, one sidecar with a store of its own is killed and restarted. The records that it leaves
     /// in the database have a retention of an hour
     #[arg(long, value_name = "URL")]
     store: Option<String>,

@@ -7,8 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::{Request, header};
+use http_body_util::Full;
 use tokio::time::timeout;
 
+use super::exchange::exchange;
 use super::shared::{RETENTION, Shared};
 
 /// How long a process that died without an answer keeps its keys blocked. Short, so that nobody who watches has to wait.
@@ -16,6 +20,9 @@ pub(super) const LEASE: &str = "2s";
 
 /// How long it may take until it listens. It checks its whole store after a crash.
 const START_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long a store that is out of reach is waited for, before anything is shown.
+const STORE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// How much of what it wrote is shown where it failed.
 const LOG_LINES: usize = 20;
@@ -114,7 +121,27 @@ pub(super) async fn try_store(dir: &Path, shared: &Shared) -> Result<(), String>
     let home = Home { dir: dir.to_owned(), log: "store.log", shared: Some(shared.clone()) };
     // Nobody is there, and nobody is asked.
     let mut sidecar = Sidecar::start((Ipv4Addr::LOCALHOST, 9).into(), home).await?;
+    // It starts without its server, too, and would wait for it.
+    let patience = tokio::time::Instant::now() + STORE_PATIENCE;
+    while let Err(why) = readiness(sidecar.admin).await {
+        if tokio::time::Instant::now() >= patience {
+            return Err(format!("--store: {} cannot be used now: {why}", shared.shown));
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
     sidecar.kill()
+}
+
+/// Whether the sidecar would take requests with a key; an error says why not.
+async fn readiness(admin: SocketAddr) -> Result<(), String> {
+    let ask = Request::get("/readyz").header(header::HOST, admin.to_string()).body(Full::new(Bytes::new()));
+    let ask = ask.map_err(|error| error.to_string())?;
+    let answer = timeout(STORE_PATIENCE, exchange(admin, ask)).await.map_err(|_| "it does not answer")?;
+    let answer = answer.map_err(|error| error.to_string())?;
+    if answer.status().is_success() {
+        return Ok(());
+    }
+    Err(String::from_utf8_lossy(answer.body()).trim_end().to_owned())
 }
 
 impl Process {

@@ -400,7 +400,13 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
     run(&mut admin, &format!("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO {name}")).await;
     let url =
         database.url().replace("oncegate:", &format!("{name}:")).replace(database.server.password(), "app");
-    let store = PostgresStore::open(oncegate_postgres::PostgresOptions::new(&url).unwrap()).await.unwrap();
+    let options = oncegate_postgres::PostgresOptions::new(&url).unwrap();
+    // Nor less: a burst must not be the first to find out.
+    run(&mut admin, &format!("REVOKE EXECUTE ON FUNCTION oncegate.complete_many FROM {name}")).await;
+    let refused = PostgresStore::open(options.clone()).await.unwrap_err().to_string();
+    assert!(refused.contains("the role may not call oncegate.complete_many; "), "{refused}");
+    run(&mut admin, &format!("GRANT EXECUTE ON FUNCTION oncegate.complete_many TO {name}")).await;
+    let store = PostgresStore::open(options).await.unwrap();
     assert!(matches!(store.apply(id(2), claims(1)).await.unwrap(), Outcome::Execute(_)));
     store.check().await.unwrap();
     drop(store);
