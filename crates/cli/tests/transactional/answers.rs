@@ -19,8 +19,12 @@ struct Asked {
 }
 
 async fn ask() -> Asked {
+    ask_with(&[]).await
+}
+
+async fn ask_with(flags: &[&str]) -> Asked {
     let (database, service) = (Database::new().await, Service::new().await);
-    let sidecar = database.sidecar(service.address, &[], "").await;
+    let sidecar = database.sidecar(service.address, flags, "").await;
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/orders", &[KEY], "{}")).await;
     let mut wire = service.accept().await;
@@ -133,17 +137,10 @@ async fn an_attempt_that_is_run_twice_commits_once() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_service_completes_is_kept_for_as_long_as_the_route_says() {
-    let (database, service) = (Database::new().await, Service::new().await);
-    let sidecar = database.sidecar(service.address, &["--retention=3d"], "").await;
-    let mut client = sidecar.connect().await;
-    client.send(request("POST", "/orders", &[KEY], "{}")).await;
-    let asked = service.accept().await.message().await;
-    let (record, token) = (asked.get("oncegate-record").unwrap(), asked.get("oncegate-token").unwrap());
-    let answer = "oncegate.response(201, NULL, NULL, 'paid')";
-    let call = format!("SELECT oncegate.complete(decode('{record}', 'hex'), {token}, {answer})");
-    run(&mut database.connect().await, &call).await;
+    let asked = ask_with(&["--retention=3d"]).await;
+    asked.complete(", oncegate.response(201, NULL, NULL, 'paid')").await;
     let kept = "SELECT (expires_at - changed_at) / 1000 FROM oncegate.records";
-    assert_eq!(database.number(kept).await, 3 * 24 * 60 * 60);
+    assert_eq!(asked.database.number(kept).await, 3 * 24 * 60 * 60);
 }
 
 /// A service may put anything into its record; what belongs to a moment or a connection is not replayed all the same.
