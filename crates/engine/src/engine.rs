@@ -410,10 +410,14 @@ impl Inner {
         let mut pause = POLL_FIRST;
         let mut changed = None;
         let mut heed_from = Instant::now();
+        let mut is_doubtful = false;
         loop {
             let asked_at = Instant::now();
             let outcome = match self.ask(&request, attempt).await {
-                Ok(outcome) => outcome,
+                Ok((outcome, maybe_applied)) => {
+                    is_doubtful |= maybe_applied;
+                    outcome
+                }
                 Err(Unanswered { error, maybe_applied }) => {
                     leader.land(Landing::Failed(error.kind()));
                     if maybe_applied {
@@ -448,7 +452,12 @@ impl Inner {
                         let is_told = tokio::select! {
                             heard = timeout_at(again.min(*deadline), heard) => heard.is_ok(),
                             // Those who came along ask for themselves.
-                            () = gone.notified() => return Ok(ClaimOutcome::InProgress { lease_left }),
+                            () = gone.notified() => {
+                                if is_doubtful {
+                                    self.retract(request, attempt);
+                                }
+                                return Ok(ClaimOutcome::InProgress { lease_left });
+                            }
                         };
                         if is_told {
                             changed = None;
@@ -458,6 +467,10 @@ impl Inner {
                             pause = (pause * 2).min(POLL_LAST);
                         }
                         continue;
+                    }
+                    // Of somebody else, or of ourselves: the first one may still be on its way.
+                    if is_doubtful {
+                        self.retract(request.clone(), attempt);
                     }
                     (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })
                 }
@@ -474,17 +487,22 @@ impl Inner {
         }
     }
 
-    /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it.
-    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<Outcome, Unanswered> {
+    /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it. Says beside the
+    /// outcome whether the first one may still come to the store.
+    async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<(Outcome, bool), Unanswered> {
         let first = self.store.apply(request.id, claim_command(request, attempt)).await;
         match first {
             Err(error) if may_have_applied(&error) => {
                 tokio::time::sleep(ASK_AGAIN_AFTER).await;
                 let again = self.store.apply(request.id, claim_command(request, attempt)).await;
                 // However sure it is of the second time: the first one may have been.
-                again.map_err(|error| Unanswered { maybe_applied: error.kind().may_pass(), error })
+                again
+                    .map(|outcome| (outcome, true))
+                    .map_err(|error| Unanswered { maybe_applied: error.kind().may_pass(), error })
             }
-            first => first.map_err(|error| Unanswered { error, maybe_applied: false }),
+            first => first
+                .map(|outcome| (outcome, false))
+                .map_err(|error| Unanswered { error, maybe_applied: false }),
         }
     }
 }

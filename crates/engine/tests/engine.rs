@@ -395,6 +395,21 @@ async fn a_claim_that_comes_late_after_another_attempt_has_failed_is_taken_back(
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_claim_that_comes_late_is_taken_back_also_where_its_second_try_heard_of_somebody_else() {
+    let world = World::new();
+    let other = World::on(world.store.clone());
+    let permit = other.permit(request()).await;
+    world.faults.next(1, Operation::Claim, Fault::Delay);
+    let outcome = world.engine.claim(request()).await.unwrap();
+    assert!(matches!(outcome, ClaimOutcome::InProgress { .. }), "{outcome:?}");
+    permit.release().await;
+    world.faults.arrive().await;
+    assert_eq!(world.state().await, Some(StateName::InProgress), "nobody executes under it");
+    sleep(LEASE).await;
+    assert_eq!(world.state().await, Some(StateName::Released));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_claim_is_no_longer_looked_for_when_the_key_is_completed_or_the_engine_ends() {
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::Delay);

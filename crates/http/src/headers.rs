@@ -109,12 +109,14 @@ pub(crate) fn kept_trailers(trailers: Option<&HeaderMap>) -> Vec<(&str, &[u8])> 
         .collect()
 }
 
-/// Reads kept fields back. Fields that are none any more are left out: they were checked when they were kept.
+/// Reads kept fields back. Left out are fields that are none any more, and those that are never kept: a service that completes
+/// its record itself may have put anything there, such as a length that is not that of the body.
 pub(crate) fn restore<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> HeaderMap {
     let mut headers = HeaderMap::new();
     for (name, value) in fields {
         if let (Ok(name), Ok(value)) =
             (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(value))
+            && !is_never_kept(&name)
         {
             headers.append(name, value);
         }

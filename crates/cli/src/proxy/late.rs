@@ -76,9 +76,9 @@ struct LateStore {
 /// The attempt to open it that runs. It goes on where the one who asked waits no longer: opening takes several answers of the
 /// server, and whoever asks has the patience for one.
 #[derive(Default)]
-struct Opening(tokio::sync::Mutex<Option<JoinHandle<WhetherOpened>>>);
+struct Opening(tokio::sync::Mutex<Option<JoinHandle<Found>>>);
 
-type WhetherOpened = Result<Arc<dyn Store>, NotOpened>;
+type Found = Result<Arc<dyn Store>, NotOpened>;
 
 impl Drop for Opening {
     fn drop(&mut self) {

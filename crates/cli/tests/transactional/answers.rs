@@ -19,8 +19,12 @@ struct Asked {
 }
 
 async fn ask() -> Asked {
+    ask_with(&[]).await
+}
+
+async fn ask_with(flags: &[&str]) -> Asked {
     let (database, service) = (Database::new().await, Service::new().await);
-    let sidecar = database.sidecar(service.address, &[], "").await;
+    let sidecar = database.sidecar(service.address, flags, "").await;
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/orders", &[KEY], "{}")).await;
     let mut wire = service.accept().await;
@@ -116,4 +120,44 @@ async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
     run(&mut open, "COMMIT").await;
     until("the answer is added", async || asked.retry().await.status() == 201).await;
     assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 1, 0, 0]);
+}
+
+/// Its own retry after a COMMIT whose answer was lost, or something on the way that sent the request twice.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_is_run_twice_commits_once() {
+    let mut asked = ask().await;
+    asked.complete("").await;
+    let again = format!("SELECT oncegate.complete({})", asked.attempt);
+    let again = sqlx::raw_sql(sqlx::AssertSqlSafe(again)).execute(&mut asked.database.connect().await).await;
+    let code = again.unwrap_err().as_database_error().unwrap().code().unwrap().into_owned();
+    assert_eq!(code, "OG001");
+    assert_eq!(asked.answer(CREATED).await.has_status(201).text(), "paid");
+    assert_eq!(asked.retry().await.has_status(201).text(), "paid");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_service_completes_is_kept_for_as_long_as_the_route_says() {
+    let asked = ask_with(&["--retention=3d"]).await;
+    asked.complete(", oncegate.response(201, NULL, NULL, 'paid')").await;
+    let kept = "SELECT (expires_at - changed_at) / 1000 FROM oncegate.records";
+    assert_eq!(asked.database.number(kept).await, 3 * 24 * 60 * 60);
+}
+
+/// A service may put anything into its record; what belongs to a moment or a connection is not replayed all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn fields_that_no_record_keeps_are_not_replayed() {
+    let mut asked = ask().await;
+    asked
+        .complete(
+            ", oncegate.response(201, ARRAY['content-type', 'content-length', 'connection', 'set-cookie', \
+             'oncegate-token', 'x-own'], ARRAY['text/x', '2', 'close', 'session=1', '7', 'kept'], 'paid')",
+        )
+        .await;
+    let first = asked.answer(CREATED).await;
+    for answer in [first, asked.retry().await] {
+        assert_eq!((answer.has_status(201).text(), answer.get("content-type")), ("paid", Some("text/x")));
+        assert_eq!(answer.get("x-own"), Some("kept"), "what the service says that it is, it is");
+        assert_eq!((answer.get("connection"), answer.get("oncegate-token")), (None, None));
+        assert_ne!(answer.get("set-cookie"), Some("session=1"));
+    }
 }

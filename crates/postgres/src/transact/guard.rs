@@ -176,7 +176,8 @@ impl Guard {
         self.record.downstream_key(step)
     }
 
-    /// Completes the record in this transaction, last of all before `COMMIT`, with the response that retries get.
+    /// Completes the record in this transaction, last of all before `COMMIT`, with the response that retries get. Not inside of
+    /// a savepoint: one that is rolled back takes the completion or its refusal along, and the rest commits.
     ///
     /// # Errors
     /// [`GuardError`]. The transaction has failed then, so that a `COMMIT` that follows all the same commits nothing.
