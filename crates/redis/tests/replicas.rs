@@ -66,8 +66,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
 async fn a_replica_that_stops_holds_up_only_those_who_wait_for_it() {
     let world = World::start();
     let store = Arc::new(open(&world.url(WAIT)).await);
-    let owned = granted(&store, 1, 1).await;
-    let done = granted(&store, 2, 2).await;
+    let (owned, done) = (granted(&store, 1, 1).await, granted(&store, 2, 2).await);
     assert_eq!(store.apply(id(2), completion(done.token, 2)).await.unwrap(), Outcome::Completed);
     world.signal("-STOP");
     let waiters: Vec<_> = (10..20)
@@ -105,7 +104,8 @@ fn too_few(error: &StoreError) {
 async fn what_too_few_replicas_have_does_not_count_and_may_be_sent_again() {
     let world = World::start();
     let store = open(&world.url(Duration::from_millis(300))).await;
-    let done = granted(&store, 1, 1).await;
+    // On a busy machine a replica that runs may be too slow, too.
+    let Outcome::Execute(done) = until_ok(|| try_claim(&store, 1, 1)).await else { panic!() };
     world.signal("-STOP");
     too_few(&try_claim(&store, 2, 2).await.unwrap_err());
     too_few(&store.apply(id(1), completion(done.token, 1)).await.unwrap_err());
@@ -121,7 +121,7 @@ async fn what_too_few_replicas_have_does_not_count_and_may_be_sent_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replicas_that_come_and_connections_that_break_are_waited_for_again() {
     let mut world = World::start();
-    let store = open(&world.url(Duration::from_secs(5))).await;
+    let store = open(&world.url(Duration::from_secs(20))).await;
     granted(&store, 1, 1).await;
     for (n, kind) in [(2, "normal"), (3, "replica")] {
         world.primary.command(&["CLIENT", "KILL", "TYPE", kind]).unwrap();
