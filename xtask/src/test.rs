@@ -57,7 +57,7 @@ fn prepare_fastapi() -> Result<()> {
     prepare_python("fastapi-orders", "examples/fastapi-orders/requirements.txt")
 }
 
-/// An ordinary client of PostgreSQL, which calls the contract without anything of ours.
+/// Two ordinary clients of PostgreSQL, which call the contract without anything of ours.
 fn prepare_psycopg() -> Result<()> {
     prepare_python("psycopg", "crates/postgres/tests/python/requirements.txt")
 }

@@ -61,6 +61,7 @@ mod link;
 mod list;
 mod options;
 mod probe;
+mod replicas;
 mod store;
 mod watch;
 

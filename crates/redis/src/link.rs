@@ -161,16 +161,7 @@ impl Link {
     }
 
     pub(crate) async fn send_on(&self, connection: &Connection, command: &Cmd) -> Result<Value, Failure> {
-        self.send_within(connection, command, self.options.timeout).await
-    }
-
-    pub(crate) async fn send_within(
-        &self,
-        connection: &Connection,
-        command: &Cmd,
-        limit: Duration,
-    ) -> Result<Value, Failure> {
-        let result = query(connection.wire.clone(), command, limit).await;
+        let result = query(connection.wire.clone(), command, self.options.timeout).await;
         if let Err(failure) = &result {
             self.judge(connection, failure);
         }
@@ -198,6 +189,30 @@ impl Link {
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
+    /// Another connection, to the same server as this one.
+    pub(crate) async fn beside(&self, connection: &Connection) -> Result<Wire, Failure> {
+        let connecting = timeout(self.options.connect_timeout, wire(&self.options, None));
+        let connected = connecting.await.map_err(|_| Failure::NotSent("no answer in time".to_owned()))?;
+        let other = connected.map_err(|error| Failure::NotSent(error.to_string()))?;
+        let limit = self.options.timeout;
+        match (run_id(&connection.wire, limit).await?, run_id(&other, limit).await?) {
+            (Some(one), Some(another)) if one == another => Ok(other),
+            (Some(_), Some(_)) => {
+                let failure =
+                    Failure::Lost("another server stands in the place of the one that was written to");
+                self.judge(connection, &failure);
+                Err(failure)
+            }
+            // It must not be taken for another one, and there is this one in any case.
+            _ => {
+                warn!(
+                    "the server does not say who it is (INFO); everything waits while replicas are waited for"
+                );
+                Ok(connection.wire.clone())
+            }
+        }
+    }
+
     /// Gives the connection up, if it is still this one and no longer of use. A Cluster's mends itself.
     fn judge(&self, connection: &Connection, failure: &Failure) {
         if !failure.spoils_connection() || connection.is_cluster() {
@@ -215,6 +230,10 @@ impl Link {
 impl Connection {
     pub(crate) const fn is_cluster(&self) -> bool {
         matches!(self.wire, Wire::Cluster(_))
+    }
+
+    pub(crate) const fn number(&self) -> u64 {
+        self.number
     }
 
     pub(crate) const fn wire(&self) -> &Wire {
@@ -239,6 +258,21 @@ pub(crate) async fn ask_all(wire: &Wire, command: &Cmd, limit: Duration) -> Resu
 /// Asks the server, or the node of a Cluster that has the key.
 pub(crate) async fn ask_one(wire: &Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {
     query(wire.clone(), command, limit).await
+}
+
+/// Which process the server is, where it says so.
+async fn run_id(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> {
+    let mut info = cmd("INFO");
+    info.arg("server");
+    match query(wire.clone(), &info, limit).await {
+        Ok(info) => {
+            let text = redis::from_redis_value::<String>(info).unwrap_or_default();
+            let id = text.lines().find_map(|line| line.strip_prefix("run_id:"));
+            Ok(id.map(|id| id.trim().to_owned()).filter(|id| !id.is_empty()))
+        }
+        Err(Failure::Refused(code)) if code == "NOPERM" || code == "ERR" => Ok(None),
+        Err(failure) => Err(failure),
+    }
 }
 
 async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {

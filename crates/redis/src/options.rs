@@ -83,7 +83,7 @@ impl RedisOptions {
     /// | `connect-timeout=5s` | 5s | how long it may take to connect |
     /// | `ca=FILE` | those of the system | the certificate authorities for TLS, in PEM |
     /// | `wait-replicas=1` | 0 | a claim and a completion count once so many replicas have them |
-    /// | `wait-timeout=1s` | 1s | how long to wait for the replicas |
+    /// | `wait-timeout=1s` | 1s | how long to wait for the replicas; at most twice that where others wait already |
     /// | `danger-allow-eviction=true` | false | also where the server evicts records, which then execute again |
     ///
     /// # Errors

@@ -24,6 +24,7 @@ use crate::link::{Connection, Link};
 use crate::list;
 use crate::options::RedisOptions;
 use crate::probe::{Finding, probe};
+use crate::replicas::Replicas;
 use crate::watch::Ear;
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
@@ -35,6 +36,7 @@ pub struct RedisStore {
 pub(crate) struct Shared {
     pub(crate) link: Arc<Link>,
     scripts: Scripts,
+    replicas: Replicas,
     clock: ServerClock,
     #[cfg(test)]
     pub(crate) test_clock: Option<Arc<dyn oncegate_core::Clock>>,
@@ -65,6 +67,7 @@ impl RedisStore {
         let shared = Shared {
             link,
             scripts,
+            replicas: Replicas::default(),
             clock: ServerClock::new(now),
             #[cfg(test)]
             test_clock: None,
@@ -164,6 +167,7 @@ impl Shared {
             Command::Purge => self.call(&connection, &self.scripts.purge, &[&key], &[]).await?.outcome()?,
             _ => return Err(StoreError::invalid("the Redis store does not know this command")),
         };
+        // An answer that is there is true, whoever else has it; and who renews may come too late, and hears of it then.
         let counts = matches!(
             outcome,
             Outcome::Execute(_)
@@ -171,11 +175,9 @@ impl Shared {
                 | Outcome::Completed
                 | Outcome::Released
                 | Outcome::Resolved { .. }
-                | Outcome::Replay(_)
-                | Outcome::Unreplayable
         );
-        if counts {
-            self.wait_for_replicas(&connection).await?;
+        if let (true, Some(wait)) = (counts, self.link.options().wait) {
+            self.replicas.wait(wait, &self.link, &connection).await?;
         }
         Ok(outcome)
     }
@@ -297,24 +299,6 @@ impl Shared {
                 Err(_) if tries < AUDIT_TRIES => tries += 1,
                 Err(failure) => return Err(failure.into()),
             }
-        }
-    }
-
-    /// Where it was asked for: an answer counts once enough replicas have what it rests on. `WAIT` looks at what was
-    /// written on this same connection.
-    async fn wait_for_replicas(&self, connection: &Connection) -> Result<(), StoreError> {
-        let Some(wait) = self.link.options().wait else { return Ok(()) };
-        let mut command = cmd("WAIT");
-        command.arg(wait.replicas).arg(millis(wait.timeout));
-        let limit = wait.timeout + self.link.options().timeout;
-        match self.link.send_within(connection, &command, limit).await? {
-            Value::Int(count) if count >= i64::from(wait.replicas) => Ok(()),
-            Value::Int(count) => Err(StoreError::unavailable(format!(
-                "Redis: {count} of {} replicas have the record in time; it may be sent again",
-                wait.replicas
-            ))
-            .with_extent(Extent::Writes)),
-            _ => Err(senseless()),
         }
     }
 

@@ -11,15 +11,24 @@ fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_service_in_python_needs_nothing_but_the_functions() {
+async fn run(script: &str) {
     let python = target().join("psycopg/bin/python");
     assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
     let database = Database::fresh().await;
     let mut command = Command::new(python);
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/contract.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python").join(script);
     command.arg(script).arg(database.url());
     let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.stdout, b"ok\n");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_in_python_needs_nothing_but_the_functions() {
+    run("contract.py").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn and_so_does_one_with_asyncpg() {
+    run("contract_asyncpg.py").await;
 }

@@ -1,0 +1,79 @@
+"""The contract with asyncpg: prepared statements, binary parameters, transactions of its own. The URL is the argument."""
+
+import asyncio
+import os
+import sys
+
+import asyncpg
+
+CLAIM = "SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, on_abandoned => $6, operation => $7)"
+
+
+async def claim(db, record, fingerprint=b"\x01" + b"f" * 32, lease_ms=30_000, on_abandoned="park"):
+    operation = "POST /payments'; --"
+    return await db.fetchrow(CLAIM, record, os.urandom(16), fingerprint, lease_ms, 60_000, on_abandoned, operation)
+
+
+async def pay(app, record, token, amount, response=None):
+    """One business transaction: the effect, and last of all the completion."""
+    async with app.transaction():
+        await app.execute("INSERT INTO payments VALUES ($1)", amount)
+        await app.execute("SELECT oncegate.complete($1, $2, $3)", record, token, response)
+
+
+async def main(url):
+    db, app = await asyncpg.connect(url), await asyncpg.connect(url)
+    await db.execute("CREATE TABLE payments (amount integer NOT NULL)")
+
+    # Executes once; its answer commits with its rows, and is replayed octet for octet.
+    record = os.urandom(32)
+    granted = await claim(db, record)
+    assert granted["outcome"] == "execute" and granted["attempts"] == 1, granted
+    waiting = await claim(db, record)
+    assert waiting["outcome"] == "in-progress" and 0 < waiting["lease_left_ms"] <= 30_000, waiting
+    assert (await claim(db, record, b"\x01" + b"g" * 32))["outcome"] == "mismatch"
+    answer = await db.fetchval(
+        "SELECT oncegate.response(201, $1, $2, $3)", ["Content-Type"], ["application/json"], b'{"paid":5}\x00\xff'
+    )
+    await pay(app, record, granted["token"], 5, answer)
+    replay = await claim(db, record)
+    assert replay["outcome"] == "replay" and replay["response"] == answer, replay
+    assert answer.endswith(b'{"paid":5}\x00\xff')
+
+    # Of many at once, one executes.
+    record = os.urandom(32)
+    async with asyncpg.create_pool(url, min_size=8, max_size=8) as pool:
+        outcomes = [row["outcome"] for row in await asyncio.gather(*(claim(pool, record) for _ in range(40)))]
+    assert sorted(outcomes) == ["execute"] + ["in-progress"] * 39, outcomes
+
+    # A stale owner is told so, and its rows are rolled back.
+    record = os.urandom(32)
+    stale = await claim(db, record, lease_ms=1)
+    while (taken := await claim(db, record, on_abandoned="reexecute"))["outcome"] == "in-progress":
+        pass
+    assert taken["outcome"] == "execute" and taken["after_abandoned"] and taken["token"] > stale["token"], taken
+    try:
+        await pay(app, record, stale["token"], 100)
+    except asyncpg.PostgresError as error:
+        assert error.sqlstate == "OG001", error
+    else:
+        raise AssertionError("a stale owner has completed")
+
+    # While the owner's transaction is open, everybody else is answered at once.
+    async with app.transaction():
+        await app.execute("INSERT INTO payments VALUES (7)")
+        await app.execute("SELECT oncegate.complete($1, $2)", record, taken["token"])
+        assert (await claim(db, record))["outcome"] == "in-progress"
+        renewed = await db.fetchrow("SELECT * FROM oncegate.renew($1, $2, 30000, 60000)", record, taken["token"])
+        assert renewed["outcome"] == "locked", renewed
+    assert (await claim(db, record))["outcome"] == "unreplayable"
+    assert await db.fetchval("SELECT sum(amount) FROM payments") == 12
+
+    found = await db.fetchrow("SELECT * FROM oncegate.lookup($1)", record)
+    assert found["state"] == "awaited" and found["operation"] == "POST /payments'; --", found
+    await db.close()
+    await app.close()
+    print("ok")
+
+
+asyncio.run(main(sys.argv[1]))
