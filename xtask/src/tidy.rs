@@ -20,7 +20,15 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     (
         "oncegate",
-        &["oncegate-core", "oncegate-engine", "oncegate-embedded", "oncegate-http", "oncegate-postgres"],
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-embedded",
+            "oncegate-http",
+            "oncegate-postgres",
+            "oncegate-redis",
+            "oncegate-tiered",
+        ],
     ),
     (
         "oncegate-cli",

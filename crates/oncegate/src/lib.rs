@@ -9,6 +9,8 @@
 //! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]),
 //! - `postgres`, with the feature of this name: the store for any number of machines, and effects that commit in one
 //!   transaction with their record (`Transactor`),
+//! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
+//! - `tiered`, with the feature of this name: answers in a fast front, before one of the others (`TieredStore`),
 //! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]), and a circuit breaker for stores that may be
 //!   out of reach ([`Breaker`]),
 //! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
@@ -53,6 +55,10 @@ pub use oncegate_embedded as embedded;
 pub use oncegate_http as http;
 #[cfg(feature = "postgres")]
 pub use oncegate_postgres as postgres;
+#[cfg(feature = "redis")]
+pub use oncegate_redis as redis;
+#[cfg(feature = "tiered")]
+pub use oncegate_tiered as tiered;
 
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
 #[cfg(feature = "embedded")]
@@ -64,3 +70,7 @@ pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings}
 pub use oncegate_postgres::{
     Guard, PostgresOptions, PostgresStore, RunError, TransactError, Transacted, Transactor,
 };
+#[cfg(feature = "redis")]
+pub use oncegate_redis::{RedisOptions, RedisStore};
+#[cfg(feature = "tiered")]
+pub use oncegate_tiered::{Front, TieredOptions, TieredStore};
