@@ -200,7 +200,7 @@ pub(crate) async fn on_postgres() -> Result<()> {
     schema::apply(&options).await?;
     let store: Arc<dyn Store> = Arc::new(PostgresStore::open(options).await?);
     let pool = PgPoolOptions::new().max_connections(64).connect(&server.url()).await?;
-    for (in_flight, records) in [(64, 10_000), (1, 1_500)] {
+    for (in_flight, records) in [(256, 20_000), (64, 10_000), (1, 1_500)] {
         let mut rounds = Rounds::default();
         for round in 0..=ROUNDS {
             let (claims, completions, replays) = cycle(&store, in_flight, records).await?;
