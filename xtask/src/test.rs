@@ -74,9 +74,10 @@ fn prepare_python(name: &str, requirements: &str) -> Result<()> {
         install(&["python3", "python3-venv"])?;
     }
     cmd(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
-    let pip = environment.join("bin/pip");
-    cmd(Command::new(pip)
-        .args(["install", "--quiet", "--disable-pip-version-check", "-r"])
+    // Not `bin/pip`, which names the place where the environment was made, should somebody have copied it.
+    let python = environment.join("bin/python3");
+    cmd(Command::new(python)
+        .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r"])
         .arg(requirements))?;
     std::fs::write(&done, "").map_err(|error| format!("{}: {error}", done.display()))
 }
