@@ -146,3 +146,45 @@ async fn a_claim_that_nobody_waits_for_is_not_sent() {
     assert!(matches!(third.await.unwrap(), Outcome::Execute(_)));
     assert_eq!(store.lookup(id(2)).await.unwrap(), None);
 }
+
+/// What the owner of each record may still do to it, and what not.
+#[tokio::test]
+async fn a_batch_of_completions_changes_no_record_that_has_ended() {
+    let database = Database::fresh().await;
+    let store = one_sender(&database).await;
+    let granted = all(&store, (0..60).map(|n| (id(n), claims(n.into())))).await;
+    let tokens: Vec<_> = granted.iter().map(|outcome| token(outcome.as_ref().unwrap())).collect();
+    let end = |body| Completion::Replayable(response(body));
+    let first = |n: u8| match n % 4 {
+        0 => Completion::Tombstone,
+        1 => Completion::Unknown,
+        2 => Completion::Awaited,
+        _ => end(b"first"),
+    };
+    let mut ended = Vec::new();
+    // The first ends, others in their place, those once more, and still others.
+    for round in 0..4 {
+        let completion = |n: u8| match round {
+            0 => first(n),
+            1 | 2 => end(b"second"),
+            _ => end(b"third"),
+        };
+        let commands = (0..60).map(|n| (id(n), completes(tokens[usize::from(n)], completion(n))));
+        ended.push(all(&store, commands).await);
+    }
+    let found = all(&store, (0..60).map(|n| (id(n), claims(1000 + u128::from(n))))).await;
+    for n in 0..60_u8 {
+        let said = |round: usize| ended[round][usize::from(n)].as_ref().unwrap().clone();
+        // An unknown outcome may become known, and an answer that was left out may be added; once.
+        let (second, is) = match n % 4 {
+            0 => (Outcome::Fenced, Outcome::Unreplayable),
+            3 => (Outcome::Fenced, Outcome::Replay(response(b"first"))),
+            _ => (Outcome::Completed, Outcome::Replay(response(b"second"))),
+        };
+        assert_eq!(
+            [said(0), said(1), said(2), said(3)],
+            [Outcome::Completed, second.clone(), second, Outcome::Fenced]
+        );
+        assert_eq!(*found[usize::from(n)].as_ref().unwrap(), is, "{n}");
+    }
+}
