@@ -36,8 +36,7 @@ enum Seen {
 impl Inner {
     /// Takes back a claim whose answer never came. Its sender was told that nothing was executed, so the key must not stay
     /// blocked and end as an unknown outcome. It may reach the store after the first look, so that there are more of them,
-    /// ever more seldom, for as long as a lease lasts, and five
-    /// minutes at the longest.
+    /// ever more seldom, for as long as a lease lasts, and five minutes at the longest.
     pub(crate) fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
         let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
         let inner = self.clone();
