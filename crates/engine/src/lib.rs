@@ -16,7 +16,8 @@
 //! 6. Behind a [`Breaker`], a store that is out of reach costs microseconds and not its time-outs, and what was put off goes
 //!    on a quarter of a second after it is back.
 //! 7. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
-//!    what is left to add: see [`Permit::conclude`].
+//!    what is left to add: see [`Permit::conclude`]. Where everybody died before that, a claim may come with an
+//!    [`AnswerPermit`], for whoever can find out the answer.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -56,6 +57,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod answer;
 mod attempt;
 mod breaker;
 mod conclude;
@@ -66,6 +68,7 @@ mod keeper;
 mod policy;
 mod retract;
 
+pub use answer::{Added, AnswerPermit};
 pub use attempt::{Attempt, Permit, Settled};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};
 pub use conclude::{Concluded, Said};
