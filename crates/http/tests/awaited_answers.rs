@@ -89,11 +89,14 @@ enum Reply {
     Waits(Latch, Box<Reply>),
 }
 
+/// The record, the token and the number of the attempt that was asked about, and whether it owned the record.
+type Noted = (RecordId, FencingToken, u32, bool);
+
 /// In their order; the last one again and again. Notes what it was asked for.
 #[derive(Clone, Default)]
 struct Replies {
     replies: Arc<Mutex<VecDeque<Reply>>>,
-    asked: Arc<Mutex<Vec<(RecordId, FencingToken, u32, bool)>>>,
+    asked: Arc<Mutex<Vec<Noted>>>,
 }
 
 impl Reconcile for Replies {
