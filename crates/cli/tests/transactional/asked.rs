@@ -89,6 +89,9 @@ pub(crate) async fn the_service_is_killed_after_its_commit_and_asked_when_it_is_
     is_told_to_come_again(&world.retry(Operation::Pay, "committed").await, 503);
     assert_eq!(heard(&world.sidecar).await, [0, 0, 0, 1]);
     world.restart_service().await;
+    // Another one, which gives the service more time.
+    world.sidecar.process.kill().await;
+    world.restart_sidecar(&ASKING).await;
     gives_the_answer(&mut world, "committed", 1).await;
 }
 
@@ -112,9 +115,9 @@ struct Committed {
 }
 
 impl Committed {
-    async fn start() -> Self {
+    async fn start(asks_for: &str) -> Self {
         let (database, service) = (Database::new().await, Service::new().await);
-        let sidecar = sidecar(&database, &service).await;
+        let sidecar = sidecar(&database, &service, asks_for).await;
         let mut client = sidecar.connect().await;
         client.send(order()).await;
         let mut wire = service.accept().await;
@@ -128,7 +131,11 @@ impl Committed {
 
     /// And gone before it answered.
     async fn lost() -> Self {
-        let mut committed = Self::start().await;
+        Self::lost_asking_for(LONG).await
+    }
+
+    async fn lost_asking_for(asks_for: &str) -> Self {
+        let mut committed = Self::start(asks_for).await;
         drop(std::mem::replace(&mut committed.wire, Wire::new(tokio::io::empty())));
         is_told_to_come_again(&committed.client.message().await, 502);
         committed
@@ -176,8 +183,11 @@ impl Committed {
     }
 }
 
-async fn sidecar(database: &Database, service: &Service) -> Sidecar {
-    database.sidecar(service.address, &[ASKING[1], "--reconcile-timeout=1s"], "").await
+/// Longer than any of these tests takes.
+const LONG: &str = "--reconcile-timeout=60s";
+
+async fn sidecar(database: &Database, service: &Service, asks_for: &str) -> Sidecar {
+    database.sidecar(service.address, &[ASKING[1], asks_for], "").await
 }
 
 fn order() -> String {
@@ -212,7 +222,7 @@ async fn an_answer_that_the_service_has_not_kept_is_not_asked_for_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_that_cannot_tell_is_asked_until_the_time_is_over_and_again_by_the_next_retry() {
-    let committed = Committed::lost().await;
+    let committed = Committed::lost_asking_for("--reconcile-timeout=4s").await;
     let unknown = committed.says("404 Not Found", "unknown", "", "");
     let mut client = committed.retry().await;
     committed.question().await.send(&unknown).await;
@@ -229,8 +239,8 @@ async fn a_service_that_cannot_tell_is_asked_until_the_time_is_over_and_again_by
 #[tokio::test(flavor = "multi_thread")]
 async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
     for asker_is_first in [false, true] {
-        let mut committed = Committed::start().await;
-        let other = sidecar(&committed.database, &committed.service).await;
+        let mut committed = Committed::start(LONG).await;
+        let other = sidecar(&committed.database, &committed.service, LONG).await;
         let mut duplicate = other.connect().await;
         duplicate.send(order()).await;
         let mut question = committed.question().await;
@@ -263,7 +273,7 @@ async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
 #[tokio::test(flavor = "multi_thread")]
 async fn two_sidecars_may_ask_at_the_same_time() {
     let committed = Committed::lost().await;
-    let other = sidecar(&committed.database, &committed.service).await;
+    let other = sidecar(&committed.database, &committed.service, LONG).await;
     let mut one = committed.retry().await;
     let mut first = committed.question().await;
     let mut two = other.connect().await;
