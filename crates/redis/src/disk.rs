@@ -4,7 +4,7 @@
 //! flush up to a second later: Redis before redis/redis#13793 (8.0), and Valkey, which does not have it. What they say is
 //! worth nothing there. Under `always` it is true, because they flush before they answer anything.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use redis::cmd;
@@ -22,18 +22,19 @@ pub(crate) enum Proof {
     Seen,
 }
 
-/// How long it may take to answer that something is on its disk, in milliseconds: longer than a server takes that does not
-/// look, and so short that several of them are over before the next flush.
+/// How long it is asked each time, in milliseconds.
 const GLANCE_MILLIS: u64 = 150;
 
-/// So many answers at once are no flushes, of which there is one in a second.
-const GLANCES: u32 = 3;
+/// So many answers that something is on disk, each to a write after the one before, take two flushes at the least. Within so
+/// short a time there are not two of them, because they begin a second apart.
+const ANSWERS: usize = 3;
+const TOO_SHORT: Duration = Duration::from_millis(900);
 
-/// So long at most, for all of them together.
-const GLANCES_MAX: Duration = Duration::from_millis(900);
+/// How long it is looked at. While a server flushes, one that says too early what it did does not answer either.
+const LOOK: Duration = Duration::from_millis(1500);
 
-/// How often that is tried on a machine that is busy.
-const TRIES: u32 = 5;
+/// How long until one answer is there.
+const LOOK_MAX: Duration = Duration::from_secs(6);
 
 const LIES: &str = "the server says that something is on its disk before it is (redis/redis#13793 mended that in Redis 8.0): set \
                     appendfsync always, or take a server that was mended, or leave wait-aof out";
@@ -52,25 +53,30 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
         Some("no") => return Err(Failure::Unfit(NEVER)),
         _ => {}
     }
-    for _ in 0..TRIES {
-        let since = Instant::now();
-        for _ in 0..GLANCES {
-            let mut set = cmd("SET");
-            set.arg(key).arg("").arg("PX").arg(1000);
-            ask_one(wire, &set, limit).await?;
-            let mut waits = cmd("WAITAOF");
-            waits.arg(1).arg(0).arg(GLANCE_MILLIS);
-            let counts = ask_one(wire, &waits, limit + Duration::from_millis(GLANCE_MILLIS)).await?;
-            let (local, _): (i64, i64) = redis::from_redis_value(counts).map_err(|_| Failure::Senseless)?;
-            if local == 0 {
-                return Ok(Proof::Seen);
-            }
+    let since = Instant::now();
+    let mut answers = VecDeque::with_capacity(ANSWERS);
+    while since.elapsed() < LOOK || answers.is_empty() {
+        if since.elapsed() > LOOK_MAX {
+            return Err(Failure::Lost("nothing that the server wrote was on its disk for seconds"));
         }
-        if since.elapsed() < GLANCES_MAX {
+        let mut set = cmd("SET");
+        set.arg(key).arg("").arg("PX").arg(1000);
+        ask_one(wire, &set, limit).await?;
+        let mut waits = cmd("WAITAOF");
+        waits.arg(1).arg(0).arg(GLANCE_MILLIS);
+        let counts = ask_one(wire, &waits, limit + Duration::from_millis(GLANCE_MILLIS)).await?;
+        let (local, _): (i64, i64) = redis::from_redis_value(counts).map_err(|_| Failure::Senseless)?;
+        if local == 0 {
+            continue;
+        }
+        answers.push_back(Instant::now());
+        if answers.len() == ANSWERS
+            && answers.pop_front().is_some_and(|first: Instant| first.elapsed() < TOO_SHORT)
+        {
             return Err(Failure::Unfit(if fsync.is_some() { LIES } else { SAYS_NOTHING }));
         }
     }
-    Err(Failure::Lost("the server is too slow to show whether it says the truth about its disk"))
+    Ok(Proof::Seen)
 }
 
 /// When it flushes, where it says so.

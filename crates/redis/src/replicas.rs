@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use oncegate_core::{Extent, RecordId, StoreError};
 use redis::{Pipeline, Value};
 use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 use tracing::warn;
 
 use crate::contract::record_key;
@@ -158,7 +159,7 @@ impl Replicas {
     pub(crate) async fn prove(
         &self,
         wait: Wait,
-        link: &Link,
+        link: &Arc<Link>,
         connection: &Connection,
     ) -> Result<(), Failure> {
         let lanes = if connection.is_cluster() {
@@ -167,9 +168,17 @@ impl Replicas {
         } else {
             vec![self.only_lane()]
         };
+        let mut proofs = JoinSet::new();
         for lane in lanes {
-            let place = lane.place(wait, link, connection.number()).await?;
-            lock(&lane.state).place = Some(place);
+            let (link, number) = (link.clone(), connection.number());
+            proofs.spawn(async move {
+                let place = lane.place(wait, &link, number).await?;
+                lock(&lane.state).place = Some(place);
+                Ok(())
+            });
+        }
+        while let Some(proof) = proofs.join_next().await {
+            proof.unwrap_or(Err(Failure::Lost("the store is shutting down")))?;
         }
         Ok(())
     }
