@@ -24,7 +24,8 @@ pub struct Report {
 }
 
 /// A definite answer: whatever the verdict, sending the same request under the same key again would bring nothing else.
-#[derive(Debug)]
+///
+/// `Debug` shows neither fields nor body of the response.
 #[non_exhaustive]
 pub struct Answer {
     /// The service's answer, as it came.
@@ -39,11 +40,9 @@ pub struct Answer {
 
 /// There is no definite answer. [`Unfinished::may_have_taken_effect`] is the first thing to look at.
 ///
-/// Its `Display` holds neither key nor address nor anything of the answer.
-#[derive(Debug)]
+/// Neither `Display` nor `Debug` hold the key, the address, or more of the answer than its status.
 pub struct Unfinished(Box<Inner>);
 
-#[derive(Debug)]
 struct Inner {
     why: Why,
     attempts: u32,
@@ -188,6 +187,29 @@ impl fmt::Display for Unfinished {
         } else {
             "; it took no effect)"
         })
+    }
+}
+
+impl fmt::Debug for Unfinished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Unfinished")
+            .field("why", &self.0.why)
+            .field("attempts", &self.0.attempts)
+            .field("may_have_taken_effect", &self.0.may_have_taken_effect)
+            .field("status", &self.0.response.as_ref().map(Response::status))
+            .field("source", &self.0.source)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Answer")
+            .field("status", &self.response.status())
+            .field("verdict", &self.verdict)
+            .field("attempts", &self.attempts)
+            .field("replayed", &self.replayed)
+            .finish_non_exhaustive()
     }
 }
 
