@@ -4,6 +4,7 @@
 mod support;
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use oncegate_client::{
     Api, Client, FailureKind, Intent, Key, Report, RetryBudget, ServerErrors, Transport, Verdict, Why,
 };
 use support::{End, Hostile, Reply, answer, quick};
-use tokio::net::TcpListener;
+use tokio::net::TcpSocket;
 
 fn reqwest_client() -> Client<ReqwestTransport> {
     let transport = ReqwestTransport::build(reqwest::Client::builder().no_proxy()).unwrap();
@@ -38,6 +39,14 @@ fn hyper_client() -> Client<Hyper> {
 
 fn pay(service: &Hostile) -> Intent {
     Intent::post(service.url("/payments")).unwrap().with_json(r#"{"amount":5}"#)
+}
+
+/// An address that nobody listens at, as long as the socket is held.
+fn nobody() -> (TcpSocket, SocketAddr) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    (socket, address)
 }
 
 /// A service that honours keys: each takes effect once, and its first answer, which never arrives whole, is given again.
@@ -176,8 +185,7 @@ async fn a_service_that_falls_silent_is_asked_again() {
 
 #[tokio::test]
 async fn a_service_that_nobody_listens_for_took_no_effect_and_is_tried_again_also_when_plain() {
-    // A port that was just free.
-    let address = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let (_held, address) = nobody();
     for api in [Api::Idempotent, Api::Plain] {
         let intent = Intent::post(format!("http://{address}/")).unwrap();
         let policy = quick().with_api(api).with_attempts(3);
@@ -322,7 +330,7 @@ async fn a_streamed_body_is_sent_once() {
 
 #[tokio::test]
 async fn a_redirection_to_nowhere_does_not_make_the_first_request_undone() {
-    let nowhere = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let (_held, nowhere) = nobody();
     let location = format!("location: http://{nowhere}/receipt\r\n");
     let service = Hostile::new(move |_, _| answer(303, &location, "")).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
