@@ -60,10 +60,10 @@
 //! | none, a time-out, or a body that broke off, whatever its status | again |
 //! | 2xx, 301 to 304 | [`Verdict::Done`] |
 //! | other 3xx | turned away |
-//! | marked as a replay (`Idempotent-Replayed: true` and its relatives) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
+//! | marked as a replay (`Idempotent-Replayed: true`) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
 //! | problem member `retry` = `same-key` | again |
 //! | … `new-key`, `fix-request` | turned away, with that [`Advice`] |
-//! | … `stop` | `outcome-unknown`: [`Why::Unknown`]; `replay-unavailable`: [`Verdict::Processed`]; other 4xx refused, 5xx unknown |
+//! | … `stop` | `outcome-unknown`: [`Why::Unknown`]; `replay-unavailable`: [`Verdict::Processed`]; else 4xx refused, 5xx unknown |
 //! | an error that names a request in progress, a key of another request, an unknown outcome | again, turned away, unknown |
 //! | `Stripe-Should-Retry` | again, or as `stop` |
 //! | 408, 425, 429, 502, 503, 504 | again |

@@ -78,12 +78,12 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
 
 /// Sends what comes by until there is a definite answer.
 ///
-/// What a request's key is, it is told by the request: by its header field, or by a [`Key`](crate::Key) among the extensions
+/// What a request's key is, it is told by the request: by its header field, or by a [`Key`] among the extensions
 /// (`RequestBuilder::with_extension`). A `POST` or `PATCH` without one goes by once, and what comes back is handed on as it
 /// is.
 ///
 /// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error in which
-/// [`unfinished`] finds the [`Unfinished`](crate::Unfinished); the last answer, such as a 503, is in there.
+/// [`unfinished`] finds the [`Unfinished`]; the last answer, such as a 503, is in there.
 ///
 /// Turn redirections off in the client (`redirect::Policy::none()`) and say so here. A client that follows them may have
 /// been refused a connection by the second address after the first one did what was asked for.
@@ -120,7 +120,7 @@ impl fmt::Debug for IntentMiddleware {
     }
 }
 
-/// The [`Unfinished`](crate::Unfinished) in an error of the middleware.
+/// The [`Unfinished`] in an error of the middleware.
 #[must_use]
 pub fn unfinished(error: &reqwest_middleware::Error) -> Option<&Unfinished> {
     match error {

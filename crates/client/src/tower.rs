@@ -1,6 +1,6 @@
 //! Over any Tower service of HTTP requests: a [layer](IntentLayer), and a [transport](Over) for [`Client`](crate::Client).
 //!
-//! What a request's key is, the layer is told by the request: by its header field, or by a [`Key`](crate::Key) among its
+//! What a request's key is, the layer is told by the request: by its header field, or by a [`Key`] among its
 //! extensions. A `POST` or `PATCH` without one goes by once, and what comes back is handed on as it is.
 //!
 //! ```
