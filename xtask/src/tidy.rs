@@ -63,6 +63,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-benches",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",

@@ -63,7 +63,9 @@
 //! | marked as a replay (`Idempotent-Replayed: true`) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
 //! | problem member `retry` = `same-key` | again |
 //! | … `new-key`, `fix-request` | turned away, with that [`Advice`] |
-//! | … `stop` | `outcome-unknown`: [`Why::Unknown`]; `replay-unavailable`: [`Verdict::Processed`]; else 4xx refused, 5xx unknown |
+//! | … `stop`, with `outcome-unknown` | [`Why::Unknown`] |
+//! | … `stop`, with `replay-unavailable` | [`Verdict::Processed`] |
+//! | … `stop`, else | 4xx refused, 5xx unknown |
 //! | an error that names a request in progress, a key of another request, an unknown outcome | again, turned away, unknown |
 //! | `Stripe-Should-Retry` | again, or as `stop` |
 //! | 408, 425, 429, 502, 503, 504 | again |
