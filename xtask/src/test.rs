@@ -22,6 +22,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     for script in ["check_fingerprints.py", "check_record_ids.py"] {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
+    cmd(Command::new("python3").arg(root().join("crates/client/vectors/check_intent_keys.py")))?;
     Ok(())
 }
 
