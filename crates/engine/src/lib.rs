@@ -17,6 +17,8 @@
 //!    on a quarter of a second after it is back.
 //! 7. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
 //!    what is left to add: see [`Permit::conclude`].
+//! 8. A [`Function`] does all of this for a function of the program's own: it runs once for each key, and later calls get its
+//!    value.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -62,6 +64,7 @@ mod conclude;
 mod engine;
 mod event;
 mod flight;
+mod function;
 mod keeper;
 mod policy;
 mod retract;
@@ -71,4 +74,8 @@ pub use breaker::{Breaker, BreakerBuilder, BreakerState};
 pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
+pub use function::{
+    Call, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError, KeyText, NotJson, Ran,
+    ReleasedErrors, ReleasedIf, Stored, StoredErrors, UnknownErrors,
+};
 pub use policy::{ConfigError, Policy};
