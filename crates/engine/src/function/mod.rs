@@ -45,8 +45,8 @@ const RESULT_MAX: usize = 1024 * 1024;
 /// # What a call does
 /// 1. The key is looked up within the caller and the function's name; the input's canonical JSON is compared with that of the
 ///    first call. Another input under the same key is [`FunctionError::KeyReused`].
-/// 2. The first call runs the function. Others hear [`FunctionError::InProgress`], or wait as the [policy](Self::with_policy) says,
-///    in this process or another one.
+/// 2. The first call runs the function. Others, in this process or another one, hear [`FunctionError::InProgress`], or wait as
+///    the [policy](Self::with_policy) says.
 /// 3. The value is stored as JSON before the first caller gets it, and every later call gets it until the retention ends: also
 ///    `false`, `0`, `""`, `[]`, `None` and `()`.
 /// 4. What has no JSON that says the same ([`NotJson`]), or is too large, is not stored. The first caller gets it, the others
