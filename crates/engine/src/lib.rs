@@ -74,6 +74,8 @@ pub use breaker::{Breaker, BreakerBuilder, BreakerState};
 pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
+#[doc(hidden)]
+pub use function::compared;
 pub use function::{
     Call, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError, KeyText, NotJson, Ran,
     ReleasedErrors, ReleasedIf, Stored, StoredErrors, UnknownErrors,

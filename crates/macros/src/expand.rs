@@ -32,10 +32,12 @@ pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<To
     let with_caller =
         options.caller.as_ref().map(|caller| quote_spanned!(caller.span()=> .with_caller("caller", #caller)));
     let with_errors = parts.errors();
-    let run = if options.detached.is_some() { quote!(run) } else { quote!(run_in_place) };
     let attempt = options.attempt.as_ref().map_or_else(|| quote!(_), |name| quote!(#name));
     let returns = Returns::of(&function.sig)?;
     let (body_type, convert) = (&returns.body, returns.convert);
+    // What it asks of the value and the error is asked of the type that the signature has.
+    let run = if options.detached.is_some() { "run" } else { "run_in_place" };
+    let run = Ident::new(run, returns.span);
 
     let ItemFn { attrs, vis, sig, block, .. } = &function;
     let (engine, scope) = (engine.expr, &options.scope);
@@ -217,7 +219,7 @@ impl Parts<'_> {
         let arguments = self.arguments;
         let of_names = |skipped: &dyn Fn(&Ident) -> bool| {
             let compared = arguments.names.iter().filter(|name| Some(*name) != engine && !skipped(name));
-            compared.map(|name| quote_spanned!(name.span()=> &#name)).collect::<Vec<_>>()
+            compared.map(|name| self.compared(name.span(), &quote!(#name))).collect::<Vec<_>>()
         };
         let values = match &self.options.compared {
             Compared::All => of_names(&|_| false),
@@ -229,7 +231,7 @@ impl Parts<'_> {
                 for value in values {
                     arguments.check(value, value.span())?;
                 }
-                values.iter().map(|value| quote_spanned!(value.span()=> &#value)).collect()
+                values.iter().map(|value| self.compared(value.span(), &quote!(#value))).collect()
             }
         };
         if values.len() <= TUPLE_MAX {
@@ -237,6 +239,12 @@ impl Parts<'_> {
         }
         let rows = values.chunks(TUPLE_MAX);
         Ok(quote!(&(#((#(#rows,)*),)*)))
+    }
+
+    /// One value that is compared. That it can be is asked for where it stands.
+    fn compared(&self, span: Span, value: &TokenStream) -> TokenStream {
+        let krate = self.krate;
+        quote_spanned!(span=> #krate::engine::compared(&#value))
     }
 
     fn policy(&self) -> Option<TokenStream> {
@@ -287,6 +295,7 @@ fn millis(duration: Duration) -> u64 {
 
 /// What the function returns, and what its body does.
 struct Returns {
+    span: Span,
     body: TokenStream,
     convert: TokenStream,
 }
@@ -307,10 +316,10 @@ impl Returns {
             && let Some(inner) = inside_function_error(error)
         {
             *error = inner;
-            return Ok(Self { body: quote!(#body), convert: TokenStream::new() });
+            return Ok(Self { span: ty.span(), body: quote!(#body), convert: TokenStream::new() });
         }
         let convert = quote_spanned!(ty.span()=> .map_err(::core::convert::From::from));
-        Ok(Self { body: quote!(#ty), convert })
+        Ok(Self { span: ty.span(), body: quote!(#ty), convert })
     }
 }
 

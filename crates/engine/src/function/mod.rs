@@ -289,6 +289,14 @@ impl<P> fmt::Debug for Function<P> {
     }
 }
 
+/// The value itself. What `#[idempotent]` writes around each argument that it compares, so that the compiler points at the one
+/// that has no `Serialize`.
+#[doc(hidden)]
+#[must_use]
+pub const fn compared<T: Serialize + ?Sized>(argument: &T) -> &T {
+    argument
+}
+
 /// One call of a [`Function`], before anything is asked of the store.
 #[must_use = "a call runs when it is told how"]
 pub struct Call<P = UnknownErrors> {
