@@ -10,12 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use axum::extract::State;
 use axum::http::{Request, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Router, body::Body};
-use oncegate::core::{KeyError, OnAbandoned};
+use oncegate::core::{KeyError, OnAbandoned, State};
 use oncegate::engine::{ErrorFate, ReleasedIf};
 use oncegate::{
     Attempt, EmbeddedOptions, EmbeddedStore, Engine, FunctionError, IdempotencyKey, MemoryStore, Policy,
@@ -314,6 +313,43 @@ async fn every_argument_counts() {
     assert!(matches!(call(2).await, Err(FunctionError::KeyReused)));
 }
 
+#[idempotent(key = "{id}", scope = "settings", lease = "2m", retain = "7d", fingerprint(), attempt = attempt)]
+async fn settings<F: Future<Output = ()>>(
+    engine: &Engine,
+    id: u32,
+    middle: impl FnOnce(Attempt) -> F,
+) -> Result<(), FunctionError<String>> {
+    middle(attempt).await;
+    Ok(())
+}
+
+#[idempotent(key = "{id}", scope = "settings", wait = "60s", fingerprint())]
+async fn waits(engine: &Engine, id: u32) -> Result<(), FunctionError<String>> {
+    panic!("it ran again: {id}")
+}
+
+#[tokio::test]
+async fn what_the_attribute_says_of_time_is_what_the_record_has() {
+    let engine = engine();
+    let id = engine.function("settings").record_id(&IdempotencyKey::try_from("1").unwrap());
+    let record = async || engine.store().lookup(id).await.unwrap().unwrap();
+    let waiter = settings(&engine, 1, async |attempt| {
+        assert_eq!(attempt.record_id(), id);
+        let State::InProgress { lease_until, .. } = record().await.state else { panic!("it runs") };
+        let left = lease_until.since(engine.store().now());
+        assert!(left > Duration::from_secs(60) && left <= Duration::from_secs(120), "{left:?}");
+        let result = settings(&engine, 1, async |_| panic!("it runs twice")).await;
+        assert!(matches!(result, Err(FunctionError::InProgress { .. })), "{result:?}");
+        // The other one comes in the middle, and waits.
+        tokio::task::yield_now().await;
+    });
+    let (first, second) = tokio::join!(waiter, waits(&engine, 1));
+    first.unwrap();
+    second.unwrap();
+    let record = record().await;
+    assert_eq!(record.expires_at.since(record.changed_at), Duration::from_secs(7 * 24 * 60 * 60));
+}
+
 #[derive(Clone)]
 struct App {
     engine: Engine,
@@ -348,7 +384,7 @@ impl IntoResponse for Refusal {
 
 #[idempotent(key = "{order}", scope = "POST /pay", engine = app.engine, skip(app))]
 async fn pay(
-    State(app): State<App>,
+    axum::extract::State(app): axum::extract::State<App>,
     axum::extract::Path(order): axum::extract::Path<String>,
     body: String,
 ) -> Result<String, Refusal> {
