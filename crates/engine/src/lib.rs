@@ -18,6 +18,8 @@
 //! 7. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
 //!    what is left to add: see [`Permit::conclude`]. Where everybody died before that, a claim may come with an
 //!    [`AnswerPermit`], for whoever can find out the answer.
+//! 8. A [`Function`] does all of this for a function of the program's own: it runs once for each key, and later calls get its
+//!    value.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -64,6 +66,7 @@ mod conclude;
 mod engine;
 mod event;
 mod flight;
+mod function;
 mod keeper;
 mod policy;
 mod retract;
@@ -74,4 +77,10 @@ pub use breaker::{Breaker, BreakerBuilder, BreakerState};
 pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
+#[doc(hidden)]
+pub use function::compared;
+pub use function::{
+    Call, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError, KeyText, NotJson, Ran,
+    ReleasedErrors, ReleasedIf, Stored, StoredErrors, UnknownErrors,
+};
 pub use policy::{ConfigError, Policy};

@@ -37,6 +37,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         ("sidecar", &sidecar::run),
         ("latency", &latency::run),
         ("record", &store::record_size),
+        ("functions", &store::functions),
         ("store", &store::run),
         ("shared", &store::shared),
         ("client", &store::caller),
