@@ -68,6 +68,7 @@ mod function;
 mod keeper;
 mod policy;
 mod retract;
+pub mod step;
 
 pub use attempt::{Attempt, Permit, Settled};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};
@@ -75,7 +76,8 @@ pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
 pub use function::{
-    Call, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError, KeyText, NotJson, Ran,
-    ReleasedErrors, ReleasedIf, Stored, StoredErrors, UnknownErrors,
+    Call, Completer, CompleterRound, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError,
+    KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, Stored, StoredErrors, UnknownErrors,
 };
 pub use policy::{ConfigError, Policy};
+pub use step::{Failure, StepCall, StepError};
