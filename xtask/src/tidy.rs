@@ -11,6 +11,7 @@ use crate::run::{Result, cargo, output, root};
 /// at the binary.
 const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
+    ("oncegate-client", &["oncegate-core"]),
     ("oncegate-testkit", &["oncegate-core"]),
     ("oncegate-engine", &["oncegate-core"]),
     ("oncegate-embedded", &["oncegate-core"]),
@@ -22,6 +23,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
@@ -63,6 +65,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-benches",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
@@ -79,6 +82,7 @@ const ARROWS: &[(&str, &[&str])] = &[
 /// What a room must be provably free of: its dependencies must not reach these.
 const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-core", &["tokio", "http", "hyper", "getrandom", "redb", "tracing"]),
+    ("oncegate-client", &["redb", "redis", "axum", "sqlx"]),
     ("oncegate-engine", &["http", "hyper", "redb", "axum", "sqlx"]),
     ("oncegate-embedded", &["http", "hyper", "axum"]),
     ("oncegate-postgres", &["http", "hyper", "axum", "redb"]),
@@ -196,9 +200,10 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
         }
         let denies =
             ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
-        let library = ["core", "engine", "embedded", "http", "postgres", "redis", "servers", "tiered"]
-            .iter()
-            .any(|room| name == format!("crates/{room}/src/lib.rs"));
+        let library =
+            ["client", "core", "engine", "embedded", "http", "postgres", "redis", "servers", "tiered"]
+                .iter()
+                .any(|room| name == format!("crates/{room}/src/lib.rs"));
         for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {
             faults.push(format!("{name}: does not deny {lint}"));
         }

@@ -11,6 +11,7 @@
 //!   transaction with their record (`Transactor`),
 //! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
 //! - `tiered`, with the feature of this name: answers in a fast front, before one of the others (`TieredStore`),
+//! - `client`, with the feature of this name: the caller's side, which keeps one key per intent over every retry (`Client`),
 //! - [`engine`]: functions that take effect once for each key ([`Function`]); claims, leases, waiting, for doors of your own
 //!   ([`Engine`]), and a circuit breaker for stores that may be out of reach ([`Breaker`]),
 //! - `#[idempotent]`, with the feature `macros`: the same as [`Function`], written on an async function,
@@ -69,6 +70,8 @@
 pub use oncegate_core as core;
 pub use oncegate_engine as engine;
 
+#[cfg(feature = "client")]
+pub use oncegate_client as client;
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded as embedded;
 #[cfg(feature = "http")]
@@ -80,6 +83,8 @@ pub use oncegate_redis as redis;
 #[cfg(feature = "tiered")]
 pub use oncegate_tiered as tiered;
 
+#[cfg(feature = "client")]
+pub use oncegate_client::{Client, Intent, RetryPolicy};
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};

@@ -40,6 +40,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         ("functions", &store::functions),
         ("store", &store::run),
         ("shared", &store::shared),
+        ("client", &store::caller),
         ("tls", &tls::run),
         ("idle", &idle::run),
         ("peers", &peers::run),

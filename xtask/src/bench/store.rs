@@ -24,3 +24,8 @@ pub(super) fn shared() -> Result<String> {
     let bench = |name| output(Command::new(program("oncegate-benches")).arg(name));
     Ok(bench("redis")? + &bench("postgres")? + &bench("transact")?)
 }
+
+/// The client against the bare HTTP clients below it, on a service in the same process.
+pub(super) fn caller() -> Result<String> {
+    output(Command::new(program("oncegate-benches")).arg("client"))
+}
