@@ -66,7 +66,8 @@ async fn main() -> Result<()> {
             growth::embedded((Path::new(small), few.parse()?), (Path::new(large), many.parse()?)).await
         }
         ["growth-memory", few, many] => growth::memory(few.parse()?, many.parse()?).await,
-        ["functions"] => functions::functions().await,
+        // Where services run, too.
+        ["functions"] => tokio::spawn(functions::functions()).await?,
         ["redis"] => shared::on_redis().await,
         ["postgres"] => shared::on_postgres().await,
         ["client"] => caller::measure().await,

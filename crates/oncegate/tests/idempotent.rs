@@ -244,7 +244,7 @@ async fn errors_are_stored_or_free_the_key_as_the_attribute_says() {
     }
 }
 
-#[idempotent(key = "{id}", scope = "detached", detached, skip(bank, begun, go_on), policy = patient(), on_abandoned = "reexecute")]
+#[idempotent(key = "{id}", scope = "detached", detached, skip(bank, begun, go_on), policy = patient())]
 async fn detached(
     engine: Engine,
     bank: Bank,
@@ -348,6 +348,48 @@ async fn what_the_attribute_says_of_time_is_what_the_record_has() {
     second.unwrap();
     let record = record().await;
     assert_eq!(record.expires_at.since(record.changed_at), Duration::from_secs(7 * 24 * 60 * 60));
+}
+
+#[idempotent(key = "{id}", scope = "again", lease = "100ms", on_abandoned = "reexecute", attempt = attempt)]
+async fn again(engine: &Engine, id: u32) -> Result<u32, FunctionError<String>> {
+    if attempt.is_after_abandoned() { Ok(id + attempt.number()) } else { Err("timed out".to_owned()) }
+}
+
+#[tokio::test]
+async fn a_function_that_may_run_again_does_after_its_lease() {
+    let engine = engine();
+    assert!(matches!(again(&engine, 40).await, Err(FunctionError::Failed { .. })));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let value = loop {
+        match again(&engine, 40).await {
+            Err(FunctionError::InProgress { lease_left }) if Instant::now() < deadline => {
+                tokio::time::sleep(lease_left.max(Duration::from_millis(1))).await;
+            }
+            result => break result.unwrap(),
+        }
+    };
+    assert_eq!(value, 42);
+}
+
+/// A trait whose signatures are given.
+trait Shipping {
+    fn ship(&self, id: u32) -> impl Future<Output = Result<String, ShopError>> + Send;
+}
+
+impl Shipping for App {
+    #[idempotent(key = "{id}", scope = "ship", engine = self.engine)]
+    async fn ship(&self, id: u32) -> Result<String, ShopError> {
+        Ok(format!("parcel {id}, run {}", self.bank.charge(0).run))
+    }
+}
+
+#[tokio::test]
+async fn a_method_of_a_trait_takes_effect_once() {
+    async fn twice(shipping: impl Shipping) -> [String; 2] {
+        [shipping.ship(7).await.unwrap(), shipping.ship(7).await.unwrap()]
+    }
+    let app = App { engine: engine(), bank: Bank::default() };
+    assert_eq!(twice(app).await, ["parcel 7, run 1", "parcel 7, run 1"]);
 }
 
 #[derive(Clone)]
