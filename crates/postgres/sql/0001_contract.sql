@@ -513,6 +513,9 @@ CREATE FUNCTION oncegate.reserve(id bytea) RETURNS bigint
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+    IF reserve.id IS NULL OR octet_length(reserve.id) <> 32 THEN
+        RAISE EXCEPTION 'oncegate: id must have 32 octets' USING ERRCODE = '22023';
+    END IF;
     IF pg_try_advisory_xact_lock(hashtextextended(encode(reserve.id, 'hex'), 1868784485)) THEN
         PERFORM FROM oncegate.records AS t WHERE t.id = reserve.id;
         IF NOT FOUND THEN
