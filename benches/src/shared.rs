@@ -17,7 +17,7 @@ use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
 use crate::growth::each;
 use crate::records::{Result, claim, claim_of, complete, id, replay, scatter};
 
-const ROUNDS: usize = 5;
+pub(crate) const ROUNDS: usize = 5;
 const DAY: Duration = Duration::from_secs(86_400);
 const PAY: &str = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id";
 
@@ -34,17 +34,17 @@ fn body() -> Bytes {
 
 /// Seconds of ours and of the reference, for each operation in each round.
 #[derive(Default)]
-struct Rounds(Vec<(&'static str, Vec<[f64; 2]>)>);
+pub(crate) struct Rounds(Vec<(&'static str, Vec<[f64; 2]>)>);
 
 impl Rounds {
-    fn note(&mut self, operation: &'static str, seconds: [f64; 2]) {
+    pub(crate) fn note(&mut self, operation: &'static str, seconds: [f64; 2]) {
         match self.0.iter_mut().find(|(name, _)| *name == operation) {
             Some((_, rounds)) => rounds.push(seconds),
             None => self.0.push((operation, vec![seconds])),
         }
     }
 
-    fn print(&self, title: &str, reference: &str, count: u64) {
+    pub(crate) fn print(&self, title: &str, reference: &str, count: u64) {
         println!("| {title} | per s | {reference}, per s | ratio | range |\n|---|---|---|---|---|");
         for (operation, rounds) in &self.0 {
             let sorted = |of: &dyn Fn(&[f64; 2]) -> f64| {

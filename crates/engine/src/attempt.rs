@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError, limits,
+    Command, Complete, Completion, FencingToken, Grant, Outcome, Record, RecordId, Release, StoreError,
+    limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -48,6 +49,19 @@ impl Attempt {
             lost_notify: Notify::new(),
             warned: AtomicBool::new(false),
         }))
+    }
+
+    /// An attempt that is over, as the record that it completed tells of it.
+    pub(crate) fn completed(id: RecordId, record: &Record, policy: Policy, number: u64) -> Self {
+        let grant = Grant {
+            token: record.token,
+            attempts: record.attempts,
+            lease_until: record.changed_at,
+            after_abandoned: false,
+        };
+        let attempt = Self::new(id, grant, policy, number, Instant::now());
+        *lock(&attempt.0.lease_until) = Instant::now();
+        attempt
     }
 
     /// The record that this attempt owns.
