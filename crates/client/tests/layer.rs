@@ -18,6 +18,7 @@ use support::quick;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 /// A body that may not say how long it is.
+#[derive(Debug)]
 struct Octets {
     octets: Full<Bytes>,
     says_length: bool,

@@ -170,7 +170,8 @@ impl Inner {
         };
         let (landing, outcome) = match record.map(|record| Seen::of(record, request.fingerprint)) {
             Some(Seen::Awaited(record)) => {
-                let attempt = Attempt::completed(request.id, &record, request.policy, number);
+                let attempt =
+                    Attempt::completed(self.store.clone(), request.id, &record, request.policy, number);
                 leader.set_executing(Instant::now());
                 return Ok(ClaimOutcome::AddAnswer(AnswerPermit { inner: self, attempt, leader }));
             }

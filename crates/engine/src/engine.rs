@@ -232,6 +232,11 @@ impl Engine {
         self.inner.tasks.len()
     }
 
+    /// Waits until the engine is told to [end](Self::drain).
+    pub(crate) async fn closing(&self) {
+        self.inner.closing.cancelled().await;
+    }
+
     /// Asks the store. Where it does not answer at once, it is asked in a task of its own, so that a caller who goes away
     /// leaves no record in progress behind.
     async fn lead(
@@ -438,7 +443,8 @@ impl Inner {
             };
             let (landing, outcome) = match outcome {
                 Outcome::Execute(grant) => {
-                    let attempt = Attempt::new(request.id, grant, request.policy, number, asked_at);
+                    let attempt =
+                        Attempt::new(self.store.clone(), request.id, grant, request.policy, number, asked_at);
                     return Ok(ClaimOutcome::Execute(Permit::new(self, attempt, leader)));
                 }
                 Outcome::Replay(response) => {

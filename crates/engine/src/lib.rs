@@ -70,6 +70,7 @@ mod function;
 mod keeper;
 mod policy;
 mod retract;
+pub mod step;
 
 pub use answer::{Added, AnswerPermit};
 pub use attempt::{Attempt, Permit, Settled};
@@ -80,7 +81,8 @@ pub use event::{Event, EventKind, Observer};
 #[doc(hidden)]
 pub use function::compared;
 pub use function::{
-    Call, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError, KeyText, NotJson, Ran,
-    ReleasedErrors, ReleasedIf, Stored, StoredErrors, UnknownErrors,
+    Call, Completer, CompleterRound, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError,
+    KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, Stored, StoredErrors, UnknownErrors,
 };
 pub use policy::{ConfigError, Policy};
+pub use step::{Failure, StepCall, StepError};

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Capabilities, Claim, Command, Complete, Completion, Extent, ListPage, ListQuery, OnAbandoned,
-    Outcome, Record, RecordId, Resolution, Resolve, StateName, Store, StoreError, StoreFuture, Timestamp,
-    Write, decide, limits,
+    Outcome, Record, RecordId, RecordStep, Resolution, Resolve, StateName, Store, StoreError, StoreFuture,
+    Timestamp, Write, decide, limits,
 };
 use pin_project_lite::pin_project;
 use redis::{Cmd, Value, cmd};
@@ -160,6 +160,11 @@ impl Shared {
             Command::Renew(renew) => {
                 let arguments = [&text(renew.token), &millis(renew.lease), &millis(renew.retention)];
                 self.call(&connection, &self.scripts.renew, &[&key], &octets(&arguments)).await?.outcome()?
+            }
+            Command::Step(RecordStep { token, number, step }) => {
+                let (token, number) = (text(*token), number.to_string());
+                let arguments = [token.as_bytes(), number.as_bytes(), step.name().as_bytes(), step.result()];
+                self.call(&connection, &self.scripts.step, &[&key], &arguments).await?.outcome()?
             }
             Command::Complete(complete) => self.complete(&connection, &key, complete).await?,
             Command::Release(release) => {

@@ -7,14 +7,15 @@ use oncegate_core::{Command, Completion, Outcome, Resolution};
 use redis::Value;
 
 /// What [`Witness::is_borne_out`] wants to read of the record, in this order.
-pub(crate) const FIELDS: [&str; 7] =
-    ["state", "token", "attempt", "lease_until", "resolved_to", "resolved_by", "resolved_reason"];
+pub(crate) const FIELDS: [&str; 8] =
+    ["state", "token", "attempt", "lease_until", "resolved_to", "resolved_by", "resolved_reason", "steps"];
 
 /// What the record has to say, if the command was applied there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Witness {
     Granted { attempt: String, token: u64, lease_until: u64 },
     Unknown,
+    Stepped { token: u64, number: u64 },
     Completed { token: u64, state: &'static str },
     Released { token: u64 },
     Resolved { to: &'static str, actor: String, reason: String },
@@ -31,6 +32,9 @@ impl Witness {
                 token: grant.token.get(),
                 lease_until: grant.lease_until.as_millis(),
             },
+            (Command::Step(step), Outcome::StepRecorded) => {
+                Self::Stepped { token: step.token.get(), number: u64::try_from(step.number).ok()? }
+            }
             (_, Outcome::Unknown) => Self::Unknown,
             (Command::Complete(complete), Outcome::Completed) => Self::Completed {
                 token: complete.token.get(),
@@ -60,7 +64,9 @@ impl Witness {
     pub(crate) fn is_borne_out(&self, fields: &Value) -> bool {
         let Value::Array(fields) = fields else { return false };
         let texts: Vec<_> = fields.iter().map(text).collect();
-        let [state, token, attempt, lease_until, to, by, reason] = texts.as_slice() else { return false };
+        let [state, token, attempt, lease_until, to, by, reason, steps] = texts.as_slice() else {
+            return false;
+        };
         let Some(state) = *state else { return false };
         let number = |digits: &Option<&str>| digits.and_then(|digits| digits.parse::<u64>().ok());
         match self {
@@ -69,6 +75,9 @@ impl Witness {
                     && *attempt == Some(ours.as_str())
                     && number(token) == Some(*granted)
                     && number(lease_until) >= Some(*until)
+            }
+            Self::Stepped { token: ours, number: ours_is } => {
+                state == "in-progress" && number(token) == Some(*ours) && number(steps) > Some(*ours_is)
             }
             Self::Unknown => state == "unknown",
             // The answer may have been added since.

@@ -2,8 +2,9 @@
 
 mod errors;
 mod key;
+mod resumable;
 mod run;
-mod value;
+pub(crate) mod value;
 
 use std::fmt;
 use std::future::Future;
@@ -20,6 +21,7 @@ pub use self::errors::{
     UnknownErrors,
 };
 pub use self::key::KeyText;
+pub use self::resumable::{Completer, CompleterRound, Resumable};
 pub use self::run::{Ran, Stored};
 pub use self::value::NotJson;
 
@@ -94,6 +96,7 @@ struct Settings {
     engine: Engine,
     name: Arc<str>,
     scope: Scope<'static>,
+    has_caller: bool,
     label: Label,
     policy: Policy,
     rules: FingerprintRules,
@@ -112,6 +115,7 @@ impl Engine {
                 name: name.into(),
                 label: Label::new(scope.caller_tag(), name),
                 scope,
+                has_caller: false,
                 policy: Policy::default(),
                 rules: FingerprintRules::new(),
                 result_max: RESULT_MAX,
@@ -156,6 +160,7 @@ impl<P> Function<P> {
     #[must_use]
     pub fn with_caller(self, kind: &str, identity: impl AsRef<[u8]>) -> Self {
         self.with(|settings| {
+            settings.has_caller = true;
             settings.scope = Scope::caller(kind, identity.as_ref());
             settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
         })

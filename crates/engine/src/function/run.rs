@@ -9,6 +9,7 @@ use bytes::Bytes;
 use oncegate_core::{Completion, OnAbandoned, RecordId, StoredResponse};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::task::JoinHandle;
 
 use super::errors::{ErrorEnd, ErrorPolicy, FunctionError};
 use super::value::{self, NotJson, guarded};
@@ -90,12 +91,7 @@ impl<P> Call<P> {
                 let engine = self.function.settings.engine.clone();
                 // Nothing is waited for between the claim and this, so that nobody's going away comes between them.
                 let task = engine.spawn(async move { self.function.execute(permit, run).await });
-                match task.await {
-                    Ok(result) => result,
-                    Err(error) if error.is_panic() => Err(FunctionError::Panicked),
-                    // The runtime ended, and the function with it.
-                    Err(_) => Err(FunctionError::Unknown),
-                }
+                joined(task).await
             }
             Claimed::Replay(response) => self.function.replay(&response),
         }
@@ -132,7 +128,7 @@ impl<P> Call<P> {
         }
     }
 
-    async fn claim<E>(&self) -> Result<Claimed, FunctionError<E>> {
+    pub(super) async fn claim<E>(&self) -> Result<Claimed, FunctionError<E>> {
         let (id, fingerprint) = self.asked?;
         let settings = &self.function.settings;
         let request =
@@ -151,14 +147,30 @@ impl<P> Call<P> {
     }
 }
 
-enum Claimed {
+pub(super) enum Claimed {
     Execute(Permit),
     Replay(StoredResponse),
 }
 
+/// What a task came to that runs a function.
+pub(super) async fn joined<T, E>(
+    task: JoinHandle<Result<Ran<T>, FunctionError<E>>>,
+) -> Result<Ran<T>, FunctionError<E>> {
+    match task.await {
+        Ok(result) => result,
+        Err(error) if error.is_panic() => Err(FunctionError::Panicked),
+        // The runtime ended, and the function with it.
+        Err(_) => Err(FunctionError::Unknown),
+    }
+}
+
 impl<P> Function<P> {
     /// Runs the function and writes down what came of it. Whatever of this is dropped, the key stays taken.
-    async fn execute<F, Fut, T, E>(&self, permit: Permit, run: F) -> Result<Ran<T>, FunctionError<E>>
+    pub(super) async fn execute<F, Fut, T, E>(
+        &self,
+        permit: Permit,
+        run: F,
+    ) -> Result<Ran<T>, FunctionError<E>>
     where
         F: FnOnce(Attempt) -> Fut,
         Fut: Future<Output = Result<T, E>>,
@@ -235,7 +247,7 @@ impl<P> Function<P> {
         self.settings.engine.spawn(end).await.ok()
     }
 
-    fn replay<T, E>(&self, response: &StoredResponse) -> Result<Ran<T>, FunctionError<E>>
+    pub(super) fn replay<T, E>(&self, response: &StoredResponse) -> Result<Ran<T>, FunctionError<E>>
     where
         T: DeserializeOwned,
         P: ErrorPolicy<E>,
