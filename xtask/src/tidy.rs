@@ -35,6 +35,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-cli",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
