@@ -10,7 +10,7 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use support::{Process, Service, Sidecar, Wire, until, within};
+use support::{Message, Process, Service, Sidecar, Wire, until, within};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
@@ -45,7 +45,7 @@ async fn ended(args: &[&str]) -> End {
 
 /// A service that does with each request what a function says, and keeps what it was sent. `None` ends the connection.
 #[derive(Clone, Default)]
-struct Seen(Arc<Mutex<Vec<(String, Vec<(String, String)>, String)>>>);
+struct Seen(Arc<Mutex<Vec<Message>>>);
 
 impl Seen {
     fn count(&self) -> usize {
@@ -53,13 +53,11 @@ impl Seen {
     }
 
     fn field(&self, at: usize, name: &str) -> Option<String> {
-        let all = self.0.lock().unwrap();
-        let fields = all[at].1.iter();
-        fields.filter(|(field, _)| field.eq_ignore_ascii_case(name)).map(|(_, value)| value.clone()).next()
+        self.0.lock().unwrap()[at].head.get(name).map(str::to_owned)
     }
 
     fn body(&self, at: usize) -> String {
-        self.0.lock().unwrap()[at].2.clone()
+        String::from_utf8(self.0.lock().unwrap()[at].body.clone()).unwrap()
     }
 }
 
@@ -76,8 +74,7 @@ async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'stati
                     let message = wire.body(head).await;
                     let number = {
                         let mut all = kept.0.lock().unwrap();
-                        let body = String::from_utf8(message.body).unwrap();
-                        all.push((message.head.line, message.head.fields, body));
+                        all.push(message);
                         all.len() - 1
                     };
                     match answer(number) {
@@ -105,12 +102,15 @@ async fn always(status: &'static str, fields: &'static str, body: &'static str) 
 
 const PROBLEM: &str = "Content-Type: application/problem+json\r\n";
 
+/// Status, fields and body of the answer; flags; exit code and output.
+type Row = (&'static str, &'static str, &'static str, &'static [&'static str], i32, &'static str);
+
 /// Every exit code, and what makes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exit_codes_tell_definite_ends_and_others_apart() {
     let unknown = r#"{"type":"urn:oncegate:problem:outcome-unknown","retry":"stop"}"#;
     let gone = r#"{"type":"urn:oncegate:problem:replay-unavailable","retry":"stop"}"#;
-    let table: &[(&str, &str, &str, &[&str], i32, &str)] = &[
+    let table: &[Row] = &[
         ("201 Created", "", "paid", &[], 0, "paid"),
         ("303 See Other", "Location: /x\r\n", "", &[], 0, ""),
         ("402 Payment Required", "", "no", &[], 1, "no"),
@@ -220,7 +220,7 @@ async fn flags_are_those_that_people_know() {
         written.starts_with("HTTP/1.1 201 Created\r\n") && written.ends_with("\r\n\r\npaid"),
         "{written}"
     );
-    assert_eq!(seen.0.lock().unwrap()[0].0, "POST /payments?x=1 HTTP/1.1");
+    assert_eq!(seen.0.lock().unwrap()[0].head.line, "POST /payments?x=1 HTTP/1.1");
     assert_eq!(seen.body(0), "{\"a\":\r\n1}\n");
     for (name, value) in [
         ("content-type", "application/json"),

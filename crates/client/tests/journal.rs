@@ -123,8 +123,9 @@ async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Loses);
     let journal = open_journal(dir.path());
+    let earlier = millis_now() - 1000;
     for (number, at) in [("b", 2), ("a", 1), ("c", 3)] {
-        let intent = payout(number).with_created_at(Timestamp::from_millis(millis_now() - 1000 + at));
+        let intent = payout(number).with_created_at(Timestamp::from_millis(earlier + at));
         let open = client(&service, &journal).send(&intent).await.unwrap_err();
         assert!(open.may_have_taken_effect());
     }

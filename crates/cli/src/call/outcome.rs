@@ -84,7 +84,7 @@ pub(super) fn end_of(open: &Unfinished) -> End {
 
 /// Why, with the innermost cause, which is the one that says something.
 pub(super) fn why(open: &Unfinished) -> String {
-    let mut words = format!(" ({open}");
+    let mut words = format!(": {open}");
     let mut cause = open.source();
     while let Some(inner) = cause.and_then(Error::source) {
         cause = Some(inner);
@@ -96,7 +96,6 @@ pub(super) fn why(open: &Unfinished) -> String {
         let millis = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));
     }
-    words.push(')');
     words
 }
 
