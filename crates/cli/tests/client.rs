@@ -66,8 +66,10 @@ async fn ledger() -> (Ledger, SocketAddr) {
     (ledger, address)
 }
 
+type Hyper = Over<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
+
 /// A client that goes on for as long as a test may take.
-fn client() -> Client<Over<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>> {
+fn client() -> Client<Hyper> {
     let hyper = HyperClient::builder(TokioExecutor::new()).build_http();
     let over = Over::new(hyper).with_failures(|error| match error.downcast_ref::<HyperError>() {
         Some(error) if error.is_connect() => FailureKind::NotSent,
