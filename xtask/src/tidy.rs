@@ -37,6 +37,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-cli",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",

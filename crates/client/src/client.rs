@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::HeaderMap;
@@ -13,7 +14,7 @@ use crate::backoff::Random;
 use crate::budget::RetryBudget;
 use crate::failure::{BoxError, Failure};
 use crate::intent::Intent;
-use crate::journal::Journal;
+use crate::journal::{Journal, Opened};
 use crate::key::Carrier;
 use crate::policy::{Api, RetryPolicy};
 use crate::report::{Answer, Unfinished, Why};
@@ -114,11 +115,46 @@ impl<T: Transport> Client<T> {
     /// # Errors
     /// [`Unfinished`], which says whether the request may have taken effect.
     pub async fn send(&self, intent: &Intent) -> Result<Answer, Unfinished> {
-        if let Some(journal) = &self.journal
-            && let Err(error) = journal.open(intent).await
-        {
-            return Err(Unfinished::new(Why::Journal, 0, intent.was_sent_before()).with_source(Some(error)));
+        let Some(journal) = &self.journal else { return self.send_opened(intent, None).await };
+        let intent = self.for_journal(intent);
+        match journal.open(&intent).await {
+            Ok(opened) => self.send_opened(&intent, Some(opened)).await,
+            Err(why) => Err(why.unfinished(intent.was_sent_before())),
         }
+    }
+
+    /// The intent with all that makes its key protect it, so that whoever sends it later does it the same way.
+    fn for_journal(&self, intent: &Intent) -> Intent {
+        let lifetime = match self.shared.policy.api {
+            // No key is looked at: none is good for any time.
+            Api::Plain => Duration::ZERO,
+            Api::Idempotent => self.shared.policy.key_lifetime,
+        };
+        let lifetime = intent.key_lifetime().map_or(lifetime, |shorter| shorter.min(lifetime));
+        let carrier = intent.carrier().unwrap_or(&self.carrier).clone();
+        intent.clone().with_key_lifetime(lifetime).with_carrier(carrier)
+    }
+
+    /// Sends an intent that the journal has, if there is a journal.
+    pub(crate) async fn send_opened(
+        &self,
+        intent: &Intent,
+        opened: Option<Opened>,
+    ) -> Result<Answer, Unfinished> {
+        let sent = self.send_until(intent, opened.as_ref()).await;
+        let noted = match (&sent, opened) {
+            (Ok(answer), Some(opened)) => opened.entry.close(answer).await,
+            (Err(open), Some(opened)) if !open.may_have_taken_effect() => opened.entry.never_sent().await,
+            _ => Ok(()),
+        };
+        if let Err(error) = noted {
+            // What is known counts all the same; the intent is sent once more after a restart, and replayed.
+            tracing::warn!(%error, "the journal could not note how the sending of an intent ended");
+        }
+        sent
+    }
+
+    async fn send_until(&self, intent: &Intent, opened: Option<&Opened>) -> Result<Answer, Unfinished> {
         let standing = match self.shared.policy.api {
             Api::Idempotent if !is_safe(intent.method()) => Standing::Keyed,
             _ if is_repeatable(intent.method()) => Standing::Repeatable,
@@ -127,8 +163,12 @@ impl<T: Transport> Client<T> {
         let ask = Ask {
             method: intent.method().clone(),
             standing,
-            sent_before: intent.was_sent_before(),
-            created_at: Some(intent.created_at()),
+            sent_before: intent.was_sent_before() || opened.is_some_and(|opened| opened.sent_before),
+            created_at: opened.and_then(|opened| opened.created_at).or(Some(intent.created_at())),
+            key_lifetime: [intent.key_lifetime(), opened.and_then(|opened| opened.key_lifetime)]
+                .into_iter()
+                .flatten()
+                .min(),
         };
         if ask.standing == Standing::Once && ask.sent_before {
             return Err(Unfinished::new(Why::Unknown, 0, true));
@@ -140,28 +180,22 @@ impl<T: Transport> Client<T> {
             let head = response.map(|_| Bytes::new());
             return Err(Unfinished::new(Why::AnswerTooLarge, report.attempts, true).with_response(Some(head)));
         };
-        let answer = Answer {
+        Ok(Answer {
             response: response.map(|_| whole),
             verdict: report.verdict,
             attempts: report.attempts,
             replayed: report.replayed,
-        };
-        if let Some(journal) = &self.journal
-            && let Err(error) = journal.close(intent, &answer).await
-        {
-            // The answer is definite all the same; the intent is sent once more after a restart, and replayed.
-            tracing::warn!(%error, "an answered intent is still in the journal");
-        }
-        Ok(answer)
+        })
     }
 
     fn headers(&self, intent: &Intent, standing: Standing) -> HeaderMap {
+        let carrier = intent.carrier().unwrap_or(&self.carrier);
         let mut headers = intent.headers().clone();
-        headers.remove(self.carrier.name());
+        headers.remove(carrier.name());
         if standing == Standing::Keyed
-            && let Some(value) = self.carrier.value(intent.key())
+            && let Some(value) = carrier.value(intent.key())
         {
-            headers.insert(self.carrier.name().clone(), value);
+            headers.insert(carrier.name().clone(), value);
         }
         headers
     }

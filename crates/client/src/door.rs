@@ -62,7 +62,13 @@ impl Door {
             Api::Plain if is_repeatable(method) => Standing::Repeatable,
             Api::Plain => Standing::Once,
         };
-        Ok(Way::Until(Ask { method: method.clone(), standing, sent_before: false, created_at: None }))
+        Ok(Way::Until(Ask {
+            method: method.clone(),
+            standing,
+            sent_before: false,
+            created_at: None,
+            key_lifetime: None,
+        }))
     }
 
     fn needs_key(&self, method: &Method, headers: &HeaderMap) -> bool {

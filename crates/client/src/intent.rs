@@ -1,13 +1,14 @@
 //! What is to happen once: a request, and the key that it keeps.
 
 use std::fmt;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
 use oncegate_core::Timestamp;
 
-use crate::key::{Key, KeyError, millis_now};
+use crate::key::{Carrier, Key, KeyError, millis_now};
 
 /// One thing that is to happen once: the request that asks for it, and the key under which it is asked for, however often.
 ///
@@ -25,6 +26,9 @@ pub struct Intent {
     body: Bytes,
     created_at: Timestamp,
     sent_before: bool,
+    key_lifetime: Option<Duration>,
+    replaces: Option<Key>,
+    carrier: Option<Carrier>,
 }
 
 /// Why there is no [`Intent`].
@@ -82,6 +86,28 @@ impl Intent {
             body: Bytes::new(),
             created_at: Timestamp::from_millis(millis_now()),
             sent_before: false,
+            key_lifetime: None,
+            replaces: None,
+            carrier: None,
+        })
+    }
+
+    /// The intent that takes the place of this one, with a new key: what was refused is corrected with it. Give it the
+    /// corrected body, and its own derived key where this one has such a key.
+    ///
+    /// A [`Journal`](crate::Journal) does not let it be sent while this one has no definite answer: both could take effect.
+    ///
+    /// # Errors
+    /// As [`Intent::new`].
+    pub fn corrected(&self) -> Result<Self, IntentError> {
+        let fresh = Self::new(self.method.clone(), self.uri.clone())?;
+        Ok(Self {
+            headers: self.headers.clone(),
+            body: self.body.clone(),
+            key_lifetime: self.key_lifetime,
+            replaces: Some(self.key.clone()),
+            carrier: self.carrier.clone(),
+            ..fresh
         })
     }
 
@@ -140,6 +166,20 @@ impl Intent {
         Self { created_at, ..self }
     }
 
+    /// How long the service promises to know the key, where that is less than
+    /// [the policy](crate::RetryPolicy::with_key_lifetime) says.
+    #[must_use]
+    pub fn with_key_lifetime(self, key_lifetime: Duration) -> Self {
+        Self { key_lifetime: Some(key_lifetime), ..self }
+    }
+
+    /// The field that carries its key, instead of the [client's](crate::Client::with_carrier): an intent that was sent in one
+    /// field is not protected in another.
+    #[must_use]
+    pub fn with_carrier(self, carrier: Carrier) -> Self {
+        Self { carrier: Some(carrier), ..self }
+    }
+
     /// Says that the request may have been sent before, by this process or by another one, and that no definite answer is
     /// known. So nothing but an answer about the operation itself ends it as refused.
     #[must_use]
@@ -181,6 +221,24 @@ impl Intent {
     #[must_use]
     pub const fn created_at(&self) -> Timestamp {
         self.created_at
+    }
+
+    /// How long the service promises to know the key, where this intent says so.
+    #[must_use]
+    pub const fn key_lifetime(&self) -> Option<Duration> {
+        self.key_lifetime
+    }
+
+    /// The field that carries its key, where this intent says so.
+    #[must_use]
+    pub const fn carrier(&self) -> Option<&Carrier> {
+        self.carrier.as_ref()
+    }
+
+    /// The key of the intent that this one [corrects](Intent::corrected).
+    #[must_use]
+    pub const fn replaces(&self) -> Option<&Key> {
+        self.replaces.as_ref()
     }
 
     /// Whether it may have been sent before.

@@ -175,6 +175,12 @@ impl Carrier {
         &self.name
     }
 
+    /// Whether the key stands there in quotes.
+    #[must_use]
+    pub const fn is_quoted(&self) -> bool {
+        self.quoted
+    }
+
     /// The value of the field. It is marked as sensitive, so that no `Debug` output of headers shows it.
     pub(crate) fn value(&self, key: &Key) -> Option<HeaderValue> {
         let quoted;
@@ -195,7 +201,7 @@ pub(crate) fn millis_now() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn random_bits() -> Result<u128, KeyError> {
+pub(crate) fn random_bits() -> Result<u128, KeyError> {
     let mut bits = [0; 16];
     getrandom::fill(&mut bits).map_err(|_| KeyError::NoRandomness)?;
     Ok(u128::from_be_bytes(bits))

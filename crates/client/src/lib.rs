@@ -89,7 +89,8 @@
 //! - A key protects as long as the service knows it, and a service that ignores it protects nothing.
 //! - An answer of HTTP/1 with neither length nor chunks ends where its connection ends. Nobody can tell whether it is whole.
 //! - One layer of retries is enough. Turn those of the HTTP client off, as `ReqwestTransport` does.
-//! - Intents live in memory until a [`Journal`] writes them down.
+//! - Intents live in memory, unless a [`Journal`] writes them down: with the feature `journal`, `JournalDir` does, and
+//!   whoever starts after a crash goes on with them.
 //!
 //! # Doors
 //! [`Client`] over any [`Transport`]; `reqwest`, with the feature of this name, has one, and middleware; `tower`, with the
@@ -126,7 +127,9 @@ pub use client::{Client, Transport};
 pub use failure::was_refused_by_http2;
 pub use failure::{BoxError, Failure, FailureKind};
 pub use intent::{Intent, IntentError};
-pub use journal::{Journal, JournalFuture};
+#[cfg(all(unix, feature = "journal"))]
+pub use journal::{Damaged, JournalDir, NotResumed, Pending, Resume, Resumed};
+pub use journal::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
 pub use key::{Carrier, Key, KeyError};
 pub use policy::{Api, RetryPolicy, ServerErrors};
 pub use received::Received;

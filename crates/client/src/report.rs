@@ -80,6 +80,11 @@ pub enum Why {
     Unsendable,
     /// The journal could not take the intent down, so nothing was sent.
     Journal,
+    /// Another process, or another task of this one, is sending the intent just now. Nothing was sent by this call.
+    InFlight,
+    /// What the journal has under this key is another request or cannot be read, or the intent that this one replaces has
+    /// no definite answer. Nothing was sent by this call, and somebody has to look.
+    JournalConflict,
 }
 
 impl Unfinished {
@@ -127,11 +132,16 @@ impl Unfinished {
     #[must_use]
     pub fn is_resumable(&self) -> bool {
         match self.0.why {
-            Why::Attempts | Why::Deadline | Why::Budget | Why::ComeBackLater | Why::Journal => true,
+            Why::Attempts
+            | Why::Deadline
+            | Why::Budget
+            | Why::ComeBackLater
+            | Why::Journal
+            | Why::InFlight => true,
             Why::TurnedAway => true, // with other credentials, or another way there
             Why::AnswerTooLarge => true, // with a higher limit
             Why::Body => true,       // with the body from its beginning
-            Why::Unknown | Why::KeyLifetime | Why::Unsendable => false,
+            Why::Unknown | Why::KeyLifetime | Why::Unsendable | Why::JournalConflict => false,
         }
     }
 
@@ -177,6 +187,8 @@ impl fmt::Display for Unfinished {
             Why::AnswerTooLarge => "the answer is larger than is allowed",
             Why::Unsendable => "the request cannot be sent",
             Why::Journal => "the journal did not take the intent down, so it was not sent",
+            Why::InFlight => "somebody else is sending it just now",
+            Why::JournalConflict => "the journal has something else under this key, so it was not sent",
         })?;
         write!(f, " (attempts: {}", inner.attempts)?;
         if let Some(response) = &inner.response {

@@ -43,7 +43,12 @@ pub(crate) struct Ask {
     pub(crate) standing: Standing,
     pub(crate) sent_before: bool,
     pub(crate) created_at: Option<Timestamp>,
+    /// How long its key is good, where that is less than the policy says.
+    pub(crate) key_lifetime: Option<Duration>,
 }
+
+/// How far the clocks of two processes may differ before nothing is told of the age of a key.
+const CLOCKS_APART: Duration = Duration::from_secs(60);
 
 /// What all requests of a client share.
 #[derive(Clone)]
@@ -252,8 +257,13 @@ impl Shared {
 
     /// Whether the key is older than it may be when it is sent after this pause.
     fn expires(&self, ask: &Ask, created_at: Timestamp, doubt: bool, pause: Duration) -> bool {
-        let then = self.clock.now().after(pause);
-        doubt && ask.standing == Standing::Keyed && then.since(created_at) >= self.policy.key_lifetime
+        let now = self.clock.now();
+        let lifetime = self.policy.key_lifetime;
+        let lifetime = ask.key_lifetime.map_or(lifetime, |shorter| shorter.min(lifetime));
+        // A key of the future: the clock was put back, and nobody knows how old the key is.
+        let is_of_the_future = created_at.since(now) > CLOCKS_APART;
+        let is_too_old = is_of_the_future || now.after(pause).since(created_at) >= lifetime;
+        doubt && ask.standing == Standing::Keyed && is_too_old
     }
 
     fn wall(&self) -> SystemTime {

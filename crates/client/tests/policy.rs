@@ -8,8 +8,9 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response};
 use http_body_util::Full;
 use oncegate_client::{
-    Advice, Answer, Api, Client, Failure, FailureKind, Intent, Jitter, Journal, JournalFuture, Key, Random,
-    RetryBudget, RetryPolicy, ServerErrors, Transport, Unfinished, Verdict, Why,
+    Advice, Answer, Api, BoxError, Client, Failure, FailureKind, Intent, Jitter, Journal, JournalEntry,
+    JournalFuture, Key, NotOpened, Opened, Random, RetryBudget, RetryPolicy, ServerErrors, Transport,
+    Unfinished, Verdict, Why,
 };
 use oncegate_core::{Clock, Timestamp};
 use tokio::time::Instant;
@@ -466,23 +467,34 @@ async fn an_answer_beyond_the_limit_is_told_by_its_head() {
 }
 
 /// A journal in memory.
-#[derive(Default)]
-struct Pages(Mutex<Vec<String>>, bool);
+#[derive(Clone, Default)]
+struct Pages(Arc<Mutex<Vec<String>>>, bool);
+
+struct Page(Pages, String);
 
 impl Journal for Pages {
-    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a> {
+    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>> {
         Box::pin(async move {
-            self.0.lock().unwrap().push(format!("open {}", intent.key().as_str()));
-            if self.1 { Err("the disk is full".into()) } else { Ok(()) }
+            let key = intent.key().as_str().to_owned();
+            self.0.lock().unwrap().push(format!("open {key}"));
+            if self.1 {
+                return Err(NotOpened::NotWritten("the disk is full".into()));
+            }
+            Ok(Opened::new(Box::new(Page(self.clone(), key))))
         })
     }
+}
 
-    fn close<'a>(&'a self, intent: &'a Intent, answer: &'a Answer) -> JournalFuture<'a> {
-        Box::pin(async move {
-            let line = format!("close {} {}", intent.key().as_str(), answer.verdict);
-            self.0.lock().unwrap().push(line);
-            Ok(())
-        })
+impl JournalEntry for Page {
+    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+        let line = format!("close {} {}", self.1, answer.verdict);
+        self.0.0.lock().unwrap().push(line);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
+        self.0.0.lock().unwrap().push(format!("never sent {}", self.1));
+        Box::pin(async { Ok(()) })
     }
 }
 
@@ -499,7 +511,12 @@ async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only()
     client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap_err();
     assert_eq!(*pages.0.lock().unwrap(), ["open k"]);
 
-    let full = Arc::new(Pages(Mutex::default(), true));
+    let pages = Arc::new(Pages::default());
+    let service = Service::new([Act::Fails(FailureKind::NotSent)]);
+    client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap_err();
+    assert_eq!(*pages.0.lock().unwrap(), ["open k", "never sent k"]);
+
+    let full = Arc::new(Pages(Arc::default(), true));
     let service = Service::new([answers(201)]);
     let open = client(&service, policy()).with_journal(full).send(&intent).await.unwrap_err();
     assert_eq!((open.why(), service.attempts()), (Why::Journal, 0));
