@@ -71,6 +71,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("axum-payments", &["oncegate"]),
+    ("order-saga", &["oncegate"]),
     ("xtask", &[]),
 ];
 
