@@ -68,6 +68,14 @@ pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Print
             writeln!(out, "{name:<16}{}", text(&view[member]))?;
         }
     }
+    for step in view["steps"].as_array().into_iter().flatten() {
+        write!(out, "{:<16}{}, {} bytes", "step", text(&step["name"]), text(&step["result_bytes"]))?;
+        match (&step["result"], &step["result_base64"]) {
+            (Value::Null, Value::Null) => writeln!(out)?,
+            (Value::Null, coded) => writeln!(out, ", in base64: {}", text(coded))?,
+            (result, _) => writeln!(out, ": {}", text(result))?,
+        }
+    }
     let response = &view["response"];
     if !response.is_null() {
         writeln!(

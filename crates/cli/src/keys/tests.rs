@@ -122,6 +122,21 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
 }
 
 #[tokio::test]
+async fn steps_have_a_line_each() {
+    let sidecar = Sidecar::start().await;
+    let owned = sidecar.in_progress(1, "order").await;
+    sidecar.step(owned, 0, "charge\u{1b}[31m", br#"{"Ok":4111}"#).await;
+    sidecar.step(owned, 1, "ship", b"\xff\x00").await;
+    let record = owned.0.to_string();
+    let shown = keys(&sidecar, &["show", &record]).await.unwrap();
+    let lines = "step            charge\\u{1b}[31m, 11 bytes\nstep            ship, 2 bytes\n";
+    assert!(shown.contains(lines) && !shown.contains("4111"), "{shown}");
+    let shown = keys(&sidecar, &["show", &record, "--body"]).await.unwrap();
+    assert!(shown.contains(r#", 11 bytes: {"Ok":4111}"#), "{shown}");
+    assert!(shown.contains("ship, 2 bytes, in base64: /wA=\n"), "{shown}");
+}
+
+#[tokio::test]
 async fn an_unknown_outcome_is_resolved_and_the_trail_tells_by_whom() {
     let sidecar = Sidecar::start().await;
     let [first, second, third] = [
