@@ -18,7 +18,7 @@ pub struct Step {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StepError {
-    /// Its name is empty, or longer than [`limits::STEP_NAME_MAX`] octets.
+    /// Its name is empty, longer than [`limits::STEP_NAME_MAX`] octets, or has a NUL, which PostgreSQL cannot keep.
     Name,
     /// Its result alone has more than [`limits::STEPS_OCTETS_MAX`] octets.
     TooLarge {
@@ -31,7 +31,7 @@ impl fmt::Display for StepError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Name => {
-                write!(f, "the name of a step has 1 to {} octets", limits::STEP_NAME_MAX)
+                write!(f, "the name of a step has 1 to {} octets, and no NUL", limits::STEP_NAME_MAX)
             }
             Self::TooLarge { octets } => write!(
                 f,
@@ -50,7 +50,7 @@ impl Step {
     /// # Errors
     /// [`StepError`] where the name or the result is out of its bounds.
     pub fn new(name: &str, result: Bytes) -> Result<Self, StepError> {
-        if name.is_empty() || name.len() > limits::STEP_NAME_MAX {
+        if name.is_empty() || name.len() > limits::STEP_NAME_MAX || name.contains('\0') {
             return Err(StepError::Name);
         }
         if name.len() + result.len() > limits::STEPS_OCTETS_MAX {
@@ -148,6 +148,7 @@ mod tests {
         assert!(step(1, 0).is_ok() && step(limits::STEP_NAME_MAX, 0).is_ok());
         assert_eq!(step(0, 0), Err(StepError::Name));
         assert_eq!(step(limits::STEP_NAME_MAX + 1, 0), Err(StepError::Name));
+        assert_eq!(Step::new("a\0b", Bytes::new()), Err(StepError::Name));
         assert!(step(1, limits::STEPS_OCTETS_MAX - 1).is_ok());
         let octets = limits::STEPS_OCTETS_MAX;
         assert_eq!(step(1, octets), Err(StepError::TooLarge { octets }));

@@ -81,6 +81,16 @@ def main(url):
         assert claim(db, record)["outcome"] == "unreplayable"
         assert total(db) == 12
 
+        # A step outlives its attempt, for the next one to go on after it.
+        half_way = os.urandom(32)
+        first = claim(db, half_way)["token"]
+        noted = named(db.execute("SELECT * FROM oncegate.step(%s, %s, 0, 'charge', %s)", (half_way, first, b"\x00\xff")))
+        assert noted["outcome"] == "recorded", noted
+        db.execute("SELECT * FROM oncegate.release(%s, %s, 60000)", (half_way, first))
+        second = claim(db, half_way)["token"]
+        steps = named(db.execute("SELECT * FROM oncegate.steps(%s)", (half_way,)))
+        assert (steps["token"], steps["names"], steps["results"]) == (second, ["charge"], [b"\x00\xff"]), steps
+
         found = named(db.execute("SELECT * FROM oncegate.lookup(%s)", (record,)))
         assert found["state"] == "awaited" and found["operation"] == "POST /payments'; --", found
     print("ok")
