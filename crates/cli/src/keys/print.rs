@@ -106,12 +106,20 @@ pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Print
 /// What can be done about a record that waits for an operator.
 fn advice(view: &Value) -> Option<String> {
     let record = text(&view["record"]);
+    let (known, released) = if view["steps"].is_null() {
+        ("Whether this took effect is not known.", "it did not, and the next request executes")
+    } else {
+        (
+            "Its steps took place; whether the next one did is not known.",
+            "an attempt may go on after its last step",
+        )
+    };
     match view["state"].as_str()? {
         "unknown" | "abandoned" => Some(format!(
-            "Whether this took effect is not known. Find out, and then say so:\n  \
+            "{known} Find out, and then say so:\n  \
              oncegate keys resolve {record} --status 201 --body @answer.json --reason \"…\"   it did, and retries get this\n  \
              oncegate keys resolve {record} --tombstone --reason \"…\"   it did, and its answer is lost\n  \
-             oncegate keys resolve {record} --released --reason \"…\"    it did not, and the next request executes"
+             oncegate keys resolve {record} --released --reason \"…\"    {released}"
         )),
         _ => None,
     }

@@ -134,6 +134,14 @@ async fn steps_have_a_line_each() {
     let shown = keys(&sidecar, &["show", &record, "--body"]).await.unwrap();
     assert!(shown.contains(r#", 11 bytes: {"Ok":4111}"#), "{shown}");
     assert!(shown.contains("ship, 2 bytes, in base64: /wA=\n"), "{shown}");
+
+    // To free such a key is not to begin anew.
+    let mut out = Vec::new();
+    let view = serde_json::json!({ "record": "r", "state": "abandoned", "steps": [{ "name": "ship", "result_bytes": 2 }] });
+    print::record(&view, false, &mut out).unwrap();
+    let shown = String::from_utf8(out).unwrap();
+    assert!(shown.contains("may go on after its last step"), "{shown}");
+    assert!(!shown.contains("the next request executes"), "{shown}");
 }
 
 #[tokio::test]
