@@ -71,7 +71,7 @@ fn one_that_is_killed_in_the_middle_is_asked_again_without_the_client() {
     for (order, action) in [(Order::good(), "charge"), (Order::good(), "ship"), (Order::refused(), "refund")]
     {
         let mut world = World::start();
-        let shop = world.shop(Shop { complete_every_ms: 50, ..Shop::default() });
+        let shop = world.shop(Shop::completing());
         world.other(action).arm(action, "lost");
         let client = order.spawn(&shop);
         world.other(action).caught(action);
@@ -110,7 +110,7 @@ fn a_refusal_takes_back_what_was_before_it_and_nothing_else() {
 #[test]
 fn what_cannot_be_taken_back_is_said_and_not_passed_over() {
     let world = World::start();
-    let shop = world.shop(Shop { lease_ms: 60_000, ..Shop::default() });
+    let shop = world.shop(Shop::default());
     let stuck = Order { customer: "closed", ..Order::refused() };
     let answer = stuck.settle(&shop);
     assert_eq!(answer.status, 500, "{answer:?}");

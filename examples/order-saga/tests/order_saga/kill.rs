@@ -45,7 +45,7 @@ fn goes_on_when_the_client_retries(order: &Order, actions: &[&str]) {
         for fault in BEFORE_AND_AFTER {
             let at = format!("{fault} at {action}");
             let mut world = World::start();
-            let mut shop = world.shop(Shop::default());
+            let mut shop = world.shop(Shop::doomed());
             kill_at(&mut world, &mut shop, order, action, fault);
             let shop = world.shop(Shop::default());
             let answer = order.settle(&shop);
@@ -61,9 +61,9 @@ fn goes_on_without_its_client(order: &Order, actions: &[&str]) {
         for fault in BEFORE_AND_AFTER {
             let at = format!("{fault} at {action}");
             let mut world = World::start();
-            let mut shop = world.shop(Shop::default());
+            let mut shop = world.shop(Shop::doomed());
             kill_at(&mut world, &mut shop, order, action, fault);
-            let shop = world.shop(Shop { complete_every_ms: 50, ..Shop::default() });
+            let shop = world.shop(Shop::completing());
             world.attempt(2);
             // Nobody but the completer was there to begin it.
             let answer = order.settle(&shop);
@@ -98,7 +98,7 @@ fn a_shop_that_is_killed_while_it_takes_back_goes_on_without_its_client() {
 fn one_order_outlives_a_kill_at_every_point_of_its_way() {
     for (order, actions) in [(Order::good(), &FORWARD[..]), (Order::refused(), &[FORWARD, BACK].concat())] {
         let mut world = World::start();
-        let mut shop = world.shop(Shop::default());
+        let mut shop = world.shop(Shop::doomed());
         let points: Vec<_> =
             actions.iter().flat_map(|action| BEFORE_AND_AFTER.map(|fault| (*action, fault))).collect();
         for (action, fault) in &points {
@@ -113,7 +113,7 @@ fn one_order_outlives_a_kill_at_every_point_of_its_way() {
                 is_there.then_some(())
             });
             shop.kill();
-            shop = world.shop(Shop::default());
+            shop = world.shop(Shop::doomed());
         }
         let answer = order.settle(&shop);
         holds(&world, &shop, &order, &answer, "at the end");
@@ -124,11 +124,11 @@ fn one_order_outlives_a_kill_at_every_point_of_its_way() {
 #[test]
 fn what_was_finished_is_taken_back_in_the_opposite_order() {
     let (mut world, order) = (World::start(), Order::refused());
-    let mut shop = world.shop(Shop::default());
+    let mut shop = world.shop(Shop::doomed());
     kill_at(&mut world, &mut shop, &order, "refund", "hang");
     let [stock, bank, _] = world.effects();
     assert_eq!((stock, bank), (vec!["reserve".to_owned()], vec!["charge".to_owned()]));
-    let mut shop = world.shop(Shop::default());
+    let mut shop = world.shop(Shop::doomed());
     world.stock.arm("free", "hang");
     until("it frees", || {
         let client = order.spawn(&shop);

@@ -139,7 +139,7 @@ fn whatever_a_shop_was_telling_the_store_when_it_died_another_one_finishes_its_o
         }
     }
     // It goes on with all that were begun. What was never begun nobody knows of, but the client.
-    let shop = world.shop_on(Shop { complete_every_ms: 50, ..how }, &url(port));
+    let shop = world.shop_on(Shop::completing(), &url(port));
     let answers: Vec<_> = dead.iter().map(|order| order.settle(&shop)).collect();
     let mut replayed = 0;
     for (order, answer) in dead.iter().zip(&answers) {
@@ -164,7 +164,7 @@ fn second_finishes(
     action: &str,
     fault: &str,
 ) {
-    let mut first = world.shop_on(Shop::default(), store);
+    let mut first = world.shop_on(Shop { lease_ms: 1200, ..Shop::doomed() }, store);
     let seen = world.other(action).caught_so_far();
     world.other(action).arm(action, fault);
     let client = order.spawn(&first);
@@ -183,7 +183,7 @@ fn a_second_shop_finishes_and_takes_back_what_the_first_one_left() {
     let mut world = World::start();
     let (_server, port) = redis();
     let store = url(port);
-    let second = world.shop_on(Shop { complete_every_ms: 50, ..Shop::default() }, &store);
+    let second = world.shop_on(Shop::completing(), &store);
     let (mut shipped, mut refused) = (0, 0);
     for fault in ["hang", "lost"] {
         for action in ["reserve", "charge", "ship", "refund", "free"] {

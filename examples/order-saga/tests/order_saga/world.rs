@@ -176,8 +176,21 @@ pub(crate) struct Shop {
 }
 
 impl Default for Shop {
+    /// One that lives, and keeps its orders however slow the machine is.
     fn default() -> Self {
-        Self { lease_ms: 600, patience_ms: 60_000, complete_every_ms: 0 }
+        Self { lease_ms: 60_000, patience_ms: 60_000, complete_every_ms: 0 }
+    }
+}
+
+impl Shop {
+    /// One that is killed, and leaves its orders to others soon.
+    pub(crate) fn doomed() -> Self {
+        Self { lease_ms: 600, ..Self::default() }
+    }
+
+    /// One that goes on with what others left.
+    pub(crate) fn completing() -> Self {
+        Self { complete_every_ms: 50, ..Self::default() }
     }
 }
 
