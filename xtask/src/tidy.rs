@@ -77,6 +77,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("axum-payments", &["oncegate"]),
+    ("order-saga", &["oncegate"]),
     ("xtask", &[]),
 ];
 

@@ -222,8 +222,9 @@ impl RecordId {
     /// The key to send along with a call to somebody else's API that is made on behalf of this record, so that this call
     /// takes effect once however often it is made. Another one for each `step`, the same for each attempt.
     ///
-    /// A UUID of version 8 (RFC 9562), 36 characters, which every known API takes: the first 16 octets of
-    /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set.
+    /// A UUID of version 8 (RFC 9562), 36 characters: the first 16 octets of
+    /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set. Nearly every API
+    /// takes it; for one that takes fewer characters leave out the hyphens, which gives 32 hexadecimal digits.
     #[must_use]
     pub fn downstream_key(&self, step: &str) -> String {
         let mut hash = Sha256::new();

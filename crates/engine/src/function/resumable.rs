@@ -221,8 +221,8 @@ where
         Ok(round)
     }
 
-    /// Completes again and again, in a task of its own, until the engine is [drained](crate::Engine::drain). What the store does not
-    /// answer is logged and asked again in the next round.
+    /// Completes again and again, in a task of its own, until the engine is [drained](crate::Engine::drain). What the store does
+    /// not answer is logged and asked again in the next round.
     pub fn spawn_completer(&self, how: Completer) -> JoinHandle<()> {
         let this = self.clone();
         let engine = self.function.settings.engine.clone();
