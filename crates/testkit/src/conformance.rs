@@ -240,7 +240,7 @@ enum Step {
         completion: u8,
         retention: Duration,
     },
-    Step {
+    Finish {
         on: u8,
         token: Token,
         /// Added to the number that comes next.
@@ -316,7 +316,7 @@ fn step() -> impl Strategy<Value = Step> {
         6 => (on.clone(), token.clone(), 0..5_u8, retention())
             .prop_map(|(on, token, completion, retention)| Step::Complete { on, token, completion, retention }),
         4 => (on.clone(), token.clone(), prop_oneof![6 => Just(0_i8), 2 => Just(-1), 1 => Just(1)], 0..3_u8)
-            .prop_map(|(on, token, number, result)| Step::Step { on, token, number, result }),
+            .prop_map(|(on, token, number, result)| Step::Finish { on, token, number, result }),
         3 => (on.clone(), token, retention())
             .prop_map(|(on, token, retention)| Step::Release { on, token, retention }),
         3 => (on.clone(), 0..3_u8, any::<bool>(), retention())
@@ -485,7 +485,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 };
                 (id(*on), Command::Complete(Complete { token, completion, retention: *retention }))
             }
-            Step::Step { on, token: whose, number, result } => {
+            Step::Finish { on, token: whose, number, result } => {
                 let token = token(self.seen.get(&id(*on)), whose);
                 let known = self.records.get(&id(*on)).map_or(0, |entry| entry.record.steps.len());
                 let number = known.saturating_add_signed(isize::from(*number));
