@@ -234,3 +234,30 @@ async fn a_completer_runs_until_the_engine_ends() {
     assert_eq!(scene.second.engine.drain(Duration::from_secs(5)).await, 0);
     completer.await.unwrap();
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_order_that_hangs_holds_up_no_other() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    scene.clock.advance(LEASE + Duration::from_millis(1));
+    // It stops there again.
+    let third = machine(&scene.store, &scene.world, true);
+    let _completer = third.orders.spawn_completer(Completer::default().with_after(Duration::ZERO));
+    let patience = Duration::from_secs(300);
+    let hangs = async {
+        while scene.world.stopped.load(Ordering::SeqCst) < 2 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(patience, hangs).await.expect("it gets so far again");
+    *scene.world.stop_before.lock().unwrap() = None;
+    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    assert!(scene.second.orders.run("order-2", &items()).await.is_err());
+    *scene.world.fail.lock().unwrap() = None;
+    let goes_on = async {
+        while scene.effects().len() < 1 + items().len() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(patience, goes_on).await.expect("the other one is finished");
+}

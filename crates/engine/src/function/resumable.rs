@@ -1,6 +1,5 @@
 //! Functions that somebody goes on with where their owner is gone.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -13,7 +12,7 @@ use oncegate_core::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 
 use super::errors::{ErrorPolicy, FunctionError};
 use super::run::{Claimed, Ran, joined};
@@ -38,7 +37,7 @@ pub struct Resumable<I, T, E, P> {
 type Run<I, T, E> =
     Arc<dyn Fn(Attempt, I) -> Pin<Box<dyn Future<Output = Result<T, E>> + Send>> + Send + Sync>;
 
-/// How many calls a completer executes at a time.
+/// How many calls a completer executes at a time. So many that hang are more than it gets past.
 const AT_ONCE: usize = 16;
 
 /// How a [completer](Resumable::complete) goes about it.
@@ -179,8 +178,15 @@ where
     /// # Errors
     /// What the store said.
     pub async fn complete(&self, how: Completer) -> Result<CompleterRound, StoreError> {
+        let mut running = JoinSet::new();
+        let round = self.round(how, &mut running).await?;
+        while running.join_next().await.is_some() {}
+        Ok(round)
+    }
+
+    /// As [`complete`](Self::complete), and leaves behind what still runs. To drop `running` stops none of it.
+    async fn round(&self, how: Completer, running: &mut JoinSet<()>) -> Result<CompleterRound, StoreError> {
         let mut round = CompleterRound::default();
-        let mut running = VecDeque::new();
         for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
             let mut query = ListQuery::default();
             query.state = Some(state);
@@ -201,12 +207,11 @@ where
                     }
                     if let Some(permit) = self.claim(id, &record).await? {
                         round.executed += 1;
-                        running.push_back(self.spawn(permit, json));
+                        let call = self.spawn(permit, json);
+                        running.spawn(async move { drop(call.await) });
                     }
-                    if running.len() >= AT_ONCE
-                        && let Some(first) = running.pop_front()
-                    {
-                        drop(first.await);
+                    while running.len() >= AT_ONCE {
+                        running.join_next().await;
                     }
                 }
                 query.after = page.next;
@@ -214,9 +219,6 @@ where
                     break;
                 }
             }
-        }
-        for one in running {
-            drop(one.await);
         }
         Ok(round)
     }
@@ -228,13 +230,16 @@ where
         let engine = self.function.settings.engine.clone();
         self.function.settings.engine.spawn(async move {
             let function = this.function.settings.name.clone();
+            // One that takes long holds up no later round.
+            let mut running = JoinSet::new();
             loop {
+                while running.try_join_next().is_some() {}
                 tokio::select! {
                     biased;
                     () = engine.closing() => return,
-                    round = this.complete(how) => match round {
+                    round = this.round(how, &mut running) => match round {
                         Ok(CompleterRound { executed: 0, .. }) => {}
-                        Ok(round) => tracing::info!(%function, executed = round.executed, "finished what was abandoned"),
+                        Ok(round) => tracing::info!(%function, executed = round.executed, "goes on with what was abandoned"),
                         Err(error) => tracing::warn!(%function, %error, "a round of the completer was cut off"),
                     }
                 }

@@ -46,8 +46,8 @@ async fn a_store_refuses_an_older_and_a_newer_contract() {
     run(&mut owner, &format!("INSERT INTO oncegate.contract (version) VALUES ({})", schema::VERSION + 1))
         .await;
     let error = PostgresStore::open(database.options()).await.unwrap_err();
-    let newer = matches!(error, OpenError::NewerContract { found, known, .. } if (found, known) == (schema::VERSION + 1, schema::VERSION));
-    assert!(newer, "{error}");
+    let OpenError::NewerContract { found, known, .. } = &error else { panic!("{error}") };
+    assert_eq!((*found, *known), (schema::VERSION + 1, schema::VERSION));
     assert!(error.to_string().contains("upgrade"), "{error}");
     assert!(matches!(schema::apply(&database.options()).await, Err(OpenError::NewerContract { .. })));
 }
