@@ -50,6 +50,13 @@ pub(crate) const INPUT_MAX: usize = limits::STEPS_OCTETS_MAX / 2;
 /// What the name of a compensation starts with.
 const UNDO: &str = "~undo ";
 
+/// What is recorded of a compensation that succeeded.
+const UNDONE: &[u8] = b"null";
+
+/// What is recorded where a first step may have taken place, and nothing else is: a record that is released with steps is not
+/// free for another request.
+const BEGUN: &str = "~begun";
+
 /// How a step failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure<E> {
@@ -106,13 +113,13 @@ pub enum StepError<E> {
         /// What does not fit. Shows nothing of the value.
         reason: String,
     },
-    /// The step took place, and its result could not be recorded.
+    /// The step took place, or may have, and that could not be recorded.
     NotRecorded {
         /// Why.
         reason: String,
     },
     /// The step was not run, because it is none: its name is out of bounds, starts with `~` or was used before, another step
-    /// was still running, or one has failed.
+    /// was still running, or one has failed; or because the record has no room for it and for what may have to be taken back.
     Refused {
         /// Why.
         reason: String,
@@ -158,7 +165,9 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
             Self::Undecodable { step, reason } => {
                 write!(f, "what is recorded of {step:?} cannot be read: {reason}")
             }
-            Self::NotRecorded { reason } => write!(f, "the step took place and is not recorded: {reason}"),
+            Self::NotRecorded { reason } => {
+                write!(f, "the step may have taken place and is not recorded: {reason}")
+            }
             Self::Refused { reason } => write!(f, "the step was not run: {reason}"),
             Self::Store { reason } => write!(f, "the store did not answer: {reason}"),
         }
@@ -214,8 +223,15 @@ impl Attempt {
                 input
             }
         };
-        progress.passed = 1;
+        progress.passed += 1;
         Ok(input)
+    }
+
+    /// Whether an earlier attempt recorded what the operation is begun with, as far as can be told.
+    pub(crate) async fn was_begun(&self) -> bool {
+        let Ok(mut progress) = self.0.progress.try_lock() else { return false };
+        progress.load::<Infallible>(self).await.is_ok()
+            && progress.recorded.first().is_some_and(|step| step.name() == INPUT)
     }
 }
 
@@ -332,14 +348,22 @@ impl Progress {
         let octets = match self.next(&name)? {
             Some(octets) => octets,
             None => {
+                let room = self.room_for(&name, undo.is_some()).ok_or_else(|| {
+                    refused("the record has no room for it and for what may have to be taken back")
+                })?;
                 let result = match Self::run(attempt, &name, run).await? {
                     Ok(value) => Ok(value),
                     Err(Failure::Final(error)) => Err(error),
-                    Err(Failure::Unsure(error)) => return Err(StepError::Unsure(error)),
+                    Err(Failure::Unsure(error)) => {
+                        if self.recorded.is_empty() {
+                            self.record_effect(attempt, BEGUN, Bytes::from_static(b"null")).await?;
+                        }
+                        return Err(StepError::Unsure(error));
+                    }
                 };
-                let octets = value::encode(&result, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+                let octets = value::encode(&result, room).map(Bytes::from);
                 let octets = octets.map_err(not_recorded)?;
-                self.record(attempt, &name, octets.clone()).await?;
+                self.record_effect(attempt, &name, octets.clone()).await?;
                 octets
             }
         };
@@ -372,6 +396,8 @@ impl Progress {
             let owned = found.filter(|record| record.token == attempt.token());
             let steps = owned.ok_or(StepError::Fenced)?.steps;
             self.recorded = steps.as_slice().to_vec();
+            // It stands for no step of the code.
+            self.passed = usize::from(self.recorded.first().is_some_and(|step| step.name() == BEGUN));
         }
         self.is_loaded = true;
         Ok(())
@@ -386,6 +412,21 @@ impl Progress {
         }
     }
 
+    /// How many octets the result of the next step may have, so that all that was finished by then can still be taken back.
+    /// `None` where there is no room for the step at all: it must not be run, because nobody could go on after it.
+    fn room_for(&self, name: &str, is_undone: bool) -> Option<usize> {
+        let own = is_undone.then_some(name);
+        if own.is_some_and(|name| UNDO.len() + name.len() > limits::STEP_NAME_MAX) {
+            return None;
+        }
+        let undo = || self.undo.iter().map(|(step, _)| step.as_str()).chain(own);
+        let octets = self.recorded.iter().map(|step| step.name().len() + step.result().len()).sum::<usize>()
+            + undo().map(|step| UNDO.len() + step.len() + UNDONE.len()).sum::<usize>()
+            + name.len();
+        let room = limits::STEPS_OCTETS_MAX.checked_sub(octets).filter(|room| *room > 0);
+        room.filter(|_| self.recorded.len() + 1 + undo().count() <= limits::STEPS_MAX)
+    }
+
     async fn run<'a, T, F, E>(
         attempt: &Attempt,
         name: &str,
@@ -395,6 +436,19 @@ impl Progress {
             return Err(StepError::Fenced);
         }
         Ok(run(attempt.downstream_key(name)).await)
+    }
+
+    /// As [`record`](Self::record), of what took place or may have. Where that is not noted the key must not be free.
+    async fn record_effect<E>(
+        &mut self,
+        attempt: &Attempt,
+        name: &str,
+        result: Bytes,
+    ) -> Result<(), StepError<E>> {
+        self.record(attempt, name, result).await.map_err(|error| match error {
+            StepError::Store { reason } => StepError::NotRecorded { reason },
+            error => error,
+        })
     }
 
     /// Notes a step that was just finished. Where the store does not answer it is asked again, as long as the attempt owns its
@@ -442,7 +496,7 @@ impl Progress {
                     Ok(Err(Failure::Unsure(reason))) => return Err(StepError::NotTakenBack { step, reason }),
                     Ok(Err(Failure::Final(reason))) => return Err(StepError::Stuck { step, reason }),
                 }
-                self.record(attempt, &name, Bytes::from_static(b"null")).await?;
+                self.record(attempt, &name, Bytes::from_static(UNDONE)).await?;
             }
             self.passed += 1;
         }

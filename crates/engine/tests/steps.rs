@@ -346,3 +346,84 @@ async fn a_step_is_refused_that_would_share_a_key_or_come_after_one_that_failed(
         .await
         .unwrap();
 }
+
+/// The key of a request whose first step may have taken place is not free for another one, although nothing is recorded yet.
+#[tokio::test]
+async fn a_first_step_that_is_not_sure_keeps_its_key_from_other_requests() {
+    let (shop, world) = (shop(), world_alive(&Arc::default()));
+    let timed_out = |_: String| async { Err::<u8, _>(Failure::Unsure("timed out".to_owned())) };
+    let first = async |attempt: Attempt| attempt.step("reserve", timed_out).await;
+    let said = shop.orders.run_in_place("order-1", "the input", first).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    let other =
+        shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    assert_eq!(world.effects("reserve"), 0);
+    // Whoever asked for it goes on, at once and as often as it takes.
+    let said = shop.orders.run_in_place("order-1", "the input", first).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    assert_eq!(shop.call(&world).await.unwrap(), ["reserve done", "charge done", "ship done"]);
+}
+
+/// What can be taken back has room for that in the record, before it takes place.
+#[tokio::test]
+async fn a_step_whose_compensation_would_find_no_room_is_not_run() {
+    let shop = shop();
+    let undone = Arc::new(AtomicUsize::new(0));
+    let step = |attempt: &Attempt, name: String, answer: Result<u8, Failure<String>>| {
+        let undone = undone.clone();
+        attempt.step(name, async |_| answer).compensate(move |_, _: u8| async move {
+            undone.fetch_add(1, Ordering::SeqCst);
+            Ok::<_, Failure<String>>(())
+        })
+    };
+    let said = shop
+        .orders
+        .run_in_place("long", "", async |attempt: Attempt| step(&attempt, "n".repeat(250), Ok(1)).await)
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
+
+    // 127 with a compensation each, and one that fails: 255 of 256.
+    let said = shop
+        .orders
+        .run_in_place("many", "", async |attempt: Attempt| {
+            for n in 0..127 {
+                step(&attempt, n.to_string(), Ok(1)).await?;
+            }
+            step(&attempt, "last".to_owned(), Err(Failure::Final("no".to_owned()))).await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
+    assert_eq!(undone.swap(0, Ordering::SeqCst), 127);
+
+    let said = shop
+        .orders
+        .run_in_place("too many", "", async |attempt: Attempt| {
+            for n in 0..128 {
+                step(&attempt, n.to_string(), Ok(1)).await?;
+            }
+            step(&attempt, "last".to_owned(), Err(Failure::Final("no".to_owned()))).await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
+    assert_eq!(undone.load(Ordering::SeqCst), 0);
+}
+
+/// A result leaves room for the compensation that it may call for; this one would fit without.
+#[tokio::test]
+async fn a_result_that_leaves_no_room_for_compensations_is_not_recorded() {
+    let shop = shop();
+    let said = shop
+        .orders
+        .run_in_place("large", "", async |attempt: Attempt| {
+            attempt
+                .step("a", async |_| Ok::<_, Failure<String>>("x".repeat(1024 * 1024 - 15)))
+                .compensate(async |_, _: String| Ok::<_, Failure<String>>(()))
+                .await
+        })
+        .await;
+    assert!(
+        matches!(said, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
+        "{said:?}"
+    );
+}

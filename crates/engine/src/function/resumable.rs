@@ -206,6 +206,12 @@ where
                         continue;
                     }
                     if let Some(permit) = self.claim(id, &record).await? {
+                        // It was listed a while ago. Since then it may have come to its end and been forgotten, and then
+                        // this would begin it once more.
+                        if !permit.attempt().was_begun().await {
+                            permit.cancel().await;
+                            continue;
+                        }
                         round.executed += 1;
                         let call = self.spawn(permit, json);
                         running.spawn(async move { drop(call.await) });
