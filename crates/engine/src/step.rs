@@ -134,13 +134,14 @@ pub enum StepError<E> {
 impl<E> StepError<E> {
     /// What becomes of the operation's record: for [`FateOf`](crate::FateOf), where this is the function's error.
     ///
-    /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. Else the
-    /// key is released, and the next call goes on after the last recorded step.
+    /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. After `Store`
+    /// it could not be read what an earlier attempt did, so that the key is not free. Else the key is released, and the next
+    /// call goes on after the last recorded step.
     #[must_use]
     pub const fn fate(&self) -> ErrorFate {
         match self {
             Self::Failed(_) => ErrorFate::Store,
-            Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Unknown,
+            Self::Stuck { .. } | Self::NotRecorded { .. } | Self::Store { .. } => ErrorFate::Unknown,
             _ => ErrorFate::Release,
         }
     }
@@ -339,6 +340,11 @@ impl Progress {
         }
         Step::new(&name, Bytes::new()).map_err(|unfit| refused(unfit.to_string()))?;
         self.load(attempt).await?;
+        if self.recorded.is_empty() && attempt.is_after_abandoned() {
+            // Whoever was here before may have ended in a first step. What this one releases must not forget that.
+            self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
+            self.passed = 1;
+        }
         let passed = self.recorded.get(..self.passed).unwrap_or_default();
         if passed.iter().any(|step| step.name() == name) {
             return Err(refused(format!(

@@ -8,7 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use oncegate_core::{MemoryStore, OnAbandoned};
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record,
+    RecordId, Store, StoreError, StoreFuture, Timestamp,
+};
 use oncegate_engine::{
     Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, StepError,
 };
@@ -92,7 +95,11 @@ const LEASE: Duration = Duration::from_secs(30);
 
 fn shop() -> Shop {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-    let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
+    shop_on(Arc::new(MemoryStore::new(clock.clone())), clock)
+}
+
+fn shop_on(store: Arc<dyn Store>, clock: Arc<ManualClock>) -> Shop {
+    let engine = Engine::new(store);
     let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
     let orders = engine.function("order").with_policy(policy).with_errors(FateOf(StepError::fate as _));
     Shop { clock, orders }
@@ -426,4 +433,88 @@ async fn a_result_that_leaves_no_room_for_compensations_is_not_recorded() {
         matches!(said, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
         "{said:?}"
     );
+}
+
+/// Notes no step.
+struct Forgetful(MemoryStore<Arc<ManualClock>>);
+
+impl Store for Forgetful {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        if matches!(command, Command::Step(_)) {
+            return Box::pin(async { Err(StoreError::invalid("no steps here")) });
+        }
+        self.0.apply(id, command)
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.0.lookup(id)
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.0.list(query)
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.0.purge(limit)
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.0.audit(before, limit)
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.0.check()
+    }
+
+    fn now(&self) -> Timestamp {
+        self.0.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+}
+
+#[tokio::test]
+async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
+    for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
+        let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+        let shop = shop_on(Arc::new(Forgetful(MemoryStore::new(clock.clone()))), clock);
+        let world = world_alive(&Arc::default());
+        let answer = async |attempt: Attempt| {
+            let answer = failure.clone().map_or(Ok(1_u8), Err);
+            attempt.step("reserve", async |_| answer).await
+        };
+        let said = shop.orders.run_in_place("order-1", "the input", answer).await;
+        assert!(
+            matches!(said, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
+            "{said:?}"
+        );
+        let other =
+            shop.orders.run_in_place("order-1", "another input", |attempt| order(world, attempt)).await;
+        assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    }
+}
+
+/// Who comes after an attempt that ended in its first step, and gives up before anything is recorded, does not free the key.
+#[tokio::test]
+async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
+    let (shop, world) = (shop(), Arc::new(World::default()));
+    assert!(shop.call_until_dead(&world, 1).await.is_none(), "it dies after the effect");
+    assert_eq!(world.effects("reserve"), 1);
+    let world = world_alive(&world);
+    let said = shop
+        .orders
+        .run_in_place("order-1", "the input", async |attempt: Attempt| {
+            // Refused, because there is no room for its compensation's name.
+            let step = attempt.step("n".repeat(250), async |_| Ok::<_, Failure<String>>(1_u8));
+            step.compensate(async |_, _: u8| Ok::<_, Failure<String>>(())).await
+        })
+        .await;
+    assert!(said.is_err());
+    let other =
+        shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    assert_eq!(shop.call(&world).await.unwrap().len(), 3);
+    assert_eq!(world.effects("reserve"), 1);
 }
