@@ -10,13 +10,17 @@
 //! oncegate-benches memory-of DIR RECORDS  what memory a process takes with that store
 //! oncegate-benches growth DIR RECORDS DIR RECORDS     cost of a small and a large embedded store
 //! oncegate-benches growth-memory RECORDS RECORDS      the same for memory stores
+//! oncegate-benches functions              a wrapped function on the memory store, against calling it bare
 //! oncegate-benches redis                  the store on Redis against two bare scripts
 //! oncegate-benches postgres               the store on PostgreSQL, batched against single rows
+//! oncegate-benches client                 a successful call through the client, against the bare HTTP client below it
 //! oncegate-benches transact               a business row in one transaction with its record, against a bare unique key
 //! oncegate-benches growth-postgres RECORDS RECORDS    cost of a small and a large table
 //! oncegate-benches hold ADDRESS COUNT     keeps so many idle connections until its standard input ends
 //! ```
 
+mod caller;
+mod functions;
 mod growth;
 mod idle;
 mod records;
@@ -62,8 +66,11 @@ async fn main() -> Result<()> {
             growth::embedded((Path::new(small), few.parse()?), (Path::new(large), many.parse()?)).await
         }
         ["growth-memory", few, many] => growth::memory(few.parse()?, many.parse()?).await,
+        // Where services run, too.
+        ["functions"] => tokio::spawn(functions::functions()).await?,
         ["redis"] => shared::on_redis().await,
         ["postgres"] => shared::on_postgres().await,
+        ["client"] => caller::measure().await,
         ["transact"] => shared::same_transaction().await,
         ["growth-postgres", few, many] => shared::growth_on_postgres(few.parse()?, many.parse()?).await,
         ["hold", server, count] => idle::hold(server.parse()?, count.parse()?).await,

@@ -14,6 +14,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_postgres()?;
     prepare_psycopg()?;
     prepare_redis()?;
+    crate::valkey::prepare()?;
     prepare_faketime()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
@@ -21,6 +22,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     for script in ["check_fingerprints.py", "check_record_ids.py"] {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }
+    cmd(Command::new("python3").arg(root().join("crates/client/vectors/check_intent_keys.py")))?;
     Ok(())
 }
 

@@ -11,6 +11,7 @@ use crate::run::{Result, cargo, output, root};
 /// at the binary.
 const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
+    ("oncegate-client", &["oncegate-core"]),
     ("oncegate-testkit", &["oncegate-core"]),
     ("oncegate-engine", &["oncegate-core"]),
     ("oncegate-embedded", &["oncegate-core"]),
@@ -18,13 +19,16 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-tiered", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
+    ("oncegate-macros", &["oncegate-core"]),
     (
         "oncegate",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
+            "oncegate-macros",
             "oncegate-postgres",
             "oncegate-redis",
             "oncegate-tiered",
@@ -33,6 +37,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-cli",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
@@ -61,6 +66,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "oncegate-benches",
         &[
+            "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
@@ -78,12 +84,14 @@ const ARROWS: &[(&str, &[&str])] = &[
 /// What a room must be provably free of: its dependencies must not reach these.
 const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-core", &["tokio", "http", "hyper", "getrandom", "redb", "tracing"]),
+    ("oncegate-client", &["redb", "redis", "axum", "sqlx"]),
     ("oncegate-engine", &["http", "hyper", "redb", "axum", "sqlx"]),
     ("oncegate-embedded", &["http", "hyper", "axum"]),
     ("oncegate-postgres", &["http", "hyper", "axum", "redb"]),
     ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
     ("oncegate-tiered", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
+    ("oncegate-macros", &["tokio", "http", "hyper", "redb", "tracing"]),
 ];
 
 /// Words that finished work does not have, and why.
@@ -194,9 +202,10 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
         }
         let denies =
             ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
-        let library = ["core", "engine", "embedded", "http", "postgres", "redis", "servers", "tiered"]
-            .iter()
-            .any(|room| name == format!("crates/{room}/src/lib.rs"));
+        let library =
+            ["client", "core", "engine", "embedded", "http", "postgres", "redis", "servers", "tiered"]
+                .iter()
+                .any(|room| name == format!("crates/{room}/src/lib.rs"));
         for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {
             faults.push(format!("{name}: does not deny {lint}"));
         }

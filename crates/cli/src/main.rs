@@ -1,6 +1,7 @@
 //! `oncegate`: the sidecar and the tools of Oncegate.
 
 mod admin;
+mod call;
 mod check;
 mod config;
 mod demo;
@@ -12,6 +13,7 @@ mod schema;
 
 use std::process::ExitCode;
 
+use call::CallArgs;
 use clap::{Parser, Subcommand};
 use config::ProxyArgs;
 use demo::DemoArgs;
@@ -51,6 +53,17 @@ enum Command {
     ///
     /// Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
     Keys(KeysArgs),
+    /// Sends one request until there is a definite answer: for scripts and cron jobs, where curl --retry would pay twice.
+    ///
+    /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
+    /// this process: `oncegate call --resume --journal DIR` goes on with it. The body of the answer goes to the standard
+    /// output, every word about it to the standard error.
+    ///
+    /// Exit codes: 0 done, 1 refused, for good, 2 wrong usage, nothing was sent, 3 nothing happened, the same call can be
+    /// made again later, 4 it may have happened, the same call brings certainty, 5 it may have happened, and no call brings
+    /// certainty: somebody has to find out, 6 done, but the answer could not be written out. With --resume, of several ends
+    /// the highest; with --list, 5 where something cannot be read.
+    Call(Box<CallArgs>),
     /// Prepares a database for its store: prints the SQL, applies it, or says what the database has.
     ///
     /// Exit codes: 0 done, 1 failed, or not the version that this program needs, 2 wrong usage.
@@ -63,6 +76,7 @@ fn main() -> ExitCode {
         Command::Check(args) => return check::run(&args),
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
+        Command::Call(args) => return call::run(&args),
         Command::Schema(args) => schema::run(&args),
     };
     match result {

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, Store, StoreError, limits,
+    Command, Complete, Completion, FencingToken, Grant, Outcome, Record, RecordId, Release, Store,
+    StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -61,6 +62,25 @@ impl Attempt {
             progress: tokio::sync::Mutex::default(),
             warned: AtomicBool::new(false),
         }))
+    }
+
+    /// An attempt that is over, as the record that it completed tells of it.
+    pub(crate) fn completed(
+        store: Arc<dyn Store>,
+        id: RecordId,
+        record: &Record,
+        policy: Policy,
+        number: u64,
+    ) -> Self {
+        let grant = Grant {
+            token: record.token,
+            attempts: record.attempts,
+            lease_until: record.changed_at,
+            after_abandoned: false,
+        };
+        let attempt = Self::new(store, id, grant, policy, number, Instant::now());
+        *lock(&attempt.0.lease_until) = Instant::now();
+        attempt
     }
 
     /// The record that this attempt owns.

@@ -157,6 +157,8 @@ async fn every_result_is_replayed_as_it_was_also_those_that_look_like_none() {
         i128::MIN,
         u128::MAX,
         0.1_f64 + 0.2,
+        31.245_270_191_439_438_f64,
+        121.487_919_511_619_45_f64,
         f64::MAX,
         f64::MIN_POSITIVE,
         5e-324_f64,

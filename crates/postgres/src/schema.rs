@@ -10,8 +10,10 @@ use crate::options::PostgresOptions;
 pub const VERSION: i32 = 2;
 
 /// What brings a database from one version to the next. What was released is never changed.
-const MIGRATIONS: [(i32, &str); 2] =
-    [(1, include_str!("../sql/0001_contract.sql")), (2, include_str!("../sql/0002_steps.sql"))];
+const MIGRATIONS: [(i32, &str); 2] = [
+    (1, include_str!("../sql/0001_contract.sql")),
+    (2, include_str!("../sql/0002_steps_and_reservations.sql")),
+];
 
 /// Everything that brings an empty database to [`VERSION`], to be run by `psql -v ON_ERROR_STOP=1`.
 #[must_use]

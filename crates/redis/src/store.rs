@@ -26,6 +26,7 @@ use crate::options::RedisOptions;
 use crate::probe::{Finding, probe};
 use crate::replicas::Replicas;
 use crate::watch::Ear;
+use crate::witness::Witness;
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
 pub struct RedisStore {
@@ -64,10 +65,14 @@ impl RedisStore {
         let (seconds, micros): (u64, u64) =
             redis::from_redis_value(time).map_err(|_| OpenError::from(Failure::Senseless))?;
         let now = Timestamp::from_millis(seconds.saturating_mul(1000).saturating_add(micros / 1000));
+        let replicas = Replicas::default();
+        if let Some(wait) = link.options().wait {
+            replicas.prove(wait, &link, &link.connection().await?).await?;
+        }
         let shared = Shared {
             link,
             scripts,
-            replicas: Replicas::default(),
+            replicas,
             clock: ServerClock::new(now),
             #[cfg(test)]
             test_clock: None,
@@ -172,18 +177,10 @@ impl Shared {
             Command::Purge => self.call(&connection, &self.scripts.purge, &[&key], &[]).await?.outcome()?,
             _ => return Err(StoreError::invalid("the Redis store does not know this command")),
         };
-        // An answer that is there is true, whoever else has it; and who renews may come too late, and hears of it then.
-        let counts = matches!(
-            outcome,
-            Outcome::Execute(_)
-                | Outcome::Unknown
-                | Outcome::StepRecorded
-                | Outcome::Completed
-                | Outcome::Released
-                | Outcome::Resolved { .. }
-        );
-        if let (true, Some(wait)) = (counts, self.link.options().wait) {
-            self.replicas.wait(wait, &self.link, &connection).await?;
+        if let Some(wait) = self.link.options().wait
+            && let Some(witness) = Witness::of(command, &outcome)
+        {
+            self.replicas.wait(wait, &self.link, &connection, &id, witness).await?;
         }
         Ok(outcome)
     }

@@ -49,6 +49,7 @@ use crate::config::AdminToken;
 
 pub(crate) use self::front::FrontCollector;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, UpstreamResult};
+pub(crate) use self::view::time;
 
 /// What the admin API speaks about.
 #[derive(Clone, Debug)]

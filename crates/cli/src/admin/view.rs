@@ -103,7 +103,7 @@ pub(super) fn audit_entry(entry: &AuditEntry) -> Value {
 }
 
 /// The time in the form of RFC 3339, in UTC with milliseconds.
-pub(super) fn time(at: Timestamp) -> String {
+pub(crate) fn time(at: Timestamp) -> String {
     let (seconds, millis) = (at.as_millis() / 1000, at.as_millis() % 1000);
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     // Days since 0000-03-01, so that a leap day is the last day of its year; 400 years have 146097 days.

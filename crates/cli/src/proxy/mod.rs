@@ -12,7 +12,7 @@ mod listen;
 mod reconcile;
 mod run;
 mod tiered;
-mod tls;
+pub(crate) mod tls;
 
 use std::io;
 use std::sync::Arc;

@@ -82,6 +82,6 @@ pub(crate) fn connector(
     Ok(ToService { connector, to: rewrite(to, &Uri::default(), None) })
 }
 
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+pub(crate) fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }

@@ -19,7 +19,7 @@ use super::value::{self, NotJson};
 /// | `KeyReused` | was called with this key and another input | fix the caller |
 /// | `Unknown` | ran, and nobody knows whether it took effect | stop; somebody has to find out |
 /// | `NotReplayable` | took effect; its result was not stored | look up the result elsewhere |
-/// | `Undecodable` | took effect; its stored result does not fit this program's type | read the record; a new key would do it twice |
+/// | `Undecodable` | took effect; its stored result does not fit the type | read the record; a new key would do it twice |
 /// | `Panicked` | panicked in the middle | as for `Unknown` |
 /// | `Store` | was not run: the store did not answer | the same key, later |
 /// | `Key`, `Input` | was not run: the call is no call | fix the caller |

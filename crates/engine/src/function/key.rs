@@ -87,6 +87,14 @@ impl KeyText {
     }
 }
 
+impl TryFrom<KeyText> for IdempotencyKey {
+    type Error = KeyError;
+
+    fn try_from(text: KeyText) -> Result<Self, KeyError> {
+        text.key()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;

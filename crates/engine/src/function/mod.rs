@@ -47,8 +47,8 @@ const RESULT_MAX: usize = 1024 * 1024;
 /// # What a call does
 /// 1. The key is looked up within the caller and the function's name; the input's canonical JSON is compared with that of the
 ///    first call. Another input under the same key is [`FunctionError::KeyReused`].
-/// 2. The first call runs the function. Others hear [`FunctionError::InProgress`], or wait as the [policy](Self::with_policy) says,
-///    in this process or another one.
+/// 2. The first call runs the function. Others, in this process or another one, hear [`FunctionError::InProgress`], or wait as
+///    the [policy](Self::with_policy) says.
 /// 3. The value is stored as JSON before the first caller gets it, and every later call gets it until the retention ends: also
 ///    `false`, `0`, `""`, `[]`, `None` and `()`.
 /// 4. What has no JSON that says the same ([`NotJson`]), or is too large, is not stored. The first caller gets it, the others
@@ -292,6 +292,14 @@ impl<P> fmt::Debug for Function<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Function").field("name", &self.settings.name).finish_non_exhaustive()
     }
+}
+
+/// The value itself. What `#[idempotent]` writes around each argument that it compares, so that the compiler points at the one
+/// that has no `Serialize`.
+#[doc(hidden)]
+#[must_use]
+pub const fn compared<T: Serialize + ?Sized>(argument: &T) -> &T {
+    argument
 }
 
 /// One call of a [`Function`], before anything is asked of the store.

@@ -139,7 +139,9 @@ impl<P> Call<P> {
             Ok(ClaimOutcome::InProgress { lease_left }) => Err(FunctionError::InProgress { lease_left }),
             Ok(ClaimOutcome::Mismatch) => Err(FunctionError::KeyReused),
             Ok(ClaimOutcome::Unknown) => Err(FunctionError::Unknown),
-            Ok(ClaimOutcome::Unreplayable) => Err(FunctionError::NotReplayable),
+            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddAnswer(_) | ClaimOutcome::AnswerAwaited) => {
+                Err(FunctionError::NotReplayable)
+            }
             Err(error) => Err(FunctionError::Store(error)),
         }
     }

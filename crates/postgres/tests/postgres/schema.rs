@@ -60,7 +60,7 @@ async fn a_database_of_the_first_version_goes_forward_with_its_records_and_its_r
     run(&mut owner, concat!("BEGIN;", include_str!("../../sql/0001_contract.sql"), "COMMIT;")).await;
     run(
         &mut owner,
-        "CREATE ROLE worker; CREATE ROLE reader; CREATE ROLE nobody; \
+        "CREATE ROLE worker; CREATE ROLE reader; CREATE ROLE payer; GRANT EXECUTE ON FUNCTION oncegate.complete TO payer; CREATE ROLE nobody; \
          GRANT EXECUTE ON FUNCTION oncegate.complete_if_owner TO worker; GRANT EXECUTE ON FUNCTION oncegate.lookup TO reader",
     )
     .await;
@@ -85,11 +85,11 @@ async fn a_database_of_the_first_version_goes_forward_with_its_records_and_its_r
     let command = Command::Step(RecordStep { token, number: 0, step: step.clone() });
     assert_eq!(store.apply(id, command).await.unwrap(), Outcome::StepRecorded, "of an attempt from before");
     assert_eq!(store.lookup(id).await.unwrap().unwrap().steps.as_slice(), [step]);
-    let may = "SELECT string_agg(r || ' ' || f, ', ' ORDER BY r, f) FROM unnest(ARRAY['worker', 'reader', 'nobody']) AS r, \
-               unnest(ARRAY['step', 'steps']) AS f, pg_proc AS p \
+    let may = "SELECT string_agg(r || ' ' || f, ', ' ORDER BY r, f) FROM unnest(ARRAY['worker', 'reader', 'payer', 'nobody']) AS r, \
+               unnest(ARRAY['step', 'steps', 'reserve']) AS f, pg_proc AS p \
                WHERE p.pronamespace = 'oncegate'::regnamespace AND p.proname = f AND has_function_privilege(r, p.oid, 'EXECUTE')";
     let rows = try_run(&mut owner, may).await.unwrap();
-    assert_eq!(rows[0].get::<String, _>(0), "reader steps, worker step");
+    assert_eq!(rows[0].get::<String, _>(0), "payer reserve, reader steps, worker step");
 }
 
 #[tokio::test(flavor = "multi_thread")]

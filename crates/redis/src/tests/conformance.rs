@@ -74,6 +74,24 @@ fn the_redis_store_conforms_on_a_cluster() {
     });
 }
 
+/// What is waited for is the record that the command left, whatever came before.
+#[test]
+fn the_redis_store_conforms_where_it_waits_for_the_disk() {
+    let server = RedisServer::start(ServerOptions::new().recent().with_appendfsync("always")).unwrap();
+    let url = format!("{}?wait-aof=local&wait-timeout=30s", server.url());
+    conforms(96, &url, || drop(server.command(&["FLUSHALL"]).unwrap()));
+}
+
+#[test]
+fn the_redis_store_conforms_on_a_cluster_where_it_waits_for_replicas() {
+    let cluster = cluster();
+    conforms(32, &format!("{}?wait-replicas=1&wait-timeout=30s", cluster.url()), || {
+        for server in cluster.primaries() {
+            server.command(&["FLUSHALL"]).unwrap();
+        }
+    });
+}
+
 /// In which nobody is taken for dead because the machine is busy.
 fn cluster() -> RedisCluster {
     RedisCluster::start_with(&ServerOptions::new().with("cluster-node-timeout 60000")).unwrap()

@@ -1,4 +1,4 @@
--- Oncegate, contract version 2 for PostgreSQL 14 and later: version 1, and steps.
+-- Oncegate, contract version 2 for PostgreSQL 14 and later: version 1, and steps, and records that are inserted completed.
 --
 -- What an attempt has finished on its way is kept in its record, under its token, for the next attempt to go on after it. The
 -- functions below are those of version 1 that have to know of it; what is new in them is what names step_names. To be run in one
@@ -460,17 +460,102 @@ BEGIN
 END
 $$;
 
--- Those who may complete may note a step, and those who may look up a record may read its steps.
-REVOKE ALL ON FUNCTION oncegate.step, oncegate.steps FROM PUBLIC;
+-- For a transaction that completes its record itself, before its end: with oncegate.complete_reserved, which inserts it once,
+-- where claim and complete write it twice. Gives the number of the transaction where there is no record: nothing is
+-- written, and until the transaction ends everybody else hears in-progress. Null where there is a record, or somebody else
+-- is about to insert one: oncegate.claim says more.
+--
+-- First the lock, then a look with a snapshot that is younger than the lock: whoever had it before has committed by then.
+-- Above READ COMMITTED the look may be older, and oncegate.complete_reserved finds the record with SQLSTATE 40001.
+CREATE FUNCTION oncegate.reserve(id bytea) RETURNS bigint
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF reserve.id IS NULL OR octet_length(reserve.id) <> 32 THEN
+        RAISE EXCEPTION 'oncegate: id must have 32 octets' USING ERRCODE = '22023';
+    END IF;
+    IF pg_try_advisory_xact_lock(hashtextextended(encode(reserve.id, 'hex'), 1868784485)) THEN
+        PERFORM FROM oncegate.records AS t WHERE t.id = reserve.id;
+        IF NOT FOUND THEN
+            RETURN txid_current();
+        END IF;
+    END IF;
+    RETURN NULL;
+END
+$$;
+
+-- Inserts the completed record of the transaction that oncegate.reserve gave the number of, and gives its token. OG001:
+-- there is a record after all, or that transaction has been rolled back; roll back, too. Null: it was committed, without the
+-- record; the record is unknown then, so that nobody does it again, and is to be committed.
+CREATE FUNCTION oncegate.complete_reserved(
+    id bytea,
+    transaction bigint,
+    fingerprint bytea,
+    response bytea,
+    retention_ms bigint,
+    caller bytea,
+    operation text
+) RETURNS bigint
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    clock CONSTANT bigint := oncegate.now_ms();
+    is_watched boolean;
+BEGIN
+    IF (octet_length(complete_reserved.id) = 32 AND octet_length(complete_reserved.fingerprint) = 33
+        AND oncegate.may_be_response(complete_reserved.response) AND complete_reserved.retention_ms BETWEEN 1 AND 34560000000
+        AND octet_length(complete_reserved.caller) = 8 AND octet_length(complete_reserved.operation) <= 256
+        AND complete_reserved.transaction > 0) IS NOT TRUE
+    THEN
+        RAISE EXCEPTION 'oncegate: an argument of complete_reserved is not what the contract says' USING ERRCODE = '22023';
+    END IF;
+    IF complete_reserved.transaction = txid_current() THEN
+        -- The watch is looked at as oncegate.tell does it.
+        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at,
+                expires_at, purge_at, response)
+            VALUES (complete_reserved.id, 'completed', complete_reserved.fingerprint, clock, 1, complete_reserved.caller,
+                complete_reserved.operation, clock, clock, clock + complete_reserved.retention_ms,
+                oncegate.purge_at(0, clock + complete_reserved.retention_ms, clock), complete_reserved.response)
+            ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING
+            RETURNING NOT (CASE WHEN pg_try_advisory_lock(oncegate.watch_key(t.id))
+                THEN pg_advisory_unlock(oncegate.watch_key(t.id)) ELSE false END) INTO is_watched;
+        IF FOUND THEN
+            IF is_watched THEN
+                PERFORM oncegate.tell(complete_reserved.id);
+            END IF;
+            RETURN clock;
+        END IF;
+    ELSIF txid_status(complete_reserved.transaction) IS DISTINCT FROM 'aborted'
+        AND pg_try_advisory_xact_lock(hashtextextended(encode(complete_reserved.id, 'hex'), 1868784485))
+    THEN
+        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at,
+                expires_at, purge_at)
+            VALUES (complete_reserved.id, 'unknown', complete_reserved.fingerprint, clock, 1, complete_reserved.caller,
+                complete_reserved.operation, clock, clock, clock + complete_reserved.retention_ms,
+                oncegate.purge_at(0, clock + complete_reserved.retention_ms, clock))
+            ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING;
+        IF FOUND THEN
+            RETURN NULL;
+        END IF;
+    END IF;
+    RAISE EXCEPTION 'oncegate: the transaction has no right to complete this record, and its effect must not take place'
+        USING ERRCODE = 'OG001', HINT = 'Roll back. Another one has completed it, or the transaction that reserved it is over.';
+END
+$$;
+
+-- Those who may complete may note a step, and insert what they completed; those who may look up a record may read its steps.
+REVOKE ALL ON FUNCTION oncegate.step, oncegate.steps, oncegate.reserve, oncegate.complete_reserved FROM PUBLIC;
 DO $$
 DECLARE
     g record;
 BEGIN
     FOR g IN
-        SELECT CASE p.proname WHEN 'lookup' THEN 'steps' ELSE 'step' END AS name, pg_get_userbyid(a.grantee) AS grantee
-        FROM pg_proc AS p, aclexplode(p.proacl) AS a
-        WHERE p.pronamespace = 'oncegate'::regnamespace AND p.proname IN ('lookup', 'complete_if_owner')
-            AND a.privilege_type = 'EXECUTE' AND a.grantee NOT IN (0, p.proowner)
+        SELECT n.name, pg_get_userbyid(a.grantee) AS grantee
+        FROM (VALUES ('complete_if_owner', 'step'), ('lookup', 'steps'), ('complete', 'reserve'), ('complete', 'complete_reserved'))
+                AS n (like_that_of, name)
+            JOIN pg_proc AS p ON p.pronamespace = 'oncegate'::regnamespace AND p.proname = n.like_that_of,
+            aclexplode(p.proacl) AS a
+        WHERE a.privilege_type = 'EXECUTE' AND a.grantee NOT IN (0, p.proowner)
     LOOP
         EXECUTE format('GRANT EXECUTE ON FUNCTION oncegate.%I TO %I', g.name, g.grantee);
     END LOOP;

@@ -1,0 +1,186 @@
+//! `oncegate call`: one intent from a script or a cron job, and what a journal has left.
+
+mod args;
+mod outcome;
+mod request;
+mod transport;
+
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use oncegate_client::{Answer, Api, Client, JournalDir, NotResumed, Pending, RetryPolicy};
+
+pub(crate) use self::args::CallArgs;
+use self::outcome::{End, Sink};
+use self::transport::Wire;
+use crate::admin::time;
+
+/// Runs the command and says how it ended.
+pub(crate) fn run(args: &CallArgs) -> ExitCode {
+    if std::env::var_os("ONCEGATE_LOG").is_some() {
+        crate::log();
+    }
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: cannot start a runtime: {error}");
+            return End::Nothing.into();
+        }
+    };
+    match runtime.block_on(execute(args)) {
+        Ok(end) => end.into(),
+        Err(words) => {
+            eprintln!("error: {words}");
+            End::Usage.into()
+        }
+    }
+}
+
+/// `Err` is wrong usage: nothing was written down and nothing was sent.
+async fn execute(args: &CallArgs) -> Result<End, String> {
+    let journal = match &args.journal {
+        // A name with a mistake must not look like a journal in which all is done.
+        Some(path) if (args.resume || args.list) && !path.is_dir() => {
+            return Err(format!("--journal {}: there is no such directory", path.display()));
+        }
+        Some(path) => {
+            let opened = JournalDir::open(path);
+            Some(opened.map_err(|error| format!("--journal {}: {error}", path.display()))?)
+        }
+        None => None,
+    };
+    match (&journal, args.list, args.resume) {
+        (Some(journal), true, _) => Ok(list(journal).await),
+        (Some(journal), _, true) => resume(args, journal).await,
+        (None, true, _) | (None, _, true) => Err("give the journal: --journal DIR".to_owned()),
+        _ => call(args, journal).await,
+    }
+}
+
+async fn call(args: &CallArgs, journal: Option<JournalDir>) -> Result<End, String> {
+    let request = request::read(args, &mut io::stdin().lock())?;
+    let mut client = client(args)?;
+    let mut sink = Sink::open(args)?;
+    let has_journal = journal.is_some();
+    if let Some(journal) = journal {
+        client = client.with_journal(Arc::new(journal));
+    }
+    let key = request.intent.key().as_str().to_owned();
+    let say_key = || {
+        let keeps = if has_journal { "; the journal keeps it" } else { ", to give it again with --key" };
+        eprintln!("key: {key}{keeps}");
+    };
+    let is_said = request.is_new_key && !args.plain;
+    if is_said && !args.silent {
+        say_key();
+    }
+    if args.verbose {
+        eprintln!("> {} {}", request.intent.method(), request.intent.uri());
+    }
+    let sent = client.send(&request.intent).await;
+    let end = outcome::say(args, &mut sink, sent);
+    if is_said && args.silent && !matches!(end, End::Done | End::Refused) {
+        say_key(); // without it the call could not be made again
+    }
+    Ok(end)
+}
+
+async fn resume(args: &CallArgs, journal: &JournalDir) -> Result<End, String> {
+    let fields = request::fields(args)?;
+    let client = client(args)?;
+    let resume = journal.resume_pending(&client).await;
+    let resume = resume.map_err(|error| format!("--journal {}: {error}", journal.path().display()))?;
+    let mut resume = resume.with_fields(move |_| Ok(fields.clone()));
+    let mut worst = End::Done;
+    while let Some(end) = resume.next().await {
+        let end = match end {
+            Err(damaged) => {
+                eprintln!("error: {damaged}; nothing is known of what it was");
+                End::Unknown
+            }
+            Ok(resumed) => {
+                let name = name(&resumed.pending);
+                match resumed.end {
+                    Ok(answer) => resumed_line(args, &name, &answer),
+                    Err(NotResumed::Gone) => End::Done,
+                    Err(NotResumed::Unfinished(open)) => {
+                        let end = outcome::end_of(&open);
+                        eprintln!("{name}: {}{}", end.words(), outcome::why(&open));
+                        end
+                    }
+                    Err(error) => {
+                        eprintln!("{name}: {error}");
+                        if resumed.pending.maybe_sent { End::Open } else { End::Nothing }
+                    }
+                }
+            }
+        };
+        worst = worst.max(end);
+    }
+    Ok(worst)
+}
+
+fn resumed_line(args: &CallArgs, name: &str, answer: &Answer) -> End {
+    let end = outcome::verdict(answer.verdict);
+    if !args.silent {
+        let replayed = if answer.replayed { ", replayed" } else { "" };
+        eprintln!("{name}: {} ({}{replayed})", end.words(), answer.response.status());
+    }
+    end
+}
+
+/// What is in the journal, for a person: a line each.
+async fn list(journal: &JournalDir) -> End {
+    let found = match journal.pending().await {
+        Ok(found) => found,
+        Err(error) => {
+            eprintln!("error: --journal {}: {error}", journal.path().display());
+            return End::Usage;
+        }
+    };
+    let mut out = io::stdout().lock();
+    let mut end = End::Done;
+    for one in found {
+        match one {
+            Ok(pending) => {
+                let state = match (pending.in_flight, pending.maybe_sent) {
+                    (true, _) => "in flight",
+                    (false, true) => "maybe sent",
+                    (false, false) => "never sent",
+                };
+                let _closed = writeln!(out, "{}, {state}, {}", name(&pending), pending.path.display());
+            }
+            Err(damaged) => {
+                let _closed = writeln!(out, "cannot be read, {damaged}");
+                end = End::Unknown;
+            }
+        }
+    }
+    end
+}
+
+/// How a person finds one of several. A query may hold what is nobody's business.
+fn name(pending: &Pending) -> String {
+    let uri = &pending.uri;
+    let at = time(pending.created_at);
+    let host = uri.authority().map_or("", |authority| authority.as_str());
+    let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
+    format!("{at} {} {host}{} key {}", pending.method, uri.path(), pending.key.as_str())
+}
+
+fn client(args: &CallArgs) -> Result<Client<Wire>, String> {
+    let mut policy = RetryPolicy::default()
+        .with_attempt_timeout(args.max_time)
+        .with_deadline(args.deadline)
+        .with_key_lifetime(args.key_lifetime);
+    if let Some(attempts) = args.attempts() {
+        policy = policy.with_attempts(attempts);
+    }
+    if args.plain {
+        policy = policy.with_api(Api::Plain);
+    }
+    let is_https = args.url.as_ref().is_none_or(|url| url.scheme_str() == Some("https"));
+    let client = Client::new(transport::wire(args.cacert.as_deref(), is_https, args.connect_timeout)?);
+    Ok(client.with_policy(policy).with_carrier(request::carrier(args)))
+}

@@ -1,0 +1,189 @@
+//! How it ended: for a script by the exit code, for a person by a line.
+
+use std::error::Error;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::UNIX_EPOCH;
+
+use oncegate_client::{Advice, Answer, Unfinished, Verdict, Why};
+use oncegate_core::Timestamp;
+
+use super::args::CallArgs;
+use crate::admin::time;
+
+/// How a call ended; of several the last in this order counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum End {
+    Done,
+    Refused,
+    /// It took no effect, and the same call can be made again.
+    Nothing,
+    /// It may have taken effect, and the same call brings certainty.
+    Open,
+    /// It may have taken effect, and no call brings certainty.
+    Unknown,
+    /// The answer is there and definite, and could not be handed on.
+    Output,
+    Usage,
+}
+
+impl End {
+    pub(super) fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Refused => 1,
+            Self::Usage => 2,
+            Self::Nothing => 3,
+            Self::Open => 4,
+            Self::Unknown => 5,
+            Self::Output => 6,
+        }
+    }
+
+    pub(super) fn words(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::Refused => "refused",
+            Self::Nothing => "nothing happened; make the same call again later",
+            Self::Open => "it may have happened; make the same call again later",
+            Self::Unknown => "it may have happened; somebody has to find out",
+            Self::Output => "the answer could not be written",
+            Self::Usage => "wrong usage",
+        }
+    }
+}
+
+impl From<End> for ExitCode {
+    fn from(end: End) -> Self {
+        Self::from(end.code())
+    }
+}
+
+/// What a definite answer means to a script.
+pub(super) fn verdict(verdict: Verdict) -> End {
+    match verdict {
+        Verdict::Done => End::Done,
+        Verdict::Refused(_) => End::Refused,
+        // Final, and yet it does not say what took effect, or how it was answered.
+        _ => End::Unknown,
+    }
+}
+
+/// What it means to a script that there is none.
+pub(super) fn end_of(open: &Unfinished) -> End {
+    match (open.may_have_taken_effect(), open.is_resumable()) {
+        (false, true) => End::Nothing,
+        (true, true) => End::Open,
+        (true, false) => End::Unknown,
+        // It cannot be sent at all.
+        (false, false) if open.why() == Why::Unsendable => End::Usage,
+        (false, false) => End::Nothing,
+    }
+}
+
+/// Why, with the innermost cause, which is the one that says something.
+pub(super) fn why(open: &Unfinished) -> String {
+    let mut words = format!(": {open}");
+    let mut cause = open.source();
+    while let Some(inner) = cause.and_then(Error::source) {
+        cause = Some(inner);
+    }
+    if let Some(cause) = cause {
+        words.push_str(&format!(": {cause}"));
+    }
+    if let Some(Ok(since)) = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH)) {
+        let millis = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+        words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));
+    }
+    words
+}
+
+/// Where the body goes. It is opened before anything is sent: afterwards is too late to say that there is no such place.
+pub(super) struct Sink(Option<File>);
+
+impl Sink {
+    pub(super) fn open(args: &CallArgs) -> Result<Self, String> {
+        let Some(path) = &args.output else { return Ok(Self(None)) };
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+        Ok(Self(Some(file.map_err(|error| format!("--output {}: {error}", path.display()))?)))
+    }
+
+    fn write(&mut self, head: &[u8], body: &[u8]) -> io::Result<()> {
+        match &mut self.0 {
+            Some(file) => {
+                if file.metadata()?.is_file() {
+                    file.set_len(0)?;
+                }
+                file.write_all(head)?;
+                file.write_all(body)
+            }
+            None => {
+                let mut out = io::stdout().lock();
+                out.write_all(head)?;
+                out.write_all(body)?;
+                out.flush()
+            }
+        }
+    }
+}
+
+/// Hands the answer on and says how it ended.
+pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinished>) -> End {
+    let (end, words, response) = match sent {
+        Ok(answer) => {
+            let end = verdict(answer.verdict);
+            let status = answer.response.status();
+            let more = match answer.verdict {
+                Verdict::Refused(Advice::NewKey) => "; the key belongs to another request",
+                Verdict::Refused(Advice::FixRequest) => "; a corrected request takes a key of its own",
+                Verdict::Failed => "; the service keeps this failure, and does not say what took effect",
+                Verdict::Processed => "; it was processed, and its answer is not there any more",
+                _ => "",
+            };
+            let replayed = if answer.replayed { ", replayed" } else { "" };
+            let words = format!("{} ({status}, attempts: {}{replayed}){more}", end.words(), answer.attempts);
+            (end, words, Some(answer.response))
+        }
+        Err(open) => {
+            let end = end_of(&open);
+            (end, format!("{}{}", end.words(), why(&open)), open.into_response())
+        }
+    };
+    if end != End::Done && !(args.silent && end == End::Refused) {
+        eprintln!("oncegate: {words}");
+    } else if args.verbose {
+        eprintln!("* {words}");
+    }
+    let Some(response) = response else { return end };
+    let mut head = Vec::new();
+    if args.include || args.verbose {
+        let status = response.status();
+        let line = format!(
+            "{:?} {} {}",
+            response.version(),
+            status.as_u16(),
+            status.canonical_reason().unwrap_or_default()
+        );
+        head.extend_from_slice(line.trim_end().as_bytes());
+        head.extend_from_slice(b"\r\n");
+        for (name, value) in response.headers() {
+            for part in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
+                head.extend_from_slice(part);
+            }
+        }
+        head.extend_from_slice(b"\r\n");
+    }
+    if args.verbose {
+        for line in String::from_utf8_lossy(&head).lines().filter(|line| !line.is_empty()) {
+            eprintln!("< {line}");
+        }
+    }
+    let head = if args.include { head.as_slice() } else { &[] };
+    if let Err(error) = sink.write(head, response.body()) {
+        eprintln!("oncegate: {}, and the answer could not be written: {error}", end.words());
+        // Whoever reads the exit code alone must not believe that the answer was handed on.
+        return if end == End::Done { End::Output } else { end };
+    }
+    end
+}

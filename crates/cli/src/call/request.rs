@@ -1,0 +1,144 @@
+//! From flags to an intent.
+
+use std::fs;
+use std::io::Read;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use http::Method;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use oncegate_client::{Carrier, Intent, Key};
+
+use super::args::CallArgs;
+
+/// Largest body of a request, in octets: it is held in memory, and a journal takes 16 MiB with all that belongs to it.
+const BODY_MAX: usize = 15 * 1024 * 1024;
+
+/// Fields that say where a message ends, which is not the caller's business.
+const FRAMING: [HeaderName; 3] = [header::CONTENT_LENGTH, header::TRANSFER_ENCODING, header::CONNECTION];
+
+pub(super) struct Request {
+    pub(super) intent: Intent,
+    /// The key was made up just now, and a restart would make another one.
+    pub(super) is_new_key: bool,
+}
+
+/// What is to be sent.
+pub(super) fn read(args: &CallArgs, stdin: &mut impl Read) -> Result<Request, String> {
+    let (Some(method), Some(url)) = (&args.method, &args.url) else {
+        return Err("give the method and the address".to_owned());
+    };
+    let intent = Intent::new(method.clone(), url.clone()).map_err(|error| error.to_string())?;
+    let intent = match (&args.intent, &args.key) {
+        (Some(identity), _) => intent.with_key(Key::derived("oncegate call", [identity])),
+        (None, Some(key)) => intent.with_key(Key::new(key).map_err(|error| format!("--key: {error}"))?),
+        (None, None) => intent,
+    };
+    let is_safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE);
+    let is_new_key = args.intent.is_none() && args.key.is_none() && !is_safe;
+    let mut fields = fields(args)?;
+    let mut unless_there = |name: HeaderName, value: &'static str| {
+        fields.entry(name).or_insert(HeaderValue::from_static(value));
+    };
+    unless_there(header::USER_AGENT, concat!("oncegate/", env!("CARGO_PKG_VERSION")));
+    let body = if let Some(json) = &args.json {
+        unless_there(header::CONTENT_TYPE, "application/json");
+        unless_there(header::ACCEPT, "application/json");
+        octets("--json", json, stdin)?
+    } else if let Some(data) = &args.data_binary {
+        unless_there(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
+        octets("--data-binary", data, stdin)?
+    } else if args.data.is_empty() {
+        Vec::new()
+    } else {
+        unless_there(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
+        let mut joined = Vec::new();
+        for (number, data) in args.data.iter().enumerate() {
+            if number > 0 {
+                joined.push(b'&');
+            }
+            let read = octets("--data", data, stdin)?;
+            let of_file = is_file(data);
+            // As curl does: the ends of lines are the file's, not the form's.
+            joined.extend(read.into_iter().filter(|octet| !of_file || !matches!(octet, b'\r' | b'\n' | 0)));
+        }
+        joined
+    };
+    if body.len() > BODY_MAX {
+        return Err(format!("the body has more than {} MiB", BODY_MAX / 1024 / 1024));
+    }
+    Ok(Request { intent: intent.with_headers(fields).with_body(body), is_new_key })
+}
+
+/// The fields that were given, with those that a journal does not keep.
+pub(super) fn fields(args: &CallArgs) -> Result<HeaderMap, String> {
+    let mut fields = HeaderMap::new();
+    for given in &args.headers {
+        match given.strip_prefix('@') {
+            None => add(args, &mut fields, given, "--header")?,
+            Some(file) => {
+                let text = fs::read_to_string(file).map_err(|error| format!("--header @{file}: {error}"))?;
+                let place = format!("--header @{file}");
+                for line in text.lines().filter(|line| !line.trim().is_empty()) {
+                    add(args, &mut fields, line, &place)?;
+                }
+            }
+        }
+    }
+    if let Some(user) = &args.user {
+        if !user.contains(':') {
+            return Err("--user: write user and password, with a colon between them".to_owned());
+        }
+        let basic = format!("Basic {}", STANDARD.encode(user));
+        let mut value = HeaderValue::from_str(&basic).map_err(|_| "--user: cannot be sent".to_owned())?;
+        value.set_sensitive(true);
+        if fields.insert(header::AUTHORIZATION, value).is_some() {
+            return Err("--user and a field Authorization are one too many".to_owned());
+        }
+    }
+    Ok(fields)
+}
+
+/// Adds a field. What is wrong with it is said without its value.
+fn add(args: &CallArgs, fields: &mut HeaderMap, line: &str, place: &str) -> Result<(), String> {
+    let (name, value) = line.split_once(':').ok_or(format!("{place}: write \"Name: value\""))?;
+    let name: HeaderName =
+        name.trim().parse().map_err(|_| format!("{place}: the name of a field has letters that none has"))?;
+    if name == args.carrier {
+        return Err(format!("{place}: give the key with --key or --intent"));
+    }
+    if FRAMING.contains(&name) {
+        return Err(format!("{place}: {name} is not the caller's to say"));
+    }
+    let value = HeaderValue::from_str(value.trim())
+        .map_err(|_| format!("{place}: the value of {name} cannot be sent"))?;
+    fields.append(name, value);
+    Ok(())
+}
+
+pub(super) fn carrier(args: &CallArgs) -> Carrier {
+    let bare = Carrier::named(args.carrier.clone());
+    if args.quoted { bare.quoted() } else { bare }
+}
+
+fn is_file(given: &str) -> bool {
+    given.starts_with('@') || given == "-"
+}
+
+/// The text itself, what is in the file after an @, or the standard input.
+fn octets(flag: &str, given: &str, stdin: &mut impl Read) -> Result<Vec<u8>, String> {
+    let mut octets = Vec::new();
+    let most = BODY_MAX as u64 + 1;
+    match given.strip_prefix('@') {
+        _ if given == "-" || given == "@-" => {
+            let read = stdin.take(most).read_to_end(&mut octets);
+            read.map_err(|error| format!("{flag} -: {error}"))?;
+        }
+        Some(file) => {
+            let read = fs::File::open(file).and_then(|file| file.take(most).read_to_end(&mut octets));
+            read.map_err(|error| format!("{flag} @{file}: {error}"))?;
+        }
+        None => octets.extend_from_slice(given.as_bytes()),
+    }
+    Ok(octets)
+}

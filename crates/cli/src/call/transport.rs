@@ -1,0 +1,70 @@
+//! What goes on the wire: HTTP/1.1 or HTTP/2 by hyper, TLS by rustls.
+
+use std::error::Error;
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::{self, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use oncegate_client::tower::Over;
+use oncegate_client::{FailureKind, was_refused_by_http2};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::{ClientConfig, RootCertStore};
+
+use crate::proxy::tls::provider;
+
+pub(super) type Wire = Over<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
+
+/// Trusts the certificates in this file, or those of the system, which are not read where no address needs them.
+pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Duration) -> Result<Wire, String> {
+    let mut http = HttpConnector::new();
+    http.enforce_http(false);
+    http.set_nodelay(true);
+    http.set_connect_timeout(Some(connect_timeout));
+    let builder = HttpsConnectorBuilder::new();
+    let builder = match cacert {
+        Some(file) => builder.with_tls_config(trusting(file)?),
+        None if !is_https => builder.with_tls_config(config(RootCertStore::empty())?),
+        None => builder
+            .with_provider_and_native_roots(provider())
+            .map_err(|error| format!("cannot read the system's certificates: {error}; give --cacert"))?,
+    };
+    let connector = builder.https_or_http().enable_all_versions().wrap_connector(http);
+    let client = legacy::Client::builder(TokioExecutor::new())
+        // What is sent again, the policy says.
+        .retry_canceled_requests(false)
+        .build(connector);
+    Ok(Over::new(client).with_failures(classify))
+}
+
+fn trusting(file: &Path) -> Result<ClientConfig, String> {
+    let say = |error: &dyn std::fmt::Display| format!("--cacert {}: {error}", file.display());
+    let mut roots = RootCertStore::empty();
+    let chain = CertificateDer::pem_file_iter(file).map_err(|error| say(&error))?;
+    for certificate in chain {
+        roots.add(certificate.map_err(|error| say(&error))?).map_err(|error| say(&error))?;
+    }
+    if roots.is_empty() {
+        return Err(say(&"there is no certificate in it"));
+    }
+    config(roots)
+}
+
+fn config(roots: RootCertStore) -> Result<ClientConfig, String> {
+    let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
+    Ok(config.map_err(|error| error.to_string())?.with_root_certificates(roots).with_no_client_auth())
+}
+
+fn classify(error: &(dyn Error + 'static)) -> FailureKind {
+    if error.downcast_ref::<legacy::Error>().is_some_and(legacy::Error::is_connect) {
+        FailureKind::NotSent
+    } else if was_refused_by_http2(error) {
+        FailureKind::NotProcessed
+    } else {
+        FailureKind::Doubtful
+    }
+}

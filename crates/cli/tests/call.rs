@@ -1,0 +1,434 @@
+//! `oncegate call` as a script has it: a process, its exit code, and what a kill in the middle leaves.
+
+mod support;
+
+use std::fs;
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use support::{Message, Process, Service, Sidecar, Wire, until, within};
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Command;
+
+/// How a call ended.
+#[derive(Debug)]
+struct End {
+    code: Option<i32>,
+    out: String,
+    words: String,
+}
+
+fn call(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.arg("call").args(args).env_remove("ONCEGATE_JOURNAL").env_remove("ONCEGATE_CALL_USER");
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    command
+}
+
+async fn end_of(mut command: Command) -> End {
+    let output = command.stdout(Stdio::piped()).stderr(Stdio::piped()).output();
+    let output = within("the end of a call", output).await.unwrap();
+    End {
+        code: output.status.code(),
+        out: String::from_utf8(output.stdout).unwrap(),
+        words: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+async fn ended(args: &[&str]) -> End {
+    end_of(call(args)).await
+}
+
+/// A service that does with each request what a function says, and keeps what it was sent. `None` ends the connection.
+#[derive(Clone, Default)]
+struct Seen(Arc<Mutex<Vec<Message>>>);
+
+impl Seen {
+    fn count(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    fn field(&self, at: usize, name: &str) -> Option<String> {
+        self.0.lock().unwrap()[at].head.get(name).map(str::to_owned)
+    }
+
+    fn body(&self, at: usize) -> String {
+        String::from_utf8(self.0.lock().unwrap()[at].body.clone()).unwrap()
+    }
+}
+
+async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'static) -> (SocketAddr, Seen) {
+    let service = Service::new().await;
+    let (address, seen) = (service.address, Seen::default());
+    let (listener, kept, answer) = (service.into_listener(), seen.clone(), Arc::new(answer));
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let (kept, answer) = (kept.clone(), Arc::clone(&answer));
+            tokio::spawn(async move {
+                let mut wire = Wire::new(stream);
+                while let Some(head) = wire.try_head().await {
+                    let message = wire.body(head).await;
+                    let number = {
+                        let mut all = kept.0.lock().unwrap();
+                        all.push(message);
+                        all.len() - 1
+                    };
+                    match answer(number) {
+                        Some(answer) => {
+                            if wire.try_send(answer).await.is_err() {
+                                return;
+                            }
+                        }
+                        None => return,
+                    }
+                }
+            });
+        }
+    });
+    (address, seen)
+}
+
+fn answer(status: &str, fields: &str, body: &str) -> String {
+    format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{fields}\r\n{body}", body.len())
+}
+
+async fn always(status: &'static str, fields: &'static str, body: &'static str) -> (SocketAddr, Seen) {
+    service(move |_| Some(answer(status, fields, body))).await
+}
+
+const PROBLEM: &str = "Content-Type: application/problem+json\r\n";
+
+/// Status, fields and body of the answer; flags; exit code and output.
+type Row = (&'static str, &'static str, &'static str, &'static [&'static str], i32, &'static str);
+
+/// Every exit code, and what makes it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn exit_codes_tell_definite_ends_and_others_apart() {
+    let unknown = r#"{"type":"urn:oncegate:problem:outcome-unknown","retry":"stop"}"#;
+    let gone = r#"{"type":"urn:oncegate:problem:replay-unavailable","retry":"stop"}"#;
+    let table: &[Row] = &[
+        ("201 Created", "", "paid", &[], 0, "paid"),
+        ("303 See Other", "Location: /x\r\n", "", &[], 0, ""),
+        ("402 Payment Required", "", "no", &[], 1, "no"),
+        ("401 Unauthorized", "", "who", &[], 1, "who"),
+        ("422 Unprocessable", PROBLEM, r#"{"type":"x:key-reused"}"#, &[], 1, r#"{"type":"x:key-reused"}"#),
+        ("429 Too Many", "", "later", &[], 3, "later"),
+        ("503 Unavailable", "", "down", &[], 4, "down"),
+        ("503 Unavailable", "Retry-After: 86400\r\n", "down", &["--attempts=9"], 4, "down"),
+        ("500 Broken", "", "?", &[], 4, "?"),
+        ("500 Broken", "Idempotent-Replayed: true\r\n", "?", &[], 5, "?"),
+        ("409 Conflict", PROBLEM, unknown, &[], 5, unknown),
+        ("409 Conflict", PROBLEM, gone, &[], 5, gone),
+        ("503 Unavailable", "", "down", &["--plain"], 5, "down"),
+        ("429 Too Many", "", "later", &["--plain"], 3, "later"),
+    ];
+    for (status, fields, body, flags, code, out) in table {
+        let (address, seen) = always(status, fields, body).await;
+        let url = format!("http://{address}/payments");
+        let mut args = vec!["POST", &url, "--intent=order-123", "--json={}", "--retry=0"];
+        if flags.contains(&"--attempts=9") {
+            args.pop();
+        }
+        args.extend_from_slice(flags);
+        let end = ended(&args).await;
+        assert_eq!((end.code, end.out.as_str()), (Some(*code), *out), "{status} {flags:?}: {end:?}");
+        assert_eq!(seen.count(), 1, "{status}");
+        assert_eq!(end.words.is_empty(), *code == 0, "{end:?}");
+    }
+
+    // The connection ends without an answer, and there is no service at all.
+    let (address, seen) = service(|_| None).await;
+    let url = format!("http://{address}/payments");
+    let end = ended(&["POST", &url, "--intent=a", "--attempts=3", "--json={}"]).await;
+    assert_eq!((end.code, seen.count()), (Some(4), 3), "{end:?}");
+    assert_eq!(seen.field(0, "idempotency-key"), seen.field(2, "idempotency-key"));
+    let nobody = Service::new().await.address; // dropped at once
+    let url = format!("http://{nobody}/payments");
+    let end = ended(&["POST", &url, "--intent=a", "--attempts=2", "--json={}"]).await;
+    assert_eq!(end.code, Some(3), "{end:?}");
+    assert!(end.words.contains("nothing happened"), "{end:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn wrong_usage_sends_nothing() {
+    let (address, seen) = always("201 Created", "", "").await;
+    let url = format!("http://{address}/payments");
+    let with_login = format!("http://u:p@{address}/");
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("missing/answer");
+    let output = format!("--output={}", missing.display());
+    let table: &[&[&str]] = &[
+        &[],
+        &["POST"],
+        &[&url],
+        &["post", &url],
+        &["POST", "/payments"],
+        &["POST", "ftp://host/"],
+        &["POST", &with_login],
+        &["POST", &url, "--key="],
+        &["POST", &url, "--key=a", "--intent=b"],
+        &["POST", &url, "--intent="],
+        &["POST", &url, "--key=with space"],
+        &["POST", &url, "-H", "Idempotency-Key: a"],
+        &["POST", &url, "-H", "Content-Length: 3"],
+        &["POST", &url, "-H", "no colon"],
+        &["POST", &url, "-H", "@/nowhere/at/all"],
+        &["POST", &url, "--json=@/nowhere/at/all"],
+        &["POST", &url, "--json={}", "-d", "a=b"],
+        &["POST", &url, "-u", "nobody"],
+        &["POST", &url, "--attempts=0"],
+        &["POST", &url, "--max-time=0"],
+        &["POST", &url, "--cacert=/nowhere/at/all"],
+        &["POST", &url, &output],
+        &["--resume"],
+        &["--list"],
+        &["--list", "--journal=/nowhere/at/all"],
+        &["--resume", "--journal=/nowhere/at/all"],
+        &["--resume", "--journal=/proc/none", "POST", &url],
+        &["POST", &url, "--journal=/proc/none"],
+    ];
+    for args in table {
+        let end = ended(args).await;
+        assert_eq!(end.code, Some(2), "{args:?}: {end:?}");
+        assert!(!end.words.is_empty() && end.out.is_empty(), "{args:?}: {end:?}");
+    }
+    assert_eq!(seen.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn flags_are_those_that_people_know() {
+    let (address, seen) = always("201 Created", "X-Note: café\r\n", "paid").await;
+    let url = format!("http://{address}/payments?x=1");
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    fs::write(path("body"), "{\"a\":\r\n1}\n").unwrap();
+    fs::write(path("fields"), "X-One: 1\n\nAuthorization: Bearer hush\n").unwrap();
+
+    let json = format!("--json=@{}", path("body"));
+    let fields = format!("@{}", path("fields"));
+    let out = path("out");
+    fs::write(&out, "something much longer than the answer").unwrap();
+    let end =
+        ended(&["POST", &url, "--intent=7", &json, "-H", &fields, "-H", "X-Two: 2", "-o", &out, "-i"]).await;
+    assert_eq!((end.code, end.out.as_str(), end.words.as_str()), (Some(0), "", ""), "{end:?}");
+    let written = fs::read_to_string(&out).unwrap();
+    assert!(
+        written.starts_with("HTTP/1.1 201 Created\r\n") && written.ends_with("\r\n\r\npaid"),
+        "{written}"
+    );
+    assert_eq!(seen.0.lock().unwrap()[0].head.line, "POST /payments?x=1 HTTP/1.1");
+    assert_eq!(seen.body(0), "{\"a\":\r\n1}\n");
+    for (name, value) in [
+        ("content-type", "application/json"),
+        ("x-one", "1"),
+        ("x-two", "2"),
+        ("authorization", "Bearer hush"),
+        ("user-agent", concat!("oncegate/", env!("CARGO_PKG_VERSION"))),
+    ] {
+        assert_eq!(seen.field(0, name).as_deref(), Some(value), "{name}");
+    }
+
+    let data = format!("@{}", path("body"));
+    ended(&["POST", &url, "--intent=7", "-d", "x=1", "-d", &data]).await;
+    assert_eq!(seen.body(1), "x=1&{\"a\":1}");
+    assert_eq!(seen.field(1, "content-type").as_deref(), Some("application/x-www-form-urlencoded"));
+    assert_eq!(seen.field(0, "idempotency-key"), seen.field(1, "idempotency-key"));
+
+    let mut command = call(&["PUT", &url, "--key=my-key", "--carrier=X-Key", "--quoted", "--data-binary=-"]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"raw\n").await.unwrap();
+    assert!(within("the end of a call", child.wait()).await.unwrap().success());
+    assert_eq!((seen.body(2).as_str(), seen.field(2, "x-key").as_deref()), ("raw\n", Some("\"my-key\"")));
+
+    // Without a key: a new one each time, and it is said.
+    let new = ended(&["POST", &url, "-d", "x"]).await;
+    let key = seen.field(3, "idempotency-key").unwrap();
+    assert!(new.words.contains(&key), "{new:?}");
+    ended(&["POST", &url, "-d", "x"]).await;
+    assert_ne!(seen.field(4, "idempotency-key").unwrap(), key);
+    ended(&["POST", &url, "--intent=8", "-d", "x"]).await;
+    assert_ne!(seen.field(5, "idempotency-key"), seen.field(0, "idempotency-key"));
+    // Safe methods carry none, and a service without keys gets none.
+    for args in [&["GET", &url][..], &["POST", &url, "--plain", "--json={}"]] {
+        let end = ended(args).await;
+        assert_eq!((end.code, end.words.as_str()), (Some(0), ""));
+    }
+    assert_eq!((seen.field(6, "idempotency-key"), seen.field(7, "idempotency-key")), (None, None));
+
+    let verbose = ended(&["POST", &url, "-v", "--intent=7", "-H", &fields, "--json={}"]).await;
+    assert!(verbose.words.contains("< HTTP/1.1 201") && !verbose.words.contains("hush"), "{verbose:?}");
+
+    // Done, and nobody could be told what was answered.
+    let mut command = call(&["POST", &url, "--intent=7", "--json={}"]);
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut child = command.stdout(full).stderr(Stdio::null()).spawn().unwrap();
+    assert_eq!(within("the end of a call", child.wait()).await.unwrap().code(), Some(6));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() {
+    let (address, seen) = service(|number| match number {
+        0 | 1 => None,
+        2 => Some(answer("401 Unauthorized", "", "")),
+        _ => Some(answer("201 Created", "", "paid")),
+    })
+    .await;
+    let url = format!("http://{address}/payouts");
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    let send = ["POST", &url, &journal, "--intent=payout-7", "--json={\"payout\":7}", "--attempts=2"];
+    let mut with_user = send.to_vec();
+    with_user.extend(["-u", "cron:hush"]);
+    assert_eq!(ended(&with_user).await.code, Some(4));
+    let list = ended(&["--list", &journal]).await;
+    assert!(
+        list.code == Some(0) && list.out.contains("maybe sent") && list.out.contains("/payouts"),
+        "{list:?}"
+    );
+    let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();
+    let written = fs::read_to_string(&file).unwrap();
+    assert!(!written.contains("hush") && !written.contains("Y3JvbjpodXNo"), "{written}");
+
+    // Another request under the same key; without credentials; turned away; and at last.
+    let other = ended(&["POST", &url, &journal, "--intent=payout-7", "--json={\"payout\":70}"]).await;
+    assert_eq!(other.code, Some(5), "{other:?}");
+    let without = ended(&["--resume", &journal]).await;
+    assert!(without.code == Some(4) && without.words.contains("authorization"), "{without:?}");
+    assert_eq!(seen.count(), 2);
+    let mut resume = call(&["--resume", &journal]);
+    resume.env("ONCEGATE_CALL_USER", "cron:hush");
+    assert_eq!(end_of(resume).await.code, Some(4), "a 401 says nothing of the first sending");
+    let resumed = ended(&["--resume", &journal, "-u", "cron:hush"]).await;
+    assert_eq!(resumed.code, Some(0), "{resumed:?}");
+    assert_eq!(seen.count(), 4);
+    for name in ["idempotency-key", "authorization", "content-type"] {
+        assert_eq!(seen.field(3, name), seen.field(0, name), "{name}");
+    }
+    assert_eq!(seen.body(3), seen.body(0));
+    assert!(!file.exists());
+    let nothing = ended(&["--resume", &journal]).await;
+    assert_eq!((nothing.code, nothing.out, nothing.words), (Some(0), String::new(), String::new()));
+
+    // What cannot be read is said, and stays.
+    fs::write(&file, &written[..written.len() - 1]).unwrap();
+    for args in [["--resume", &journal], ["--list", &journal]] {
+        let end = ended(&args).await;
+        assert_eq!(end.code, Some(5), "{end:?}");
+        assert!(format!("{}{}", end.out, end.words).contains(&file.display().to_string()), "{end:?}");
+    }
+    assert_eq!(fs::read_to_string(&file).unwrap(), &written[..written.len() - 1]);
+    assert_eq!(seen.count(), 4);
+}
+
+/// Killed while the service works; resumed against a sidecar that was killed, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_in_the_middle_and_resumed_it_takes_effect_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    let store = format!("--store={}", dir.path().join("records").display());
+    let service = Service::new().await;
+    let mut sidecar = Sidecar::start(service.address, &[&store]).await;
+    for round in 0..3 {
+        let url = format!("http://{}/payouts", sidecar.address);
+        let intent = format!("--intent=payout-{round}");
+        let mut dies = Process::start(&mut call(&["POST", &url, &journal, &intent, "--json={}"]));
+        let mut wire = service.accept().await;
+        let head = wire.head().await;
+        wire.body(head).await;
+        dies.kill().await; // paid, and nobody has the answer
+        wire.send(answer("201 Created", "Connection: close\r\n", "paid")).await;
+
+        let listed = ended(&["--list", &journal]).await;
+        assert_eq!(listed.out.lines().count(), 1, "{listed:?}");
+        // The sidecar has the answer when it is resumed, and not before.
+        let ask = format!("http://{}/payouts", sidecar.address);
+        until("the answer is stored", async || {
+            let end = ended(&["POST", &ask, &intent, "--json={}", "--attempts=1"]).await;
+            end.code == Some(0)
+        })
+        .await;
+        if round == 2 {
+            // It comes back at the same address, with the same records.
+            sidecar.process.kill().await;
+            let listen = format!("--listen={}", sidecar.address);
+            let refused = ended(&["--resume", &journal, "--attempts=1"]).await;
+            assert_eq!(refused.code, Some(4), "{refused:?}");
+            let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+            let to = format!("--to=http://{}", service.address);
+            sidecar =
+                Sidecar::run(command.args(["proxy", "--admin=127.0.0.1:0", &listen, &to, &store])).await;
+        }
+        let resumed = ended(&["--resume", &journal]).await;
+        assert!(resumed.code == Some(0) && resumed.words.contains("replayed"), "{resumed:?}");
+        assert_eq!(ended(&["--list", &journal]).await.out, "");
+    }
+    service.stays_alone().await;
+}
+
+/// The example: a cron job that is killed over and over, its sidecar in front of a bank that knows nothing of keys.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cron-payout");
+    let dir = tempfile::tempdir().unwrap();
+    let (ledger, store) = (dir.path().join("ledger.jsonl"), dir.path().join("records"));
+    let mut bank = Command::new("python3");
+    let mut bank = Process::start(bank.arg(example.join("bank.py")).arg("0").arg(&ledger).arg("0.1"));
+    let line = bank.first_line().await;
+    let address: SocketAddr = line.rsplit("http://").next().unwrap().parse().unwrap();
+    let sidecar = Sidecar::start(address, &[&format!("--store={}", store.display())]).await;
+
+    let payouts: Vec<String> = (1..=12)
+        .map(|number| match number {
+            5 => format!("{number},closed,300"),
+            _ => format!("{number},DE{number},{}", number * 100),
+        })
+        .collect();
+    fs::write(dir.path().join("due.csv"), payouts.join("\n") + "\n").unwrap();
+    let lines = |name: &str| -> Vec<String> {
+        let path: PathBuf = dir.path().join(name);
+        fs::read_to_string(path).unwrap_or_default().lines().map(str::to_owned).collect()
+    };
+    let job = || {
+        let mut job = Command::new("sh");
+        job.arg(example.join("pay.sh")).arg(dir.path()).env("ONCEGATE", env!("CARGO_BIN_EXE_oncegate"));
+        job.env("BANK", format!("http://{}", sidecar.address)).stdin(Stdio::null()).kill_on_drop(true);
+        job.as_std_mut().process_group(0); // to kill the call with the job, as a power cut does
+        job
+    };
+    let mut kills = 0;
+    // Killed each time when the ledger has grown by one: while the bank works, or when it has just answered.
+    loop {
+        let paid = lines("ledger.jsonl").len();
+        let mut run = job().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let group = rustix::process::Pid::from_raw(run.id().unwrap().try_into().unwrap()).unwrap();
+        let mut ended = None;
+        until("the job goes on", async || {
+            ended = run.try_wait().unwrap();
+            ended.is_some() || lines("ledger.jsonl").len() > paid
+        })
+        .await;
+        if let Some(status) = ended {
+            assert!(status.success(), "{status}");
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(kills * 17 % 130)).await; // anywhere around the answer
+        let _it_may_have_ended = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        within("the end of the job", run.wait()).await.unwrap();
+        kills += 1;
+        assert!(kills < 60, "it does not come to an end");
+    }
+    assert!(kills >= 8, "{kills} kills");
+    let mut paid = lines("ledger.jsonl");
+    paid.sort();
+    let before = paid.len();
+    paid.dedup();
+    assert_eq!((paid.len(), before), (11, 11), "each once: {paid:?}");
+    assert_eq!(lines("done.csv").len(), 11);
+    assert_eq!(lines("refused.csv"), ["5,closed,300"]);
+    assert!(lines("unknown.csv").is_empty());
+    assert_eq!(fs::read_dir(dir.path().join("journal")).unwrap().count(), 0);
+}

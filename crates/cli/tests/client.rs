@@ -1,0 +1,216 @@
+//! The client of this project against the sidecar of this project, with everything in between dying.
+
+#![cfg(feature = "failpoints")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper_util::client::legacy::{Client as HyperClient, Error as HyperError, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use oncegate_client::tower::Over;
+use oncegate_client::{
+    Advice, Answer, Client, FailureKind, Intent, Key, RetryPolicy, Unfinished, Verdict, Why,
+};
+use support::{Service, Sidecar, Wire, sidecar, until, within};
+use tokio::net::{TcpListener, TcpSocket};
+
+/// Payments, with how often each was made, by key.
+#[derive(Clone, Default)]
+struct Ledger(Arc<Mutex<HashMap<String, usize>>>);
+
+impl Ledger {
+    /// Pays whatever it is asked for. The first payment of a key whose name begins with `dies` ends the connection after it.
+    async fn listens(&self, listener: TcpListener) {
+        let ledger = self.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let ledger = ledger.clone();
+                tokio::spawn(async move {
+                    let mut wire = Wire::new(stream);
+                    while let Some(head) = wire.try_head().await {
+                        let key = head.get("idempotency-key").unwrap().to_owned();
+                        wire.body(head).await;
+                        *ledger.0.lock().unwrap().entry(key.clone()).or_default() += 1;
+                        if key.starts_with("dies") {
+                            return;
+                        }
+                        if key.starts_with("slow") {
+                            tokio::time::sleep(Duration::from_millis(1500)).await;
+                        }
+                        let answer = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\npaid";
+                        if wire.try_send(answer).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    fn of(&self, key: &str) -> usize {
+        self.0.lock().unwrap().get(key).copied().unwrap_or_default()
+    }
+}
+
+async fn ledger() -> (Ledger, SocketAddr) {
+    let (ledger, service) = (Ledger::default(), Service::new().await);
+    let address = service.address;
+    ledger.listens(service.into_listener()).await;
+    (ledger, address)
+}
+
+type Hyper = Over<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
+
+/// A client that goes on for as long as a test may take.
+fn client() -> Client<Hyper> {
+    let hyper = HyperClient::builder(TokioExecutor::new()).build_http();
+    let over = Over::new(hyper).with_failures(|error| match error.downcast_ref::<HyperError>() {
+        Some(error) if error.is_connect() => FailureKind::NotSent,
+        _ => FailureKind::Doubtful,
+    });
+    let policy = RetryPolicy::default()
+        .with_attempts(10_000)
+        .with_pauses(Duration::from_millis(5), Duration::from_millis(100))
+        .with_deadline(Duration::from_secs(120));
+    let budget = Arc::new(oncegate_client::RetryBudget::new(1_000_000, 1));
+    Client::new(over).with_policy(policy).with_budget(budget)
+}
+
+fn pay(to: SocketAddr, key: &str) -> Intent {
+    let intent = Intent::post(format!("http://{to}/payments")).unwrap();
+    intent.with_key(Key::new(key).unwrap()).with_json(r#"{"amount":5}"#)
+}
+
+async fn send(to: SocketAddr, key: &str) -> Result<Answer, Unfinished> {
+    within(format!("an end of {key}"), client().send(&pay(to, key))).await
+}
+
+/// A sidecar with its records in this directory, at this port.
+async fn start(store: &Path, to: SocketAddr, port: u16, failpoint: Option<&str>, flags: &[&str]) -> Sidecar {
+    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["proxy", "--admin=127.0.0.1:0", "--lease=2s"]).args(flags);
+    command.arg(format!("--listen=127.0.0.1:{port}")).arg(format!("--to=http://{to}"));
+    command.arg(format!("--store={}", store.display()));
+    Sidecar::run(command.envs(failpoint.map(|point| ("ONCEGATE_FAILPOINT", point)))).await
+}
+
+/// Kills the sidecar at this point of a payment, starts it again, and returns how the client ended, which went on all the
+/// while, and how often was paid.
+async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, Unfinished>, usize) {
+    let directory = tempfile::tempdir().unwrap();
+    let store = directory.path().join("store");
+    let (ledger, service) = ledger().await;
+    let mut first = start(&store, service, 0, Some(point), flags).await;
+    let address = first.address;
+    let sending = tokio::spawn(async move { send(address, "payment").await });
+    first.process.says(&format!("failpoint {point}")).await;
+    first.process.kill().await;
+    let _second = start(&store, service, address.port(), None, flags).await;
+    let sent = sending.await.unwrap();
+    (sent, ledger.of("payment"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_that_dies_before_it_asked_leaves_it_unknown_and_nothing_twice() {
+    let (sent, effects) = killed_at("executing", &[]).await;
+    let open = sent.unwrap_err();
+    assert_eq!((open.why(), effects), (Why::Unknown, 0), "{open:?}");
+    assert!(open.attempts() > 1 && open.may_have_taken_effect());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_that_dies_before_it_asked_may_execute_again_where_it_was_told_so() {
+    let (sent, effects) = killed_at("executing", &["--on-abandoned=reexecute"]).await;
+    let answer = sent.unwrap();
+    assert_eq!((answer.verdict, answer.replayed, effects), (Verdict::Done, false, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_that_dies_with_the_answer_leaves_it_unknown_and_nothing_twice() {
+    let (sent, effects) = killed_at("executed", &[]).await;
+    assert_eq!((sent.unwrap_err().why(), effects), (Why::Unknown, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_that_dies_after_it_wrote_the_answer_down_gives_it_to_the_retry() {
+    let (sent, effects) = killed_at("completed", &[]).await;
+    let answer = sent.unwrap();
+    assert_eq!((answer.verdict, answer.replayed, effects), (Verdict::Done, true, 1));
+    assert_eq!(answer.response.body(), "paid");
+    assert!(answer.attempts > 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_dies_after_its_effect_is_not_asked_again() {
+    let (ledger, service) = ledger().await;
+    let sidecar = Sidecar::start(service, &[]).await;
+    let open = send(sidecar.address, "dies-1").await.unwrap_err();
+    assert_eq!((open.why(), open.attempts(), ledger.of("dies-1")), (Why::Unknown, 1, 1));
+    // Nor by another call for the same intent.
+    let open = send(sidecar.address, "dies-1").await.unwrap_err();
+    assert_eq!((open.why(), ledger.of("dies-1")), (Why::Unknown, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_is_not_there_yet_gets_one_payment_when_it_is() {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    let sidecar = Sidecar::run(sidecar(&format!("http://{address}")).arg("--store=memory:")).await;
+    let to = sidecar.address;
+    let asked = client();
+    let sending = {
+        let asked = asked.clone();
+        tokio::spawn(async move { asked.send(&pay(to, "early")).await })
+    };
+    // It was refused at least once.
+    // Under its own name: the admin API answers to no other.
+    let metrics = format!("GET /metrics HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", sidecar.admin);
+    let refused = |line: &str| {
+        let count = line.starts_with("oncegate_requests_total") && line.contains("status=\"5");
+        count && !line.ends_with(" 0")
+    };
+    until("the sidecar did not reach the service", async || {
+        support::ask(sidecar.admin, &metrics).await.has_status(200).text().lines().any(refused)
+    })
+    .await;
+    let ledger = Ledger::default();
+    ledger.listens(socket.listen(16).unwrap()).await;
+    let answer = within("a payment", sending).await.unwrap().unwrap();
+    assert_eq!((answer.verdict, answer.replayed, ledger.of("early")), (Verdict::Done, false, 1));
+    assert!(answer.attempts > 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_callers_with_one_intent_get_one_answer() {
+    let (ledger, service) = ledger().await;
+    let sidecar = Sidecar::start(service, &[]).await;
+    let to = sidecar.address;
+    let sending: Vec<_> =
+        (0..8).map(|_| tokio::spawn(async move { send(to, "slow-1").await.unwrap() })).collect();
+    let mut first = 0;
+    for sent in sending {
+        let answer = sent.await.unwrap();
+        assert_eq!(answer.response.body(), "paid");
+        first += usize::from(!answer.replayed);
+    }
+    assert_eq!((first, ledger.of("slow-1")), (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_corrected_request_under_an_old_key_is_refused_and_takes_a_new_one() {
+    let (ledger, service) = ledger().await;
+    let sidecar = Sidecar::start(service, &[]).await;
+    let intent = pay(sidecar.address, "p-1");
+    client().send(&intent).await.unwrap();
+    let corrected = client().send(&intent.with_json(r#"{"amount":6}"#)).await.unwrap();
+    assert_eq!((corrected.verdict, ledger.of("p-1")), (Verdict::Refused(Advice::NewKey), 1));
+}

@@ -1,0 +1,233 @@
+//! The client: intents in, definite answers out.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::HeaderMap;
+use http::{Request, Response};
+use http_body::Body;
+use oncegate_core::Clock;
+
+use crate::backoff::Random;
+use crate::budget::RetryBudget;
+use crate::failure::{BoxError, Failure};
+use crate::intent::Intent;
+use crate::journal::{Journal, Opened};
+use crate::key::Carrier;
+use crate::policy::{Api, RetryPolicy};
+use crate::report::{Answer, Unfinished, Why};
+use crate::send::{Ask, Shared, Tries, is_repeatable, is_safe};
+use crate::verdict::Standing;
+
+/// Sends one request once. What goes on the wire is its business; what comes back, and whether to go on, is the
+/// [`Client`]'s.
+///
+/// A transport follows no redirections and retries nothing by itself.
+pub trait Transport: Send + Sync {
+    /// The body of an answer.
+    type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
+
+    /// Sends the request, and comes back when the head of the answer is there.
+    ///
+    /// # Errors
+    /// [`Failure`], which says what is known of a request that has no answer.
+    fn send(
+        &self,
+        request: Request<Bytes>,
+    ) -> impl Future<Output = Result<Response<Self::Body>, Failure>> + Send;
+}
+
+/// Sends intents: each under its own key, as often as it takes and the policy allows.
+///
+/// Cheap to clone where the transport is; clones share the retry budget.
+#[derive(Clone)]
+pub struct Client<T> {
+    transport: T,
+    carrier: Carrier,
+    shared: Shared,
+    journal: Option<Arc<dyn Journal>>,
+}
+
+impl<T: Transport> Client<T> {
+    /// A client with the default policy, for an API that honours `Idempotency-Key`.
+    pub fn new(transport: T) -> Self {
+        Self {
+            transport,
+            carrier: Carrier::default(),
+            shared: Shared::new(RetryPolicy::default()),
+            journal: None,
+        }
+    }
+
+    /// When to send again, and when to stop.
+    #[must_use]
+    pub fn with_policy(mut self, policy: RetryPolicy) -> Self {
+        self.shared.policy = policy;
+        self
+    }
+
+    /// The field that carries the key.
+    #[must_use]
+    pub fn with_carrier(self, carrier: Carrier) -> Self {
+        Self { carrier, ..self }
+    }
+
+    /// A retry budget that is shared with other clients of the same service.
+    #[must_use]
+    pub fn with_budget(mut self, budget: Arc<RetryBudget>) -> Self {
+        self.shared.budget = budget;
+        self
+    }
+
+    /// Where intents are written down before they are sent.
+    #[must_use]
+    pub fn with_journal(self, journal: Arc<dyn Journal>) -> Self {
+        Self { journal: Some(journal), ..self }
+    }
+
+    /// Another clock than the system's, for dates and the age of keys. Pauses and deadlines are tokio's.
+    #[must_use]
+    pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Self {
+        self.shared.clock = clock;
+        self
+    }
+
+    /// Other chances than the system's, for the pauses.
+    #[must_use]
+    pub fn with_random(mut self, random: Arc<dyn Random>) -> Self {
+        self.shared.random = random;
+        self
+    }
+
+    /// Sends the intent until there is a definite answer, or a reason to stop.
+    ///
+    /// The answer is read whole before it counts: one that breaks off is none. Where it is larger than
+    /// [the limit](RetryPolicy::with_answer_limit), the intent ends as [`Why::AnswerTooLarge`] with the head of the
+    /// answer; under the same key and with a higher limit the service gives it again. Trailer fields are not kept.
+    ///
+    /// Dropping the future stops the sending. What was on its way may still take effect: such an intent goes on with
+    /// [`Intent::sent_before`].
+    ///
+    /// Needs a tokio runtime with its timer.
+    ///
+    /// # Errors
+    /// [`Unfinished`], which says whether the request may have taken effect.
+    pub async fn send(&self, intent: &Intent) -> Result<Answer, Unfinished> {
+        let Some(journal) = &self.journal else { return self.send_opened(intent, None).await };
+        let intent = self.for_journal(intent);
+        match journal.open(&intent).await {
+            Ok(opened) => self.send_opened(&intent, Some(opened)).await,
+            Err(why) => Err(why.unfinished(intent.was_sent_before())),
+        }
+    }
+
+    /// The intent with all that makes its key protect it, so that whoever sends it later does it the same way.
+    fn for_journal(&self, intent: &Intent) -> Intent {
+        let lifetime = match self.shared.policy.api {
+            // No key is looked at: none is good for any time.
+            Api::Plain => Duration::ZERO,
+            Api::Idempotent => self.shared.policy.key_lifetime,
+        };
+        let lifetime = intent.key_lifetime().map_or(lifetime, |shorter| shorter.min(lifetime));
+        let carrier = intent.carrier().unwrap_or(&self.carrier).clone();
+        intent.clone().with_key_lifetime(lifetime).with_carrier(carrier)
+    }
+
+    /// Sends an intent that the journal has, if there is a journal.
+    pub(crate) async fn send_opened(
+        &self,
+        intent: &Intent,
+        opened: Option<Opened>,
+    ) -> Result<Answer, Unfinished> {
+        let sent = self.send_until(intent, opened.as_ref()).await;
+        let noted = match (&sent, opened) {
+            (Ok(answer), Some(opened)) => opened.entry.close(answer).await,
+            (Err(open), Some(opened)) if !open.may_have_taken_effect() => opened.entry.never_sent().await,
+            _ => Ok(()),
+        };
+        if let Err(error) = noted {
+            // What is known counts all the same; the intent is sent once more after a restart, and replayed.
+            tracing::warn!(%error, "the journal could not note how the sending of an intent ended");
+        }
+        sent
+    }
+
+    async fn send_until(&self, intent: &Intent, opened: Option<&Opened>) -> Result<Answer, Unfinished> {
+        let standing = match self.shared.policy.api {
+            Api::Idempotent if !is_safe(intent.method()) => Standing::Keyed,
+            _ if is_repeatable(intent.method()) => Standing::Repeatable,
+            _ => Standing::Once,
+        };
+        let ask = Ask {
+            method: intent.method().clone(),
+            standing,
+            sent_before: intent.was_sent_before() || opened.is_some_and(|opened| opened.sent_before),
+            created_at: opened.and_then(|opened| opened.created_at).or(Some(intent.created_at())),
+            key_lifetime: [intent.key_lifetime(), opened.and_then(|opened| opened.key_lifetime)]
+                .into_iter()
+                .flatten()
+                .min(),
+        };
+        if ask.standing == Standing::Once && ask.sent_before {
+            return Err(Unfinished::new(Why::Unknown, 0, true));
+        }
+        let headers = self.headers(intent, standing);
+        let mut tries = IntentTries { transport: &self.transport, intent, headers };
+        let (response, report) = self.shared.run(&ask, &mut tries).await?;
+        let Some(whole) = response.body().whole().cloned() else {
+            let head = response.map(|_| Bytes::new());
+            return Err(Unfinished::new(Why::AnswerTooLarge, report.attempts, true).with_response(Some(head)));
+        };
+        Ok(Answer {
+            response: response.map(|_| whole),
+            verdict: report.verdict,
+            attempts: report.attempts,
+            replayed: report.replayed,
+        })
+    }
+
+    fn headers(&self, intent: &Intent, standing: Standing) -> HeaderMap {
+        let carrier = intent.carrier().unwrap_or(&self.carrier);
+        let mut headers = intent.headers().clone();
+        headers.remove(carrier.name());
+        if standing == Standing::Keyed
+            && let Some(value) = carrier.value(intent.key())
+        {
+            headers.insert(carrier.name().clone(), value);
+        }
+        headers
+    }
+}
+
+struct IntentTries<'a, T> {
+    transport: &'a T,
+    intent: &'a Intent,
+    headers: HeaderMap,
+}
+
+impl<T: Transport> Tries for IntentTries<'_, T> {
+    type Body = T::Body;
+
+    async fn send(&mut self) -> Result<Response<T::Body>, Failure> {
+        let mut request = Request::new(self.intent.body().clone());
+        *request.method_mut() = self.intent.method().clone();
+        *request.uri_mut() = self.intent.uri().clone();
+        *request.headers_mut() = self.headers.clone();
+        self.transport.send(request).await
+    }
+
+    fn can_send_again(&self) -> bool {
+        true
+    }
+}
+
+impl<T> fmt::Debug for Client<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client")
+            .field("carrier", &self.carrier)
+            .field("policy", &self.shared.policy)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,117 @@
+//! Where intents survive their process.
+
+#[cfg(all(unix, feature = "journal"))]
+mod directory;
+#[cfg(all(unix, feature = "journal"))]
+mod entry;
+#[cfg(all(unix, feature = "journal"))]
+mod files;
+#[cfg(all(unix, feature = "journal"))]
+mod resume;
+#[cfg(all(unix, feature = "journal", test))]
+mod tests;
+
+use std::fmt;
+use std::pin::Pin;
+use std::time::Duration;
+
+use oncegate_core::Timestamp;
+
+#[cfg(all(unix, feature = "journal"))]
+pub use self::directory::{Damaged, JournalDir, Pending};
+#[cfg(all(unix, feature = "journal"))]
+pub use self::resume::{NotResumed, Resume, Resumed};
+use crate::failure::BoxError;
+use crate::intent::Intent;
+use crate::report::{Answer, Unfinished, Why};
+
+/// What a [`Journal`] returns.
+pub type JournalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Keeps intents over the end of their process: whoever starts again finds those that have no definite answer, and sends
+/// them again. `JournalDir`, with the feature `journal`, keeps them in a directory.
+pub trait Journal: Send + Sync + 'static {
+    /// Writes the intent down, before it is sent for the first time, or takes up the one that is there under its key. When
+    /// this returns, the intent has to be where a crash does not reach it, and nobody else may have it open until the
+    /// [`JournalEntry`] is dropped.
+    ///
+    /// # Errors
+    /// [`NotOpened`]. Then it is not sent.
+    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>>;
+}
+
+/// An intent in a [`Journal`] that is being sent. Dropping it leaves the intent there, for whoever takes it up: so ends an
+/// intent without a definite answer, and one whose future was dropped.
+pub trait JournalEntry: Send + Sync {
+    /// The intent has a definite answer and need not be sent again.
+    ///
+    /// # Errors
+    /// Where it could not be noted. The answer counts all the same.
+    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>>;
+
+    /// The intent has no definite answer, and it is certain that it was never processed, by this process or by an earlier
+    /// one. It stays, and may be noted as one that was never sent.
+    ///
+    /// # Errors
+    /// Where it could not be noted.
+    fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
+        Box::pin(async { Ok(()) })
+    }
+}
+
+/// An intent that a [`Journal`] has.
+pub struct Opened {
+    pub(crate) entry: Box<dyn JournalEntry>,
+    pub(crate) sent_before: bool,
+    pub(crate) created_at: Option<Timestamp>,
+    pub(crate) key_lifetime: Option<Duration>,
+}
+
+impl Opened {
+    /// An intent that was not there.
+    #[must_use]
+    pub fn new(entry: Box<dyn JournalEntry>) -> Self {
+        Self { entry, sent_before: false, created_at: None, key_lifetime: None }
+    }
+
+    /// An intent that was there, of a process that ended or gave up: whether it may have been sent, when it came to be, and
+    /// for how long its key was said to be good.
+    #[must_use]
+    pub fn again(
+        entry: Box<dyn JournalEntry>,
+        sent_before: bool,
+        created_at: Timestamp,
+        key_lifetime: Option<Duration>,
+    ) -> Self {
+        Self { entry, sent_before, created_at: Some(created_at), key_lifetime }
+    }
+}
+
+impl fmt::Debug for Opened {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Opened").field("sent_before", &self.sent_before).finish_non_exhaustive()
+    }
+}
+
+/// Why a [`Journal`] has not opened an intent. Nothing was sent by this call.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum NotOpened {
+    /// It could not be written down: no room, no permission. Nothing is known of an earlier sending.
+    NotWritten(BoxError),
+    /// It is being sent just now, by another process or by another task of this one.
+    InFlight,
+    /// What the journal has under the key is another request, or cannot be read; or the intent that this one replaces has no
+    /// definite answer. Somebody has to look.
+    Conflict(BoxError),
+}
+
+impl NotOpened {
+    pub(crate) fn unfinished(self, sent_before: bool) -> Unfinished {
+        match self {
+            Self::NotWritten(error) => Unfinished::new(Why::Journal, 0, sent_before).with_source(Some(error)),
+            Self::InFlight => Unfinished::new(Why::InFlight, 0, true),
+            Self::Conflict(error) => Unfinished::new(Why::JournalConflict, 0, true).with_source(Some(error)),
+        }
+    }
+}

@@ -1,0 +1,531 @@
+//! A journal in a directory: one file for each intent that has no definite answer.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use http::header::HeaderName;
+use http::{Method, Uri};
+use oncegate_core::Timestamp;
+
+use super::entry::{self, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name};
+use super::files::Files;
+use super::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
+use crate::client::Transport;
+use crate::failure::BoxError;
+use crate::intent::Intent;
+use crate::key::{Key, random_bits};
+use crate::report::Answer;
+
+/// How files are called that are being written, and that no crash makes an intent of.
+const NEW: &str = ".new-";
+
+/// How long an entry may be locked before somebody sends it. Whoever only looks holds the lock for less.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// How often a race with another process is run again.
+const ROUNDS: usize = 32;
+
+/// Intents that are open in one directory, at most, where nothing else is said.
+const INTENTS_MAX: usize = 10_000;
+
+/// A [`Journal`] in a directory of a local file system: one file for each intent that has no definite answer.
+///
+/// - **Before the first sending** the file is written under a name that is none of an intent's, synced, given its name, and
+///   the directory synced. A crash before it has its name leaves a file that never was an intent, and is removed by
+///   [`JournalDir::pending`]; nothing was sent for it. Where a step fails, as on a full disk, nothing is sent.
+/// - **The name** comes from the key. There is one intent for a key: the same request goes on with what is there, however
+///   long ago it came to be; another one is refused ([`NotOpened::Conflict`]). Keys of different services must differ, or
+///   take a directory each.
+/// - **While it is sent** its file is locked, and the system frees the lock with the process, however that ends. Any number
+///   of processes and tasks use one directory; none sends what another is sending.
+/// - **With a definite answer** the file is removed. A power cut may bring it back; then the intent is sent again, under its
+///   key.
+/// - **What cannot be read** is neither sent nor removed nor written over, and [`JournalDir::pending`] says where it is.
+/// - **Secrets.** `Authorization`, `Proxy-Authorization`, `Cookie` and fields whose value is marked as sensitive are left
+///   out. Key, address, other fields and body are there as they are, for the owner of the directory alone.
+///
+/// Cheap to clone.
+///
+/// ```
+/// use std::sync::Arc;
+/// use oncegate_client::{Client, Intent, JournalDir, Key};
+/// # use bytes::Bytes;
+/// # use http_body_util::Full;
+/// # use oncegate_client::{Failure, FailureKind, RetryPolicy};
+/// # #[derive(Clone)]
+/// # struct Bank(bool);
+/// # impl oncegate_client::Transport for Bank {
+/// #     type Body = Full<Bytes>;
+/// #     async fn send(&self, _: http::Request<Bytes>) -> Result<http::Response<Full<Bytes>>, Failure> {
+/// #         if self.0 { Ok(http::Response::new(Full::default())) }
+/// #         else { Err(Failure::new(FailureKind::Doubtful, "no answer")) }
+/// #     }
+/// # }
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (temporary, transport) = (tempfile::tempdir()?, Bank(false));
+/// # let directory = temporary.path().join("intents");
+/// let journal = JournalDir::open(&directory)?;
+/// # let policy = RetryPolicy::default().with_attempts(1);
+/// let client = Client::new(transport).with_journal(Arc::new(journal.clone()));
+/// # let client = client.with_policy(policy);
+/// let payout = Intent::post("https://bank.example/payouts")?.with_key(Key::derived("payout", ["7"]));
+/// let end = client.send(&payout).await; // no answer, or the process dies here
+/// # assert!(end.is_err());
+///
+/// // The next process, before anything new.
+/// # let client = Client::new(Bank(true)).with_journal(Arc::new(journal.clone()));
+/// let mut resume = journal.resume_pending(&client).await?;
+/// while let Some(end) = resume.next().await {
+///     match end {
+///         Ok(resumed) => println!("{:?}: {:?}", resumed.pending.path, resumed.end),
+///         Err(damaged) => eprintln!("{damaged}"),
+///     }
+/// }
+/// assert!(journal.pending().await?.is_empty());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct JournalDir(Arc<Inner>);
+
+struct Inner {
+    path: PathBuf,
+    files: Files,
+    intents_max: usize,
+    patience: Duration,
+    count: AtomicU64,
+}
+
+/// An intent that has no definite answer, as a listing shows it: without fields and body. [`Pending::key`] and
+/// [`Pending::uri`] may be confidential.
+#[non_exhaustive]
+pub struct Pending {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its key.
+    pub key: Key,
+    /// The method.
+    pub method: Method,
+    /// The address.
+    pub uri: Uri,
+    /// When it came to be.
+    pub created_at: Timestamp,
+    /// How many octets the body has.
+    pub octets: usize,
+    /// Whether it may have been sent. `false` is certain: whatever was sent, was not processed.
+    pub maybe_sent: bool,
+    /// Whether somebody is sending it just now.
+    pub in_flight: bool,
+    /// Fields that were left out, and that are needed to send it.
+    pub left_out: Vec<HeaderName>,
+}
+
+/// A file that should hold an intent, and does not. It stays where it is.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Damaged {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub what: String,
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending")
+            .field("path", &self.path)
+            .field("created_at", &self.created_at)
+            .field("maybe_sent", &self.maybe_sent)
+            .field("in_flight", &self.in_flight)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for Damaged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.path.display(), self.what)
+    }
+}
+
+impl std::error::Error for Damaged {}
+
+impl fmt::Debug for JournalDir {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("JournalDir").field(&self.0.path).finish()
+    }
+}
+
+/// An entry under its lock.
+struct Locked {
+    inner: Arc<Inner>,
+    path: PathBuf,
+    file: File,
+    /// Whether the intent is noted as one that may have been sent by an earlier process.
+    sent_before: bool,
+}
+
+impl JournalDir {
+    /// The journal in this directory, which is made where it is missing, for its owner alone. Does not come back before
+    /// the directory is durable.
+    ///
+    /// # Errors
+    /// Where it cannot be made or looked into, and where others than its owner may write there: what is in it, is sent.
+    pub fn open(path: impl Into<PathBuf>) -> io::Result<Self> {
+        Self::with_files(path.into(), Files::default())
+    }
+
+    pub(super) fn with_files(path: PathBuf, files: Files) -> io::Result<Self> {
+        files.create_dir(&path)?;
+        let about = fs::metadata(&path)?;
+        if !about.is_dir() {
+            return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is no directory"));
+        }
+        if about.permissions().mode() & 0o022 != 0 {
+            let others = "others than its owner may write into the directory; take that right from them";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, others));
+        }
+        let inner =
+            Inner { path, files, intents_max: INTENTS_MAX, patience: PATIENCE, count: AtomicU64::new(0) };
+        Ok(Self(Arc::new(inner)))
+    }
+
+    /// How many intents may be open in the directory; one more is not sent. 10 000 is the default. Several processes that
+    /// come to the limit at once may exceed it by one each.
+    #[must_use]
+    pub fn with_intents_max(self, intents_max: usize) -> Self {
+        let inner = &*self.0;
+        let files = inner.files.clone();
+        let (path, patience) = (inner.path.clone(), inner.patience);
+        Self(Arc::new(Inner { path, files, intents_max, patience, count: AtomicU64::new(0) }))
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// The intents that have no definite answer, oldest first, and what cannot be read, before them. Files that were being
+    /// written when their process ended are removed: nothing was sent for them.
+    ///
+    /// # Errors
+    /// Where the directory cannot be read.
+    pub async fn pending(&self) -> io::Result<Vec<Result<Pending, Damaged>>> {
+        let inner = Arc::clone(&self.0);
+        blocking(move || inner.pending()).await.unwrap_or_else(|error| Err(io::Error::other(error)))
+    }
+
+    /// The entry in this file, locked; `None` where it is gone.
+    pub(super) async fn take(&self, path: PathBuf) -> Result<Option<(Intent, Opened)>, NotOpened> {
+        let inner = Arc::clone(&self.0);
+        let taken = blocking(move || inner.take_up(&path, true)).await;
+        let taken = taken.map_err(NotOpened::Conflict)??;
+        Ok(taken.map(|(entry, locked)| {
+            let opened = locked.again(&entry);
+            (entry.intent, opened)
+        }))
+    }
+
+    /// Sends again what has no definite answer, under its keys: what a program does when it starts, before anything new.
+    ///
+    /// The result gives one end after the other; what is not asked for is not sent, beyond what is on its way at once.
+    ///
+    /// # Errors
+    /// Where the directory cannot be read.
+    pub async fn resume_pending<T>(&self, client: &crate::Client<T>) -> io::Result<super::Resume<T>>
+    where
+        T: Transport + Clone + 'static,
+    {
+        Ok(super::Resume::new(self.clone(), client.clone(), self.pending().await?))
+    }
+}
+
+impl Journal for JournalDir {
+    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>> {
+        let inner = Arc::clone(&self.0);
+        let intent = intent.clone();
+        Box::pin(async move {
+            blocking(move || inner.open(&intent))
+                .await
+                .unwrap_or_else(|error| Err(NotOpened::Conflict(error)))
+        })
+    }
+}
+
+impl JournalEntry for Locked {
+    fn close<'a>(self: Box<Self>, _: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+        Box::pin(async { Ok(blocking(move || self.remove()).await??) })
+    }
+
+    fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
+        if self.sent_before {
+            return Box::pin(async { Ok(()) });
+        }
+        // Not synced: where it is lost, there is a doubt too many.
+        Box::pin(async {
+            Ok(blocking(move || self.inner.files.write(&self.file, STATE_AT, NEVER_SENT)).await??)
+        })
+    }
+}
+
+impl Locked {
+    fn remove(&self) -> io::Result<()> {
+        // Whoever moved it away by hand may have put another one there.
+        if self.inner.files.is_named(&self.file, &self.path)? {
+            self.inner.files.remove(&self.path)?;
+        }
+        Ok(())
+    }
+
+    fn again(self, entry: &Entry) -> Opened {
+        let intent = &entry.intent;
+        Opened::again(Box::new(self), entry.maybe_sent, intent.created_at(), intent.key_lifetime())
+    }
+}
+
+impl Inner {
+    fn open(self: &Arc<Self>, intent: &Intent) -> Result<Opened, NotOpened> {
+        if let Some(replaced) = intent.replaces() {
+            let path = self.path.join(file_name(replaced));
+            if replaced == intent.key() {
+                return Err(conflict("a corrected request takes a key of its own"));
+            }
+            match fs::symlink_metadata(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(at(&path, &error)),
+                Ok(_) => {
+                    return Err(conflict(format!(
+                        "{}: the intent that this one replaces has no definite answer yet",
+                        path.display()
+                    )));
+                }
+            }
+        }
+        let path = self.path.join(file_name(intent.key()));
+        for _ in 0..ROUNDS {
+            if let Some((entry, locked)) = self.take_up(&path, false)? {
+                if let Some(part) = difference(&entry.intent, intent) {
+                    return Err(conflict(format!(
+                        "{}: another request under the same key has no definite answer yet; its {part} differs",
+                        path.display()
+                    )));
+                }
+                self.note_sending(&locked, &entry)?;
+                return Ok(locked.again(&entry));
+            }
+            if let Some(locked) = self.write_down(intent, &path).map_err(not_written)? {
+                return Ok(Opened::new(Box::new(locked)));
+            }
+        }
+        Err(NotOpened::InFlight)
+    }
+
+    /// The entry of this name, locked and read, if there is one.
+    fn take_up(self: &Arc<Self>, path: &Path, to_send: bool) -> Result<Option<(Entry, Locked)>, NotOpened> {
+        for _ in 0..ROUNDS {
+            let file = match self.files.open(path) {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(error) => return Err(at(path, &error)),
+            };
+            let give_up = Instant::now() + self.patience;
+            while !self.files.lock(&file).map_err(|error| at(path, &error))? {
+                if Instant::now() >= give_up {
+                    return Err(NotOpened::InFlight);
+                }
+                sleep(Duration::from_millis(5));
+            }
+            // Its owner may have closed it while the lock was waited for.
+            if !self.files.is_named(&file, path).map_err(|error| at(path, &error))? {
+                continue;
+            }
+            let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| at(path, &error))?;
+            let entry = decode(&octets).and_then(|entry| named(path, entry));
+            let entry = entry.map_err(|what| conflict(Damaged { path: path.to_owned(), what }))?;
+            let (inner, sent_before) = (Arc::clone(self), entry.maybe_sent);
+            let locked = Locked { inner, path: path.to_owned(), file, sent_before };
+            if to_send {
+                self.note_sending(&locked, &entry)?;
+            }
+            return Ok(Some((entry, locked)));
+        }
+        Err(NotOpened::InFlight)
+    }
+
+    /// From now on it may have been sent, and it is there after a crash: who wrote it down may have died before its name
+    /// was durable.
+    fn note_sending(&self, locked: &Locked, entry: &Entry) -> Result<(), NotOpened> {
+        let noted = || {
+            if !entry.maybe_sent {
+                self.files.write(&locked.file, STATE_AT, MAYBE_SENT)?;
+                self.files.sync(&locked.file)?;
+            }
+            self.files.sync_dir(&self.path)
+        };
+        noted().map_err(|error| if entry.maybe_sent { at(&locked.path, &error) } else { not_written(error) })
+    }
+
+    /// Writes the intent down. `None` where somebody else was faster.
+    fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<Locked>> {
+        let octets = encode(intent);
+        if octets.len() as u64 > ENTRY_MAX {
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, "the intent is too large for a journal"));
+        }
+        if fs::read_dir(&self.path)?.count() >= self.intents_max {
+            let many = format!("there are {} intents without a definite answer", self.intents_max);
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, many));
+        }
+        let random = random_bits().map_err(io::Error::other)?;
+        let new =
+            self.path.join(format!("{NEW}{random:032x}-{}", self.count.fetch_add(1, Ordering::Relaxed)));
+        let file = self.files.create(&new)?;
+        let written = self.link_up(&file, &new, path, &octets);
+        if !matches!(written, Ok(true)) {
+            let _left_behind = self.files.remove(&new); // it never was an intent
+        }
+        Ok(written?.then(|| Locked {
+            inner: Arc::clone(self),
+            path: path.to_owned(),
+            file,
+            sent_before: false,
+        }))
+    }
+
+    /// From a new file to an intent. `false` where the name is taken, or where somebody took the file for a dead one's.
+    fn link_up(&self, file: &File, new: &Path, path: &Path, octets: &[u8]) -> io::Result<bool> {
+        if !self.files.lock(file)? {
+            return Ok(false);
+        }
+        self.files.write(file, 0, octets)?;
+        self.files.sync(file)?;
+        match self.files.link(new, path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && self.path.exists() => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        let _second_name = self.files.remove(new); // it is removed by whoever lists
+        if let Err(error) = self.files.sync_dir(&self.path) {
+            // Nothing is sent, and its caller hears that. It must not be sent later, as one that was written down.
+            let _still_there = self.files.remove(path);
+            return Err(error);
+        }
+        Ok(true)
+    }
+
+    fn pending(&self) -> io::Result<Vec<Result<Pending, Damaged>>> {
+        let mut damaged = Vec::new();
+        let mut pending = Vec::new();
+        for file in fs::read_dir(&self.path)? {
+            let file = file?;
+            let name = file.file_name();
+            let Some(name) = name.to_str() else { continue };
+            if name.starts_with(NEW) {
+                self.sweep(&file.path());
+            } else if name.ends_with(".intent") {
+                match self.look(&file.path()) {
+                    Ok(Some(found)) => pending.push(found),
+                    Ok(None) => {}
+                    Err(what) => damaged.push(Err(Damaged { path: file.path(), what })),
+                }
+            }
+        }
+        pending.sort_by(|a, b| (a.created_at, &a.path).cmp(&(b.created_at, &b.path)));
+        damaged.extend(pending.into_iter().map(Ok));
+        Ok(damaged)
+    }
+
+    /// What is in this file; nothing where its intent was closed meanwhile.
+    fn look(&self, path: &Path) -> Result<Option<Pending>, String> {
+        for _ in 0..ROUNDS {
+            let file = match self.files.open(path) {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                Err(error) => return Err(error.to_string()),
+            };
+            let in_flight = !self.files.lock(&file).map_err(|error| error.to_string())?;
+            let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| error.to_string())?;
+            if !self.files.is_named(&file, path).map_err(|error| error.to_string())? {
+                continue;
+            }
+            drop(file);
+            let Entry { intent, maybe_sent, left_out } =
+                decode(&octets).and_then(|entry| named(path, entry))?;
+            return Ok(Some(Pending {
+                path: path.to_owned(),
+                key: intent.key().clone(),
+                method: intent.method().clone(),
+                uri: intent.uri().clone(),
+                created_at: intent.created_at(),
+                octets: intent.body().len(),
+                maybe_sent,
+                in_flight,
+                left_out,
+            }));
+        }
+        Ok(None)
+    }
+
+    /// Removes what a process left that ended while it wrote. Its owner, if it lives, has it locked, or takes another one.
+    fn sweep(&self, path: &Path) {
+        let dead = |file: &File| {
+            // With two names it is an intent, and only this name is left over. Its lock is not touched.
+            Ok::<_, io::Error>(self.files.names(file)? > 1 || self.files.lock(file)?)
+        };
+        if let Ok(file) = self.files.open(path)
+            && dead(&file).unwrap_or(false)
+        {
+            let _tried_again_next_time = self.files.remove(path);
+        }
+    }
+}
+
+fn named(path: &Path, entry: Entry) -> Result<Entry, String> {
+    let name = entry::file_name(entry.intent.key());
+    if path.file_name().is_some_and(|file| file == name.as_str()) {
+        Ok(entry)
+    } else {
+        Err(format!("its intent belongs into {name}"))
+    }
+}
+
+/// In what the requests differ. Fields are not compared: dates and traces change with each call.
+fn difference(there: &Intent, here: &Intent) -> Option<&'static str> {
+    if there.method() != here.method() {
+        Some("method")
+    } else if there.uri() != here.uri() {
+        Some("address")
+    } else if there.body() != here.body() {
+        Some("body")
+    } else if there.carrier() != here.carrier() {
+        Some("field for the key")
+    } else {
+        None
+    }
+}
+
+fn conflict(error: impl Into<BoxError>) -> NotOpened {
+    NotOpened::Conflict(error.into())
+}
+
+/// What is there cannot be looked into: it may have been sent.
+fn at(path: &Path, error: &io::Error) -> NotOpened {
+    conflict(format!("{}: {error}", path.display()))
+}
+
+fn not_written(error: io::Error) -> NotOpened {
+    NotOpened::NotWritten(error.into())
+}
+
+/// Runs this where it may wait for a disk. It is carried through even where nobody waits for it any more.
+async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> Result<R, BoxError> {
+    Ok(tokio::task::spawn_blocking(work).await?)
+}

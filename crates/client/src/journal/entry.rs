@@ -1,0 +1,172 @@
+//! How an intent is written down: three lines' worth of text, then the body.
+//!
+//! ```text
+//! oncegate-intent 1 maybe-sent 2c26b46b…      (SHA-256 over everything below this line)
+//! {"key":"…","method":"POST","uri":"…","created_at":1763762400000,…,"body":27}
+//! the body, so many octets
+//! ```
+//!
+//! The state is outside of the hash, because it is the one thing that changes, in place. Its two words differ in so many
+//! letters that damage does not make one of the other.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::{Method, Uri};
+use oncegate_core::Timestamp;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::intent::Intent;
+use crate::key::{Carrier, Key};
+
+/// Largest entry in octets: an intent is held in memory to be sent, and its body has to be in one piece.
+pub(super) const ENTRY_MAX: u64 = 16 * 1024 * 1024;
+
+const MAGIC: &[u8] = b"oncegate-intent ";
+const VERSION: &[u8] = b"1";
+
+/// Where the state stands in the file.
+pub(super) const STATE_AT: u64 = (MAGIC.len() + VERSION.len() + 1) as u64;
+
+/// The intent may have been sent.
+pub(super) const MAYBE_SENT: &[u8; 10] = b"maybe-sent";
+/// It is certain that it was not processed by anybody.
+pub(super) const NEVER_SENT: &[u8; 10] = b"never-sent";
+
+/// What is in a file.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) intent: Intent,
+    pub(super) maybe_sent: bool,
+    /// The fields that were not written down, and that have to be added again.
+    pub(super) left_out: Vec<HeaderName>,
+}
+
+/// Fields that say who is asking. They are not written down; nor are those that are marked as sensitive.
+fn is_secret(name: &HeaderName, value: &HeaderValue) -> bool {
+    value.is_sensitive() || ["authorization", "proxy-authorization", "cookie"].contains(&name.as_str())
+}
+
+/// The file of an intent that is about to be sent for the first time.
+pub(super) fn encode(intent: &Intent) -> Vec<u8> {
+    let mut headers = Vec::new();
+    let mut left_out = Vec::new();
+    for (name, value) in intent.headers() {
+        if !is_secret(name, value) {
+            // Octets as the characters with the same numbers, so that there is a text for each.
+            let value: String = value.as_bytes().iter().map(|octet| char::from(*octet)).collect();
+            headers.push(json!([name.as_str(), value]));
+        } else if !left_out.contains(&name.as_str()) {
+            left_out.push(name.as_str());
+        }
+    }
+    let about = json!({
+        "key": intent.key().as_str(),
+        "method": intent.method().as_str(),
+        "uri": intent.uri().to_string(),
+        "created_at": intent.created_at().as_millis(),
+        "key_lifetime": intent.key_lifetime().map(|life| u64::try_from(life.as_millis()).unwrap_or(u64::MAX)),
+        "carrier": intent.carrier().map(|carrier| json!([carrier.name().as_str(), carrier.is_quoted()])),
+        "headers": headers,
+        "left_out": left_out,
+        "body": intent.body().len(),
+    });
+    let mut rest = about.to_string().into_bytes();
+    rest.push(b'\n');
+    rest.extend_from_slice(intent.body());
+    let mut file = Vec::with_capacity(rest.len() + 128);
+    for part in [MAGIC, VERSION, b" ", MAYBE_SENT, b" ", &digest(&rest), b"\n", &rest] {
+        file.extend_from_slice(part);
+    }
+    file
+}
+
+/// Reads a file from end to end.
+pub(super) fn decode(file: &[u8]) -> Result<Entry, String> {
+    let rest = file.strip_prefix(MAGIC).ok_or("it does not begin as an intent does")?;
+    let rest = rest.strip_prefix(VERSION).and_then(|rest| rest.strip_prefix(b" "));
+    let rest = rest.ok_or("it is of a version that this program does not know")?;
+    let (state, rest) = rest.split_at_checked(MAYBE_SENT.len()).ok_or("it breaks off")?;
+    let maybe_sent = match state {
+        state if state == MAYBE_SENT => true,
+        state if state == NEVER_SENT => false,
+        _ => return Err("its state is none".to_owned()),
+    };
+    let rest = rest.strip_prefix(b" ").ok_or("its first line is damaged")?;
+    let (expected, rest) = rest.split_at_checked(64).ok_or("it breaks off")?;
+    let rest = rest.strip_prefix(b"\n").ok_or("its first line is damaged")?;
+    if digest(rest) != expected {
+        return Err("its checksum is wrong".to_owned());
+    }
+    let end = rest.iter().position(|octet| *octet == b'\n').ok_or("it has no body")?;
+    let (about, body) = rest.split_at_checked(end).ok_or("it has no body")?;
+    let about: Map<String, Value> = serde_json::from_slice(about).map_err(|error| error.to_string())?;
+    // Behind a right checksum only a program that is no Oncegate writes what does not fit.
+    let (intent, left_out) = read(&about, body.get(1..).unwrap_or_default())
+        .ok_or("its checksum is right, and yet it is no intent")?;
+    let intent = if maybe_sent { intent.sent_before() } else { intent };
+    Ok(Entry { intent, maybe_sent, left_out })
+}
+
+fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderName>)> {
+    let text = |name: &str| about.get(name)?.as_str();
+    let number = |name: &str| about.get(name)?.as_u64();
+    let method = Method::from_bytes(text("method")?.as_bytes()).ok()?;
+    let uri: Uri = text("uri")?.parse().ok()?;
+    let mut headers = HeaderMap::new();
+    for field in about.get("headers")?.as_array()? {
+        let name = HeaderName::from_bytes(field.get(0)?.as_str()?.as_bytes()).ok()?;
+        let octets = field.get(1)?.as_str()?.chars().map(|one| u8::try_from(u32::from(one)).ok());
+        let value = HeaderValue::from_bytes(&octets.collect::<Option<Vec<u8>>>()?).ok()?;
+        headers.append(name, value);
+    }
+    let left_out = about.get("left_out")?.as_array()?.iter();
+    let left_out = left_out.map(|name| HeaderName::from_bytes(name.as_str()?.as_bytes()).ok());
+    if number("body")? != body.len() as u64 {
+        return None;
+    }
+    let mut intent = Intent::new(method, uri)
+        .ok()?
+        .with_key(Key::new(text("key")?).ok()?)
+        .with_headers(headers)
+        .with_created_at(Timestamp::from_millis(number("created_at")?))
+        .with_body(Bytes::copy_from_slice(body));
+    match about.get("key_lifetime")? {
+        Value::Null => {}
+        millis => intent = intent.with_key_lifetime(Duration::from_millis(millis.as_u64()?)),
+    }
+    match about.get("carrier")? {
+        Value::Null => {}
+        carrier => {
+            let name = HeaderName::from_bytes(carrier.get(0)?.as_str()?.as_bytes()).ok()?;
+            let bare = Carrier::named(name);
+            let quoted = carrier.get(1)?.as_bool()?;
+            intent = intent.with_carrier(if quoted { bare.quoted() } else { bare });
+        }
+    }
+    Some((intent, left_out.collect::<Option<_>>()?))
+}
+
+/// What the file of this key is called.
+pub(super) fn file_name(key: &Key) -> String {
+    let mut hash = Sha256::new();
+    hash.update(b"oncegate-intent-file-1\n");
+    hash.update(key.as_str());
+    let hex = hex(&hash.finalize());
+    format!("{}.intent", hex.get(..32).unwrap_or(&hex))
+}
+
+fn digest(rest: &[u8]) -> [u8; 64] {
+    let mut hash = Sha256::new();
+    hash.update(MAGIC);
+    hash.update(VERSION);
+    hash.update(rest);
+    let hex = hex(&hash.finalize());
+    hex.as_bytes().try_into().unwrap_or([b'-'; 64])
+}
+
+fn hex(octets: &[u8]) -> String {
+    octets.iter().map(|octet| format!("{octet:02x}")).collect()
+}

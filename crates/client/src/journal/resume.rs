@@ -1,0 +1,161 @@
+//! What a process sends again that starts after one that ended.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use http::header::{HeaderMap, HeaderName};
+use tokio::task::JoinSet;
+
+use super::directory::{Damaged, JournalDir, Pending};
+use crate::client::{Client, Transport};
+use crate::failure::BoxError;
+use crate::report::{Answer, Unfinished};
+
+/// How many are sent at once, where nothing else is said.
+const AT_ONCE: usize = 4;
+
+type Fields = Arc<dyn Fn(&Pending) -> Result<HeaderMap, BoxError> + Send + Sync>;
+
+/// Intents that are sent again, oldest first. Dropping it stops the sending; what has no answer then stays in the journal.
+pub struct Resume<T> {
+    journal: JournalDir,
+    client: Client<T>,
+    left: VecDeque<Result<Pending, Damaged>>,
+    running: JoinSet<Resumed>,
+    at_once: usize,
+    fields: Option<Fields>,
+}
+
+/// How one of them ended.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Resumed {
+    /// Which one.
+    pub pending: Pending,
+    /// Its definite answer, if there is one; then it is no longer in the journal.
+    pub end: Result<Answer, NotResumed>,
+}
+
+/// Why an intent of the journal has no definite answer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum NotResumed {
+    /// As for any other intent. [`Why::InFlight`](crate::Why::InFlight): somebody else is sending it.
+    Unfinished(Unfinished),
+    /// It is no longer in the journal: somebody else has its answer.
+    Gone,
+    /// It was not sent, because these fields are missing. They were left out of the journal, and
+    /// [`Resume::with_fields`] has not brought them.
+    Fields(Vec<HeaderName>),
+    /// It was not sent, because [`Resume::with_fields`] failed.
+    NoFields(BoxError),
+}
+
+impl fmt::Display for NotResumed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unfinished(open) => open.fmt(f),
+            Self::Gone => f.write_str("somebody else has its answer"),
+            Self::Fields(names) => {
+                f.write_str("not sent: the journal does not hold its credentials; give these fields again:")?;
+                names.iter().try_for_each(|name| write!(f, " {name}"))
+            }
+            Self::NoFields(_) => f.write_str("not sent: its credentials could not be had"),
+        }
+    }
+}
+
+impl std::error::Error for NotResumed {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Unfinished(open) => open.source(),
+            Self::NoFields(error) => Some(&**error),
+            Self::Gone | Self::Fields(_) => None,
+        }
+    }
+}
+
+impl<T: Transport + Clone + 'static> Resume<T> {
+    pub(super) fn new(journal: JournalDir, client: Client<T>, found: Vec<Result<Pending, Damaged>>) -> Self {
+        Self { journal, client, left: found.into(), running: JoinSet::new(), at_once: AT_ONCE, fields: None }
+    }
+
+    /// How many are sent at once; 4 is the default, and zero counts as one.
+    #[must_use]
+    pub fn with_concurrency(self, at_once: usize) -> Self {
+        Self { at_once: at_once.max(1), ..self }
+    }
+
+    /// What brings the fields that the journal leaves out, such as `Authorization`. They must be those of the same account:
+    /// for most services a key is one of its caller's, and another caller's request takes effect once more.
+    #[must_use]
+    pub fn with_fields(
+        self,
+        fields: impl Fn(&Pending) -> Result<HeaderMap, BoxError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { fields: Some(Arc::new(fields)), ..self }
+    }
+
+    /// The next one that ended, or that cannot be read; `None` after the last.
+    pub async fn next(&mut self) -> Option<Result<Resumed, Damaged>> {
+        loop {
+            while self.running.len() < self.at_once {
+                match self.left.pop_front() {
+                    Some(Ok(pending)) => {
+                        let (journal, client) = (self.journal.clone(), self.client.clone());
+                        let fields = self.fields.clone();
+                        self.running.spawn(async move {
+                            let end = send(&journal, &client, &pending, fields).await;
+                            Resumed { pending, end }
+                        });
+                    }
+                    Some(Err(damaged)) => return Some(Err(damaged)),
+                    None => break,
+                }
+            }
+            match self.running.join_next().await? {
+                Ok(resumed) => return Some(Ok(resumed)),
+                Err(error) => {
+                    // A transport that panicked. Its intent is where it was.
+                    tracing::error!(%error, "an intent of the journal was not sent to its end");
+                }
+            }
+        }
+    }
+}
+
+async fn send<T: Transport>(
+    journal: &JournalDir,
+    client: &Client<T>,
+    pending: &Pending,
+    fields: Option<Fields>,
+) -> Result<Answer, NotResumed> {
+    let brought = match fields {
+        Some(fields) => fields(pending).map_err(NotResumed::NoFields)?,
+        None => HeaderMap::new(),
+    };
+    let missing = pending.left_out.iter().filter(|name| !brought.contains_key(*name));
+    let missing: Vec<HeaderName> = missing.cloned().collect();
+    if !missing.is_empty() {
+        return Err(NotResumed::Fields(missing));
+    }
+    // What is there, and nothing new: somebody else may have closed it since it was listed.
+    let taken = journal.take(pending.path.clone()).await;
+    let taken = taken.map_err(|why| NotResumed::Unfinished(why.unfinished(pending.maybe_sent)))?;
+    let Some((intent, opened)) = taken else { return Err(NotResumed::Gone) };
+    let mut headers = intent.headers().clone();
+    headers.extend(brought);
+    let intent = intent.with_headers(headers);
+    client.send_opened(&intent, Some(opened)).await.map_err(NotResumed::Unfinished)
+}
+
+impl<T> fmt::Debug for Resume<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Resume")
+            .field("journal", &self.journal)
+            .field("left", &self.left.len())
+            .field("running", &self.running.len())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,323 @@
+//! Every step of a journal as the last one: failed, or killed.
+
+use std::fs;
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::Full;
+
+use super::directory::JournalDir;
+use super::entry::{decode, encode, file_name};
+use super::files::{Files, Hook, Step};
+use super::*;
+use crate::client::{Client, Transport};
+use crate::failure::{Failure, FailureKind};
+use crate::key::Key;
+use crate::policy::RetryPolicy;
+
+/// A service in a file: a line for each request that reached it. It can be out of reach for the first times.
+#[derive(Clone)]
+struct Ledger {
+    file: PathBuf,
+    away: Arc<AtomicUsize>,
+}
+
+impl Ledger {
+    fn new(dir: &Path, away: usize) -> Self {
+        Self { file: dir.join("ledger"), away: Arc::new(AtomicUsize::new(away)) }
+    }
+
+    fn lines(&self) -> Vec<String> {
+        fs::read_to_string(&self.file).unwrap_or_default().lines().map(str::to_owned).collect()
+    }
+}
+
+impl Transport for Ledger {
+    type Body = Full<Bytes>;
+
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+        let less = |times: usize| times.checked_sub(1);
+        if self.away.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).is_ok() {
+            return Err(Failure::new(FailureKind::NotSent, "out of reach"));
+        }
+        let key = request.headers()["idempotency-key"].to_str().unwrap();
+        let line = format!("{key} {}\n", String::from_utf8(request.body().to_vec()).unwrap());
+        let mut file = fs::OpenOptions::new().append(true).create(true).open(&self.file).unwrap();
+        file.write_all(line.as_bytes()).unwrap();
+        Ok(Response::new(Full::default()))
+    }
+}
+
+fn intent() -> Intent {
+    let intent = Intent::post("http://bank.test/payouts?x=1").unwrap();
+    let intent = intent.with_header("x-note", &b"caf\xe9 \xff"[..]).unwrap();
+    intent.with_key(Key::derived("payout", ["7"])).with_json(r#"{"amount":5}"#)
+}
+
+fn client(ledger: &Ledger, journal: &JournalDir) -> Client<Ledger> {
+    let once = RetryPolicy::default().with_attempts(1);
+    Client::new(ledger.clone()).with_policy(once).with_journal(Arc::new(journal.clone()))
+}
+
+fn journal(dir: &Path, hook: Hook) -> JournalDir {
+    JournalDir::with_files(dir.join("journal"), Files { hook: Some(hook) }).unwrap()
+}
+
+/// Three sendings of one intent: out of reach, answered, and (it is another one to the journal) answered.
+async fn three_sendings(ledger: &Ledger, journal: &JournalDir) {
+    for _ in 0..3 {
+        let _end = client(ledger, journal).send(&intent()).await;
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
+    #[derive(Default)]
+    struct Volatile {
+        data: bool,
+        names: bool,
+        steps: usize,
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let state = Arc::new(Mutex::new(Volatile::default()));
+    let seen = Arc::clone(&state);
+    let hook: Hook = Arc::new(move |step| {
+        let mut state = seen.lock().unwrap();
+        state.steps += 1;
+        match step {
+            Step::Write { .. } => state.data = true,
+            Step::Sync => state.data = false,
+            Step::Link => {
+                assert!(!state.data, "a name for what a power cut empties");
+                state.names = true;
+            }
+            Step::SyncDir => state.names = false,
+            Step::Create | Step::Remove => {}
+        }
+        Ok(())
+    });
+    let journal = journal(dir.path(), hook);
+
+    #[derive(Clone)]
+    struct Checks(Ledger, Arc<Mutex<Volatile>>);
+    impl Transport for Checks {
+        type Body = Full<Bytes>;
+        async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+            {
+                let state = self.1.lock().unwrap();
+                assert!(!state.data && !state.names, "sent, and not durable");
+                assert!(state.steps > 0);
+            }
+            self.0.send(request).await
+        }
+    }
+    let checks = Checks(Ledger::new(dir.path(), 1), Arc::clone(&state));
+    let once = RetryPolicy::default().with_attempts(1);
+    let client = Client::new(checks).with_policy(once).with_journal(Arc::new(journal.clone()));
+    client.send(&intent()).await.unwrap_err();
+    // Somebody else wrote it down, and nobody knows whether its name is durable.
+    state.lock().unwrap().names = true;
+    client.send(&intent()).await.unwrap();
+    client.send(&intent()).await.unwrap();
+}
+
+#[tokio::test]
+async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
+    let mut failures = 0;
+    for fails in 0.. {
+        let dir = tempfile::tempdir().unwrap();
+        let count = AtomicUsize::new(0);
+        let failed = Arc::new(AtomicUsize::new(0));
+        let did = Arc::clone(&failed);
+        let hook: Hook = Arc::new(move |step| {
+            if count.fetch_add(1, Ordering::SeqCst) != fails {
+                return Ok(());
+            }
+            did.store(1, Ordering::SeqCst);
+            if let Step::Write { file, at, octets } = step {
+                file.write_all_at(&octets[..octets.len() / 2], at).unwrap(); // as much as there was room for
+            }
+            Err(io::Error::from_raw_os_error(28))
+        });
+        let opened = JournalDir::with_files(dir.path().join("journal"), Files { hook: Some(hook) });
+        let Ok(broken) = opened else {
+            failures += 1;
+            continue;
+        };
+        let ledger = Ledger::new(dir.path(), 1);
+        for _ in 0..3 {
+            let before = ledger.lines().len();
+            match client(&ledger, &broken).send(&intent()).await {
+                Ok(_) => assert_eq!(ledger.lines().len(), before + 1),
+                Err(open) if open.why() == Why::Attempts => assert_eq!(ledger.lines().len(), before),
+                Err(open) => {
+                    assert!(matches!(open.why(), Why::Journal | Why::JournalConflict), "{open}");
+                    assert_eq!(ledger.lines().len(), before, "sent, and not written down");
+                    if open.why() == Why::Journal {
+                        assert!(!open.may_have_taken_effect(), "{open}");
+                    }
+                }
+            }
+        }
+        if failed.load(Ordering::SeqCst) == 0 {
+            break; // all steps have had their turn
+        }
+        failures += 1;
+        // With room again, what is there is whole or is said to be not, and nothing is left over.
+        let journal = JournalDir::open(dir.path().join("journal")).unwrap();
+        let ledger = Ledger::new(dir.path(), 0);
+        let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
+        let mut damaged = 0;
+        while let Some(end) = resume.next().await {
+            match end {
+                Ok(resumed) => drop(resumed.end.unwrap()),
+                Err(_) => damaged += 1,
+            }
+        }
+        // Another test may start a process just now, which has all our locks until it is another program.
+        let give_up = Instant::now() + Duration::from_secs(30);
+        while fs::read_dir(journal.path()).unwrap().count() != damaged {
+            assert!(Instant::now() < give_up, "step {fails}: something is left over");
+            journal.pending().await.unwrap();
+        }
+    }
+    assert!(failures >= 12, "{failures}");
+}
+
+/// Is run by the test below in a process of its own, and is nothing without it.
+#[tokio::test]
+async fn a_process_that_is_killed() {
+    let (Ok(dir), Ok(dies)) = (std::env::var("JOURNAL_DIES_IN"), std::env::var("JOURNAL_DIES_AT")) else {
+        return;
+    };
+    let (dir, dies): (PathBuf, usize) = (dir.into(), dies.parse().unwrap());
+    let count = AtomicUsize::new(0);
+    let hook: Hook = Arc::new(move |step| {
+        if count.fetch_add(1, Ordering::SeqCst) == dies {
+            if let Step::Write { file, at, octets } = step {
+                file.write_all_at(&octets[..octets.len() / 2], at).unwrap();
+            }
+            println!("\nready to die: {step:?}");
+            loop {
+                std::thread::park();
+            }
+        }
+        Ok(())
+    });
+    three_sendings(&Ledger::new(&dir, 1), &journal(&dir, hook)).await;
+    println!("\nall done");
+}
+
+#[tokio::test]
+async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
+    let mut half_written = 0;
+    for dies in 0.. {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "journal::tests::a_process_that_is_killed", "--nocapture"])
+            .env("JOURNAL_DIES_IN", dir.path())
+            .env("JOURNAL_DIES_AT", dies.to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let last = lines
+            .filter(|line| line.starts_with("ready to die") || line == "all done")
+            .next()
+            .expect("it ended without a word");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if last == "all done" {
+            assert!(dies >= 12, "{dies}");
+            break;
+        }
+        let ledger = Ledger::new(dir.path(), 0);
+        let sent = ledger.lines().len();
+        let journal = JournalDir::open(dir.path().join("journal")).unwrap();
+        let found = journal.pending().await.unwrap();
+        let leftover = fs::read_dir(journal.path()).unwrap().count() - found.len();
+        assert_eq!(leftover, 0, "what was being written is not swept away: {last}");
+        // The one state that is written in place: half of it is neither word, and somebody is told.
+        let torn = found.iter().filter(|found| found.is_err()).count();
+        half_written += torn;
+        if torn > 0 {
+            assert!(last.contains("at: 18"), "{last}: {found:?}");
+            continue;
+        }
+        assert!(found.len() <= 1, "{last}: {found:?}");
+        // Written down is sent; not written down was never sent.
+        let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
+        while let Some(end) = resume.next().await {
+            end.unwrap().end.unwrap();
+        }
+        assert_eq!(ledger.lines().len(), sent + found.len(), "{last}");
+        let lines = ledger.lines();
+        assert!(lines.iter().all(|line| *line == lines[0]), "another key or body: {lines:?}");
+        assert_eq!(journal.pending().await.unwrap().len(), 0);
+    }
+    assert!(half_written <= 2, "{half_written}");
+}
+
+#[test]
+fn damage_of_any_bit_and_any_cut_is_seen() {
+    for intent in [intent(), Intent::new(http::Method::PUT, "https://a.test/").unwrap()] {
+        let whole = encode(&intent);
+        let read = decode(&whole).unwrap();
+        assert!(read.maybe_sent);
+        assert_eq!(read.intent.key(), intent.key());
+        assert_eq!(read.intent.method(), intent.method());
+        assert_eq!(read.intent.uri(), intent.uri());
+        assert_eq!(read.intent.headers(), intent.headers());
+        assert_eq!(read.intent.body(), intent.body());
+        assert_eq!(read.intent.created_at(), intent.created_at());
+        for length in 0..whole.len() {
+            decode(&whole[..length]).unwrap_err();
+        }
+        let mut more = whole.clone();
+        more.push(b' ');
+        decode(&more).unwrap_err();
+        let mut damaged = whole.clone();
+        for bit in 0..whole.len() * 8 {
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert!(decode(&damaged).is_err(), "bit {bit}");
+            damaged[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+    let later = String::from_utf8_lossy(&encode(&intent())).replacen("intent 1 ", "intent 2 ", 1);
+    assert!(decode(later.as_bytes()).unwrap_err().contains("version"));
+}
+
+#[tokio::test]
+async fn a_damaged_entry_is_reported_and_stays_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let journal = JournalDir::open(dir.path().join("journal")).unwrap();
+    let ledger = Ledger::new(dir.path(), 0);
+    let path = journal.path().join(file_name(intent().key()));
+    let whole = encode(&intent());
+    for at in (0..whole.len()).step_by(7) {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 4;
+        fs::write(&path, &damaged).unwrap();
+        let found = journal.pending().await.unwrap();
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].as_ref().unwrap_err().path, path);
+        let open = client(&ledger, &journal).send(&intent()).await.unwrap_err();
+        assert_eq!((open.why(), open.may_have_taken_effect()), (Why::JournalConflict, true));
+        let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
+        resume.next().await.unwrap().unwrap_err();
+        assert!(resume.next().await.is_none());
+        assert_eq!(fs::read(&path).unwrap(), damaged);
+    }
+    // Whole, and under another intent's name.
+    fs::rename(&path, journal.path().join("0000.intent")).unwrap();
+    fs::write(journal.path().join("0000.intent"), &whole).unwrap();
+    assert!(journal.pending().await.unwrap()[0].as_ref().unwrap_err().what.contains("belongs into"));
+    assert!(ledger.lines().is_empty());
+}

@@ -1,0 +1,137 @@
+//! The caller's side of *one key, one effect*: sends a request until there is a definite answer, under one key.
+//!
+//! A caller that got no reply must retry, and a retry of `POST /payments` charges twice, unless the service can tell that
+//! it is the same payment. The unit here is therefore not the request but the **[`Intent`]**: what is to happen once. It has
+//! one [`Key`], made once, and keeps it over every retry, restart and process. A corrected request is another intent.
+//!
+//! ```
+//! use oncegate_client::{Client, Intent, Key, Verdict};
+//! # use bytes::Bytes;
+//! # use http_body_util::Full;
+//! # struct Shop;
+//! # impl oncegate_client::Transport for Shop {
+//! #     type Body = Full<Bytes>;
+//! #     async fn send(
+//! #         &self,
+//! #         request: http::Request<Bytes>,
+//! #     ) -> Result<http::Response<Full<Bytes>>, oncegate_client::Failure> {
+//! #         assert!(request.headers().contains_key("idempotency-key"));
+//! #         Ok(http::Response::builder().status(201).body(Full::from(r#"{"paid":5}"#)).unwrap())
+//! #     }
+//! # }
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let transport = Shop;
+//! // With the feature `reqwest`: let transport = ReqwestTransport::build(reqwest::Client::builder())?;
+//! let client = Client::new(transport);
+//! let intent = Intent::post("https://shop.example/payments")?
+//!     .with_key(Key::derived("payment", ["order-123", "v2"]))
+//!     .with_json(r#"{"order":"order-123","amount":5}"#);
+//!
+//! match client.send(&intent).await {
+//!     // Definite: it would be the same answer again. 4xx are among them.
+//!     Ok(answer) if answer.verdict == Verdict::Done => {
+//!         assert_eq!(answer.response.body(), r#"{"paid":5}"#);
+//!         assert_eq!((answer.attempts, answer.replayed), (1, false));
+//!     }
+//!     Ok(answer) => println!("refused: {}", answer.response.status()),
+//!     // Not definite. The same intent can be sent again, or somebody has to find out what happened.
+//!     Err(open) if !open.may_have_taken_effect() => println!("nothing happened: {open}"),
+//!     Err(open) => println!("unknown, try the same later: {}; {open}", open.is_resumable()),
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Which key
+//! - [`Key::uuid_v7`] (what [`Intent::new`] takes) and [`Key::ulid`] are new with each call. Make one where the intent
+//!   is born, and keep it with the intent.
+//! - [`Key::derived`] is made of what the intent is about (`"payment"`, order 123, version 2), and is the same wherever
+//!   and whenever it is asked for: nothing has to be kept.
+//! - [`Key::new`] takes one that came along.
+//!
+//! It goes into `Idempotency-Key`, bare; [`Carrier`] has other names, and quotes.
+//!
+//! # What an answer means
+//! In this order; the first row that fits counts. *Again* is the same request under the same key.
+//!
+//! | answer | meaning |
+//! |---|---|
+//! | none, a time-out, or a body that broke off, whatever its status | again |
+//! | 2xx, 301 to 304 | [`Verdict::Done`] |
+//! | other 3xx | turned away |
+//! | marked as a replay (`Idempotent-Replayed: true`) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
+//! | problem member `retry` = `same-key` | again |
+//! | … `new-key`, `fix-request` | turned away, with that [`Advice`] |
+//! | … `stop`, with `outcome-unknown` | [`Why::Unknown`] |
+//! | … `stop`, with `replay-unavailable` | [`Verdict::Processed`] |
+//! | … `stop`, else | 4xx refused, 5xx unknown |
+//! | an error that names a request in progress, a key of another request, an unknown outcome | again, turned away, unknown |
+//! | `Stripe-Should-Retry` | again, or as `stop` |
+//! | 408, 425, 429, 502, 503, 504 | again |
+//! | 409 that names no kind of conflict | again: it may be in progress. One that names another kind is refused |
+//! | 401, 403, 404, 405, 407, 411, 413, 414, 415, 417, 421, 426, 431, 501, 505, 511 | turned away |
+//! | other 4xx | [`Verdict::Refused`] |
+//! | other 5xx | as [`ServerErrors`] says; again by default |
+//!
+//! *Turned away* is a refusal that was given before the operation. It is definite, unless an earlier attempt may have taken
+//! effect: a 401 after a time-out does not say that nobody was charged. Then it is [`Why::TurnedAway`].
+//!
+//! # When it sends again, and when it stops
+//! [`RetryPolicy`] has the limits; all hold together. Pauses have full jitter. `Retry-After`, in seconds or as a date, is a
+//! minimum; one that is longer than is waited for ends the sending with [`Unfinished::come_back_at`]. A [`RetryBudget`]
+//! that all intents of a client share stops retries, and not first attempts, while most of them fail.
+//!
+//! Never again goes what nothing protects: a `POST` or `PATCH` without a key. For services that know no keys there is
+//! [`Api::Plain`], which repeats only what was certainly not processed.
+//!
+//! # Where it ends
+//! - A key protects as long as the service knows it, and a service that ignores it protects nothing.
+//! - An answer of HTTP/1 with neither length nor chunks ends where its connection ends. Nobody can tell whether it is whole.
+//! - One layer of retries is enough. Turn those of the HTTP client off, as `ReqwestTransport` does.
+//! - Intents live in memory, unless a [`Journal`] writes them down: with the feature `journal`, `JournalDir` does, and
+//!   whoever starts after a crash goes on with them.
+//!
+//! # Doors
+//! [`Client`] over any [`Transport`]; `reqwest`, with the feature of this name, has one, and middleware; `tower`, with the
+//! feature of this name, has one over any service, and a layer. With `http2`, REFUSED_STREAM and GOAWAY are known to mean
+//! that a request was not processed.
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
+
+mod backoff;
+mod budget;
+mod client;
+#[cfg(any(feature = "reqwest", feature = "tower"))]
+mod door;
+mod failure;
+mod hint;
+mod intent;
+mod journal;
+mod key;
+mod policy;
+mod received;
+mod report;
+#[cfg(feature = "reqwest")]
+pub mod reqwest;
+mod retry_after;
+mod send;
+#[cfg(feature = "tower")]
+pub mod tower;
+mod verdict;
+
+pub use backoff::{Jitter, Random};
+pub use budget::RetryBudget;
+pub use client::{Client, Transport};
+#[cfg(feature = "http2")]
+pub use failure::was_refused_by_http2;
+pub use failure::{BoxError, Failure, FailureKind};
+pub use intent::{Intent, IntentError};
+#[cfg(all(unix, feature = "journal"))]
+pub use journal::{Damaged, JournalDir, NotResumed, Pending, Resume, Resumed};
+pub use journal::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
+pub use key::{Carrier, Key, KeyError};
+pub use policy::{Api, RetryPolicy, ServerErrors};
+pub use received::Received;
+pub use report::{Answer, Report, Unfinished, Why};
+pub use verdict::{Advice, Verdict};

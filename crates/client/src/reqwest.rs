@@ -1,0 +1,221 @@
+//! Over reqwest: a [transport](ReqwestTransport) for [`Client`](crate::Client), and [middleware](IntentMiddleware) for
+//! `reqwest-middleware`.
+//!
+//! TLS and everything else about connections is the application's: this crate turns on no feature of reqwest but HTTP/2, with
+//! its own feature `http2`.
+
+use std::error::Error;
+use std::fmt;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::{Extensions, Request, Response};
+use reqwest::{ResponseBuilderExt, Url};
+use reqwest_middleware::{Middleware, Next};
+
+use crate::client::Transport;
+use crate::door::{Door, Way, settings};
+use crate::failure::{BoxError, Failure, FailureKind};
+use crate::key::Key;
+use crate::report::{Unfinished, Why};
+use crate::send::{Elsewhere, Tries};
+
+/// Sends with a client of reqwest that follows no redirections and repeats nothing by itself.
+#[derive(Clone, Debug)]
+pub struct ReqwestTransport {
+    client: reqwest::Client,
+}
+
+impl ReqwestTransport {
+    /// Builds the client, with redirections and retries of its own turned off: an intent that is redirected has its answer,
+    /// and a connection that fails is known to have carried nothing only where it is the first one.
+    ///
+    /// # Errors
+    /// As [`reqwest::ClientBuilder::build`].
+    pub fn build(builder: reqwest::ClientBuilder) -> reqwest::Result<Self> {
+        let builder = builder.redirect(reqwest::redirect::Policy::none()).retry(reqwest::retry::never());
+        Ok(Self { client: builder.build()? })
+    }
+}
+
+impl Transport for ReqwestTransport {
+    type Body = reqwest::Body;
+
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<reqwest::Body>, Failure> {
+        let request = reqwest::Request::try_from(request).map_err(|error| failure(error, false))?;
+        let response = self.client.execute(request).await.map_err(|error| failure(error, false))?;
+        Ok(response.into())
+    }
+}
+
+/// What is known of a request that reqwest has no answer to. Nothing in its errors says at which of several addresses it
+/// happened: where redirections are followed, the first one may have done what was asked for.
+fn failure(error: reqwest::Error, redirects: bool) -> Failure {
+    let kind = if redirects {
+        FailureKind::Doubtful
+    } else if error.is_builder() {
+        FailureKind::Unsendable
+    } else if error.is_connect() {
+        FailureKind::NotSent
+    } else if was_refused(&error) {
+        FailureKind::NotProcessed
+    } else {
+        FailureKind::Doubtful
+    };
+    // Addresses have credentials in them.
+    Failure::new(kind, error.without_url())
+}
+
+fn was_refused(error: &(dyn Error + 'static)) -> bool {
+    #[cfg(feature = "http2")]
+    return crate::was_refused_by_http2(error);
+    #[cfg(not(feature = "http2"))]
+    {
+        let _ = error;
+        false
+    }
+}
+
+/// Sends what comes by until there is a definite answer.
+///
+/// What a request's key is, it is told by the request: by its header field, or by a [`Key`] among the extensions
+/// (`RequestBuilder::with_extension`). A `POST` or `PATCH` without one goes by once, and what comes back is handed on as it
+/// is.
+///
+/// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error in which
+/// [`unfinished`] finds the [`Unfinished`]; the last answer, such as a 503, is in there.
+///
+/// Turn redirections off in the client (`redirect::Policy::none()`) and say so here. A client that follows them may have
+/// been refused a connection by the second address after the first one did what was asked for.
+pub struct IntentMiddleware {
+    door: Door,
+    redirects: bool,
+}
+
+impl Default for IntentMiddleware {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl IntentMiddleware {
+    /// The default policy, for an API that honours `Idempotency-Key`, on a client that may follow redirections.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { door: Door::new(), redirects: true }
+    }
+
+    settings!();
+
+    /// Promises that the client follows no redirections, so that a connection that fails is known to have carried nothing.
+    #[must_use]
+    pub fn with_redirects_off(self) -> Self {
+        Self { redirects: false, ..self }
+    }
+}
+
+impl fmt::Debug for IntentMiddleware {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IntentMiddleware").field("policy", &self.door.shared.policy).finish_non_exhaustive()
+    }
+}
+
+/// The [`Unfinished`] in an error of the middleware.
+#[must_use]
+pub fn unfinished(error: &reqwest_middleware::Error) -> Option<&Unfinished> {
+    match error {
+        reqwest_middleware::Error::Middleware(error) => error.downcast_ref(),
+        reqwest_middleware::Error::Reqwest(_) => None,
+    }
+}
+
+#[async_trait]
+impl Middleware for IntentMiddleware {
+    async fn handle(
+        &self,
+        mut request: reqwest::Request,
+        extensions: &mut Extensions,
+        next: Next<'_>,
+    ) -> reqwest_middleware::Result<reqwest::Response> {
+        let key = extensions.get::<Key>().cloned();
+        let method = request.method().clone();
+        let way = self.door.plan(&method, request.headers_mut(), key.as_ref()).map_err(|error| {
+            let error: BoxError = error.into();
+            let unfinished = Unfinished::new(Why::Unsendable, 0, false).with_source(Some(error));
+            reqwest_middleware::Error::middleware(unfinished)
+        })?;
+        let ask = match way {
+            Way::Until(ask) => ask,
+            Way::Past => return next.run(request, extensions).await,
+        };
+        let url = request.url().clone();
+        let redirects = self.redirects;
+        let mut tries = NextTries {
+            resendable: true,
+            request: Some(request),
+            url: url.clone(),
+            extensions,
+            next,
+            redirects,
+        };
+        let sent = self.door.shared.run(&ask, &mut tries).await;
+        let (response, report) = sent.map_err(reqwest_middleware::Error::middleware)?;
+        let url = tries.url;
+        let mut response = response.map(reqwest::Body::wrap);
+        response.extensions_mut().insert(report);
+        // The address travels in an extension that only a builder makes.
+        if let Ok(addressed) = Response::builder().url(url).body(()) {
+            response.extensions_mut().extend(addressed.into_parts().0.extensions);
+        }
+        Ok(response.into())
+    }
+}
+
+struct NextTries<'a, 'n> {
+    request: Option<reqwest::Request>,
+    resendable: bool,
+    /// The address of the request, then that of the last answer.
+    url: Url,
+    extensions: &'a mut Extensions,
+    next: Next<'n>,
+    redirects: bool,
+}
+
+impl Tries for NextTries<'_, '_> {
+    type Body = reqwest::Body;
+
+    async fn send(&mut self) -> Result<Response<reqwest::Body>, Failure> {
+        let request = match self.request.as_ref().and_then(reqwest::Request::try_clone) {
+            Some(clone) => clone,
+            None => {
+                self.resendable = false;
+                let body_is_gone = || Failure::new(FailureKind::Unsendable, "the body was sent before");
+                self.request.take().ok_or_else(body_is_gone)?
+            }
+        };
+        let asked = request.url().clone();
+        let response = match self.next.clone().run(request, self.extensions).await {
+            Ok(response) => response,
+            Err(reqwest_middleware::Error::Reqwest(error)) => return Err(failure(error, self.redirects)),
+            Err(reqwest_middleware::Error::Middleware(error)) => {
+                return Err(Failure::new(FailureKind::Doubtful, error));
+            }
+        };
+        let is_elsewhere = {
+            let (mut asked, mut answered) = (asked, response.url().clone());
+            asked.set_fragment(None);
+            answered.set_fragment(None);
+            asked != answered
+        };
+        self.url = response.url().clone();
+        let mut response = Response::from(response);
+        if is_elsewhere {
+            response.extensions_mut().insert(Elsewhere);
+        }
+        Ok(response)
+    }
+
+    fn can_send_again(&self) -> bool {
+        self.resendable
+    }
+}

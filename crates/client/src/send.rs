@@ -1,0 +1,296 @@
+//! Attempts, and the pauses between them.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use http::{Method, Response};
+use http_body::Body;
+use oncegate_core::{Clock, Timestamp};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::backoff::{Backoff, Random, SystemRandom};
+use crate::budget::{Pressure, RetryBudget};
+use crate::failure::{BoxError, Failure, FailureKind};
+use crate::hint;
+use crate::key::millis_now;
+use crate::policy::RetryPolicy;
+use crate::received::Received;
+use crate::report::{Report, Unfinished, Why};
+use crate::retry_after::retry_after;
+use crate::verdict::{Doubt, Meaning, Standing, Verdict, judge};
+
+/// How one request is sent, once or several times.
+pub(crate) trait Tries: Send {
+    /// The body of an answer.
+    type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send;
+
+    /// Sends it.
+    fn send(&mut self) -> impl Future<Output = Result<Response<Self::Body>, Failure>> + Send;
+
+    /// Whether it can be sent once more.
+    fn can_send_again(&self) -> bool;
+}
+
+/// Marks an answer that came from another address than the request went to: the transport followed a redirection.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Elsewhere;
+
+/// The request, as far as the sending goes.
+#[derive(Clone, Debug)]
+pub(crate) struct Ask {
+    pub(crate) method: Method,
+    pub(crate) standing: Standing,
+    pub(crate) sent_before: bool,
+    pub(crate) created_at: Option<Timestamp>,
+    /// How long its key is good, where that is less than the policy says.
+    pub(crate) key_lifetime: Option<Duration>,
+}
+
+/// How far the clocks of two processes may differ before nothing is told of the age of a key.
+const CLOCKS_APART: Duration = Duration::from_secs(60);
+
+/// What all requests of a client share.
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) policy: RetryPolicy,
+    pub(crate) budget: Arc<RetryBudget>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) random: Arc<dyn Random>,
+}
+
+struct SystemClock;
+
+impl Clock for SystemClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(millis_now())
+    }
+}
+
+/// Safe and idempotent methods, by RFC 9110, 9.2.2.
+pub(crate) fn is_repeatable(method: &Method) -> bool {
+    is_safe(method) || matches!(*method, Method::PUT | Method::DELETE)
+}
+
+/// Methods that ask for no effect, by RFC 9110, 9.2.1.
+pub(crate) fn is_safe(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE)
+}
+
+/// An attempt without a definite answer.
+struct Step {
+    meaning: Meaning,
+    pressure: Pressure,
+    retry_after: Option<Duration>,
+    response: Option<Response<Bytes>>,
+    source: Option<BoxError>,
+    unsendable: bool,
+}
+
+enum Attempted<B> {
+    Definite(Response<Received<B>>, Report),
+    Open(Step),
+}
+
+impl Shared {
+    pub(crate) fn new(policy: RetryPolicy) -> Self {
+        Self { policy, budget: Arc::default(), clock: Arc::new(SystemClock), random: Arc::new(SystemRandom) }
+    }
+
+    /// Sends until there is a definite answer, or a reason to stop.
+    pub(crate) async fn run<T: Tries>(
+        &self,
+        ask: &Ask,
+        tries: &mut T,
+    ) -> Result<(Response<Received<T::Body>>, Report), Unfinished> {
+        let policy = &self.policy;
+        let deadline = Instant::now().checked_add(policy.deadline);
+        let created_at = ask.created_at.unwrap_or_else(|| self.clock.now());
+        let mut backoff = Backoff::new(policy.jitter, policy.base, policy.cap);
+        let mut doubt = ask.sent_before;
+        let mut attempts = 0;
+        let mut paid = None;
+        if doubt && self.is_too_old(ask, created_at) {
+            return Err(Unfinished::new(Why::KeyLifetime, attempts, doubt));
+        }
+        loop {
+            attempts += 1;
+            let left = deadline.map_or(Duration::MAX, |deadline| deadline.duration_since(Instant::now()));
+            let limit = policy.attempt_timeout.min(left);
+            let attempted = timeout(limit, self.attempt(ask, tries, attempts, doubt)).await;
+            let step = match attempted {
+                Ok(Attempted::Definite(response, report)) => {
+                    if report.verdict != Verdict::Failed {
+                        self.budget.give(paid);
+                    }
+                    tracing::debug!(
+                        method = %ask.method, status = response.status().as_u16(), attempts,
+                        verdict = %report.verdict, replayed = report.replayed, "definite answer"
+                    );
+                    return Ok((response, report));
+                }
+                Ok(Attempted::Open(step)) => step,
+                Err(elapsed) => Step {
+                    pressure: Pressure::Timeout,
+                    source: Some(elapsed.into()),
+                    ..Step::of(Meaning::Again(Doubt::May))
+                },
+            };
+            doubt |= !matches!(step.meaning, Meaning::Again(Doubt::None) | Meaning::TurnedAway(_));
+            let why = match self.next(ask, tries, &step, attempts, doubt, deadline, &mut backoff) {
+                Ok(pause) if !self.expires(ask, created_at, doubt, pause) => {
+                    match self.budget.take(step.pressure) {
+                        Some(cost) => {
+                            tracing::debug!(
+                                method = %ask.method, attempts, doubt,
+                                status = step.response.as_ref().map(|response| response.status().as_u16()),
+                                pause_ms = pause.as_millis() as u64, "no definite answer; sending again"
+                            );
+                            paid = Some(cost);
+                            sleep(pause).await;
+                            continue;
+                        }
+                        None => Why::Budget,
+                    }
+                }
+                Ok(_) => Why::KeyLifetime,
+                Err(why) => why,
+            };
+            tracing::debug!(method = %ask.method, attempts, doubt, ?why, "no definite answer");
+            let now = self.wall();
+            let come_back_at = step.retry_after.and_then(|after| now.checked_add(after));
+            return Err(Unfinished::new(why, attempts, doubt)
+                .with_come_back_at(come_back_at)
+                .with_response(step.response)
+                .with_source(step.source));
+        }
+    }
+
+    /// How long to wait before the next attempt, or why there is none.
+    #[allow(clippy::too_many_arguments, reason = "the state of the loop")]
+    fn next<T: Tries>(
+        &self,
+        ask: &Ask,
+        tries: &T,
+        step: &Step,
+        attempts: u32,
+        doubt: bool,
+        deadline: Option<Instant>,
+        backoff: &mut Backoff,
+    ) -> Result<Duration, Why> {
+        let policy = &self.policy;
+        match step.meaning {
+            _ if step.unsendable => return Err(Why::Unsendable),
+            Meaning::Unknown => return Err(Why::Unknown),
+            Meaning::TurnedAway(_) => return Err(Why::TurnedAway),
+            // Twice could be twice too many.
+            _ if ask.standing == Standing::Once && doubt => return Err(Why::Unknown),
+            _ if !tries.can_send_again() => return Err(Why::Body),
+            _ if attempts >= policy.attempts => return Err(Why::Attempts),
+            _ => {}
+        }
+        let mut pause = backoff.next(&*self.random);
+        if let Some(after) = step.retry_after {
+            if after > policy.longest_wait {
+                return Err(Why::ComeBackLater);
+            }
+            // On top of it, so that those who were told the same time do not all come at once.
+            pause = pause.saturating_add(after);
+        }
+        match (deadline, Instant::now().checked_add(pause)) {
+            (Some(deadline), Some(then)) if then < deadline => Ok(pause),
+            (None, Some(_)) => Ok(pause),
+            _ if step.retry_after.is_some() => Err(Why::ComeBackLater),
+            _ => Err(Why::Deadline),
+        }
+    }
+
+    async fn attempt<T: Tries>(
+        &self,
+        ask: &Ask,
+        tries: &mut T,
+        attempts: u32,
+        doubt: bool,
+    ) -> Attempted<T::Body> {
+        let response = match tries.send().await {
+            Ok(response) => response,
+            Err(failure) => return Attempted::Open(Step::failed(failure)),
+        };
+        let (head, body) = response.into_parts();
+        let after = retry_after(&head.headers, self.wall());
+        let body = match Received::read(body, self.policy.answer_limit).await {
+            Ok(body) => body,
+            // A status whose body broke off is no answer: the same key brings it whole.
+            Err(error) => {
+                return Attempted::Open(Step {
+                    retry_after: after,
+                    source: Some(error.into()),
+                    ..Step::of(Meaning::Again(Doubt::May))
+                });
+            }
+        };
+        let whole = body.whole().cloned().unwrap_or_default();
+        let mut meaning = judge(ask.standing, self.policy.server_errors, head.status, &head.headers, &whole);
+        if head.extensions.get::<Elsewhere>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
+            // It is the answer of another address to another request. What came of this one, its key tells.
+            meaning = Meaning::Again(Doubt::May);
+        }
+        let verdict = match meaning {
+            Meaning::Definite(verdict) => verdict,
+            Meaning::TurnedAway(advice) if !doubt => Verdict::Refused(advice),
+            _ => {
+                let pressure = match meaning {
+                    Meaning::Again(Doubt::InProgress) => Pressure::None,
+                    _ => Pressure::Failure,
+                };
+                let response = Some(Response::from_parts(head, whole));
+                return Attempted::Open(Step { pressure, retry_after: after, response, ..Step::of(meaning) });
+            }
+        };
+        let replayed = ask.standing == Standing::Keyed && hint::is_replay(&head.headers);
+        Attempted::Definite(Response::from_parts(head, body), Report { verdict, attempts, replayed })
+    }
+
+    fn is_too_old(&self, ask: &Ask, created_at: Timestamp) -> bool {
+        self.expires(ask, created_at, true, Duration::ZERO)
+    }
+
+    /// Whether the key is older than it may be when it is sent after this pause.
+    fn expires(&self, ask: &Ask, created_at: Timestamp, doubt: bool, pause: Duration) -> bool {
+        let now = self.clock.now();
+        let lifetime = self.policy.key_lifetime;
+        let lifetime = ask.key_lifetime.map_or(lifetime, |shorter| shorter.min(lifetime));
+        // A key of the future: the clock was put back, and nobody knows how old the key is.
+        let is_of_the_future = created_at.since(now) > CLOCKS_APART;
+        let is_too_old = is_of_the_future || now.after(pause).since(created_at) >= lifetime;
+        doubt && ask.standing == Standing::Keyed && is_too_old
+    }
+
+    fn wall(&self) -> SystemTime {
+        let since = Duration::from_millis(self.clock.now().as_millis());
+        UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)
+    }
+}
+
+impl Step {
+    fn of(meaning: Meaning) -> Self {
+        Self {
+            meaning,
+            pressure: Pressure::Failure,
+            retry_after: None,
+            response: None,
+            source: None,
+            unsendable: false,
+        }
+    }
+
+    fn failed(failure: Failure) -> Self {
+        let kind = failure.kind();
+        let doubt = if kind == FailureKind::Doubtful { Doubt::May } else { Doubt::None };
+        Self {
+            source: Some(failure.into_source()),
+            unsendable: kind == FailureKind::Unsendable,
+            ..Self::of(Meaning::Again(doubt))
+        }
+    }
+}

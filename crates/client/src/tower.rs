@@ -1,0 +1,317 @@
+//! Over any Tower service of HTTP requests: a [layer](IntentLayer), and a [transport](Over) for [`Client`](crate::Client).
+//!
+//! What a request's key is, the layer is told by the request: by its header field, or by a [`Key`] among its
+//! extensions. A `POST` or `PATCH` without one goes by once, and what comes back is handed on as it is.
+//!
+//! ```
+//! use std::convert::Infallible;
+//! use std::sync::atomic::{AtomicU32, Ordering};
+//! use bytes::Bytes;
+//! use http::{Request, Response};
+//! use http_body_util::Full;
+//! use oncegate_client::{Key, Report, Verdict, tower::IntentLayer};
+//! use tower::{Layer, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // In place of a real connection: a service that is overloaded at first.
+//! static CALLS: AtomicU32 = AtomicU32::new(0);
+//! let service = service_fn(async |request: Request<Full<Bytes>>| {
+//!     assert_eq!(request.headers()["idempotency-key"], "order-123");
+//!     let status = if CALLS.fetch_add(1, Ordering::SeqCst) == 0 { 503 } else { 201 };
+//!     Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::default()).unwrap())
+//! });
+//!
+//! let request = Request::post("https://shop.example/orders")
+//!     .extension(Key::new("order-123")?)
+//!     .body(Full::from("{}"))?;
+//! let response = IntentLayer::new().layer(service).oneshot(request).await?;
+//! let report = response.extensions().get::<Report>().unwrap();
+//! assert_eq!((report.verdict, report.attempts), (Verdict::Done, 2));
+//! # Ok(())
+//! # }
+//! ```
+
+use std::error::Error;
+use std::fmt;
+use std::future::poll_fn;
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Body;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::client::Transport;
+use crate::door::{Door, Way, settings};
+use crate::failure::{BoxError, Failure, FailureKind};
+use crate::key::Key;
+use crate::received::Received;
+use crate::report::{Unfinished, Why};
+use crate::send::{Ask, Tries};
+
+/// Says of an error of the service below what is known of the request.
+type Classify = Arc<dyn Fn(&(dyn Error + 'static)) -> FailureKind + Send + Sync>;
+
+/// Largest body of a request that is read so that it can be sent again. See [`IntentLayer::with_body_limit`].
+const BODY_LIMIT: u64 = 1024 * 1024;
+
+/// Sends what comes by until there is a definite answer. See the [module](self).
+#[derive(Clone)]
+pub struct IntentLayer {
+    door: Door,
+    classify: Classify,
+    body_limit: u64,
+}
+
+impl Default for IntentLayer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl IntentLayer {
+    /// The default policy, for an API that honours `Idempotency-Key`.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { door: Door::new(), classify: Arc::new(classify), body_limit: BODY_LIMIT }
+    }
+
+    settings!();
+
+    /// How errors of the service below are told apart. The default knows what HTTP/2 says (with the feature `http2`) and
+    /// takes everything else for doubtful. A client that knows that there was no connection should say
+    /// [`FailureKind::NotSent`]; one that follows redirections does not know it.
+    #[must_use]
+    pub fn with_failures(
+        mut self,
+        classify: impl Fn(&(dyn Error + 'static)) -> FailureKind + Send + Sync + 'static,
+    ) -> Self {
+        self.classify = Arc::new(classify);
+        self
+    }
+
+    /// A request whose body is not known to fit in so many octets is sent once, as it streams; 1 MiB is the default.
+    #[must_use]
+    pub fn with_body_limit(self, octets: u64) -> Self {
+        Self { body_limit: octets, ..self }
+    }
+}
+
+impl<S> Layer<S> for IntentLayer {
+    type Service = IntentService<S>;
+
+    fn layer(&self, inner: S) -> IntentService<S> {
+        IntentService { inner, layer: self.clone() }
+    }
+}
+
+impl fmt::Debug for IntentLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IntentLayer").field("policy", &self.door.shared.policy).finish_non_exhaustive()
+    }
+}
+
+/// The service of an [`IntentLayer`].
+#[derive(Clone, Debug)]
+pub struct IntentService<S> {
+    inner: S,
+    layer: IntentLayer,
+}
+
+impl<S, B, R> Service<Request<B>> for IntentService<S>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send>
+        + Clone
+        + Send
+        + 'static,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + From<Bytes> + Send + 'static,
+    R: Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
+{
+    type Response = Response<Received<R>>;
+    type Error = Unfinished;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Unfinished>> + Send>>;
+
+    /// Always ready: each attempt waits for the service below by itself.
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Unfinished>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let Self { inner, layer } = self.clone();
+        Box::pin(async move {
+            let (mut head, body) = request.into_parts();
+            let key = head.extensions.remove::<Key>();
+            let unsendable =
+                |error: BoxError| Unfinished::new(Why::Unsendable, 0, false).with_source(Some(error));
+            let way = layer.door.plan(&head.method, &mut head.headers, key.as_ref());
+            let ask = match way.map_err(|error| unsendable(error.into()))? {
+                Way::Until(ask) => ask,
+                Way::Past => return past(inner, &layer, Request::from_parts(head, body)).await,
+            };
+            let body = if body.size_hint().upper().is_some_and(|upper| upper <= layer.body_limit) {
+                let read =
+                    Received::read(body, usize::MAX).await.map_err(|error| unsendable(error.into()))?;
+                RequestBody::Whole(read.whole().cloned().unwrap_or_default())
+            } else {
+                RequestBody::Once(Some(body))
+            };
+            let mut tries = ServiceTries { inner, layer: &layer, head, body };
+            until(&layer, &ask, &mut tries).await
+        })
+    }
+}
+
+async fn until<S, B, R>(
+    layer: &IntentLayer,
+    ask: &Ask,
+    tries: &mut ServiceTries<'_, S, B>,
+) -> Result<Response<Received<R>>, Unfinished>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send> + Clone + Send,
+    B: From<Bytes> + Send,
+    R: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+{
+    let (mut response, report) = layer.door.shared.run(ask, tries).await?;
+    response.extensions_mut().insert(report);
+    Ok(response)
+}
+
+/// A request that nothing protects: once, and nothing is judged.
+async fn past<S, B, R>(
+    mut inner: S,
+    layer: &IntentLayer,
+    request: Request<B>,
+) -> Result<Response<Received<R>>, Unfinished>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>>,
+    R: Body<Data = Bytes>,
+{
+    match call(&mut inner, layer, request).await {
+        Ok(response) => Ok(response.map(Received::unread)),
+        Err(failure) => {
+            let may = failure.kind() == FailureKind::Doubtful;
+            let why = if may { Why::Unknown } else { Why::Attempts };
+            Err(Unfinished::new(why, 1, may).with_source(Some(failure.into_source())))
+        }
+    }
+}
+
+async fn call<S, B, R>(
+    inner: &mut S,
+    layer: &IntentLayer,
+    request: Request<B>,
+) -> Result<Response<R>, Failure>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>>,
+{
+    if let Err(error) = poll_fn(|cx| inner.poll_ready(cx)).await {
+        return Err(Failure::new(FailureKind::NotSent, error)); // it was not even taken
+    }
+    inner.call(request).await.map_err(|error| {
+        let error = error.into();
+        Failure::new((layer.classify)(&*error), error)
+    })
+}
+
+enum RequestBody<B> {
+    Whole(Bytes),
+    Once(Option<B>),
+}
+
+struct ServiceTries<'a, S, B> {
+    inner: S,
+    layer: &'a IntentLayer,
+    head: http::request::Parts,
+    body: RequestBody<B>,
+}
+
+impl<S, B, R> Tries for ServiceTries<'_, S, B>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send> + Clone + Send,
+    B: From<Bytes> + Send,
+    R: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+{
+    type Body = R;
+
+    async fn send(&mut self) -> Result<Response<R>, Failure> {
+        let body = match &mut self.body {
+            RequestBody::Whole(bytes) => B::from(bytes.clone()),
+            RequestBody::Once(body) => match body.take() {
+                Some(body) => body,
+                None => return Err(Failure::new(FailureKind::Unsendable, "the body was sent before")),
+            },
+        };
+        let request = Request::from_parts(self.head.clone(), body);
+        // A clone for each attempt: one that is given up leaves nothing behind for the next.
+        call(&mut self.inner.clone(), self.layer, request).await
+    }
+
+    fn can_send_again(&self) -> bool {
+        matches!(self.body, RequestBody::Whole(_))
+    }
+}
+
+/// What every error of a service means of which nothing better is known.
+fn classify(error: &(dyn Error + 'static)) -> FailureKind {
+    #[cfg(feature = "http2")]
+    if crate::was_refused_by_http2(error) {
+        return FailureKind::NotProcessed;
+    }
+    let _ = error;
+    FailureKind::Doubtful
+}
+
+/// A [`Transport`] over a Tower service, such as a client of hyper, whose requests have bodies of type `B`.
+pub struct Over<S, B> {
+    inner: S,
+    layer: IntentLayer,
+    body: PhantomData<fn(B)>,
+}
+
+impl<S, B> Over<S, B> {
+    /// Over this service.
+    #[must_use]
+    pub fn new(inner: S) -> Self {
+        Self { inner, layer: IntentLayer::new(), body: PhantomData }
+    }
+
+    /// See [`IntentLayer::with_failures`].
+    #[must_use]
+    pub fn with_failures(
+        mut self,
+        classify: impl Fn(&(dyn Error + 'static)) -> FailureKind + Send + Sync + 'static,
+    ) -> Self {
+        self.layer.classify = Arc::new(classify);
+        self
+    }
+}
+
+impl<S: Clone, B> Clone for Over<S, B> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), layer: self.layer.clone(), body: PhantomData }
+    }
+}
+
+impl<S, B> fmt::Debug for Over<S, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Over").finish_non_exhaustive()
+    }
+}
+
+impl<S, B, R> Transport for Over<S, B>
+where
+    S: Service<Request<B>, Response = Response<R>, Error: Into<BoxError>, Future: Send> + Clone + Send + Sync,
+    B: From<Bytes> + Send,
+    R: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+{
+    type Body = R;
+
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<R>, Failure> {
+        call(&mut self.inner.clone(), &self.layer, request.map(B::from)).await
+    }
+}

@@ -1,0 +1,576 @@
+//! A journal over the ends of processes: several at once, clocks that jump, disks without room, and what must not be in it.
+
+#![cfg(all(unix, feature = "journal"))]
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, HeaderMap, HeaderName, HeaderValue};
+use http::{Request, Response};
+use http_body_util::Full;
+use oncegate_client::{
+    Api, Carrier, Client, Failure, FailureKind, Intent, JournalDir, Key, NotResumed, RetryPolicy, Transport,
+    Unfinished, Verdict, Why,
+};
+use oncegate_core::{Clock, Timestamp};
+
+/// What the service does with a request.
+#[derive(Clone, Copy)]
+enum Act {
+    Answers(u16),
+    /// It did it, and its answer is lost.
+    Loses,
+    /// It is not reached.
+    Away,
+}
+
+#[derive(Clone)]
+struct Service(Arc<Mutex<Played>>);
+
+struct Played {
+    act: Act,
+    seen: Vec<Request<Bytes>>,
+}
+
+impl Service {
+    fn new(act: Act) -> Self {
+        Self(Arc::new(Mutex::new(Played { act, seen: Vec::new() })))
+    }
+
+    fn now(&self, act: Act) {
+        self.0.lock().unwrap().act = act;
+    }
+
+    fn seen(&self) -> Vec<Request<Bytes>> {
+        self.0.lock().unwrap().seen.clone()
+    }
+
+    fn times(&self) -> usize {
+        self.0.lock().unwrap().seen.len()
+    }
+}
+
+impl Transport for Service {
+    type Body = Full<Bytes>;
+
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+        let mut played = self.0.lock().unwrap();
+        let act = played.act;
+        if let Act::Away = act {
+            return Err(Failure::new(FailureKind::NotSent, "away"));
+        }
+        played.seen.push(request);
+        match act {
+            Act::Answers(status) => Ok(Response::builder().status(status).body(Full::default()).unwrap()),
+            _ => Err(Failure::new(FailureKind::Doubtful, "lost")),
+        }
+    }
+}
+
+fn once() -> RetryPolicy {
+    RetryPolicy::default().with_attempts(1)
+}
+
+fn client(service: &Service, journal: &JournalDir) -> Client<Service> {
+    Client::new(service.clone()).with_policy(once()).with_journal(Arc::new(journal.clone()))
+}
+
+fn payout(number: &str) -> Intent {
+    let intent = Intent::post("http://bank.test/payouts").unwrap();
+    intent.with_key(Key::derived("payout", [number])).with_json(format!(r#"{{"payout":"{number}"}}"#))
+}
+
+fn open_journal(dir: &Path) -> JournalDir {
+    JournalDir::open(dir.join("journal")).unwrap()
+}
+
+async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verdict, NotResumed>> {
+    let mut resume = journal.resume_pending(client).await.unwrap().with_concurrency(1);
+    let mut ends = Vec::new();
+    while let Some(end) = resume.next().await {
+        ends.push(end.unwrap().end.map(|answer| answer.verdict));
+    }
+    ends
+}
+
+fn why(end: &Result<Verdict, NotResumed>) -> Why {
+    match end {
+        Err(NotResumed::Unfinished(open)) => open.why(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A clock to move by hand.
+#[derive(Clone)]
+struct Hands(Arc<Mutex<Timestamp>>);
+
+impl Clock for Hands {
+    fn now(&self) -> Timestamp {
+        *self.0.lock().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let earlier = millis_now() - 1000;
+    for (number, at) in [("b", 2), ("a", 1), ("c", 3)] {
+        let intent = payout(number).with_created_at(Timestamp::from_millis(earlier + at));
+        let open = client(&service, &journal).send(&intent).await.unwrap_err();
+        assert!(open.may_have_taken_effect());
+    }
+    let before = service.seen();
+    drop(journal);
+
+    // Another process: nothing but the directory.
+    let journal = open_journal(dir.path());
+    let keys: Vec<_> = journal.pending().await.unwrap().into_iter().map(|one| one.unwrap().key).collect();
+    assert_eq!(keys, ["a", "b", "c"].map(|number| Key::derived("payout", [number])));
+    service.now(Act::Answers(201));
+    let ends = ends(&journal, &client(&service, &journal)).await;
+    assert!(ends.iter().all(|end| matches!(end, Ok(Verdict::Done))), "{ends:?}");
+    let again = &service.seen()[3..];
+    for (sent, at) in again.iter().zip([1, 0, 2]) {
+        assert_eq!(sent.headers(), before[at].headers());
+        assert_eq!((sent.method(), sent.uri()), (before[at].method(), before[at].uri()));
+        assert_eq!(sent.body(), before[at].body());
+    }
+    assert_eq!(fs::read_dir(journal.path()).unwrap().count(), 0);
+    assert!(ends_are_none(&journal, &service).await);
+}
+
+async fn ends_are_none(journal: &JournalDir, service: &Service) -> bool {
+    ends(journal, &client(service, journal)).await.is_empty()
+}
+
+fn millis_now() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    u64::try_from(since.as_millis()).unwrap()
+}
+
+#[tokio::test]
+async fn the_same_intent_again_goes_on_and_another_request_under_its_key_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    let file = fs::read_dir(journal.path()).unwrap().next().unwrap().unwrap().path();
+    let before = fs::read(&file).unwrap();
+
+    let others = [
+        payout("7").with_json(r#"{"payout":"70"}"#),
+        Intent::new(http::Method::PUT, "http://bank.test/payouts")
+            .unwrap()
+            .with_key(payout("7").key().clone())
+            .with_body(payout("7").body().clone()),
+        Intent::post("http://bank.test/other")
+            .unwrap()
+            .with_key(payout("7").key().clone())
+            .with_body(payout("7").body().clone()),
+        payout("7").with_carrier(Carrier::default().quoted()),
+    ];
+    for other in others {
+        let open = client(&service, &journal).send(&other).await.unwrap_err();
+        assert_eq!(open.why(), Why::JournalConflict);
+        assert!(open.may_have_taken_effect() && !open.is_resumable(), "{open}");
+        assert_eq!((service.times(), fs::read(&file).unwrap()), (1, before.clone()));
+    }
+
+    // A 401 says nothing of the first sending, which nobody but the journal remembers.
+    service.now(Act::Answers(401));
+    let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    assert_eq!((open.why(), open.may_have_taken_effect()), (Why::TurnedAway, true));
+    service.now(Act::Answers(201));
+    client(&service, &journal).send(&payout("7")).await.unwrap();
+    assert_eq!(journal.pending().await.unwrap().len(), 0);
+}
+
+#[tokio::test]
+async fn what_certainly_never_arrived_is_remembered_as_such() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Away);
+    let journal = open_journal(dir.path());
+    let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    assert!(!open.may_have_taken_effect());
+    assert!(!journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
+
+    // Older than any key is good for: nobody has ever heard of it.
+    let much_later = Hands(Arc::new(Mutex::new(Timestamp::from_millis(millis_now() + 40 * 86_400_000))));
+    let later = client(&service, &journal).with_clock(Arc::new(much_later));
+    service.now(Act::Answers(401));
+    let answer = later.send(&payout("7")).await.unwrap();
+    assert!(matches!(answer.verdict, Verdict::Refused(_)), "it is the first sending, and refused for good");
+    assert_eq!((service.times(), journal.pending().await.unwrap().len()), (1, 0));
+
+    // And once it may have arrived, that is what is remembered, whatever comes after.
+    for act in [Act::Away, Act::Loses, Act::Away] {
+        service.now(act);
+        client(&service, &journal).send(&payout("8")).await.unwrap_err();
+    }
+    assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
+}
+
+#[tokio::test]
+async fn nothing_is_sent_under_a_key_that_may_be_forgotten_whatever_the_clock_does() {
+    const HOUR: u64 = 3_600_000;
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let now = millis_now();
+    let hands = Hands(Arc::new(Mutex::new(Timestamp::from_millis(now))));
+    let for_an_hour = once().with_key_lifetime(Duration::from_millis(HOUR));
+    let first = client(&service, &journal).with_policy(for_an_hour).with_clock(Arc::new(hands.clone()));
+    let intent = payout("7").with_created_at(hands.now());
+    first.send(&intent).await.unwrap_err();
+    assert_eq!(service.times(), 1);
+
+    service.now(Act::Answers(201));
+    // Whoever resumes believes in 24 hours; what was promised when it was sent counts.
+    let resuming = client(&service, &journal).with_clock(Arc::new(hands.clone()));
+    let refused = [now + HOUR, now + 2 * HOUR, now + 1000 * HOUR, now - 61_000, now - 1000 * HOUR, 0];
+    for at in refused {
+        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        let ends = ends(&journal, &resuming).await;
+        assert_eq!(why(&ends[0]), Why::KeyLifetime, "{at}");
+        assert_eq!(service.times(), 1, "{at}");
+    }
+    for at in [now - 60_000, now + HOUR - 1] {
+        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        service.now(Act::Loses);
+        let times = service.times();
+        assert!(ends(&journal, &resuming).await[0].is_err());
+        assert_eq!(service.times(), times + 1, "{at}");
+    }
+    assert_eq!(journal.pending().await.unwrap().len(), 1, "refused is not removed");
+}
+
+#[tokio::test]
+async fn what_a_service_without_keys_got_is_not_sent_to_it_again_by_anybody() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let plain = client(&service, &journal).with_policy(once().with_api(Api::Plain));
+    assert_eq!(plain.send(&payout("7")).await.unwrap_err().why(), Why::Unknown);
+    assert!(!service.seen()[0].headers().contains_key("idempotency-key"));
+    service.now(Act::Answers(201));
+    assert_eq!(why(&ends(&journal, &plain).await[0]), Why::Unknown);
+    // Somebody who believes that the service knows keys.
+    assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), Why::KeyLifetime);
+    assert_eq!((service.times(), journal.pending().await.unwrap().len()), (1, 1));
+}
+
+#[tokio::test]
+async fn the_key_goes_into_the_field_that_it_first_went_into() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let name = HeaderName::from_static("paypal-request-id");
+    let paypal = client(&service, &journal).with_carrier(Carrier::named(name.clone()).quoted());
+    paypal.send(&payout("7")).await.unwrap_err();
+    service.now(Act::Answers(201));
+    ends(&journal, &client(&service, &journal)).await.remove(0).unwrap();
+    let seen = service.seen();
+    assert!(seen[0].headers()[&name].to_str().unwrap().starts_with('"'));
+    assert_eq!(seen[1].headers(), seen[0].headers());
+}
+
+#[tokio::test]
+async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let mut marked = HeaderValue::from_static("hush-marked");
+    marked.set_sensitive(true);
+    let intent = payout("7")
+        .with_header("authorization", "Bearer hush")
+        .unwrap()
+        .with_header("cookie", "session=hush")
+        .unwrap()
+        .with_header("x-api-key", marked)
+        .unwrap()
+        .with_header("x-note", "kept")
+        .unwrap();
+    client(&service, &journal).send(&intent).await.unwrap_err();
+    let file = fs::read_dir(journal.path()).unwrap().next().unwrap().unwrap();
+    let text = String::from_utf8(fs::read(file.path()).unwrap()).unwrap();
+    assert!(!text.contains("hush") && text.contains("kept"), "{text}");
+    assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(fs::metadata(journal.path()).unwrap().permissions().mode() & 0o777, 0o700);
+
+    service.now(Act::Answers(201));
+    let end = ends(&journal, &client(&service, &journal)).await.remove(0).unwrap_err();
+    let NotResumed::Fields(names) = &end else { panic!("{end:?}") };
+    assert_eq!(
+        names.iter().map(HeaderName::as_str).collect::<Vec<_>>(),
+        ["authorization", "cookie", "x-api-key"]
+    );
+    assert_eq!(service.times(), 1);
+
+    let brought: HeaderMap = [
+        (AUTHORIZATION, HeaderValue::from_static("Bearer hush")),
+        (HeaderName::from_static("cookie"), HeaderValue::from_static("session=hush")),
+        (HeaderName::from_static("x-api-key"), HeaderValue::from_static("hush-marked")),
+    ]
+    .into_iter()
+    .collect();
+    let resume = journal.resume_pending(&client(&service, &journal)).await.unwrap();
+    let mut resume = resume.with_fields(move |_| Ok(brought.clone()));
+    assert_eq!(resume.next().await.unwrap().unwrap().end.unwrap().verdict, Verdict::Done);
+    let seen = service.seen();
+    assert_eq!(seen[1].headers(), seen[0].headers());
+}
+
+#[test]
+fn a_directory_that_others_may_write_to_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("open");
+    fs::create_dir(&path).unwrap();
+    for mode in [0o720, 0o702, 0o777] {
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        assert!(JournalDir::open(&path).unwrap_err().to_string().contains("others"));
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    JournalDir::open(&path).unwrap();
+    fs::write(dir.path().join("file"), "").unwrap();
+    JournalDir::open(dir.path().join("file")).unwrap_err();
+}
+
+#[tokio::test]
+async fn a_corrected_request_waits_for_what_becomes_of_the_first_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let first = payout("7");
+    client(&service, &journal).send(&first).await.unwrap_err();
+    let corrected = first.corrected().unwrap().with_json(r#"{"payout":"7","iban":"right"}"#);
+    assert_ne!(corrected.key(), first.key());
+    let same_key = first.corrected().unwrap().with_key(first.key().clone());
+    for refused in [&corrected, &same_key] {
+        let open = client(&service, &journal).send(refused).await.unwrap_err();
+        assert_eq!(open.why(), Why::JournalConflict);
+    }
+    assert_eq!(service.times(), 1);
+
+    service.now(Act::Answers(400));
+    assert!(matches!(client(&service, &journal).send(&first).await.unwrap().verdict, Verdict::Refused(_)));
+    service.now(Act::Answers(201));
+    client(&service, &journal).send(&corrected).await.unwrap();
+    let seen = service.seen();
+    assert_ne!(seen[2].headers()["idempotency-key"], seen[1].headers()["idempotency-key"]);
+    assert_eq!(seen[2].headers()["content-type"], "application/json");
+}
+
+#[tokio::test]
+async fn a_journal_has_its_limits() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path()).with_intents_max(2);
+    for number in ["1", "2"] {
+        client(&service, &journal).send(&payout(number)).await.unwrap_err();
+    }
+    let open = client(&service, &journal).send(&payout("3")).await.unwrap_err();
+    assert_eq!((open.why(), open.may_have_taken_effect(), service.times()), (Why::Journal, false, 2));
+    // What is there goes on.
+    service.now(Act::Answers(201));
+    client(&service, &journal).send(&payout("1")).await.unwrap();
+    client(&service, &journal).send(&payout("3")).await.unwrap();
+
+    let large = |octets: usize| payout("large").with_body(vec![b'x'; octets]);
+    service.now(Act::Loses);
+    let times = service.times();
+    let open = client(&service, &journal).send(&large(16 * 1024 * 1024)).await.unwrap_err();
+    assert_eq!((open.why(), service.times()), (Why::Journal, times));
+    let open = client(&service, &journal).send(&large(16 * 1024 * 1024 - 1024)).await.unwrap_err();
+    assert_eq!((open.why(), service.times()), (Why::Attempts, times + 1));
+    assert_eq!(journal.pending().await.unwrap()[1].as_ref().unwrap().octets, 16 * 1024 * 1024 - 1024);
+}
+
+/// Tasks that send the same few intents, while others list and resume: none of them is sent twice at once, nothing is lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn nobody_sends_what_somebody_else_is_sending() {
+    #[derive(Clone, Default)]
+    struct Alone(Arc<Mutex<HashMap<String, (usize, usize)>>>);
+    impl Transport for Alone {
+        type Body = Full<Bytes>;
+        async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+            let key = request.headers()["idempotency-key"].to_str().unwrap().to_owned();
+            let times = {
+                let mut all = self.0.lock().unwrap();
+                let (inside, times) = all.entry(key.clone()).or_default();
+                *inside += 1;
+                *times += 1;
+                assert_eq!(*inside, 1, "sent twice at once");
+                *times
+            };
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            self.0.lock().unwrap().get_mut(&key).unwrap().0 -= 1;
+            if times % 3 == 0 {
+                return Err(Failure::new(FailureKind::Doubtful, "lost"));
+            }
+            Ok(Response::new(Full::default()))
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let service = Alone::default();
+    let done = Arc::new(AtomicUsize::new(0));
+    let mut tasks = tokio::task::JoinSet::new();
+    for task in 0..8_usize {
+        let journal = open_journal(dir.path()); // as a process of its own would
+        let client = Client::new(service.clone()).with_policy(once()).with_journal(Arc::new(journal.clone()));
+        let done = Arc::clone(&done);
+        tasks.spawn(async move {
+            if task < 2 {
+                while done.load(Ordering::SeqCst) < 6 {
+                    let mut resume = journal.resume_pending(&client).await.unwrap();
+                    while let Some(end) = resume.next().await {
+                        end.unwrap();
+                    }
+                }
+                return;
+            }
+            for round in 0..40_usize {
+                match client.send(&payout(&(round % 5).to_string())).await {
+                    Ok(_) => {}
+                    Err(open) => {
+                        assert!(matches!(open.why(), Why::Attempts | Why::InFlight), "{open:?}");
+                    }
+                }
+            }
+            done.fetch_add(1, Ordering::SeqCst);
+        });
+    }
+    while let Some(task) = tasks.join_next().await {
+        task.unwrap();
+    }
+    let journal = open_journal(dir.path());
+    let left = journal.pending().await.unwrap();
+    assert_eq!(fs::read_dir(journal.path()).unwrap().count(), left.len());
+    assert!(left.iter().all(|one| one.as_ref().is_ok_and(|one| !one.in_flight)), "{left:?}");
+}
+
+/// Is run by the test below in a process of its own, and is nothing without it: sends and never gets an answer.
+#[tokio::test]
+async fn a_process_that_is_killed_while_it_sends() {
+    let Ok(dir) = std::env::var("JOURNAL_SENDS_FROM") else { return };
+    #[derive(Clone)]
+    struct Silent;
+    impl Transport for Silent {
+        type Body = Full<Bytes>;
+        async fn send(&self, _: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+            println!("\nsent");
+            std::future::pending().await
+        }
+    }
+    let journal = open_journal(Path::new(&dir));
+    let _never = Client::new(Silent).with_journal(Arc::new(journal)).send(&payout("7")).await;
+}
+
+struct Other(Child);
+
+impl Other {
+    fn that_sends(dir: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_process_that_is_killed_while_it_sends", "--nocapture"])
+            .env("JOURNAL_SENDS_FROM", dir)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+        assert!(lines.any(|line| line == "sent"));
+        Self(child)
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+#[tokio::test]
+async fn what_another_process_is_sending_is_left_to_it_until_it_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Answers(201));
+    let journal = open_journal(dir.path());
+    for _ in 0..3 {
+        let mut other = Other::that_sends(dir.path());
+        assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().in_flight);
+        let open: Unfinished = client(&service, &journal).send(&payout("7")).await.unwrap_err();
+        assert_eq!(
+            (open.why(), open.may_have_taken_effect(), open.is_resumable()),
+            (Why::InFlight, true, true)
+        );
+        assert_eq!(why(&ends(&journal, &client(&service, &journal)).await[0]), Why::InFlight);
+        // Another intent is none of its business.
+        client(&service, &journal).send(&payout("8")).await.unwrap();
+        let times = service.times();
+
+        other.kill();
+        assert_eq!(ends(&journal, &client(&service, &journal)).await.remove(0).unwrap(), Verdict::Done);
+        assert_eq!(service.times(), times + 1);
+        assert_eq!(journal.pending().await.unwrap().len(), 0);
+    }
+}
+
+#[tokio::test]
+#[cfg(target_os = "linux")]
+async fn on_a_full_disk_nothing_is_sent_and_with_room_again_all_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let mount = |args: &[&str]| {
+        let status = Command::new("mount").args(args).arg(dir.path()).stderr(Stdio::null()).status();
+        status.is_ok_and(|status| status.success())
+    };
+    if !mount(&["-t", "tmpfs", "-o", "size=256k", "tmpfs"]) {
+        // Past the harness, which would hide it: a test that did not run must not look as if it had passed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "\n*** on_a_full_disk_nothing_is_sent DID NOT RUN: a tmpfs cannot be mounted here (it takes root)"
+        );
+        return;
+    }
+    struct Unmount(PathBuf);
+    impl Drop for Unmount {
+        fn drop(&mut self) {
+            let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        }
+    }
+    let _unmount = Unmount(dir.path().to_owned());
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let big = |number: usize| payout(&number.to_string()).with_body(vec![b'x'; 10_000]);
+    let mut sent = 0;
+    let full = loop {
+        let open = client(&service, &journal).send(&big(sent)).await.unwrap_err();
+        if open.why() == Why::Journal {
+            break open;
+        }
+        sent += 1;
+        assert!(sent < 100, "the disk was never full");
+    };
+    assert!(sent > 5 && !full.may_have_taken_effect() && full.is_resumable(), "{full}");
+    assert_eq!(service.times(), sent, "sent, and not written down");
+    assert_eq!(fs::read_dir(journal.path()).unwrap().count(), sent, "half of an intent is there");
+
+    // What is there goes on without room, and makes some.
+    service.now(Act::Answers(201));
+    client(&service, &journal).send(&big(0)).await.unwrap();
+    client(&service, &journal).send(&big(sent)).await.unwrap();
+    let ends = ends(&journal, &client(&service, &journal)).await;
+    assert_eq!(ends.len(), sent - 1);
+    assert!(ends.iter().all(Result::is_ok), "{ends:?}");
+}

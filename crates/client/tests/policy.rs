@@ -1,0 +1,554 @@
+//! What is sent, how often and when, in a time that no machine's load disturbs.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, UNIX_EPOCH};
+
+use bytes::Bytes;
+use http::{HeaderMap, Method, Request, Response};
+use http_body_util::Full;
+use oncegate_client::{
+    Advice, Answer, Api, BoxError, Client, Failure, FailureKind, Intent, Jitter, Journal, JournalEntry,
+    JournalFuture, Key, NotOpened, Opened, Random, RetryBudget, RetryPolicy, ServerErrors, Transport,
+    Unfinished, Verdict, Why,
+};
+use oncegate_core::{Clock, Timestamp};
+use tokio::time::Instant;
+
+/// What the service does with one attempt.
+#[derive(Clone)]
+enum Act {
+    Fails(FailureKind),
+    Hangs,
+    Answers(u16, Vec<(&'static str, String)>, &'static str),
+}
+
+fn answers(status: u16) -> Act {
+    Act::Answers(status, Vec::new(), "")
+}
+
+fn with(status: u16, name: &'static str, value: &str) -> Act {
+    Act::Answers(status, vec![(name, value.to_owned())], "")
+}
+
+/// A service with a script; the last act is repeated. It keeps what it was sent, and when.
+#[derive(Clone)]
+struct Service(Arc<Mutex<Scripted>>);
+
+struct Scripted {
+    acts: VecDeque<Act>,
+    seen: Vec<(Request<Bytes>, Instant)>,
+}
+
+impl Service {
+    fn new(acts: impl IntoIterator<Item = Act>) -> Self {
+        Self(Arc::new(Mutex::new(Scripted { acts: acts.into_iter().collect(), seen: Vec::new() })))
+    }
+
+    fn attempts(&self) -> usize {
+        self.0.lock().unwrap().seen.len()
+    }
+
+    fn keys(&self) -> Vec<Option<String>> {
+        let scripted = self.0.lock().unwrap();
+        let key = |headers: &HeaderMap| {
+            assert!(headers.get_all("idempotency-key").iter().count() <= 1);
+            headers.get("idempotency-key").map(|key| key.to_str().unwrap().to_owned())
+        };
+        scripted.seen.iter().map(|(request, _)| key(request.headers())).collect()
+    }
+
+    /// The pauses between attempts.
+    fn pauses(&self) -> Vec<u128> {
+        let scripted = self.0.lock().unwrap();
+        scripted.seen.windows(2).map(|two| (two[1].1 - two[0].1).as_millis()).collect()
+    }
+}
+
+impl Transport for Service {
+    type Body = Full<Bytes>;
+
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Failure> {
+        let act = {
+            let mut scripted = self.0.lock().unwrap();
+            scripted.seen.push((request, Instant::now()));
+            let next = scripted.acts.pop_front().expect("an act");
+            if scripted.acts.is_empty() {
+                scripted.acts.push_back(next.clone());
+            }
+            next
+        };
+        match act {
+            Act::Fails(kind) => Err(Failure::new(kind, "scripted")),
+            Act::Hangs => std::future::pending().await,
+            Act::Answers(status, headers, body) => {
+                let mut response = Response::builder().status(status);
+                for (name, value) in headers {
+                    response = response.header(name, value);
+                }
+                Ok(response.body(Full::from(body)).unwrap())
+            }
+        }
+    }
+}
+
+/// Chances that are always the same: all bits set is the longest pause.
+struct Always(u64);
+
+impl Random for Always {
+    fn bits(&self) -> u64 {
+        self.0
+    }
+}
+
+/// A clock that goes with tokio's.
+struct TokioClock {
+    start: Instant,
+    at: u64,
+}
+
+impl Clock for TokioClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(self.at).after(self.start.elapsed())
+    }
+}
+
+const START: u64 = 1_700_000_000_000;
+
+fn client(service: &Service, policy: RetryPolicy) -> Client<Service> {
+    Client::new(service.clone())
+        .with_policy(policy)
+        .with_random(Arc::new(Always(u64::MAX)))
+        .with_clock(Arc::new(TokioClock { start: Instant::now(), at: START }))
+}
+
+fn policy() -> RetryPolicy {
+    RetryPolicy::default()
+}
+
+fn pay() -> Intent {
+    let intent = Intent::post("https://bank.example/payments").unwrap();
+    intent.with_json(r#"{"amount":5}"#).with_created_at(Timestamp::from_millis(START))
+}
+
+async fn open(service: &Service, policy: RetryPolicy, intent: &Intent) -> Unfinished {
+    client(service, policy).send(intent).await.expect_err("no definite answer")
+}
+
+async fn answer(service: &Service, policy: RetryPolicy, intent: &Intent) -> Answer {
+    client(service, policy).send(intent).await.expect("a definite answer")
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_attempt_is_the_same_request_under_the_same_key() {
+    let service = Service::new([
+        Act::Fails(FailureKind::Doubtful),
+        answers(503),
+        answers(409),
+        answers(500),
+        with(201, "idempotent-replayed", "true"),
+    ]);
+    let intent = pay().with_header("x-shop", "7").unwrap();
+    let answer = answer(&service, policy(), &intent).await;
+    assert_eq!((answer.verdict, answer.attempts, answer.replayed), (Verdict::Done, 5, true));
+    assert_eq!(service.keys(), vec![Some(intent.key().as_str().to_owned()); 5]);
+    for (request, _) in &service.0.lock().unwrap().seen {
+        assert_eq!(request.method(), Method::POST);
+        assert_eq!(request.uri(), "https://bank.example/payments");
+        assert_eq!(request.body(), r#"{"amount":5}"#);
+        assert_eq!(request.headers()["x-shop"], "7");
+        assert_eq!(request.headers()["content-type"], "application/json");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_intent_has_another_key_and_one_that_is_sent_twice_keeps_its_own() {
+    let service = Service::new([answers(201)]);
+    let intent = pay();
+    for sent in [&intent, &intent, &pay()] {
+        answer(&service, policy(), sent).await;
+    }
+    let keys = service.keys();
+    assert_eq!(keys[0], keys[1]);
+    assert_ne!(keys[0], keys[2]);
+    let derived = || pay().with_key(Key::derived("payment", ["7"]));
+    assert_eq!(derived().key(), derived().key());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_among_the_callers_own_headers_gives_way() {
+    let service = Service::new([answers(201)]);
+    let intent = pay().with_header("Idempotency-Key", "mine").unwrap().with_key(Key::new("the-one").unwrap());
+    answer(&service, policy(), &intent).await;
+    assert_eq!(service.keys(), [Some("the-one".to_owned())]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn pauses_double_up_to_the_cap_and_attempts_end() {
+    let service = Service::new([answers(503)]);
+    let short = policy().with_pauses(Duration::from_millis(100), Duration::from_millis(500));
+    let open = open(&service, short.clone(), &pay()).await;
+    assert_eq!(service.pauses(), [100, 200, 400, 500, 500]);
+    assert_eq!((open.why(), open.attempts()), (Why::Attempts, 6));
+    assert!(open.may_have_taken_effect() && open.is_resumable());
+    assert_eq!(open.response().unwrap().status(), 503);
+
+    let service = Service::new([answers(503)]);
+    let short = short.with_jitter(Jitter::Decorrelated).with_attempts(4);
+    client(&service, short).send(&pay()).await.unwrap_err();
+    assert_eq!(service.pauses(), [300, 500, 500]);
+
+    let service = Service::new([answers(503)]);
+    let none = client(&service, policy()).with_random(Arc::new(Always(0)));
+    none.send(&pay()).await.unwrap_err();
+    assert!(service.pauses().iter().all(|pause| *pause <= 1), "{:?}", service.pauses());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_attempt_is_one_attempt() {
+    let service = Service::new([answers(503)]);
+    assert_eq!(open(&service, policy().with_attempts(0), &pay()).await.why(), Why::Attempts);
+    assert_eq!(service.attempts(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn retry_after_is_the_least_pause() {
+    let in_20_s =
+        httpdate::fmt_http_date(UNIX_EPOCH + Duration::from_millis(START) + Duration::from_secs(20));
+    for (value, seconds) in [("7", 7), ("0", 0), (&*in_20_s, 20), ("rubbish", 0), ("-3", 0)] {
+        let service = Service::new([with(429, "retry-after", value), answers(201)]);
+        let policy = policy().with_pauses(Duration::from_millis(100), Duration::from_millis(500));
+        answer(&service, policy, &pay()).await;
+        assert_eq!(service.pauses(), [seconds * 1000 + 100], "{value}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_retry_after_beyond_what_is_waited_for_says_when_to_come_back() {
+    for value in ["61", "31536000", "99999999999999999999999"] {
+        let service = Service::new([with(503, "retry-after", value), answers(201)]);
+        let before = Instant::now();
+        let open = open(&service, policy(), &pay()).await;
+        assert_eq!((open.why(), service.attempts()), (Why::ComeBackLater, 1), "{value}");
+        assert_eq!(before.elapsed(), Duration::ZERO, "nobody slept");
+        assert!(open.is_resumable());
+        let wait = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH).unwrap());
+        let expected =
+            Duration::from_millis(START).checked_add(Duration::from_secs(value.parse().unwrap_or(u64::MAX)));
+        assert_eq!(wait, expected, "{value}");
+    }
+    // Waited for, but for the deadline.
+    let service = Service::new([with(503, "retry-after", "50"), answers(201)]);
+    let open = open(&service, policy().with_deadline(Duration::from_secs(40)), &pay()).await;
+    assert_eq!((open.why(), service.attempts()), (Why::ComeBackLater, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_outlasts_the_deadline() {
+    let service = Service::new([Act::Hangs]);
+    let before = Instant::now();
+    let policy = policy().with_deadline(Duration::from_secs(70)).with_attempts(100);
+    let open = open(&service, policy, &pay()).await;
+    assert_eq!(open.why(), Why::Deadline);
+    assert!(open.may_have_taken_effect());
+    assert!(before.elapsed() <= Duration::from_secs(71), "{:?}", before.elapsed());
+    assert_eq!(service.attempts(), 3); // 30 s, 30 s, and what was left of 70 s
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_hangs_is_given_up_and_sent_again() {
+    let service = Service::new([Act::Hangs, with(201, "idempotent-replayed", "true")]);
+    let policy = policy().with_attempt_timeout(Duration::from_secs(3));
+    let answer = answer(&service, policy, &pay()).await;
+    assert_eq!((answer.attempts, answer.replayed), (2, true));
+    assert_eq!(service.pauses(), [3200]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_longest_durations_are_no_trouble() {
+    let service = Service::new([answers(503), answers(201)]);
+    let forever = policy()
+        .with_deadline(Duration::MAX)
+        .with_attempt_timeout(Duration::MAX)
+        .with_key_lifetime(Duration::MAX)
+        .with_longest_wait(Duration::MAX);
+    answer(&service, forever.clone(), &pay()).await;
+    let service = Service::new([with(503, "retry-after", "99999999999999999999999")]);
+    assert_eq!(open(&service, forever, &pay()).await.why(), Why::ComeBackLater);
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_intents_draw_on_one_budget() {
+    let service = Service::new([answers(503)]);
+    let budget = Arc::new(RetryBudget::new(20, 5));
+    let client = client(&service, policy()).with_budget(Arc::clone(&budget));
+    assert_eq!(client.send(&pay()).await.unwrap_err().why(), Why::Budget);
+    assert_eq!(service.attempts(), 5); // the first one, and four retries for 20 tokens
+    for _ in 0..10 {
+        assert_eq!(client.clone().send(&pay()).await.unwrap_err().why(), Why::Budget);
+    }
+    assert_eq!(service.attempts(), 15, "an outage gets first attempts only");
+
+    // Answers fill it again, one by one, and a retry that had one costs nothing.
+    service.0.lock().unwrap().acts = [answers(201)].into();
+    for _ in 0..5 {
+        client.send(&pay()).await.unwrap();
+    }
+    assert_eq!(budget.tokens(), 5);
+    service.0.lock().unwrap().acts = [answers(503), answers(201)].into();
+    client.send(&pay()).await.unwrap();
+    assert_eq!(budget.tokens(), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_timeout_costs_twice_and_a_request_in_progress_nothing() {
+    let budget = Arc::new(RetryBudget::new(100, 5));
+    let two = policy().with_attempts(2);
+    let service = Service::new([Act::Hangs]);
+    client(&service, two.clone()).with_budget(Arc::clone(&budget)).send(&pay()).await.unwrap_err();
+    assert_eq!(budget.tokens(), 90);
+    let service = Service::new([answers(409)]);
+    client(&service, two).with_budget(Arc::clone(&budget)).send(&pay()).await.unwrap_err();
+    assert_eq!(budget.tokens(), 90);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_never_processed_took_no_effect_and_the_rest_may_have() {
+    let open_by = async |act: Act| open(&Service::new([act]), policy(), &pay()).await;
+    for act in
+        [Act::Fails(FailureKind::NotSent), Act::Fails(FailureKind::NotProcessed), answers(429), answers(425)]
+    {
+        assert!(!open_by(act).await.may_have_taken_effect());
+    }
+    for act in [Act::Fails(FailureKind::Doubtful), Act::Hangs, answers(503), answers(409), answers(500)] {
+        assert!(open_by(act).await.may_have_taken_effect());
+    }
+    let service = Service::new([Act::Fails(FailureKind::Unsendable)]);
+    let never = open(&service, policy(), &pay()).await;
+    assert_eq!((never.why(), service.attempts()), (Why::Unsendable, 1));
+    assert!(!never.may_have_taken_effect() && !never.is_resumable());
+    // A doubt does not go away.
+    let service = Service::new([Act::Fails(FailureKind::Doubtful), Act::Fails(FailureKind::NotSent)]);
+    assert!(open(&service, policy(), &pay()).await.may_have_taken_effect());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
+    for status in [401, 403, 404, 413] {
+        let first = answer(&Service::new([answers(status)]), policy(), &pay()).await;
+        assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest));
+        let certain = Service::new([Act::Fails(FailureKind::NotSent), answers(429), answers(status)]);
+        assert_eq!(answer(&certain, policy(), &pay()).await.attempts, 3);
+
+        let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(status)]);
+        let doubtful = open(&service, policy(), &pay()).await;
+        assert_eq!((doubtful.why(), doubtful.attempts()), (Why::TurnedAway, 2), "{status}");
+        assert!(doubtful.may_have_taken_effect() && doubtful.is_resumable());
+        assert_eq!(doubtful.response().unwrap().status(), status);
+        let resumed = open(&Service::new([answers(status)]), policy(), &pay().sent_before()).await;
+        assert_eq!(resumed.why(), Why::TurnedAway);
+    }
+    // A 402 is the operation's own.
+    let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(402)]);
+    assert_eq!(answer(&service, policy(), &pay()).await.verdict, Verdict::Refused(Advice::FixRequest));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unknown_outcome_is_an_error_of_its_own() {
+    let problem = r#"{"type":"urn:oncegate:problem:outcome-unknown","retry":"stop"}"#;
+    let json = vec![("content-type", "application/problem+json".to_owned())];
+    let service = Service::new([Act::Answers(500, json, problem)]);
+    let open = open(&service, policy(), &pay()).await;
+    assert_eq!((open.why(), service.attempts()), (Why::Unknown, 1));
+    assert!(open.may_have_taken_effect() && !open.is_resumable());
+    assert_eq!(open.response().unwrap().body(), problem);
+    assert!(open.to_string().contains("not known") && !open.to_string().contains("urn"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unexplained_server_error_is_asked_about_until_it_is_a_replay() {
+    let replayed = with(500, "idempotent-replayed", "true");
+    let service = Service::new([answers(500), replayed.clone()]);
+    let kept = answer(&service, policy(), &pay()).await;
+    assert_eq!((kept.verdict, kept.attempts), (Verdict::Failed, 2));
+    let service = Service::new([answers(500)]);
+    let last = answer(&service, policy().with_server_errors(ServerErrors::Final), &pay()).await;
+    assert_eq!((last.verdict, last.attempts), (Verdict::Failed, 1));
+    let unknown = open(&service, policy().with_server_errors(ServerErrors::Unknown), &pay()).await;
+    assert_eq!((unknown.why(), unknown.attempts()), (Why::Unknown, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_plain_api_gets_no_key_and_nothing_twice_that_it_may_have_processed() {
+    let plain = || policy().with_api(Api::Plain);
+    let doubtful = [
+        Act::Fails(FailureKind::Doubtful),
+        Act::Hangs,
+        answers(408),
+        answers(500),
+        answers(502),
+        answers(503),
+        with(503, "retry-after", "1"),
+        answers(504),
+        with(500, "stripe-should-retry", "true"),
+        Act::Answers(503, vec![("content-type", "application/json".to_owned())], r#"{"retry":"same-key"}"#),
+    ];
+    for act in doubtful {
+        let service = Service::new([act]);
+        let open = open(&service, plain(), &pay()).await;
+        assert_eq!((open.why(), service.attempts()), (Why::Unknown, 1));
+        assert!(open.may_have_taken_effect());
+        assert_eq!(service.keys(), [None]);
+    }
+    let certain =
+        [Act::Fails(FailureKind::NotSent), Act::Fails(FailureKind::NotProcessed), answers(425), answers(429)];
+    for act in certain {
+        let service = Service::new([act, answers(201)]);
+        assert_eq!(answer(&service, plain(), &pay()).await.attempts, 2);
+        assert_eq!(service.keys(), [None, None]);
+    }
+    for status in [400, 409, 422] {
+        let service = Service::new([answers(status)]);
+        assert!(matches!(answer(&service, plain(), &pay()).await.verdict, Verdict::Refused(_)), "{status}");
+    }
+    // What may have been sent before is not sent at all.
+    let service = Service::new([answers(201)]);
+    assert_eq!(open(&service, plain(), &pay().sent_before()).await.why(), Why::Unknown);
+    assert_eq!(service.attempts(), 0);
+    // Methods that repeat by themselves do so here, too.
+    for method in [Method::GET, Method::PUT, Method::DELETE] {
+        let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(503), answers(200)]);
+        let intent = Intent::new(method, "https://bank.example/payments/7").unwrap();
+        assert_eq!(answer(&service, plain(), &intent).await.attempts, 3);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn safe_methods_carry_no_key_and_are_sent_again() {
+    for (method, has_key) in
+        [(Method::GET, false), (Method::HEAD, false), (Method::PUT, true), (Method::PATCH, true)]
+    {
+        let service = Service::new([answers(503), answers(200)]);
+        let intent = Intent::new(method, "https://bank.example/payments/7").unwrap();
+        let intent = intent.with_created_at(Timestamp::from_millis(START));
+        assert_eq!(answer(&service, policy(), &intent).await.attempts, 2);
+        assert!(service.keys().iter().all(|key| key.is_some() == has_key));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_sent_again_under_a_key_that_may_be_forgotten() {
+    let day = Duration::from_secs(24 * 60 * 60);
+    let yesterday = Timestamp::from_millis(START - day.as_millis() as u64);
+    let service = Service::new([answers(201)]);
+    let old = pay().with_created_at(yesterday).sent_before();
+    let open_old = open(&service, policy(), &old).await;
+    assert_eq!((open_old.why(), service.attempts()), (Why::KeyLifetime, 0));
+    assert!(open_old.may_have_taken_effect());
+    // Never sent, it can be sent for the first time; and a second time only where the first was not processed.
+    answer(&service, policy(), &pay().with_created_at(yesterday)).await;
+    let service = Service::new([Act::Fails(FailureKind::NotSent), answers(503), answers(201)]);
+    let fresh = open(&service, policy(), &pay().with_created_at(yesterday)).await;
+    assert_eq!((fresh.why(), service.attempts()), (Why::KeyLifetime, 2));
+    // A millisecond younger it still goes, if it goes at once.
+    let service = Service::new([answers(201)]);
+    let young = pay().with_created_at(Timestamp::from_millis(yesterday.as_millis() + 1)).sent_before();
+    answer(&service, policy(), &young).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_beyond_the_limit_is_told_by_its_head() {
+    let service = Service::new([Act::Answers(201, Vec::new(), "0123456789")]);
+    assert_eq!(answer(&service, policy().with_answer_limit(10), &pay()).await.response.body(), "0123456789");
+    let open = open(&service, policy().with_answer_limit(9), &pay()).await;
+    assert_eq!(open.why(), Why::AnswerTooLarge);
+    assert_eq!(open.response().unwrap().status(), 201);
+    assert!(open.may_have_taken_effect() && open.is_resumable());
+}
+
+/// A journal in memory.
+#[derive(Clone, Default)]
+struct Pages(Arc<Mutex<Vec<String>>>, bool);
+
+struct Page(Pages, String);
+
+impl Journal for Pages {
+    fn open<'a>(&'a self, intent: &'a Intent) -> JournalFuture<'a, Result<Opened, NotOpened>> {
+        Box::pin(async move {
+            let key = intent.key().as_str().to_owned();
+            self.0.lock().unwrap().push(format!("open {key}"));
+            if self.1 {
+                return Err(NotOpened::NotWritten("the disk is full".into()));
+            }
+            Ok(Opened::new(Box::new(Page(self.clone(), key))))
+        })
+    }
+}
+
+impl JournalEntry for Page {
+    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+        let line = format!("close {} {}", self.1, answer.verdict);
+        self.0.0.lock().unwrap().push(line);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
+        self.0.0.lock().unwrap().push(format!("never sent {}", self.1));
+        Box::pin(async { Ok(()) })
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only() {
+    let pages = Arc::new(Pages::default());
+    let service = Service::new([answers(503), answers(402)]);
+    let intent = pay().with_key(Key::new("k").unwrap());
+    client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap();
+    assert_eq!(*pages.0.lock().unwrap(), ["open k", "close k refused"]);
+
+    let pages = Arc::new(Pages::default());
+    let service = Service::new([answers(503)]);
+    client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap_err();
+    assert_eq!(*pages.0.lock().unwrap(), ["open k"]);
+
+    let pages = Arc::new(Pages::default());
+    let service = Service::new([Act::Fails(FailureKind::NotSent)]);
+    client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap_err();
+    assert_eq!(*pages.0.lock().unwrap(), ["open k", "never sent k"]);
+
+    let full = Arc::new(Pages(Arc::default(), true));
+    let service = Service::new([answers(201)]);
+    let open = client(&service, policy()).with_journal(full).send(&intent).await.unwrap_err();
+    assert_eq!((open.why(), service.attempts()), (Why::Journal, 0));
+    assert!(!open.may_have_taken_effect());
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_output_shows_keys_bodies_or_addresses() {
+    let service = Service::new([with(503, "x-secret", "hush")]);
+    let answered = Service::new([Act::Answers(201, vec![("x-secret", "hush".to_owned())], "hush")]);
+    let intent =
+        pay().with_key(Key::new("hush-key").unwrap()).with_body("hush").with_header("a", "hush").unwrap();
+    let open = open(&service, policy(), &intent).await;
+    let client = client(&service, policy());
+    let answer = answer(&answered, policy(), &intent).await;
+    let shown = [
+        format!("{intent:?}"),
+        open.to_string(),
+        format!("{open:?}"),
+        format!("{client:?}"),
+        format!("{answer:?}"),
+    ];
+    for text in shown {
+        assert!(!text.contains("hush") && !text.contains("payments"), "{text}");
+    }
+}
+
+#[test]
+fn an_intent_has_a_whole_address() {
+    for bad in ["/payments", "bank.example", "", "https://", "not a uri"] {
+        assert!(Intent::post(bad).is_err(), "{bad:?}");
+    }
+    assert!(pay().with_header("bad name", "x").is_err());
+    assert!(pay().with_header("x", "bad\nvalue").is_err());
+}

@@ -1,0 +1,52 @@
+#!/bin/sh
+# Pays what is due, as a cron job: may be killed at any moment, and started again at any moment.
+#
+#   BANK=http://127.0.0.1:8080 pay.sh DIR
+#
+# DIR/due.csv has a line for each payout: number,account,cents. What became of them goes into done.csv, refused.csv and
+# unknown.csv beside it. A line that is in none of them is paid by this run, or by the next one.
+set -u
+
+dir=$1
+bank=${BANK:?say where the bank is}
+oncegate=${ONCEGATE:-oncegate}
+journal=$dir/journal
+mkdir -p "$dir/answers" || exit 2
+mkdir -p -m 700 "$journal" || exit 2
+later=0
+
+note() { # list line
+    # In one piece: a run that is killed leaves a line that is whole, or none.
+    printf '%s\n' "$2" >> "$dir/$1.csv"
+}
+
+is_noted() { # line
+    for list in done refused unknown; do
+        if [ -f "$dir/$list.csv" ] && grep -Fqx -e "$1" "$dir/$list.csv"; then return 0; fi
+    done
+    return 1
+}
+
+# What a run that died has left. Each payout comes by again below, and is answered by its key.
+"$oncegate" call --resume --journal "$journal" --silent
+[ $? -eq 2 ] && exit 2
+
+while IFS= read -r line; do
+    if [ -z "$line" ] || is_noted "$line"; then continue; fi
+    IFS=, read -r number account cents <<END
+$line
+END
+    "$oncegate" call POST "$bank/payouts" \
+        --intent "payout-$number" --journal "$journal" \
+        --json "{\"payout\":\"$number\",\"account\":\"$account\",\"cents\":$cents}" \
+        --output "$dir/answers/$number.json" --silent < /dev/null
+    case $? in
+        0) note 'done' "$line" ;;
+        1) note refused "$line" ;;
+        2) echo "payout $number: wrong usage" >&2; exit 2 ;;
+        5) note unknown "$line"; echo "payout $number: somebody has to find out whether it was paid" >&2 ;;
+        *) later=1 ;; # nothing happened, or it is not known yet: the next run asks again under the same key
+    esac
+done < "$dir/due.csv"
+
+exit "$later"
