@@ -10,6 +10,7 @@
 //! oncegate-benches memory-of DIR RECORDS  what memory a process takes with that store
 //! oncegate-benches growth DIR RECORDS DIR RECORDS     cost of a small and a large embedded store
 //! oncegate-benches growth-memory RECORDS RECORDS      the same for memory stores
+//! oncegate-benches functions              a wrapped function on the memory store, against calling it bare
 //! oncegate-benches redis                  the store on Redis against two bare scripts
 //! oncegate-benches postgres               the store on PostgreSQL, batched against single rows
 //! oncegate-benches client                 a successful call through the client, against the bare HTTP client below it
@@ -20,6 +21,7 @@
 //! ```
 
 mod caller;
+mod functions;
 mod growth;
 mod idle;
 mod journal;
@@ -66,6 +68,8 @@ async fn main() -> Result<()> {
             growth::embedded((Path::new(small), few.parse()?), (Path::new(large), many.parse()?)).await
         }
         ["growth-memory", few, many] => growth::memory(few.parse()?, many.parse()?).await,
+        // Where services run, too.
+        ["functions"] => tokio::spawn(functions::functions()).await?,
         ["redis"] => shared::on_redis().await,
         ["postgres"] => shared::on_postgres().await,
         ["client"] => caller::measure().await,

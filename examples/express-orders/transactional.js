@@ -1,5 +1,6 @@
 // Orders and charges in PostgreSQL, each committed in one transaction with the record of its Idempotency-Key.
-// For `oncegate proxy --completion upstream` on the same database. Environment: DATABASE_URL, PORT, HOST.
+// For `oncegate proxy --completion upstream --reconcile /oncegate/outcome` on the same database.
+// Environment: DATABASE_URL, PORT, HOST.
 import express from 'express';
 import pg from 'pg';
 
@@ -18,9 +19,15 @@ const SCHEMA = `
     id           integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     order_id     integer NOT NULL REFERENCES orders (id),
     amount_cents integer NOT NULL,
-    created_at   timestamptz NOT NULL DEFAULT now()
+    created_at   timestamptz NOT NULL DEFAULT now(),
+    -- The attempt that made it, to find it by when the sidecar asks.
+    record       bytea,
+    token        bigint,
+    UNIQUE (record, token)
   );
 `;
+
+const CHARGE = 'id, order_id, amount_cents, created_at';
 
 const pool = new pg.Pool({ connectionString: process.env.DATABASE_URL });
 pool.on('error', (error) => console.error('an idle connection broke:', error.message));
@@ -42,14 +49,19 @@ async function transaction(work) {
   }
 }
 
+/** What the sidecar says of a request that has a key. */
+function attemptOf(req) {
+  const record = req.get('Oncegate-Record');
+  return record ? [Buffer.from(record, 'hex'), req.get('Oncegate-Token')] : undefined;
+}
+
 /**
  * The last statement of a transaction, if the sidecar says that the request has a key: throws if another attempt owns the
  * record by now. With an answer, retries get it from the commit on, even if nobody lives to send it; without, the sidecar adds it.
  */
 async function complete(db, req, answer) {
-  const record = req.get('Oncegate-Record');
-  if (!record) return;
-  const attempt = [Buffer.from(record, 'hex'), req.get('Oncegate-Token')];
+  const attempt = attemptOf(req);
+  if (!attempt) return;
   if (!answer) return db.query('SELECT oncegate.complete($1, $2)', attempt);
   const { status, fields, body } = answer;
   const response = [status, Object.keys(fields), Object.values(fields), Buffer.from(body)];
@@ -88,14 +100,25 @@ app.post('/orders/:id/pay', async (req, res) => {
     );
     if (!order) return undefined;
     const { rows: [row] } = await db.query(
-      'INSERT INTO charges (order_id, amount_cents) VALUES ($1, $2) RETURNING *',
-      [req.params.id, order.total_cents],
+      `INSERT INTO charges (order_id, amount_cents, record, token) VALUES ($1, $2, $3, $4) RETURNING ${CHARGE}`,
+      [req.params.id, order.total_cents, ...(attemptOf(req) ?? [null, null])],
     );
     await complete(db, req);
     return row;
   });
   if (!charge) return res.status(404).json({ error: `order ${req.params.id} not found` });
   res.status(201).json(charge);
+});
+
+// Gives the answer of a payment once more, if nobody lived to add it to its record.
+app.get('/oncegate/outcome', async (req, res) => {
+  const attempt = attemptOf(req);
+  if (!attempt) return res.status(400).json({ error: 'only the sidecar asks here' });
+  res.set({ 'Oncegate-Record': req.get('Oncegate-Record'), 'Oncegate-Token': req.get('Oncegate-Token') });
+  const find = `SELECT ${CHARGE} FROM charges WHERE record = $1 AND token = $2`;
+  const { rows: [charge] } = await pool.query(find, attempt);
+  if (!charge) return res.set('Oncegate-Outcome', 'unknown').status(404).json({ error: 'no such charge' });
+  res.set('Oncegate-Outcome', 'happened').status(201).json(charge);
 });
 
 app.get('/orders', async (_req, res) => {

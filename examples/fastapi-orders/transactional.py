@@ -1,6 +1,6 @@
 """Orders and charges in PostgreSQL, each committed in one transaction with the record of its Idempotency-Key.
 
-For `oncegate proxy --completion upstream` on the same database. Environment: DATABASE_URL, PORT, HOST.
+For `oncegate proxy --completion upstream --reconcile /oncegate/outcome` on the same database. Environment: DATABASE_URL, PORT, HOST.
 """
 
 import os
@@ -30,7 +30,11 @@ CREATE TABLE IF NOT EXISTS charges (
   id           bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   order_id     bigint NOT NULL REFERENCES orders (id),
   amount_cents bigint NOT NULL,
-  created_at   timestamptz NOT NULL DEFAULT now()
+  created_at   timestamptz NOT NULL DEFAULT now(),
+  -- The attempt that made it, to find it by when the sidecar asks.
+  record       bytea,
+  token        bigint,
+  UNIQUE (record, token)
 );
 """
 
@@ -52,21 +56,21 @@ class Attempt:
         oncegate_record: Annotated[str | None, Header()] = None,
         oncegate_token: Annotated[int | None, Header()] = None,
     ) -> None:
-        self._record = oncegate_record and bytes.fromhex(oncegate_record)
-        self._token = oncegate_token
+        self.record = oncegate_record and bytes.fromhex(oncegate_record)
+        self.token = oncegate_token
 
     def complete(self, db: Database) -> None:
         """The last statement of a transaction: it raises if another attempt owns the record by now."""
-        if self._record:
-            db.execute("SELECT oncegate.complete(%s, %s)", (self._record, self._token))
+        if self.record:
+            db.execute("SELECT oncegate.complete(%s, %s)", (self.record, self.token))
 
     def complete_with(self, db: Database, answer: Response) -> None:
         """The same, and retries get this answer from the commit on, even if nobody lives to send it."""
-        if self._record:
+        if self.record:
             fields = {name: value for name, value in answer.headers.items() if name != "content-length"}
             db.execute(
                 "SELECT oncegate.complete(%s, %s, oncegate.response(%s, %s, %s, %s))",
-                (self._record, self._token, answer.status_code, list(fields), list(fields.values()), answer.body),
+                (self.record, self.token, answer.status_code, list(fields), list(fields.values()), answer.body),
             )
 
 
@@ -115,10 +119,27 @@ def pay_order(order_id: Annotated[int, Path(ge=1, lt=2**53)], attempt: Annotated
         if row is None:
             raise HTTPException(404, f"order {order_id} not found")
         charge = db.execute(
-            "INSERT INTO charges (order_id, amount_cents) VALUES (%s, %s) RETURNING *", (order_id, row["total_cents"])
+            "INSERT INTO charges (order_id, amount_cents, record, token) VALUES (%s, %s, %s, %s) RETURNING *",
+            (order_id, row["total_cents"], attempt.record, attempt.token),
         ).fetchone()
         attempt.complete(db)
-    return Charge(**{**charge, "created_at": charge["created_at"].isoformat()})
+    return charged(charge)
+
+
+@app.get("/oncegate/outcome", status_code=201)
+def outcome(response: Response, attempt: Annotated[Attempt, Depends()]) -> Charge:
+    """Gives the answer of a payment once more, if nobody lived to add it to its record."""
+    if not attempt.record:
+        raise HTTPException(400, "only the sidecar asks here")
+    with transaction() as db:
+        charge = db.execute(
+            "SELECT * FROM charges WHERE record = %s AND token = %s", (attempt.record, attempt.token)
+        ).fetchone()
+    asked = {"Oncegate-Record": attempt.record.hex(), "Oncegate-Token": str(attempt.token)}
+    if charge is None:
+        raise HTTPException(404, "no such charge", {"Oncegate-Outcome": "unknown", **asked})
+    response.headers.update({"Oncegate-Outcome": "happened", **asked})
+    return charged(charge)
 
 
 @app.get("/orders")
@@ -133,6 +154,10 @@ def ledger() -> dict[str, int]:
         return db.execute(
             "SELECT (SELECT count(*) FROM orders) AS orders, (SELECT count(*) FROM charges) AS charges"
         ).fetchone()
+
+
+def charged(row: DictRow) -> Charge:
+    return Charge(**{**row, "created_at": row["created_at"].isoformat()})
 
 
 def order(row: DictRow) -> Order:

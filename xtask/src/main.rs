@@ -10,6 +10,7 @@ mod bench;
 mod run;
 mod test;
 mod tidy;
+mod valkey;
 
 use std::process::ExitCode;
 

@@ -14,6 +14,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_postgres()?;
     prepare_psycopg()?;
     prepare_redis()?;
+    crate::valkey::prepare()?;
     prepare_faketime()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;

@@ -19,6 +19,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-tiered", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
+    ("oncegate-macros", &["oncegate-core"]),
     (
         "oncegate",
         &[
@@ -27,6 +28,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
+            "oncegate-macros",
             "oncegate-postgres",
             "oncegate-redis",
             "oncegate-tiered",
@@ -75,6 +77,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("axum-payments", &["oncegate"]),
+    ("order-saga", &["oncegate"]),
     ("xtask", &[]),
 ];
 
@@ -88,6 +91,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
     ("oncegate-tiered", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
+    ("oncegate-macros", &["tokio", "http", "hyper", "redb", "tracing"]),
 ];
 
 /// Words that finished work does not have, and why.

@@ -148,7 +148,10 @@ fn configuration(config: &Config, report: &mut Report) {
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
     report.ok(format!("service {}: not contacted", config.to));
     for path in config.asks_at() {
-        report.ok(format!("abandoned requests: the service is asked at {}{path}, not contacted", config.to));
+        report.ok(format!(
+            "requests whose end was not seen: the service is asked at {}{path}, not contacted",
+            config.to
+        ));
     }
 }
 

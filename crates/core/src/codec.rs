@@ -1,12 +1,13 @@
 //! A record as octets, for stores that keep octets.
 //!
 //! ```text
-//! u8 version = 1 | u32 CRC-32C, big-endian | CBOR (RFC 8949) map with integer keys
+//! u8 version | u32 CRC-32C, big-endian | CBOR (RFC 8949) map with integer keys
 //! ```
 //!
 //! The checksum covers the version, the record's identifier and the map, so that a record that was damaged, cut, or
 //! brought under another identifier is refused. Readers skip keys that they do not know; a change that they must not
-//! skip gets a new version, and an unknown version is an error and never an absent record.
+//! skip gets a new version, and an unknown version is an error and never an absent record. A record without steps is written as
+//! version 1, one with steps as version 2: whoever does not know them would begin again at the first.
 //!
 //! | key | value | |
 //! |---|---|---|
@@ -17,6 +18,7 @@
 //! | 8, 9 | caller mark (8 octets), operation (text) | always |
 //! | 10, 11, 12 | attempt (16 octets), lease until, after abandoned (bool) | state 0 |
 //! | 13 | response ([`StoredResponse::as_encoded`]) | state 2 |
+//! | 14 | steps: an array of names (text) and results (octets), in turn | where there are any; version 2 |
 
 use std::fmt;
 
@@ -29,9 +31,13 @@ use crate::fingerprint::Fingerprint;
 use crate::id::{AttemptId, CallerTag, FencingToken, RecordId};
 use crate::record::{Answer, Label, Record, State};
 use crate::response::StoredResponse;
+use crate::step::{Step, Steps};
 
-/// The version that [`encode`] writes.
-pub const VERSION: u8 = 1;
+/// The newest version that [`encode`] writes and [`decode`] reads.
+pub const VERSION: u8 = 2;
+
+/// The version of a record without steps.
+const VERSION_WITHOUT_STEPS: u8 = 1;
 
 const HEAD: usize = 1 + 4;
 
@@ -69,10 +75,11 @@ pub fn encode(id: &RecordId, record: &Record) -> Vec<u8> {
         _ => 0,
     };
     let mut octets = Vec::with_capacity(160 + record.label.operation().len() + response_len);
-    octets.extend_from_slice(&[VERSION, 0, 0, 0, 0]);
+    let version = if record.steps.is_empty() { VERSION_WITHOUT_STEPS } else { VERSION };
+    octets.extend_from_slice(&[version, 0, 0, 0, 0]);
     // Writing to a vector cannot fail.
     let Ok(()) = encode_map(&mut Encoder::new(&mut octets), record);
-    let sum = checksum(id, octets.get(HEAD..).unwrap_or_default()).to_be_bytes();
+    let sum = checksum(version, id, octets.get(HEAD..).unwrap_or_default()).to_be_bytes();
     if let Some(place) = octets.get_mut(1..HEAD) {
         place.copy_from_slice(&sum);
     }
@@ -85,18 +92,18 @@ pub fn encode(id: &RecordId, record: &Record) -> Vec<u8> {
 /// [`CodecError`] where it is not whole and known. Such a record must never be treated as absent.
 pub fn decode(id: &RecordId, octets: &[u8]) -> Result<Record, CodecError> {
     let (&version, rest) = octets.split_first().ok_or(CodecError::Damaged)?;
-    if version != VERSION {
+    if !(VERSION_WITHOUT_STEPS..=VERSION).contains(&version) {
         return Err(CodecError::UnknownVersion(version));
     }
     let (sum, map) = rest.split_first_chunk::<4>().ok_or(CodecError::Damaged)?;
-    if checksum(id, map) != u32::from_be_bytes(*sum) {
+    if checksum(version, id, map) != u32::from_be_bytes(*sum) {
         return Err(CodecError::Damaged);
     }
     decode_map(map).ok_or(CodecError::Malformed)
 }
 
-fn checksum(id: &RecordId, map: &[u8]) -> u32 {
-    crc32c::crc32c_append(crc32c::crc32c_append(crc32c::crc32c(&[VERSION]), id.as_bytes()), map)
+fn checksum(version: u8, id: &RecordId, map: &[u8]) -> u32 {
+    crc32c::crc32c_append(crc32c::crc32c_append(crc32c::crc32c(&[version]), id.as_bytes()), map)
 }
 
 type Infallible = minicbor::encode::Error<core::convert::Infallible>;
@@ -115,7 +122,7 @@ fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(),
         State::Completed(Answer::Replayable(_)) => 1,
         _ => 0,
     };
-    to.map(10 + extra)?;
+    to.map(10 + extra + u64::from(!record.steps.is_empty()))?;
     to.u8(0)?.u8(record.fingerprint.version())?;
     to.u8(1)?.bytes(record.fingerprint.digest())?;
     to.u8(2)?.u64(record.token.get())?;
@@ -144,6 +151,13 @@ fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(),
         }
         _ => {}
     }
+    let steps = record.steps.as_slice();
+    if !steps.is_empty() {
+        to.u8(14)?.array(2 * steps.len() as u64)?;
+        for step in steps {
+            to.str(step.name())?.bytes(step.result())?;
+        }
+    }
     Ok(())
 }
 
@@ -163,6 +177,7 @@ struct Parts<'a> {
     lease_until: Option<u64>,
     after_abandoned: Option<bool>,
     response: Option<&'a [u8]>,
+    steps: Steps,
 }
 
 fn decode_map(map: &[u8]) -> Option<Record> {
@@ -188,6 +203,7 @@ fn decode_map(map: &[u8]) -> Option<Record> {
             11 => parts.lease_until = Some(from.u64().ok()?),
             12 => parts.after_abandoned = Some(from.bool().ok()?),
             13 => parts.response = Some(from.bytes().ok()?),
+            14 => parts.steps = decode_steps(&mut from)?,
             _ => from.skip().ok()?,
         }
     }
@@ -218,7 +234,22 @@ fn decode_map(map: &[u8]) -> Option<Record> {
         created_at: Timestamp::from_millis(parts.created_at?),
         changed_at: Timestamp::from_millis(parts.changed_at?),
         expires_at: Timestamp::from_millis(parts.expires_at?),
+        steps: parts.steps,
     })
+}
+
+fn decode_steps(from: &mut Decoder<'_>) -> Option<Steps> {
+    let entries = from.array().ok()??;
+    if entries == 0 || entries % 2 != 0 {
+        return None;
+    }
+    (0..entries / 2)
+        .map(|_| {
+            let name = from.str().ok()?;
+            let result = Bytes::copy_from_slice(from.bytes().ok()?);
+            Step::new(name, result).ok()
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -230,6 +261,10 @@ mod tests {
     }
 
     fn records() -> Vec<Record> {
+        records_without_steps().into_iter().chain([with_steps()]).collect()
+    }
+
+    fn records_without_steps() -> Vec<Record> {
         let response =
             StoredResponse::new(201, &[("a", &b"b"[..])], &[Bytes::from_static(b"\x00")], &[]).unwrap();
         let in_progress = State::InProgress {
@@ -254,8 +289,17 @@ mod tests {
             created_at: Timestamp::from_millis(1),
             changed_at: Timestamp::from_millis(2),
             expires_at: Timestamp::from_millis(u64::MAX),
+            steps: Steps::default(),
         })
         .into()
+    }
+
+    fn with_steps() -> Record {
+        let step = |name, result| Step::new(name, Bytes::from_static(result)).unwrap();
+        Record {
+            steps: [step("charge", b"\x00\xff"), step("ship", b"")].into_iter().collect(),
+            ..records_without_steps().remove(0)
+        }
     }
 
     #[test]
@@ -284,8 +328,16 @@ mod tests {
     #[test]
     fn an_unknown_version_is_told_apart_from_damage() {
         let mut newer = encode(&id(), &records()[0]);
-        newer[0] = 2;
-        assert_eq!(decode(&id(), &newer), Err(CodecError::UnknownVersion(2)));
+        for version in [0, VERSION + 1] {
+            newer[0] = version;
+            assert_eq!(decode(&id(), &newer), Err(CodecError::UnknownVersion(version)));
+        }
+    }
+
+    #[test]
+    fn a_program_that_does_not_know_steps_does_not_read_them() {
+        assert!(records_without_steps().iter().all(|record| encode(&id(), record)[0] == 1));
+        assert_eq!(encode(&id(), &with_steps())[0], 2);
     }
 
     #[test]
@@ -294,7 +346,7 @@ mod tests {
         let mut octets = encode(&id(), record);
         octets[HEAD] += 1; // one entry more
         octets.extend_from_slice(&[0x18, 99, 0x63, b'n', b'e', b'w']);
-        let sum = checksum(&id(), &octets[HEAD..]).to_be_bytes();
+        let sum = checksum(octets[0], &id(), &octets[HEAD..]).to_be_bytes();
         octets[1..HEAD].copy_from_slice(&sum);
         assert_eq!(decode(&id(), &octets).as_ref(), Ok(record));
     }

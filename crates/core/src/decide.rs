@@ -18,13 +18,15 @@
 //! ```
 //!
 //! The rules that every line below keeps:
-//! 1. `renew`, `complete` and `release` compare the token; a stale owner hears [`Outcome::Fenced`] and changes nothing.
+//! 1. `renew`, `step`, `complete` and `release` compare the token; a stale owner hears [`Outcome::Fenced`] and changes nothing.
 //! 2. A fingerprint that differs is [`Outcome::Mismatch`] whatever the state, and changes nothing. A released key has no
-//!    fingerprint to differ from: it is free.
+//!    fingerprint to differ from: it is free, unless an attempt left finished steps behind, which belong to its request.
 //! 3. A completed record never changes before it expires, but for one answer that its own owner may add
 //!    ([`Answer::Awaited`]).
 //! 4. A command that is sent again because its answer was lost gets the answer that it lost.
 //! 5. A record past its retention is absent, whether it was purged yet or not.
+//! 6. Steps are added by the owner alone, one after the other, and none is ever changed. They outlive their attempt and end
+//!    with the completion.
 
 use std::time::Duration;
 
@@ -33,6 +35,7 @@ use crate::fingerprint::Fingerprint;
 use crate::id::{AttemptId, FencingToken};
 use crate::record::{Answer, Label, Record, State, StateName};
 use crate::response::StoredResponse;
+use crate::step::{Step, Steps};
 
 /// What a store can be told to do to one record.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +45,8 @@ pub enum Command {
     Claim(Claim),
     /// Keep the ownership. Answers: `Renewed`, `Fenced`.
     Renew(Renew),
+    /// Note what the attempt has finished on its way. Answers: `StepRecorded`, `StepDiffers`, `StepsFull`, `Fenced`.
+    Step(RecordStep),
     /// End the attempt with what came of it. Answers: `Completed`, `Fenced`.
     Complete(Complete),
     /// End the attempt and free the key, because nothing was decided. Answers: `Released`, `Fenced`.
@@ -91,6 +96,17 @@ pub struct Renew {
     pub lease: Duration,
     /// How long the record is kept after the lease.
     pub retention: Duration,
+}
+
+/// A recovery point of an attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecordStep {
+    /// The owner's token.
+    pub token: FencingToken,
+    /// Which one it is, counted from 0: as many as there are before it.
+    pub number: usize,
+    /// What was finished.
+    pub step: Step,
 }
 
 /// The end of an attempt.
@@ -176,6 +192,12 @@ pub enum Outcome {
         /// When it ends now.
         lease_until: Timestamp,
     },
+    /// The step is noted.
+    StepRecorded,
+    /// Another step has this number, or an earlier number has none. Nothing was changed.
+    StepDiffers,
+    /// The record's steps have no room for another one. Nothing was changed.
+    StepsFull,
     /// The attempt is completed.
     Completed,
     /// The key is free again.
@@ -250,6 +272,7 @@ pub fn decide(record: Option<&Record>, command: &Command, now: Timestamp) -> Dec
     match command {
         Command::Claim(claim) => decide_claim(live, last_token, claim, now),
         Command::Renew(renew) => decide_renew(live, renew, now),
+        Command::Step(step) => decide_step(live, step),
         Command::Complete(complete) => decide_complete(live, complete, now),
         Command::Release(release) => decide_release(live, release, now),
         Command::Resolve(resolve) => decide_resolve(live, resolve, now),
@@ -269,7 +292,8 @@ fn decide_claim(
     let Some(record) = live else {
         return execute(None, last_token, claim, now, false);
     };
-    if record.state != State::Released && record.fingerprint != claim.fingerprint {
+    let is_free = record.state == State::Released && record.steps.is_empty();
+    if !is_free && record.fingerprint != claim.fingerprint {
         return Decision::keep(Outcome::Mismatch); // I5: changes no record
     }
     match &record.state {
@@ -318,6 +342,7 @@ fn execute(
         created_at: live.map_or(now, |r| r.created_at),
         changed_at: now,
         expires_at: lease_until.after(claim.retention),
+        steps: live.map_or_else(Steps::default, |r| r.steps.clone()),
     };
     Decision::put(Outcome::Execute(Grant { token, attempts, lease_until, after_abandoned }), record)
 }
@@ -357,6 +382,24 @@ fn decide_renew(live: Option<&Record>, renew: &Renew, now: Timestamp) -> Decisio
     }
 }
 
+fn decide_step(live: Option<&Record>, command: &RecordStep) -> Decision {
+    let RecordStep { token, number, step } = command;
+    let Some(record) = live.filter(|r| r.token == *token && matches!(r.state, State::InProgress { .. }))
+    else {
+        return Decision::keep(Outcome::Fenced);
+    };
+    match record.steps.as_slice().get(*number) {
+        Some(same) if same == step => Decision::keep(Outcome::StepRecorded), // rule 4
+        Some(_) => Decision::keep(Outcome::StepDiffers),
+        None if *number > record.steps.len() => Decision::keep(Outcome::StepDiffers),
+        None if !record.steps.has_room_for(step) => Decision::keep(Outcome::StepsFull),
+        None => {
+            let record = Record { steps: record.steps.with(step.clone()), ..record.clone() };
+            Decision::put(Outcome::StepRecorded, record)
+        }
+    }
+}
+
 fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -> Decision {
     let Some(record) = live.filter(|r| r.token == complete.token) else {
         return Decision::keep(Outcome::Fenced); // I6: a stale owner never overwrites
@@ -375,8 +418,10 @@ fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -
         (before, after) if before == after => return Decision::keep(Outcome::Completed), // rule 4
         _ => return Decision::keep(Outcome::Fenced),
     }
-    let record =
-        Record { state, changed_at: now, expires_at: now.after(complete.retention), ..record.clone() };
+    // An outcome that is not known may have to be found out and gone on with.
+    let steps = if state == State::Unknown { record.steps.clone() } else { Steps::default() };
+    let expires_at = now.after(complete.retention);
+    let record = Record { state, changed_at: now, expires_at, steps, ..record.clone() };
     Decision::put(Outcome::Completed, record)
 }
 
@@ -411,6 +456,7 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
             state: State::Completed(response.clone().map_or(Answer::Tombstone, Answer::Replayable)),
             changed_at: now,
             expires_at: now.after(resolve.retention),
+            steps: Steps::default(),
             ..record.clone()
         },
         Resolution::Release => released(record, resolve.retention, now),

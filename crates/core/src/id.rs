@@ -1,5 +1,6 @@
 //! Identifiers: what the caller sends, what it is unique within, and what the store is asked for.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
 
@@ -25,6 +26,8 @@ pub enum KeyError {
         /// How many there were.
         octets: usize,
     },
+    /// A value that the key was to be made of was empty. Keys of things without a name would all be one key.
+    EmptyValue,
 }
 
 impl fmt::Display for KeyError {
@@ -34,6 +37,7 @@ impl fmt::Display for KeyError {
             Self::TooLong { octets } => {
                 write!(f, "the key has {octets} octets; at most {} are allowed", limits::KEY_MAX)
             }
+            Self::EmptyValue => f.write_str("a value that the key is made of is empty"),
         }
     }
 }
@@ -58,6 +62,43 @@ impl IdempotencyKey {
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
+    }
+}
+
+impl TryFrom<&str> for IdempotencyKey {
+    type Error = KeyError;
+
+    fn try_from(text: &str) -> Result<Self, KeyError> {
+        Self::new(text.as_bytes())
+    }
+}
+
+impl TryFrom<String> for IdempotencyKey {
+    type Error = KeyError;
+
+    fn try_from(text: String) -> Result<Self, KeyError> {
+        Self::new(text.into_bytes())
+    }
+}
+
+impl TryFrom<&String> for IdempotencyKey {
+    type Error = KeyError;
+
+    fn try_from(text: &String) -> Result<Self, KeyError> {
+        Self::new(text.as_bytes())
+    }
+}
+
+impl From<&Self> for IdempotencyKey {
+    fn from(key: &Self) -> Self {
+        key.clone()
+    }
+}
+
+/// What is a key already cannot fail to be one.
+impl From<Infallible> for KeyError {
+    fn from(never: Infallible) -> Self {
+        match never {}
     }
 }
 
@@ -181,8 +222,9 @@ impl RecordId {
     /// The key to send along with a call to somebody else's API that is made on behalf of this record, so that this call
     /// takes effect once however often it is made. Another one for each `step`, the same for each attempt.
     ///
-    /// A UUID of version 8 (RFC 9562), 36 characters, which every known API takes: the first 16 octets of
-    /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set.
+    /// A UUID of version 8 (RFC 9562), 36 characters: the first 16 octets of
+    /// `SHA-256( lp("oncegate-downstream-1") lp(record id) lp(step) )` with the version and variant bits set. Nearly every API
+    /// takes it; for one that takes fewer characters leave out the hyphens, which gives 32 hexadecimal digits.
     #[must_use]
     pub fn downstream_key(&self, step: &str) -> String {
         let mut hash = Sha256::new();

@@ -47,13 +47,14 @@ mod map;
 mod memory;
 mod record;
 mod response;
+mod step;
 mod store;
 mod watch;
 
 pub use clock::{Clock, Timestamp};
 pub use decide::{
-    Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, Release, Renew, Resolution,
-    Resolve, Write, decide,
+    Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, RecordStep, Release, Renew,
+    Resolution, Resolve, Write, decide,
 };
 pub use fingerprint::{
     Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
@@ -63,6 +64,7 @@ pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName};
 pub use response::{ResponseError, StoredResponse};
+pub use step::{Step, StepError, Steps};
 pub use store::{
     AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
     StoreErrorKind, StoreFuture,

@@ -41,6 +41,15 @@ pub const AUDIT_TEXT_MAX: usize = 1000;
 /// Most audit entries that a store keeps; the oldest go first.
 pub const AUDIT_ENTRIES_MAX: u64 = 100_000;
 
+/// Most steps of one record. A step is a call of somebody else's API, with a write of its own in the store.
+pub const STEPS_MAX: usize = 256;
+
+/// Longest name of a step, in octets.
+pub const STEP_NAME_MAX: usize = 255;
+
+/// Most octets of all names and results of one record's steps together. They are read whole when an attempt resumes.
+pub const STEPS_OCTETS_MAX: usize = 1024 * 1024;
+
 /// Most requests that wait for one owner's answer. One more hears at once that the request is in progress.
 pub const WAITERS_MAX: usize = 1000;
 

@@ -8,6 +8,7 @@ use crate::fingerprint::Fingerprint;
 use crate::id::{AttemptId, CallerTag, FencingToken};
 use crate::limits;
 use crate::response::StoredResponse;
+use crate::step::Steps;
 
 /// What a store holds for a [`RecordId`](crate::RecordId).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +31,8 @@ pub struct Record {
     /// From when on it counts as absent and may be purged. Moves ahead with each renewal; counts from the completion
     /// once it is completed.
     pub expires_at: Timestamp,
+    /// What attempts at it have finished on their way, for the next one to go on after. None once it is completed.
+    pub steps: Steps,
 }
 
 /// The states of a record. Expired and abandoned are derived from the clock and never stored.
@@ -134,6 +137,7 @@ impl Record {
             created_at,
             changed_at: created_at,
             expires_at: created_at,
+            steps: Steps::NONE,
         }
     }
 

@@ -72,7 +72,7 @@ def record_ids():
             "key_hex": key.hex(),
             "caller_tag": caller_digest(caller)[:8].hex(),
             "record_id": record.hex(),
-            "downstream_keys": {step: downstream_key(record, step) for step in ["", "charge", "ship"]},
+            "downstream_keys": {step: downstream_key(record, step) for step in ["", "charge", "ship", "~undo charge"]},
         })
     return {"description": "Record identifiers and downstream keys; see RecordId.", "cases": cases}
 

@@ -135,6 +135,9 @@ impl Job {
     /// About how many octets the job brings into a transaction.
     pub(crate) fn weight(&self) -> usize {
         use oncegate_core::{Completion, Resolution};
+        if let Self::Apply { command: Command::Step(command), .. } = self {
+            return 256 + command.step.result().len();
+        }
         let response = match self {
             Self::Apply { command: Command::Complete(complete), .. } => match &complete.completion {
                 Completion::Replayable(response) => Some(response),

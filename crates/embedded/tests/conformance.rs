@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_step_limits};
 
 #[test]
 fn the_embedded_store_conforms() {
@@ -21,4 +21,11 @@ fn one_of_many_claimants_executes() {
     let dir = tempfile::tempdir().unwrap();
     let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
     check_concurrent_claims(&store, 20, 8);
+}
+
+#[test]
+fn steps_are_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
+    check_step_limits(&store);
 }

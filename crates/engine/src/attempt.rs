@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, Outcome, RecordId, Release, StoreError, limits,
+    Command, Complete, Completion, FencingToken, Grant, Outcome, Record, RecordId, Release, Store,
+    StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use crate::engine::Inner;
 use crate::event::{Event, EventKind};
 use crate::flight::{Landing, Leader, lock};
 use crate::policy::Policy;
+use crate::step::Progress;
 
 /// One execution under one token, as its handler sees it. Cheap to clone.
 #[derive(Clone)]
@@ -31,12 +33,22 @@ pub(crate) struct AttemptInner {
     pub(crate) lease_until: Mutex<Instant>,
     lost: AtomicBool,
     lost_notify: Notify,
+    pub(crate) store: Arc<dyn Store>,
+    /// How far its steps have come.
+    pub(crate) progress: tokio::sync::Mutex<Progress>,
     /// Whether the log says already that the lease ran out.
     pub(crate) warned: AtomicBool,
 }
 
 impl Attempt {
-    pub(crate) fn new(id: RecordId, grant: Grant, policy: Policy, number: u64, claimed_at: Instant) -> Self {
+    pub(crate) fn new(
+        store: Arc<dyn Store>,
+        id: RecordId,
+        grant: Grant,
+        policy: Policy,
+        number: u64,
+        claimed_at: Instant,
+    ) -> Self {
         Self(Arc::new(AttemptInner {
             id,
             grant,
@@ -46,8 +58,29 @@ impl Attempt {
             lease_until: Mutex::new(claimed_at + policy.lease),
             lost: AtomicBool::new(false),
             lost_notify: Notify::new(),
+            store,
+            progress: tokio::sync::Mutex::default(),
             warned: AtomicBool::new(false),
         }))
+    }
+
+    /// An attempt that is over, as the record that it completed tells of it.
+    pub(crate) fn completed(
+        store: Arc<dyn Store>,
+        id: RecordId,
+        record: &Record,
+        policy: Policy,
+        number: u64,
+    ) -> Self {
+        let grant = Grant {
+            token: record.token,
+            attempts: record.attempts,
+            lease_until: record.changed_at,
+            after_abandoned: false,
+        };
+        let attempt = Self::new(store, id, grant, policy, number, Instant::now());
+        *lock(&attempt.0.lease_until) = Instant::now();
+        attempt
     }
 
     /// The record that this attempt owns.

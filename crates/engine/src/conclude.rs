@@ -50,6 +50,9 @@ pub enum Concluded {
     Recorded(StoredResponse),
     /// The operation took place, and the record has no answer to replay.
     Unreplayable,
+    /// The operation took place, and the record has no answer yet. The next claim may find it out, because the policy
+    /// [asks for answers](crate::Policy::with_answers_asked_for).
+    Awaited,
     /// The operation did not take place and cannot any more; the key is free.
     Released,
     /// Somebody else owns the record. A transaction of this attempt that has not committed cannot any more.
@@ -98,7 +101,11 @@ impl Held {
         for _ in 0..TURNS {
             let record = self.inner.store.lookup(id).await?;
             let Some(record) = record.filter(|record| record.token == token) else { break };
+            let asks = self.attempt.0.policy.asks_for_answers;
             let (command, note) = match next(record, said) {
+                Next::Nothing((Concluded::Awaited, note)) if !asks => {
+                    return Ok((Concluded::Unreplayable, note));
+                }
                 Next::Nothing(tried) => return Ok(tried),
                 Next::Complete(completion, note) => {
                     let completion = completion.clone();
@@ -130,6 +137,7 @@ impl Held {
             (Concluded::Taken, Said::Answer { completion: Completion::Replayable(response), .. }) => {
                 (EventKind::Completed, Landing::Replay(response))
             }
+            (Concluded::Awaited, _) => (EventKind::Tombstoned, Landing::AskAgain),
             (Concluded::Taken | Concluded::Unreplayable, _) => (EventKind::Tombstoned, Landing::Unreplayable),
             (Concluded::Released, _) => (EventKind::Released, Landing::AskAgain),
         };
@@ -242,6 +250,7 @@ fn next(record: Record, said: &Said) -> Next<'_> {
             Completion::Replayable(_) => Next::Complete(completion, Some(EventKind::AnswerAdded)),
             _ => Next::Complete(completion, upstream),
         },
+        (State::Completed(Answer::Awaited), Said::Nothing) => Next::Nothing((Concluded::Awaited, upstream)),
         (State::Completed(_), _) => Next::Nothing((Concluded::Unreplayable, upstream)),
         // By an earlier try, whose answer was lost; or by an operator, who fenced the attempt with that.
         (State::Released, Said::Nothing) => Next::Nothing((Concluded::Released, None)),
@@ -254,7 +263,7 @@ fn next(record: Record, said: &Said) -> Next<'_> {
 }
 
 /// Whether two responses say the same, in whatever order their fields stand.
-fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
+pub(crate) fn is_same(one: &StoredResponse, other: &StoredResponse) -> bool {
     fn fields(response: &StoredResponse) -> Vec<(&str, &[u8])> {
         let mut fields: Vec<_> = response.headers().collect();
         fields.sort_unstable();

@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::answer::AnswerPermit;
 use crate::attempt::{Attempt, DEFERRED, Permit};
 use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
@@ -84,6 +85,12 @@ pub enum ClaimOutcome {
     Unknown,
     /// Completed before, but the answer cannot be replayed.
     Unreplayable,
+    /// Completed before by the operation's own transaction, without the answer: whoever can find it out may add it. Only
+    /// under a policy that [asks for answers](Policy::with_answers_asked_for).
+    AddAnswer(AnswerPermit),
+    /// The same, but the answer could not be found out now, by another claim of this process or because the store could
+    /// not be read. Ask again later. Only under such a policy.
+    AnswerAwaited,
 }
 
 /// How an engine is put together.
@@ -225,6 +232,11 @@ impl Engine {
         self.inner.tasks.len()
     }
 
+    /// Waits until the engine is told to [end](Self::drain).
+    pub(crate) async fn closing(&self) {
+        self.inner.closing.cancelled().await;
+    }
+
     /// Asks the store. Where it does not answer at once, it is asked in a task of its own, so that a caller who goes away
     /// leaves no record in progress behind.
     async fn lead(
@@ -354,6 +366,7 @@ async fn follow(
         Phase::Landed(_) if !same => return None,
         Phase::Landed(Landing::Replay(response)) => ClaimOutcome::Replay(response),
         Phase::Landed(Landing::Unreplayable) => ClaimOutcome::Unreplayable,
+        Phase::Landed(Landing::AnswerAwaited) => ClaimOutcome::AnswerAwaited,
         Phase::Landed(Landing::Unknown) => ClaimOutcome::Unknown,
         Phase::Landed(Landing::InProgress(until)) => {
             ClaimOutcome::InProgress { lease_left: until.saturating_duration_since(Instant::now()) }
@@ -390,7 +403,9 @@ impl Inner {
             Ok(ClaimOutcome::InProgress { .. }) => (None, EventKind::InProgress),
             Ok(ClaimOutcome::Mismatch) => (None, EventKind::Mismatch),
             Ok(ClaimOutcome::Unknown) => (None, EventKind::Unknown),
-            Ok(ClaimOutcome::Unreplayable) => (None, EventKind::Unreplayable),
+            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddAnswer(_) | ClaimOutcome::AnswerAwaited) => {
+                (None, EventKind::Unreplayable)
+            }
             Err(error) => (None, EventKind::ClaimFailed(error.kind())),
         };
         self.emit(Event::new(id, token, kind));
@@ -428,7 +443,8 @@ impl Inner {
             };
             let (landing, outcome) = match outcome {
                 Outcome::Execute(grant) => {
-                    let attempt = Attempt::new(request.id, grant, request.policy, number, asked_at);
+                    let attempt =
+                        Attempt::new(self.store.clone(), request.id, grant, request.policy, number, asked_at);
                     return Ok(ClaimOutcome::Execute(Permit::new(self, attempt, leader)));
                 }
                 Outcome::Replay(response) => {
@@ -476,6 +492,9 @@ impl Inner {
                 }
                 Outcome::Mismatch => (Landing::AskAgain, ClaimOutcome::Mismatch),
                 Outcome::Unknown => (Landing::Unknown, ClaimOutcome::Unknown),
+                Outcome::Unreplayable if request.policy.asks_for_answers => {
+                    return self.look_for_answer(leader, &request, number).await;
+                }
                 Outcome::Unreplayable => (Landing::Unreplayable, ClaimOutcome::Unreplayable),
                 other => {
                     leader.land(Landing::Failed(StoreErrorKind::Invalid));

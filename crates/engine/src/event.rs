@@ -44,7 +44,7 @@ pub enum EventKind {
     Mismatch,
     /// A claim heard that the outcome is unknown.
     Unknown,
-    /// A claim heard that the answer cannot be replayed.
+    /// A claim heard that there is no answer to replay, or none yet.
     Unreplayable,
     /// A claim failed in the store.
     ClaimFailed(StoreErrorKind),
@@ -77,10 +77,11 @@ pub enum EventKind {
     SettlementLost,
     /// Beside the end of an attempt: the operation's own transaction had completed the record, and there was nothing to add.
     CompletedUpstream,
-    /// Beside the end of an attempt: the operation's own transaction had completed the record without an answer, and the
-    /// answer was added.
+    /// The operation's own transaction had completed the record without an answer, and the answer was added: beside the end of
+    /// the attempt, or later, by a claim that found it out.
     AnswerAdded,
-    /// Beside the end of an attempt: the operation gave another answer than its own transaction had put into the record.
+    /// The operation gave another answer than the record has: beside the end of the attempt, or later, when it was asked for
+    /// it.
     AnswerDiffers,
     /// Beside the end of an attempt: the operation reported a success, and its own transaction had not completed the record
     /// as it should have. A crash before the answer was stored would have let it execute again.

@@ -39,6 +39,8 @@ pub(crate) enum Landing {
     Replay(StoredResponse),
     /// Completed without an answer to replay.
     Unreplayable,
+    /// Completed without an answer, which nobody could say now.
+    AnswerAwaited,
     /// Outcome unknown.
     Unknown,
     /// Another process is at it, for so long at least.

@@ -16,7 +16,10 @@
 //! 6. Behind a [`Breaker`], a store that is out of reach costs microseconds and not its time-outs, and what was put off goes
 //!    on a quarter of a second after it is back.
 //! 7. Where the operation completes its record itself, in its own transaction, `conclude` reads what it committed and adds
-//!    what is left to add: see [`Permit::conclude`].
+//!    what is left to add: see [`Permit::conclude`]. Where everybody died before that, a claim may come with an
+//!    [`AnswerPermit`], for whoever can find out the answer.
+//! 8. A [`Function`] does all of this for a function of the program's own: it runs once for each key, and later calls get its
+//!    value.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -56,19 +59,30 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod answer;
 mod attempt;
 mod breaker;
 mod conclude;
 mod engine;
 mod event;
 mod flight;
+mod function;
 mod keeper;
 mod policy;
 mod retract;
+pub mod step;
 
+pub use answer::{Added, AnswerPermit};
 pub use attempt::{Attempt, Permit, Settled};
 pub use breaker::{Breaker, BreakerBuilder, BreakerState};
 pub use conclude::{Concluded, Said};
 pub use engine::{ClaimOutcome, ClaimRequest, Engine, EngineBuilder};
 pub use event::{Event, EventKind, Observer};
+#[doc(hidden)]
+pub use function::compared;
+pub use function::{
+    Call, Completer, CompleterRound, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError,
+    KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, Stored, StoredErrors, UnknownErrors,
+};
 pub use policy::{ConfigError, Policy};
+pub use step::{Failure, StepCall, StepError};

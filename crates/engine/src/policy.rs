@@ -6,13 +6,14 @@ use std::time::Duration;
 use oncegate_core::{OnAbandoned, limits};
 
 /// How long a claim owns its record, how long the record is kept, how long a duplicate waits, and what a claim does
-/// where an earlier owner is gone.
+/// where an earlier owner is gone or left no answer behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     pub(crate) lease: Duration,
     pub(crate) retention: Duration,
     pub(crate) wait: Duration,
     pub(crate) on_abandoned: OnAbandoned,
+    pub(crate) asks_for_answers: bool,
 }
 
 /// A setting out of its bounds.
@@ -43,6 +44,7 @@ impl Default for Policy {
             retention: Duration::from_secs(24 * 60 * 60),
             wait: Duration::ZERO,
             on_abandoned: OnAbandoned::Park,
+            asks_for_answers: false,
         }
     }
 }
@@ -83,6 +85,14 @@ impl Policy {
         Self { on_abandoned, ..self }
     }
 
+    /// Whether a claim that finds a record that was completed without its answer gets the right to add it
+    /// ([`ClaimOutcome::AddAnswer`](crate::ClaimOutcome::AddAnswer)), for callers who can find it out. By default it hears
+    /// that the answer cannot be replayed. Costs one read more for such a record, and nothing for all others.
+    #[must_use]
+    pub const fn with_answers_asked_for(self, asks_for_answers: bool) -> Self {
+        Self { asks_for_answers, ..self }
+    }
+
     /// How long a claim owns its record without a renewal.
     #[must_use]
     pub const fn lease(&self) -> Duration {
@@ -99,6 +109,12 @@ impl Policy {
     #[must_use]
     pub const fn wait(&self) -> Duration {
         self.wait
+    }
+
+    /// Whether a claim may get the right to add the answer that a completed record has not got.
+    #[must_use]
+    pub const fn asks_for_answers(&self) -> bool {
+        self.asks_for_answers
     }
 
     /// What a claim does where an earlier owner's lease ran out.

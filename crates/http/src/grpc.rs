@@ -106,7 +106,7 @@ impl Condition {
         match self {
             Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => GrpcCode::InvalidArgument,
             Self::KeyReused => GrpcCode::FailedPrecondition,
-            Self::RequestInProgress => GrpcCode::Aborted,
+            Self::RequestInProgress | Self::AnswerAwaited => GrpcCode::Aborted,
             Self::ReplayUnavailable | Self::OutcomeUnknown => GrpcCode::Unknown,
             Self::ScopeUnavailable => GrpcCode::Internal,
             Self::RecordCorrupt => GrpcCode::DataLoss,

@@ -78,6 +78,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod answer;
 mod body;
 mod budget;
 mod canonical;

@@ -33,6 +33,8 @@ pub enum Condition {
     RequestInProgress,
     /// Done, but the answer cannot be given again.
     ReplayUnavailable,
+    /// Done, and the answer was not there yet.
+    AnswerAwaited,
     /// Whether it was done is not known.
     OutcomeUnknown,
     /// The record cannot be read.
@@ -70,7 +72,7 @@ impl Retry {
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
@@ -81,6 +83,7 @@ impl Condition {
         Self::KeyReused,
         Self::RequestInProgress,
         Self::ReplayUnavailable,
+        Self::AnswerAwaited,
         Self::OutcomeUnknown,
         Self::RecordCorrupt,
         Self::HandlerFailed,
@@ -100,6 +103,7 @@ impl Condition {
             Self::KeyReused => "key-reused",
             Self::RequestInProgress => "request-in-progress",
             Self::ReplayUnavailable => "replay-unavailable",
+            Self::AnswerAwaited => "answer-awaited",
             Self::OutcomeUnknown => "outcome-unknown",
             Self::RecordCorrupt => "record-corrupt",
             Self::HandlerFailed => "handler-failed",
@@ -120,6 +124,7 @@ impl Condition {
             Self::KeyReused => "Idempotency-Key is already used",
             Self::RequestInProgress => "A request is outstanding for this Idempotency-Key",
             Self::ReplayUnavailable => "The request was completed, but its answer cannot be given again",
+            Self::AnswerAwaited => "The request was completed, and its answer is not there yet",
             Self::OutcomeUnknown => "It is not known whether the request took effect",
             Self::RecordCorrupt => "The record of this Idempotency-Key cannot be read",
             Self::HandlerFailed => "The service failed without an answer",
@@ -153,6 +158,9 @@ impl Condition {
             Self::ReplayUnavailable => {
                 "The first request with this key was processed and is not processed again. Its answer was too large, was streamed, was lost, or must not be kept."
             }
+            Self::AnswerAwaited => {
+                "The first request with this key was processed and is not processed again. Its answer could not be had at the moment. Send the same request with the same key later to get it."
+            }
             Self::OutcomeUnknown => {
                 "The first request with this key was not seen to end. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."
             }
@@ -173,6 +181,7 @@ impl Condition {
             | Self::Overloaded
             | Self::StoreUnavailable
             | Self::RequestInProgress
+            | Self::AnswerAwaited
             | Self::HandlerFailed => Retry::SameKey,
             Self::ScopeUnavailable | Self::ReplayUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt => {
                 Retry::Stop
@@ -186,7 +195,9 @@ impl Condition {
         match self {
             Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete => StatusCode::BAD_REQUEST,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Overloaded | Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Overloaded | Self::StoreUnavailable | Self::AnswerAwaited => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             // Not 409 for what is not in progress: common clients send a 409 again by themselves.
             Self::KeyReused | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
             Self::RequestInProgress => StatusCode::CONFLICT,

@@ -13,11 +13,12 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{IdempotencyKey, Scope, StoreErrorKind, StoredResponse};
-use oncegate_engine::{ClaimOutcome, ClaimRequest, Permit};
+use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
 use tower_service::Service;
 
+use crate::answer::{Asked, Question, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{Charged, Held, NoRoom, tie};
 use crate::canonical;
@@ -186,7 +187,8 @@ impl Keyed {
         };
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
         let fingerprint = canonical::fingerprint(&self.settings, &parts, &data);
-        let claim = ClaimRequest { id, fingerprint, label, policy: self.settings.policy };
+        let policy = self.settings.policy.with_answers_asked_for(self.asks_for_answers());
+        let claim = ClaimRequest { id, fingerprint, label, policy };
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
             Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request()).await,
@@ -205,6 +207,10 @@ impl Keyed {
                 }))
             }
             Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
+            Ok(ClaimOutcome::AddAnswer(permit)) => {
+                Ok(Box::pin(self.ask_for_answer(permit, key, request().into_parts().0)).await)
+            }
+            Ok(ClaimOutcome::AnswerAwaited) => Ok(self.refuse(awaited())),
             Ok(_) => Ok(self.refuse(Refusal::new(Condition::ReplayUnavailable))),
             Err(error) => {
                 if error.is_unsent() {
@@ -370,6 +376,33 @@ impl Keyed {
                 self.shared.observer.observe(Disposition::Executed, None);
                 Err(error)
             }
+        }
+    }
+
+    /// Whether somebody is asked for an answer that a record has not got. An answer to a call of gRPC is never kept.
+    fn asks_for_answers(&self) -> bool {
+        self.settings.asks_for_answers() && self.grpc.is_none()
+    }
+
+    /// Asks in a task of its own: the answer is kept, also where the client has hung up meanwhile.
+    async fn ask_for_answer<RB>(
+        self,
+        permit: AnswerPermit,
+        key: IdempotencyKey,
+        parts: Parts,
+    ) -> Response<ResponseBody<RB>> {
+        let question = Question { settings: self.settings.clone(), permit, key };
+        match self.shared.engine.spawn(question.ask(parts)).await {
+            Ok(Asked::Answer(stored, status)) => {
+                let mut response = self.replay(&stored);
+                if let Some(status) = status {
+                    set_status(&mut response, status);
+                }
+                response
+            }
+            Ok(Asked::Refused(refusal)) => self.refuse(refusal),
+            // The task was cut off with its runtime.
+            Err(_) => self.refuse(awaited()),
         }
     }
 

@@ -288,7 +288,10 @@ impl Settings {
     }
 
     /// Who is asked what became of an abandoned attempt, under
-    /// [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile).
+    /// [`OnAbandoned::Reconcile`](oncegate_core::OnAbandoned::Reconcile); or, with
+    /// [`with_upstream_completion`](Self::with_upstream_completion), for the answer of an operation whose record was
+    /// completed without it, where everybody died before the layer had added it. Without somebody to ask, a retry hears that
+    /// the answer cannot be replayed.
     #[must_use]
     pub fn with_reconcile(self, reconcile: impl Reconcile) -> Self {
         Self { reconcile: Some(Arc::new(reconcile)), ..self }
@@ -306,6 +309,11 @@ impl Settings {
     pub fn with_upstream_completion(self) -> Self {
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
         Self { completed_by: CompletedBy::Upstream, policy, ..self }
+    }
+
+    /// Whether somebody is asked for the answer of an operation that completed its record without it.
+    pub(crate) const fn asks_for_answers(&self) -> bool {
+        matches!(self.completed_by, CompletedBy::Upstream) && self.reconcile.is_some()
     }
 
     /// Who completes the record of an operation.

@@ -12,6 +12,7 @@ use http_body::Body;
 use oncegate_core::{Completion, StoredResponse};
 use oncegate_engine::{Concluded, Said};
 
+use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
 use crate::context::{Relayed, Unanswered};
 use crate::execute::{
@@ -95,6 +96,8 @@ impl Execution {
         let refusal = match self.permit.conclude(Said::Nothing).await {
             Concluded::Recorded(own) => return Executed::Recorded(own, None),
             Concluded::Taken | Concluded::Unreplayable => Refusal::new(Condition::ReplayUnavailable),
+            // A retry asks for it.
+            Concluded::Awaited => awaited().with_status(status),
             Concluded::Released => Refusal::new(Condition::HandlerFailed).with_status(status),
             // Its transaction is still open, or somebody else executes: a retry gets what comes of it.
             _ => Refusal::new(Condition::RequestInProgress).with_status(status).with_retry_after(1),

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod transactional;
+
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -11,10 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
-use oncegate_core::{
-    AuditEntry, Capabilities, Command, Complete, Completion, ListPage, ListQuery, MemoryStore, Outcome,
-    Record, RecordId, Store, StoreFuture, StoredResponse, Timestamp,
-};
+use oncegate_core::{Command, Complete, Completion, MemoryStore, Outcome, Store as _, StoredResponse};
 use oncegate_engine::Engine;
 use oncegate_http::{
     Idempotency, IdempotencyContext, IdempotencyLayer, RequestBody, ResponseBody, Settings, StoreDirective,
@@ -23,45 +22,7 @@ use oncegate_http::{
 use oncegate_testkit::ManualClock;
 use tower_layer::Layer;
 use tower_service::Service;
-
-/// A store that says that a completion can commit together with an effect.
-struct Transactional(MemoryStore<ManualClock>);
-
-impl Store for Transactional {
-    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        self.0.apply(id, command)
-    }
-
-    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        self.0.lookup(id)
-    }
-
-    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        self.0.list(query)
-    }
-
-    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        self.0.purge(limit)
-    }
-
-    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        self.0.audit(before, limit)
-    }
-
-    fn check(&self) -> StoreFuture<'_, ()> {
-        self.0.check()
-    }
-
-    fn now(&self) -> Timestamp {
-        self.0.now()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        let mut capabilities = self.0.capabilities();
-        capabilities.atomic_with_effect = true;
-        capabilities
-    }
-}
+use transactional::Transactional;
 
 /// Completes as the first segment of the path says, and ends as the second one does.
 #[derive(Clone)]
@@ -126,7 +87,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
 type Door = Idempotency<Handler>;
 
 fn door() -> Door {
-    let store = Arc::new(Transactional(MemoryStore::new(ManualClock::at_millis(1_000_000))));
+    let store = Arc::new(Transactional(MemoryStore::new(ManualClock::at_millis(1_000_000).into())));
     let settings = Settings::default().with_max_response_body(50).unwrap().with_upstream_completion();
     let layer = IdempotencyLayer::new(Engine::new(store.clone())).with_settings(settings).unwrap();
     layer.layer(Handler(store))

@@ -12,8 +12,9 @@
 //! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
 //! - `tiered`, with the feature of this name: answers in a fast front, before one of the others (`TieredStore`),
 //! - `client`, with the feature of this name: the caller's side, which keeps one key per intent over every retry (`Client`),
-//! - [`engine`]: claims, leases, waiting, for doors of your own ([`Engine`]), and a circuit breaker for stores that may be
-//!   out of reach ([`Breaker`]),
+//! - [`engine`]: functions that take effect once for each key ([`Function`]); claims, leases, waiting, for doors of your own
+//!   ([`Engine`]), and a circuit breaker for stores that may be out of reach ([`Breaker`]),
+//! - `#[idempotent]`, with the feature `macros`: the same as [`Function`], written on an async function,
 //! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
 //!
 //! # An axum service whose payments are made once
@@ -37,6 +38,25 @@
 //! assert!(!first.headers().contains_key("Idempotent-Replayed"));
 //! let again = service.oneshot(pay()?).await?;
 //! assert_eq!(again.headers()["Idempotent-Replayed"], "true");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # A function that takes effect once
+//! ```
+//! use std::sync::Arc;
+//! use oncegate::{Engine, FunctionError, MemoryStore, SystemClock};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), FunctionError<String>> {
+//! let engine = Engine::new(Arc::new(MemoryStore::new(SystemClock::new())));
+//! let charge = engine.function("charge");
+//! let pay = async |cents: u64| {
+//!     charge.run("order-123", &cents, async move |_attempt| Ok::<_, String>(format!("paid {cents}"))).await
+//! };
+//! assert_eq!(pay(500).await?, "paid 500");
+//! assert_eq!(pay(500).await?, "paid 500"); // the first one's value; nothing was paid
+//! assert!(matches!(pay(900).await, Err(FunctionError::KeyReused)));
 //! # Ok(())
 //! # }
 //! ```
@@ -68,9 +88,11 @@ pub use oncegate_client::{Client, Intent, RetryPolicy};
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
 #[cfg(feature = "embedded")]
 pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
-pub use oncegate_engine::{Breaker, Engine, Policy};
+pub use oncegate_engine::{Attempt, Breaker, Engine, Function, FunctionError, Policy};
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};
+#[cfg(feature = "macros")]
+pub use oncegate_macros::idempotent;
 #[cfg(feature = "postgres")]
 pub use oncegate_postgres::{
     Guard, PostgresOptions, PostgresStore, RunError, TransactError, Transacted, Transactor,

@@ -5,7 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{
     Answer, AttemptId, AuditEntry, CallerTag, Completion, FencingToken, Fingerprint, Grant, Label,
-    OnAbandoned, Outcome, Record, RecordId, State, StateName, StoreError, StoredResponse, Timestamp, limits,
+    OnAbandoned, Outcome, Record, RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
+    limits,
 };
 use sqlx::postgres::PgRow;
 use sqlx::{Decode, Postgres, Row as _, Type};
@@ -77,6 +78,9 @@ pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
         "unknown" => Outcome::Unknown,
         "unreplayable" => Outcome::Unreplayable,
         "renewed" => Outcome::Renewed { lease_until: time(row, "lease_until")? },
+        "recorded" => Outcome::StepRecorded,
+        "differs" => Outcome::StepDiffers,
+        "full" => Outcome::StepsFull,
         "completed" => Outcome::Completed,
         "released" => Outcome::Released,
         "fenced" => Outcome::Fenced,
@@ -117,6 +121,20 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     record.attempts = u32::try_from(number(row, "attempts")?).unwrap_or(u32::MAX);
     record.changed_at = time(row, "changed_at")?;
     record.expires_at = time(row, "expires_at")?;
+    Ok(record)
+}
+
+/// The same, with the columns `names` and `results` of its steps.
+pub(crate) fn record_with_steps(row: &PgRow) -> Result<Record, StoreError> {
+    let mut record = record(row)?;
+    if let Some(names) = maybe::<Vec<String>>(row, "names")? {
+        let results = column::<Vec<Vec<u8>>>(row, "results")?;
+        if names.len() != results.len() {
+            return Err(corrupt());
+        }
+        let step = |(name, result): (String, Vec<u8>)| Step::new(&name, result.into()).map_err(|_| corrupt());
+        record.steps = names.into_iter().zip(results).map(step).collect::<Result<_, _>>()?;
+    }
     Ok(record)
 }
 

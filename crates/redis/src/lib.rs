@@ -56,14 +56,17 @@
 mod answer;
 mod clock;
 pub mod contract;
+mod disk;
 mod error;
 mod link;
 mod list;
 mod options;
 mod probe;
 mod replicas;
+mod slots;
 mod store;
 mod watch;
+mod witness;
 
 #[cfg(test)]
 mod tests;

@@ -8,9 +8,9 @@ use oncegate_core::limits;
 use redis::aio::MultiplexedConnection;
 use redis::cluster::ClusterClient;
 use redis::cluster_async::ClusterConnection;
-use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
+use redis::cluster_routing::{MultipleNodeRoutingInfo, Route, RoutingInfo, SingleNodeRoutingInfo, SlotAddr};
 use redis::{
-    AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _,
+    AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _, Pipeline,
     ProtocolVersion, RedisConnectionInfo, RedisError, TlsCertificates, Value, cmd,
 };
 use tokio::runtime::Handle;
@@ -20,11 +20,14 @@ use tracing::{debug, info, warn};
 use crate::error::{Failure, OpenError};
 use crate::options::{RedisOptions, Topology};
 use crate::probe::{Server, probe};
+use crate::slots::{Node, Slots};
 use crate::watch::Pushes;
 
 /// Pauses between attempts to connect.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_LAST: Duration = Duration::from_secs(2);
+
+const TOO_LATE: &str = "the server did not answer in time";
 
 /// The connection of the whole process: made when it is needed, shared by all commands, and made again when it broke.
 pub(crate) struct Link {
@@ -189,32 +192,37 @@ impl Link {
         connected.map_err(|error| Failure::NotSent(error.to_string()))
     }
 
-    /// Another connection, to the same server as this one.
-    pub(crate) async fn beside(&self, connection: &Connection) -> Result<Wire, Failure> {
-        let connecting = timeout(self.options.connect_timeout, wire(&self.options, None));
-        let connected = connecting.await.map_err(|_| Failure::NotSent("no answer in time".to_owned()))?;
-        let other = connected.map_err(|error| Failure::NotSent(error.to_string()))?;
-        let limit = self.options.timeout;
-        match (run_id(&connection.wire, limit).await?, run_id(&other, limit).await?) {
-            (Some(one), Some(another)) if one == another => Ok(other),
-            (Some(_), Some(_)) => {
-                let failure =
-                    Failure::Lost("another server stands in the place of the one that was written to");
-                self.judge(connection, &failure);
-                Err(failure)
+    /// Another connection: to this node of a Cluster, or else to where the store is.
+    pub(crate) async fn beside(&self, node: Option<&Node>) -> Result<Wire, Failure> {
+        let options = &self.options;
+        let connecting = async {
+            match node {
+                Some((host, port)) => {
+                    install_provider(options);
+                    Ok(Wire::One(connect_one(options, host, *port, None).await?))
+                }
+                None => wire(options, None).await,
             }
-            // It must not be taken for another one, and there is this one in any case.
-            _ => {
-                warn!(
-                    "the server does not say who it is (INFO); everything waits while replicas are waited for"
-                );
-                Ok(connection.wire.clone())
-            }
-        }
+        };
+        let connected = timeout(options.connect_timeout, connecting).await;
+        let connected = connected.map_err(|_| Failure::NotSent("no answer in time".to_owned()))?;
+        connected.map_err(|error| Failure::NotSent(error.to_string()))
+    }
+
+    /// Who has which part of the Cluster, as the node says that has this key.
+    pub(crate) async fn slots(&self, connection: &Connection, key: &str) -> Result<Slots, Failure> {
+        let Wire::Cluster(cluster) = &connection.wire else { return Err(Failure::Senseless) };
+        let node = SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master));
+        let mut command = cmd("CLUSTER");
+        command.arg("SLOTS");
+        let answer =
+            routed(cluster.clone(), command, RoutingInfo::SingleNode(node), self.options.timeout).await?;
+        let (host, _) = self.options.hosts.first().ok_or(Failure::Senseless)?;
+        Slots::read(answer, host).ok_or(Failure::Senseless)
     }
 
     /// Gives the connection up, if it is still this one and no longer of use. A Cluster's mends itself.
-    fn judge(&self, connection: &Connection, failure: &Failure) {
+    pub(crate) fn judge(&self, connection: &Connection, failure: &Failure) {
         if !failure.spoils_connection() || connection.is_cluster() {
             return;
         }
@@ -260,21 +268,6 @@ pub(crate) async fn ask_one(wire: &Wire, command: &Cmd, limit: Duration) -> Resu
     query(wire.clone(), command, limit).await
 }
 
-/// Which process the server is, where it says so.
-async fn run_id(wire: &Wire, limit: Duration) -> Result<Option<String>, Failure> {
-    let mut info = cmd("INFO");
-    info.arg("server");
-    match query(wire.clone(), &info, limit).await {
-        Ok(info) => {
-            let text = redis::from_redis_value::<String>(info).unwrap_or_default();
-            let id = text.lines().find_map(|line| line.strip_prefix("run_id:"));
-            Ok(id.map(|id| id.trim().to_owned()).filter(|id| !id.is_empty()))
-        }
-        Err(Failure::Refused(code)) if code == "NOPERM" || code == "ERR" => Ok(None),
-        Err(failure) => Err(failure),
-    }
-}
-
 async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Failure> {
     let answer = async {
         match wire {
@@ -283,6 +276,25 @@ async fn query(wire: Wire, command: &Cmd, limit: Duration) -> Result<Value, Fail
         }
     };
     bounded(answer, limit).await
+}
+
+/// Sends several commands at once, and gives what became of each.
+pub(crate) async fn pipelined(
+    wire: &Wire,
+    pipeline: &Pipeline,
+    limit: Duration,
+) -> Result<Vec<Result<Value, Failure>>, Failure> {
+    let Wire::One(one) = wire else { return Err(Failure::Senseless) };
+    let (mut one, mut pipeline) = (one.clone(), pipeline.clone());
+    pipeline.ignore_errors();
+    let answers = timeout(limit, pipeline.query_async::<Value>(&mut one)).await;
+    match answers.map_err(|_| Failure::Lost(TOO_LATE))?.map_err(|error| Failure::of(&error))? {
+        Value::Array(answers) => {
+            let each = |answer: Value| answer.extract_error().map_err(|error| Failure::of(&error));
+            Ok(answers.into_iter().map(each).collect())
+        }
+        _ => Err(Failure::Senseless),
+    }
 }
 
 async fn routed(
@@ -301,7 +313,7 @@ async fn bounded(
     match timeout(limit, answer).await {
         Ok(Ok(value)) => value.extract_error().map_err(|error| Failure::of(&error)),
         Ok(Err(error)) => Err(Failure::of(&error)),
-        Err(_) => Err(Failure::Lost("the server did not answer in time")),
+        Err(_) => Err(Failure::Lost(TOO_LATE)),
     }
 }
 
@@ -320,10 +332,7 @@ async fn connect(options: &RedisOptions) -> Result<(Wire, Server), OpenError> {
 
 /// A connection; with `pushes` one that listens.
 async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, OpenError> {
-    if options.tls && rustls::crypto::CryptoProvider::get_default().is_none() {
-        // Where somebody is faster, theirs is as good.
-        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    }
+    install_provider(options);
     Ok(match &options.topology {
         Topology::Single => {
             let (host, port) = options.hosts.first().ok_or_else(|| unfit("the URL names no host"))?;
@@ -332,6 +341,13 @@ async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, O
         Topology::Sentinel { service } => Wire::One(connect_primary(options, service, pushes).await?),
         Topology::Cluster => Wire::Cluster(connect_cluster(options, pushes).await?),
     })
+}
+
+fn install_provider(options: &RedisOptions) {
+    if options.tls && rustls::crypto::CryptoProvider::get_default().is_none() {
+        // Where somebody is faster, theirs is as good.
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    }
 }
 
 async fn connect_one(

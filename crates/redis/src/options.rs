@@ -22,10 +22,13 @@ pub struct RedisOptions {
     pub(crate) wait: Option<Wait>,
 }
 
-/// Acknowledgement by replicas.
+/// What a claim and a completion wait for before they count. One of the two is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wait {
+    /// So many replicas have it.
     pub(crate) replicas: u32,
+    /// It is on the disk of the server itself.
+    pub(crate) aof: bool,
     pub(crate) timeout: Duration,
 }
 
@@ -38,6 +41,10 @@ pub(crate) enum Topology {
         service: String,
     },
 }
+
+/// How long replicas are waited for, and how long disks: where the server flushes once a second, it takes a second.
+const WAIT_REPLICAS: Duration = Duration::from_secs(1);
+const WAIT_AOF: Duration = Duration::from_secs(3);
 
 const PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26379;
@@ -83,7 +90,8 @@ impl RedisOptions {
     /// | `connect-timeout=5s` | 5s | how long it may take to connect |
     /// | `ca=FILE` | those of the system | the certificate authorities for TLS, in PEM |
     /// | `wait-replicas=1` | 0 | a claim and a completion count once so many replicas have them |
-    /// | `wait-timeout=1s` | 1s | how long to wait for the replicas; at most twice that where others wait already |
+    /// | `wait-aof=local` | none | … once they are on the server's own disk; one that says so too early is refused |
+    /// | `wait-timeout=1s` | 1s; with `wait-aof` 3s | how long to wait for each of the two; twice that where others wait |
     /// | `danger-allow-eviction=true` | false | also where the server evicts records, which then execute again |
     ///
     /// # Errors
@@ -147,7 +155,7 @@ impl RedisOptions {
     }
 
     fn read_query(&mut self, query: &str) -> Result<(), UrlError> {
-        let (mut replicas, mut wait_timeout) = (0, Duration::from_secs(1));
+        let (mut replicas, mut aof, mut wait_timeout) = (0, false, None);
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let bad = |what: &str| UrlError(format!("{name}: {what}"));
@@ -156,25 +164,27 @@ impl RedisOptions {
                 "connect-timeout" => {
                     self.connect_timeout = duration_of(value).ok_or_else(|| bad(DURATION))?
                 }
-                "wait-timeout" => wait_timeout = duration_of(value).ok_or_else(|| bad(DURATION))?,
-                "wait-replicas" => replicas = value.parse().map_err(|_| bad("write a number of replicas"))?,
+                "wait-timeout" => wait_timeout = Some(duration_of(value).ok_or_else(|| bad(DURATION))?),
+                "wait-replicas" => {
+                    replicas = replicas_of(value).ok_or_else(|| bad("write a number of replicas"))?;
+                }
+                "wait-aof" => aof = value == "local" || return Err(bad(AOF)),
                 "ca" => self.ca = decoded(value)?.map(PathBuf::from),
                 "danger-allow-eviction" => {
                     self.danger_allow_eviction = value.parse().map_err(|_| bad("write true or false"))?;
                 }
                 _ => {
                     return Err(UrlError(
-                        "a Redis URL may say timeout, connect-timeout, ca, wait-replicas, wait-timeout and \
+                        "a Redis URL may say timeout, connect-timeout, ca, wait-replicas, wait-aof, wait-timeout and \
                          danger-allow-eviction behind its ?, and nothing else"
                             .to_owned(),
                     ));
                 }
             }
         }
-        self.wait = (replicas > 0).then_some(Wait { replicas, timeout: wait_timeout });
-        if self.wait.is_some() && self.topology == Topology::Cluster {
-            return Err(UrlError("wait-replicas: is not there for a Cluster".to_owned()));
-        }
+        let usual = if aof { WAIT_AOF } else { WAIT_REPLICAS };
+        let wait = Wait { replicas, aof, timeout: wait_timeout.unwrap_or(usual) };
+        self.wait = (replicas > 0 || aof).then_some(wait);
         Ok(())
     }
 
@@ -240,6 +250,16 @@ impl fmt::Debug for RedisOptions {
 }
 
 const DURATION: &str = "write a number and ms or s, such as 500ms or 2s, from 10ms to 60s";
+
+const AOF: &str = "write local, for the server's own disk; those of replicas cannot be waited for (wait-replicas waits until \
+                   they have it in memory)";
+
+/// No server has more replicas than this, and every version of it takes the number.
+const REPLICAS_MAX: u32 = 1000;
+
+fn replicas_of(text: &str) -> Option<u32> {
+    text.parse().ok().filter(|count| *count <= REPLICAS_MAX)
+}
 
 fn duration_of(text: &str) -> Option<Duration> {
     let (digits, unit) = match text.strip_suffix("ms") {
@@ -311,9 +331,26 @@ mod tests {
         assert_eq!(cluster.shown(), "redis-cluster://a:1,b:6379,c:3");
         assert_eq!((cluster.user, cluster.password.as_deref()), (None, Some("secret")));
         assert_eq!(read("redis-sentinel://a,b:1/main/2").shown(), "redis-sentinel://a:26379,b:1/main/2");
-        let wait = read("redis://h?wait-replicas=2&wait-timeout=100ms").wait;
-        assert_eq!(wait, Some(Wait { replicas: 2, timeout: Duration::from_millis(100) }));
         assert!(read("redis://h?danger-allow-eviction=true").danger_allow_eviction);
+    }
+
+    #[test]
+    fn reads_what_is_waited_for() {
+        let wait =
+            |replicas, aof, millis| Some(Wait { replicas, aof, timeout: Duration::from_millis(millis) });
+        for (query, expected) in [
+            ("", None),
+            ("wait-timeout=2s", None),
+            ("wait-replicas=0", None),
+            ("wait-replicas=2", wait(2, false, 1000)),
+            ("wait-replicas=2&wait-timeout=100ms", wait(2, false, 100)),
+            ("wait-aof=local", wait(0, true, 3000)),
+            ("wait-timeout=5s&wait-aof=local&wait-replicas=1", wait(1, true, 5000)),
+        ] {
+            for scheme in ["redis", "redis-cluster"] {
+                assert_eq!(read(&format!("{scheme}://h?{query}")).wait, expected, "{scheme} {query}");
+            }
+        }
     }
 
     #[test]
@@ -332,7 +369,11 @@ mod tests {
             "redis://u:hunter2@h?wait-replicas=x",
             "redis://u:p@h?password=hunter2",
             "redis-cluster://u:hunter2@h/1",
-            "redis-cluster://u:hunter2@h?wait-replicas=1",
+            "redis://u:hunter2@h?wait-replicas=1001",
+            "redis://u:hunter2@h?wait-aof=",
+            "redis://u:hunter2@h?wait-aof=1",
+            "redis://u:hunter2@h?wait-aof=hunter2",
+            "redis-sentinel://u:hunter2@h/main?wait-aof=yes",
             "redis-sentinel://u:hunter2@h",
             "postgres://u:hunter2@h",
             "hunter2",

@@ -9,7 +9,7 @@ use redis::{Value, cmd};
 use crate::contract::AUDIT_KEY;
 use crate::error::{Failure, OpenError};
 use crate::link::{Wire, ask_all};
-use crate::options::{RedisOptions, Topology};
+use crate::options::{RedisOptions, Topology, Wait};
 
 /// How bad a [`Finding`] is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,12 +43,16 @@ pub(crate) struct Server {
     pub(crate) policy: Option<String>,
     pub(crate) aof: Option<bool>,
     pub(crate) fsync: Option<String>,
+    /// Whether it does not flush while it rewrites its append-only file.
+    pub(crate) pauses: bool,
     pub(crate) replicas: Option<u64>,
     /// Whether the default user may write records. Redis loads its append-only file in that user's name.
     pub(crate) default_writes: Option<bool>,
     pub(crate) fails_over: bool,
     pub(crate) evicts: bool,
-    pub(crate) wait: bool,
+    pub(crate) wait: Option<Wait>,
+    /// Whether it may know `WAITAOF`.
+    pub(crate) waitaof: bool,
 }
 
 /// Asks the server, and refuses one that must not be used.
@@ -69,7 +73,51 @@ pub(crate) async fn probe(wire: &Wire, options: &RedisOptions) -> Result<Server,
              executes again. Set it to noeviction, or say danger-allow-eviction=true"
         )));
     }
+    if let Some(wait) = options.wait {
+        waits(wire, options, wait, &server).await?;
+    }
     Ok(server)
+}
+
+/// Whether replicas and disks can be waited for: what the server says of itself, and then itself.
+async fn waits(wire: &Wire, options: &RedisOptions, wait: Wait, server: &Server) -> Result<(), OpenError> {
+    let unfit = |what: String| Err(OpenError::Unfit(what));
+    let refused = |failure: Failure, name: &str, words: &str| match failure {
+        Failure::Refused(code) if code == "ERR" => OpenError::Unfit(format!("{name}: {words}")),
+        Failure::Refused(code) if code == "NOPERM" => {
+            OpenError::Unfit(format!("{name}: the server's ACL does not allow it; grant it to the user"))
+        }
+        failure => failure.into(),
+    };
+    if wait.aof {
+        if !server.waitaof {
+            return unfit(format!(
+                "wait-aof: needs Redis from 7.2 on, or Valkey, and the server is {}; take a newer one, or leave wait-aof out",
+                server.name
+            ));
+        }
+        if server.aof == Some(false) {
+            return unfit(
+                "wait-aof: the server's appendonly is no, and nothing is on its disk before it counts; set appendonly \
+                 yes, or leave wait-aof out"
+                    .to_owned(),
+            );
+        }
+        let mut command = cmd("WAITAOF");
+        command.arg(1).arg(0).arg(1);
+        ask_all(wire, &command, options.timeout).await.map_err(|failure| {
+            let words = "needs Redis from 7.2 on, or Valkey, and appendonly yes; or leave it out";
+            refused(failure, "wait-aof (WAITAOF)", words)
+        })?;
+    }
+    if wait.replicas > 0 {
+        let mut command = cmd("WAIT");
+        command.arg(0).arg(1);
+        ask_all(wire, &command, options.timeout)
+            .await
+            .map_err(|failure| refused(failure, "wait-replicas (WAIT)", "the server does not know it"))?;
+    }
+    Ok(())
 }
 
 type Node = HashMap<String, String>;
@@ -86,7 +134,7 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenErr
         Err(failure) => return Err(failure.into()),
     };
     let mut config = cmd("CONFIG");
-    config.arg("GET").arg("append*");
+    config.arg("GET").arg("append*").arg(PAUSES);
     let configs = match ask_all(wire, &config, limit).await {
         Ok(configs) => configs,
         Err(Failure::Refused(_)) => Vec::new(),
@@ -97,6 +145,11 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenErr
     let mut nodes: Vec<Node> = infos.into_iter().map(info_of).collect();
     for config in configs {
         let pairs: HashMap<String, String> = redis::from_redis_value(config).unwrap_or_default();
+        if pairs.get(PAUSES).is_some_and(|pauses| pauses == "yes") {
+            for node in &mut nodes {
+                node.insert(PAUSES.to_owned(), "yes".to_owned());
+            }
+        }
         if let Some(fsync) = pairs.get("appendfsync") {
             for node in &mut nodes {
                 let known = node.entry("appendfsync".to_owned()).or_insert_with(|| fsync.clone());
@@ -113,6 +166,9 @@ async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenErr
     }
     Ok(nodes)
 }
+
+/// With `yes`, nothing is flushed while the append-only file is rewritten.
+const PAUSES: &str = "no-appendfsync-on-rewrite";
 
 /// Where what was found out about the default user stands beside what the server says of itself.
 const DEFAULT_WRITES: &str = "oncegate:default";
@@ -176,6 +232,8 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
         return Err(OpenError::Unreachable("the server is a replica".to_owned()));
     }
     let policy = get("maxmemory_policy");
+    let minor = version.as_deref().and_then(|version| version.split('.').nth(1)?.parse::<u32>().ok());
+    let waitaof = product == "Valkey" || major.zip(minor).is_none_or(|version| version >= (7, 2));
     Ok(Server {
         name: version.map_or_else(
             || "a server of an unknown version".to_owned(),
@@ -185,10 +243,12 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
         policy,
         aof: get("aof_enabled").map(|enabled| enabled == "1"),
         fsync: get("appendfsync"),
+        pauses: get(PAUSES).is_some(),
         replicas: get("connected_slaves").and_then(|count| count.parse().ok()),
         default_writes: node.get(DEFAULT_WRITES).map(|writes| writes == "true"),
         fails_over: options.topology != Topology::Single,
-        wait: options.wait.is_some(),
+        wait: options.wait,
+        waitaof,
     })
 }
 
@@ -200,6 +260,8 @@ impl Server {
         if !self.evicts {
             (self.policy, self.evicts) = (self.policy.and(other.policy), other.evicts);
         }
+        self.waitaof &= other.waitaof;
+        self.pauses |= other.pauses;
         self.aof = self.aof.zip(other.aof).map(|(one, two)| one && two);
         if other.fsync.as_deref() != Some("always") {
             self.fsync = other.fsync;
@@ -211,6 +273,7 @@ impl Server {
     fn is_synced(&self) -> bool {
         self.aof == Some(true)
             && self.fsync.as_deref() == Some("always")
+            && !self.pauses
             && self.replicas == Some(0)
             && self.default_writes == Some(true)
             && !self.fails_over
@@ -253,7 +316,16 @@ impl Server {
             (Some(false), _) => warning(
                 "appendonly no: a server that stops loses every record since its last snapshot, and their keys execute again",
             ),
+            (Some(true), Some("always")) if self.pauses => warning(
+                "no-appendfsync-on-rewrite yes: while the append-only file is rewritten, nothing is flushed; a machine that fails \
+                 then loses what came since, and its keys execute again (with wait-aof nothing is granted meanwhile)",
+            ),
             (Some(true), Some("always")) => fine("appendonly yes, appendfsync always: on disk before it counts".to_owned()),
+            (Some(true), Some("everysec")) if self.wait.is_some_and(|wait| wait.aof) => warning(
+                "appendfsync everysec, and wait-aof: a claim and a completion are on disk before they count; a machine that \
+                 fails loses about the last second of renewals, so that an owner's lease may end early, and answers \
+                 that were replayed before they counted",
+            ),
             (Some(true), Some("everysec")) => warning(
                 "appendfsync everysec: a machine that fails loses about the last second of records, and their keys execute \
                  again; a server process that is killed loses nothing",
@@ -281,7 +353,7 @@ impl Server {
             )),
         }
         if self.fails_over || self.replicas.is_some_and(|count| count > 0) {
-            found.push(warning(if self.wait {
+            found.push(warning(if self.wait.is_some_and(|wait| wait.replicas > 0) {
                 "replicas: a failover may lose records that too few replicas had; those that were waited for are lost only \
                  where the sentinels or the Cluster promote another replica"
             } else {
@@ -308,6 +380,7 @@ mod tests {
             fsync: Some("always".to_owned()),
             replicas: Some(0),
             default_writes: Some(true),
+            waitaof: true,
             ..Server::default()
         }
     }
@@ -328,6 +401,7 @@ mod tests {
             Server { fsync: Some("everysec".to_owned()), ..server() },
             Server { fsync: Some("no".to_owned()), ..server() },
             Server { fsync: None, ..server() },
+            Server { pauses: true, ..server() },
             Server { replicas: Some(1), ..server() },
             Server { replicas: None, ..server() },
             Server { fails_over: true, ..server() },
@@ -349,6 +423,10 @@ mod tests {
             read(&pairs.map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(), &options)
         };
         assert!(read(&[]).is_ok());
+        for (version, knows) in [("7.0.15", false), ("7.2.0", true), ("8.0.1", true), ("next", true)] {
+            assert_eq!(read(&[("redis_version", version)]).unwrap().waitaof, knows, "{version}");
+        }
+        assert!(read(&[("valkey_version", "7.2.5")]).unwrap().waitaof);
         assert!(read(&[("arch_bits", "64")]).is_ok());
         for unfit in [
             ("arch_bits", "32"),
@@ -365,6 +443,8 @@ mod tests {
         let worse = [
             Server { aof: Some(false), ..server() },
             Server { fsync: Some("no".to_owned()), ..server() },
+            Server { pauses: true, ..server() },
+            Server { waitaof: false, ..server() },
             Server { evicts: true, policy: Some("allkeys-lru".to_owned()), ..server() },
         ];
         for worse in worse {

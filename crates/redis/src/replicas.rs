@@ -1,130 +1,397 @@
-//! Waiting for replicas, where that was asked for: on a connection of its own, because the server answers nothing else on a
-//! connection that waits.
+//! Waiting for replicas and disks, where that was asked for: on connections of their own, because a server answers nothing
+//! else on a connection that waits. One to each primary of a Cluster, one where there is no Cluster.
 //!
-//! A replica that has some write has every earlier one, whoever sent it. So one writes something there, after what is to be
-//! waited for was answered on the other connection, and waits for that. Those who come while somebody waits go together in
-//! the next round.
+//! A replica that has some write has every earlier one, whoever sent it, and so has a disk. So, after what is to be waited
+//! for was answered on the connection that all share, one sees on this one that the record says it, writes something,
+//! and waits for that. Those who come while somebody waits go together in the next round.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::VecDeque;
+use std::collections::hash_map::{Entry, HashMap};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use oncegate_core::{Extent, StoreError};
-use redis::{Value, cmd};
-use tokio::sync::{Mutex, OwnedMutexGuard};
+use oncegate_core::{Extent, RecordId, StoreError};
+use redis::{Pipeline, Value};
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 use tracing::warn;
 
+use crate::contract::record_key;
+use crate::disk::{FSYNC, Proof, fsync_of, prove};
 use crate::error::Failure;
-use crate::link::{Connection, Link, Wire, ask_one};
+use crate::link::{Connection, Link, Wire, pipelined};
 use crate::options::Wait;
+use crate::slots::{Node, Slots, slot_of};
+use crate::witness::{FIELDS, Witness};
+
+/// The hash tag of what is written where there is no Cluster.
+const TAG: &str = "wait";
 
 /// Written so that there is something to wait for.
-const WAIT_KEY: &str = "oncegate:{wait}";
+fn wait_key(tag: &str) -> String {
+    if tag == TAG { format!("oncegate:{{{tag}}}") } else { format!("oncegate:{{{tag}}}wait") }
+}
 
 /// How long it stays, in milliseconds.
 const WAIT_KEY_MILLIS: u64 = 1000;
 
-/// Those who wait for replicas.
+/// How many go in one round.
+const ROUND_MAX: usize = 1000;
+
+/// Those who wait.
 #[derive(Default)]
 pub(crate) struct Replicas {
-    /// How many rounds were begun.
-    begun: AtomicU64,
-    lane: Arc<Mutex<Lane>>,
+    /// One for each primary; on one server, whichever that is, the one without an address.
+    lanes: Mutex<HashMap<Option<Node>, Arc<Lane>>>,
+    /// Held by the one who asks.
+    slots: tokio::sync::Mutex<Option<Arc<Slots>>>,
 }
 
-/// Held by the one whose round it is.
-#[derive(Default)]
+/// A primary whose replicas and disks are waited for.
 struct Lane {
-    /// Where one waits, and beside which connection.
-    wire: Option<(u64, Wire)>,
-    last: Option<Round>,
+    node: Option<Node>,
+    /// The hash tag of what is written there.
+    tag: String,
+    state: Mutex<Queue>,
 }
 
-/// A round that is over.
-struct Round {
-    number: u64,
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Waiter>,
+    /// Whether somebody sees to them.
+    is_served: bool,
+    place: Option<Place>,
+}
+
+/// Where one waits.
+#[derive(Clone)]
+struct Place {
+    wire: Wire,
     /// Beside which connection.
     connection: u64,
-    /// How many replicas have what was written before it.
-    count: Result<i64, Failure>,
+    /// Why what it says of its disk is believed; nothing where it is not asked.
+    proof: Option<Proof>,
+}
+
+struct Waiter {
+    key: String,
+    witness: Witness,
+    /// Which connection the command was answered on.
+    connection: u64,
+    tell: oneshot::Sender<Result<(), Short>>,
+}
+
+/// Why it does not count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Short {
+    /// So many replicas have it, of so many.
+    Replicas(i64, u32),
+    /// It is not on the server's own disk.
+    Disk,
+    /// The server does not have it.
+    Elsewhere,
+    /// Nobody could be asked.
+    Failed(Failure),
+}
+
+impl fmt::Display for Short {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Replicas(count, of) => write!(f, "{count} of {of} replicas have the record in time"),
+            Self::Disk => f.write_str("the record is not on the server's disk in time"),
+            Self::Elsewhere => {
+                f.write_str("another server stands in the place of the one that has the record")
+            }
+            Self::Failed(Failure::Refused(code)) if code == "MOVED" || code == "ASK" => {
+                write!(f, "the record moves to another part of the Cluster ({code})")
+            }
+            Self::Failed(Failure::Unfit(why)) => write!(f, "wait-aof: {why}"),
+            Self::Failed(failure) => write!(f, "replicas and disks could not be waited for: {failure}"),
+        }
+    }
 }
 
 impl Replicas {
-    /// Waits until enough replicas have what this connection has answered.
+    /// Waits until what was answered on this connection is where it is to be.
     pub(crate) async fn wait(
         &self,
         wait: Wait,
         link: &Arc<Link>,
         connection: &Connection,
+        id: &RecordId,
+        witness: Witness,
     ) -> Result<(), StoreError> {
-        let begun = self.begun.load(Ordering::SeqCst);
-        let lane = self.lane.clone().lock_owned().await;
-        let count = match &lane.last {
-            Some(round) if round.number > begun && round.connection == connection.number() => {
-                round.count.clone()
+        let Err(short) = self.wait_for(wait, link, connection, id, witness).await else { return Ok(()) };
+        let mut extent = Extent::Writes;
+        if connection.is_cluster() {
+            // Of one primary. That it is still one is to be seen.
+            extent = Extent::Record;
+            if !matches!(short, Short::Replicas(..) | Short::Disk) {
+                *self.slots.lock().await = None;
             }
-            _ => {
-                let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
-                let round = run(lane, number, wait, link.clone(), connection.clone());
-                // To its end, whether the caller goes on waiting or not.
-                let round = link.runtime().spawn(round).await;
-                round.unwrap_or(Err(Failure::Lost("the store is shutting down")))
-            }
-        };
-        let why = match count {
-            Ok(count) if count >= i64::from(wait.replicas) => return Ok(()),
-            Ok(count) => format!("{count} of {} replicas have the record in time", wait.replicas),
-            Err(failure) => format!("its replicas could not be waited for: {failure}"),
-        };
+        } else if short == Short::Elsewhere {
+            // Whichever of the two connections it is that leads there.
+            link.judge(connection, &Failure::Lost("another server has taken its place"));
+        }
         // Whatever became of this, the record was written: never as if nothing had been sent.
-        Err(StoreError::unavailable(format!("Redis: {why}; it may be sent again"))
-            .with_extent(Extent::Writes))
+        Err(StoreError::unavailable(format!("Redis: {short}; it may be sent again")).with_extent(extent))
     }
-}
 
-async fn run(
-    mut lane: OwnedMutexGuard<Lane>,
-    number: u64,
-    wait: Wait,
-    link: Arc<Link>,
-    connection: Connection,
-) -> Result<i64, Failure> {
-    let count = lane.ask(wait, &link, &connection).await;
-    if let Err(failure) = &count {
-        lane.wire = None;
-        warn!(%failure, "could not wait for the replicas of Redis");
+    async fn wait_for(
+        &self,
+        wait: Wait,
+        link: &Arc<Link>,
+        connection: &Connection,
+        id: &RecordId,
+        witness: Witness,
+    ) -> Result<(), Short> {
+        let lane = self.lane(link, connection, id).await.map_err(Short::Failed)?;
+        let (tell, told) = oneshot::channel();
+        let waiter = Waiter { key: record_key(id), witness, connection: connection.number(), tell };
+        if lane.join(waiter) {
+            // To its end, whether the caller goes on waiting or not.
+            link.runtime().spawn(serve(Serving { lane, is_over: false }, wait, link.clone()));
+        }
+        told.await.unwrap_or(Err(Short::Failed(Failure::Lost("the store is shutting down"))))
     }
-    lane.last = Some(Round { number, connection: connection.number(), count: count.clone() });
-    count
+
+    /// Sees whether every server can be waited for, before anybody needs it.
+    pub(crate) async fn prove(
+        &self,
+        wait: Wait,
+        link: &Arc<Link>,
+        connection: &Connection,
+    ) -> Result<(), Failure> {
+        let lanes = if connection.is_cluster() {
+            let slots = self.slots(link, connection, &wait_key(TAG)).await?;
+            slots.primaries().map(|node| self.lane_of(&slots, node)).collect::<Result<Vec<_>, _>>()?
+        } else {
+            vec![self.only_lane()]
+        };
+        let mut proofs = JoinSet::new();
+        for lane in lanes {
+            let (link, number) = (link.clone(), connection.number());
+            proofs.spawn(async move {
+                let place = lane.place(wait, &link, number).await?;
+                lock(&lane.state).place = Some(place);
+                Ok(())
+            });
+        }
+        while let Some(proof) = proofs.join_next().await {
+            proof.unwrap_or(Err(Failure::Lost("the store is shutting down")))?;
+        }
+        Ok(())
+    }
+
+    /// That of the primary that has the record.
+    async fn lane(&self, link: &Link, connection: &Connection, id: &RecordId) -> Result<Arc<Lane>, Failure> {
+        if !connection.is_cluster() {
+            return Ok(self.only_lane());
+        }
+        let slots = self.slots(link, connection, &record_key(id)).await?;
+        let node = slots.primary(slot_of(&id.to_string()));
+        self.lane_of(&slots, node.ok_or(Failure::Lost("no part of the Cluster has the record"))?)
+    }
+
+    fn only_lane(&self) -> Arc<Lane> {
+        let lane = || Lane::new(None, TAG.to_owned());
+        lock(&self.lanes).entry(None).or_insert_with(lane).clone()
+    }
+
+    fn lane_of(&self, slots: &Slots, node: &Node) -> Result<Arc<Lane>, Failure> {
+        match lock(&self.lanes).entry(Some(node.clone())) {
+            Entry::Occupied(lane) => Ok(lane.get().clone()),
+            Entry::Vacant(place) => {
+                let tag = slots.tag_of(node).ok_or(Failure::Senseless)?;
+                Ok(place.insert(Lane::new(Some(node.clone()), tag)).clone())
+            }
+        }
+    }
+
+    /// Who has which part of the Cluster, as was last heard or else as the node says that has this key.
+    async fn slots(&self, link: &Link, connection: &Connection, key: &str) -> Result<Arc<Slots>, Failure> {
+        let mut known = self.slots.lock().await;
+        if let Some(slots) = &*known {
+            return Ok(slots.clone());
+        }
+        let slots = Arc::new(link.slots(connection, key).await?);
+        // One whose node no longer has what is written there is made anew. Who waits in it is seen to.
+        lock(&self.lanes).retain(|node, lane| slots.primary(slot_of(&lane.tag)) == node.as_ref());
+        Ok(known.insert(slots).clone())
+    }
 }
 
 impl Lane {
-    async fn ask(&mut self, wait: Wait, link: &Arc<Link>, connection: &Connection) -> Result<i64, Failure> {
-        let wire = match &self.wire {
-            Some((number, wire)) if *number == connection.number() => wire.clone(),
-            _ => {
-                let wire = link.beside(connection).await?;
-                self.wire = Some((connection.number(), wire.clone()));
-                wire
+    fn new(node: Option<Node>, tag: String) -> Arc<Self> {
+        Arc::new(Self { node, tag, state: Mutex::default() })
+    }
+
+    /// Whether somebody has to see to them now.
+    fn join(&self, waiter: Waiter) -> bool {
+        let mut state = lock(&self.state);
+        state.waiting.push_back(waiter);
+        !std::mem::replace(&mut state.is_served, true)
+    }
+
+    /// Those of the next round. Nobody: they are no longer seen to.
+    fn next(&self) -> Vec<Waiter> {
+        let mut state = lock(&self.state);
+        let count = state.waiting.len().min(ROUND_MAX);
+        state.is_served = count > 0;
+        state.waiting.drain(..count).collect()
+    }
+
+    /// One round: what became of each.
+    async fn round(&self, waiters: &[Waiter], wait: Wait, link: &Link) -> Vec<Result<(), Short>> {
+        let results = match self.ask(waiters, wait, link).await {
+            Ok(results) => results,
+            Err(failure) => {
+                warn!(%failure, "could not wait for the replicas or the disk of Redis");
+                return waiters.iter().map(|_| Err(Short::Failed(failure.clone()))).collect();
             }
         };
-        let (mut set, mut waits) = (cmd("SET"), cmd("WAIT"));
-        set.arg(WAIT_KEY).arg("").arg("PX").arg(WAIT_KEY_MILLIS);
-        let millis = u64::try_from(wait.timeout.as_millis()).unwrap_or(u64::MAX);
-        waits.arg(wait.replicas).arg(millis);
-        let limit = link.options().timeout;
-        // One after the other on the wire, without waiting in between.
-        let asked = async {
-            tokio::join!(
-                biased;
-                ask_one(&wire, &set, limit + wait.timeout),
-                ask_one(&wire, &waits, limit + wait.timeout)
-            )
+        // What the server says of the records comes first.
+        let (records, waits) = results.split_at(waiters.len().min(results.len()));
+        let whole = judge(waits, wait);
+        if let Err(Short::Failed(failure)) = &whole {
+            warn!(%failure, "could not wait for the replicas or the disk of Redis");
+        }
+        let each = waiters.iter().zip(records).map(|(waiter, record)| match record {
+            Ok(fields) if waiter.witness.is_borne_out(fields) => whole.clone(),
+            Ok(_) => Err(Short::Elsewhere),
+            Err(failure) => Err(Short::Failed(failure.clone())),
+        });
+        each.collect()
+    }
+
+    async fn ask(
+        &self,
+        waiters: &[Waiter],
+        wait: Wait,
+        link: &Link,
+    ) -> Result<Vec<Result<Value, Failure>>, Failure> {
+        let connection = waiters.iter().map(|waiter| waiter.connection).max().unwrap_or_default();
+        let known = lock(&self.state).place.take().filter(|place| place.connection == connection);
+        let place = match known {
+            Some(place) => place,
+            None => self.place(wait, link, connection).await?,
         };
-        let (written, count) = asked.await;
-        written?;
-        match count? {
-            Value::Int(count) => Ok(count),
-            _ => Err(Failure::Senseless),
+        let (pipeline, waits) = self.pipeline(waiters, wait, place.proof);
+        let limit = link.options().timeout + wait.timeout * waits;
+        let mut results = pipelined(&place.wire, &pipeline, limit).await?;
+        if results.len() != pipeline.len() {
+            return Err(Failure::Senseless);
+        }
+        if place.proof == Some(Proof::Always) {
+            let fsync = results.pop().unwrap_or(Err(Failure::Senseless))?;
+            if fsync_of(fsync).as_deref() != Some("always") {
+                return Err(Failure::Lost("the server no longer flushes before it answers"));
+            }
+        }
+        if results.iter().all(Result::is_ok) {
+            lock(&self.state).place = Some(place);
+        }
+        Ok(results)
+    }
+
+    /// A connection to wait on, to a server that can be waited for.
+    async fn place(&self, wait: Wait, link: &Link, connection: u64) -> Result<Place, Failure> {
+        let wire = link.beside(self.node.as_ref()).await?;
+        let proof = if wait.aof {
+            Some(prove(&wire, &wait_key(&self.tag), link.options().timeout).await?)
+        } else {
+            None
+        };
+        Ok(Place { wire, connection, proof })
+    }
+
+    /// All in one, so that nothing comes in between; and how often the server waits in it.
+    fn pipeline(&self, waiters: &[Waiter], wait: Wait, proof: Option<Proof>) -> (Pipeline, u32) {
+        let mut pipeline = Pipeline::new();
+        for waiter in waiters {
+            pipeline.cmd("HMGET").arg(&waiter.key).arg(&FIELDS);
+        }
+        pipeline.cmd("SET").arg(wait_key(&self.tag)).arg("").arg("PX").arg(WAIT_KEY_MILLIS);
+        let millis = u64::try_from(wait.timeout.as_millis()).unwrap_or(u64::MAX);
+        let mut waits = 0;
+        if wait.aof {
+            pipeline.cmd("WAITAOF").arg(1).arg(0).arg(millis);
+            waits += 1;
+        }
+        if wait.replicas > 0 {
+            pipeline.cmd("WAIT").arg(wait.replicas).arg(millis);
+            waits += 1;
+        }
+        if proof == Some(Proof::Always) {
+            pipeline.cmd("CONFIG").arg("GET").arg(FSYNC);
+        }
+        (pipeline, waits)
+    }
+}
+
+/// What became of what was written and waited for: the answers to `SET`, and to `WAITAOF` and `WAIT` where they were sent.
+fn judge(answers: &[Result<Value, Failure>], wait: Wait) -> Result<(), Short> {
+    let mut answers = answers.iter().cloned();
+    let mut next = || answers.next().unwrap_or(Err(Failure::Senseless)).map_err(Short::Failed);
+    let senseless = Short::Failed(Failure::Senseless);
+    if next()? != Value::Okay {
+        return Err(senseless);
+    }
+    if wait.aof {
+        let Value::Array(counts) = next()? else { return Err(senseless) };
+        match counts.as_slice() {
+            [Value::Int(1..), _] => {}
+            [Value::Int(_), _] => return Err(Short::Disk),
+            _ => return Err(senseless),
         }
     }
+    if wait.replicas > 0 {
+        match next()? {
+            Value::Int(count) if count < i64::from(wait.replicas) => {
+                return Err(Short::Replicas(count, wait.replicas));
+            }
+            Value::Int(_) => {}
+            _ => return Err(senseless),
+        }
+    }
+    Ok(())
+}
+
+/// The one who sees to a lane. Where that ends before its time, nobody waits for it in vain.
+struct Serving {
+    lane: Arc<Lane>,
+    is_over: bool,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let mut state = lock(&self.lane.state);
+            state.is_served = false;
+            state.waiting.clear();
+        }
+    }
+}
+
+async fn serve(mut serving: Serving, wait: Wait, link: Arc<Link>) {
+    let lane = serving.lane.clone();
+    loop {
+        let waiters = lane.next();
+        if waiters.is_empty() {
+            serving.is_over = true;
+            return;
+        }
+        let results = lane.round(&waiters, wait, &link).await;
+        if results.contains(&Err(Short::Elsewhere)) {
+            lock(&lane.state).place = None;
+        }
+        for (waiter, result) in waiters.into_iter().zip(results) {
+            // Whoever is gone does not want to know.
+            let _ = waiter.tell.send(result);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

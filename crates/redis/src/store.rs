@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Capabilities, Claim, Command, Complete, Completion, Extent, ListPage, ListQuery, OnAbandoned,
-    Outcome, Record, RecordId, Resolution, Resolve, StateName, Store, StoreError, StoreFuture, Timestamp,
-    Write, decide, limits,
+    Outcome, Record, RecordId, RecordStep, Resolution, Resolve, StateName, Store, StoreError, StoreFuture,
+    Timestamp, Write, decide, limits,
 };
 use pin_project_lite::pin_project;
 use redis::{Cmd, Value, cmd};
@@ -26,6 +26,7 @@ use crate::options::RedisOptions;
 use crate::probe::{Finding, probe};
 use crate::replicas::Replicas;
 use crate::watch::Ear;
+use crate::witness::Witness;
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
 pub struct RedisStore {
@@ -64,10 +65,14 @@ impl RedisStore {
         let (seconds, micros): (u64, u64) =
             redis::from_redis_value(time).map_err(|_| OpenError::from(Failure::Senseless))?;
         let now = Timestamp::from_millis(seconds.saturating_mul(1000).saturating_add(micros / 1000));
+        let replicas = Replicas::default();
+        if let Some(wait) = link.options().wait {
+            replicas.prove(wait, &link, &link.connection().await?).await?;
+        }
         let shared = Shared {
             link,
             scripts,
-            replicas: Replicas::default(),
+            replicas,
             clock: ServerClock::new(now),
             #[cfg(test)]
             test_clock: None,
@@ -156,6 +161,11 @@ impl Shared {
                 let arguments = [&text(renew.token), &millis(renew.lease), &millis(renew.retention)];
                 self.call(&connection, &self.scripts.renew, &[&key], &octets(&arguments)).await?.outcome()?
             }
+            Command::Step(RecordStep { token, number, step }) => {
+                let (token, number) = (text(*token), number.to_string());
+                let arguments = [token.as_bytes(), number.as_bytes(), step.name().as_bytes(), step.result()];
+                self.call(&connection, &self.scripts.step, &[&key], &arguments).await?.outcome()?
+            }
             Command::Complete(complete) => self.complete(&connection, &key, complete).await?,
             Command::Release(release) => {
                 let arguments = [&text(release.token), &millis(release.retention)];
@@ -167,17 +177,10 @@ impl Shared {
             Command::Purge => self.call(&connection, &self.scripts.purge, &[&key], &[]).await?.outcome()?,
             _ => return Err(StoreError::invalid("the Redis store does not know this command")),
         };
-        // An answer that is there is true, whoever else has it; and who renews may come too late, and hears of it then.
-        let counts = matches!(
-            outcome,
-            Outcome::Execute(_)
-                | Outcome::Unknown
-                | Outcome::Completed
-                | Outcome::Released
-                | Outcome::Resolved { .. }
-        );
-        if let (true, Some(wait)) = (counts, self.link.options().wait) {
-            self.replicas.wait(wait, &self.link, &connection).await?;
+        if let Some(wait) = self.link.options().wait
+            && let Some(witness) = Witness::of(command, &outcome)
+        {
+            self.replicas.wait(wait, &self.link, &connection, &id, witness).await?;
         }
         Ok(outcome)
     }

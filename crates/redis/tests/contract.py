@@ -55,7 +55,7 @@ def main(url):
     client.script_flush()
     contract = Contract(client)
     assert sorted(contract.code) == sorted(
-        ["claim", "renew", "complete", "release", "resolve", "lookup", "purge", "audit"]
+        ["claim", "renew", "step", "complete", "release", "resolve", "lookup", "purge", "audit"]
     )
 
     # Claim, conflict, mismatch, complete, replay.
@@ -104,6 +104,24 @@ def main(url):
     assert second[0] == b"execute" and int(second[2]) > int(first) and second[3] == b"2"
     assert contract.complete(key, first, receipt)[0] == b"fenced"
 
+    # Steps outlive their attempt; with them, a released key is not free for another request.
+    token = second[2]
+    octets = bytes(range(256))
+    step = lambda token, number, name, result: contract.call("step", [key], token, number, name, result)[0]
+    assert step(token, 0, "charge", octets) == step(token, 0, "charge", octets) == b"recorded"
+    assert step(token, 0, "charge", b"") == step(token, 2, "ship", b"") == b"differs"
+    assert step(first, 1, "ship", b"") == b"fenced"
+    assert step(token, 1, "ship", bytes(1_048_576 - 4 - 6 - 256 + 1)) == b"full"
+    assert contract.call("release", [key], token, MINUTE)[0] == b"released"
+    assert contract.claim(key, secrets.token_hex(16), b"c")[0] == b"mismatch"
+    third = contract.claim(key, secrets.token_hex(16), b"b")
+    assert third[0] == b"execute" and client.hget(key, "version") == b"2"
+    found = contract.call("lookup", [key])
+    fields = dict(zip(found[2::2], found[3::2]))
+    assert (fields[b"step:0"], fields[b"result:0"]) == (b"charge", octets)
+    assert contract.complete(key, third[2], receipt)[0] == b"completed"
+    assert client.hget(key, "version") == b"1" and not client.hexists(key, "step:0")
+
     # Abandoned: parked, resolved by an operator, in the trail.
     key = new_key()
     contract.claim(key, secrets.token_hex(16), b"a", lease=0)
@@ -134,6 +152,7 @@ def main(url):
         (lambda: contract.claim(new_key(), "no attempt", b"a"), "INVALID"),
         (lambda: contract.call("complete", [new_key()], "1", "replayable", MINUTE), "INVALID"),
         (lambda: contract.call("renew", [new_key()], "1", "1e3", MINUTE), "INVALID"),
+        (lambda: contract.call("step", [new_key()], "1", "0", "", "x"), "INVALID"),
     ]:
         try:
             wrong()

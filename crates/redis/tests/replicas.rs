@@ -1,4 +1,4 @@
-//! `wait-replicas`, with a primary and a replica that stops.
+//! `wait-replicas`, with a primary and a replica that stops, and on a Cluster.
 
 mod support;
 
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{Extent, Outcome, Store as _, StoreError, StoreErrorKind};
-use oncegate_servers::{RedisOptions as ServerOptions, RedisServer};
+use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use support::*;
 use tokio::net::{TcpListener, TcpStream};
 
@@ -44,7 +44,8 @@ impl World {
 
     /// How many clients wait for replicas.
     fn waiting(&self) -> usize {
-        self.primary.command(&["CLIENT", "LIST"]).unwrap().matches("cmd=wait").count()
+        let clients = self.primary.command(&["CLIENT", "LIST"]).unwrap();
+        clients.lines().filter(|line| line.contains("cmd=wait") && line.contains("flags=b")).count()
     }
 }
 
@@ -89,10 +90,9 @@ async fn a_replica_that_stops_holds_up_only_those_who_wait_for_it() {
     for waiter in waiters {
         waiter.await.unwrap();
     }
-    // Three before, and those ten in few rounds.
-    let calls = world.primary.command(&["INFO", "commandstats"]).unwrap();
-    let calls = calls.split("cmdstat_wait:calls=").nth(1).unwrap().split(',').next().unwrap().to_owned();
-    assert!(calls.parse::<usize>().unwrap() <= 8, "{calls}");
+    // One at each look at the server, three before, and those ten in few rounds.
+    let calls = calls_of(&world.primary, "wait");
+    assert!(calls <= 9, "{calls}");
 }
 
 fn too_few(error: &StoreError) {
@@ -156,15 +156,197 @@ async fn the_replicas_of_another_server_do_not_count() {
     let url =
         world.url(Duration::from_millis(300)).replace(&world.primary.port().to_string(), &port.to_string());
     let store = open(&url).await;
-    // To nobody, and to somebody else.
+    // It has none; then the connection that waits leads to nobody, and to somebody else.
+    too_few(&try_claim(&store, 1, 1).await.unwrap_err());
     to.store(1, Ordering::SeqCst);
-    too_few(&try_claim(&store, 1, 1).await.unwrap_err());
+    let clients = alone.command(&["CLIENT", "LIST"]).unwrap();
+    let waits = clients.lines().find(|line| line.contains("cmd=wait")).unwrap();
+    let number = waits.split_once("id=").unwrap().1.split(' ').next().unwrap();
+    alone.command(&["CLIENT", "KILL", "ID", number]).unwrap();
+    for _ in 0..2 {
+        too_few(&try_claim(&store, 1, 1).await.unwrap_err());
+    }
     to.store(world.primary.port(), Ordering::SeqCst);
-    too_few(&try_claim(&store, 1, 1).await.unwrap_err());
+    let error = try_claim(&store, 1, 1).await.unwrap_err();
+    too_few(&error);
+    assert!(error.to_string().contains("another server stands in the place"), "{error}");
     assert_eq!(
         world.primary.command(&["EXISTS", &oncegate_redis::contract::record_key(&id(1))]).unwrap().trim(),
         ":0"
     );
     // Then both go to where it points now.
     assert!(matches!(until_ok(|| try_claim(&store, 1, 1)).await, Outcome::Execute(_)));
+}
+
+/// Three primaries, each with a replica. Nobody is taken for dead in time.
+fn cluster() -> RedisCluster {
+    RedisCluster::start_with(&ServerOptions::new().with("cluster-node-timeout 60000")).unwrap()
+}
+
+fn cluster_url(cluster: &RedisCluster, wait: Duration) -> String {
+    let wait = wait.as_millis();
+    format!("{}?wait-replicas=1&wait-timeout={wait}ms&timeout=20s&connect-timeout=20s", cluster.url())
+}
+
+/// A primary and its replica.
+fn pair(cluster: &RedisCluster) -> (&RedisServer, &RedisServer) {
+    let master_of = |server: &RedisServer| {
+        let info = server.command(&["INFO", "replication"]).unwrap();
+        info.lines().find_map(|line| line.strip_prefix("master_port:")?.trim().parse::<u16>().ok())
+    };
+    let (replica, port) =
+        cluster.servers.iter().find_map(|server| Some((server, master_of(server)?))).unwrap();
+    (cluster.servers.iter().find(|server| server.port() == port).unwrap(), replica)
+}
+
+fn has(server: &RedisServer, n: u64) -> bool {
+    let key = oncegate_redis::contract::record_key(&id(n));
+    server.command(&["EXISTS", &key]).is_ok_and(|answer| answer.trim() == ":1")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_a_cluster_each_record_waits_for_the_replica_of_its_primary() {
+    let cluster = cluster();
+    let patient = Arc::new(open(&cluster_url(&cluster, WAIT)).await);
+    let claims: Vec<_> = (0..200)
+        .map(|n| {
+            let store = patient.clone();
+            tokio::spawn(async move { granted(&store, n, n).await })
+        })
+        .collect();
+    for (n, claim) in (0..).zip(claims) {
+        let grant = claim.await.unwrap();
+        assert_eq!(patient.apply(id(n), completion(grant.token, n)).await.unwrap(), Outcome::Completed);
+    }
+    let store = open(&cluster_url(&cluster, Duration::from_millis(500))).await;
+    let (primary, replica) = pair(&cluster);
+    assert!((0..200).any(|n| has(primary, n)));
+    let stopped = Stopped::new(replica);
+    let of_others = |n: &u64| !has(primary, *n);
+    let (mut refused, mut granted_to) = (Vec::new(), Vec::new());
+    for n in 300..340 {
+        match try_claim(&store, n, n).await {
+            Ok(outcome) => {
+                assert!(matches!(outcome, Outcome::Execute(_)), "{outcome:?}");
+                granted_to.push(n);
+            }
+            error => {
+                let why = does_not_count(error, Extent::Record);
+                assert!(why.contains("0 of 1 replicas") || of_others(&n), "{why}");
+                refused.push(n);
+            }
+        }
+    }
+    assert!(granted_to.iter().all(of_others), "none counts that one server has");
+    assert!(refused.iter().any(|n| has(primary, *n)));
+    assert!(granted_to.len() > 10, "the other primaries have their replicas: {granted_to:?}");
+    // Answers are given.
+    for n in 0..200 {
+        assert_eq!(try_claim(&store, n, 1000).await.unwrap(), Outcome::Replay(response(n)));
+    }
+    drop(stopped);
+    for n in refused {
+        assert!(matches!(until_ok(|| try_claim(&store, n, n)).await, Outcome::Execute(_)));
+    }
+    for server in cluster.primaries() {
+        // Two for each look at the servers; claims that come together wait together.
+        let calls = calls_of(server, "wait");
+        assert!((2..=160).contains(&calls), "{calls}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_a_cluster_nothing_counts_that_a_failover_lost() {
+    let cluster = cluster();
+    let store = Arc::new(open(&cluster_url(&cluster, WAIT)).await);
+    for n in 0..60 {
+        granted(&store, n, n).await;
+    }
+    let (primary, replica) = pair(&cluster);
+    // Its replica no longer gets anything, and does not know it.
+    let stopped = Stopped::new(replica);
+    primary.command(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+    let claims: Vec<_> = (100..130)
+        .map(|n| {
+            let store = store.clone();
+            (n, tokio::spawn(async move { try_claim(&store, n, n).await }))
+        })
+        .collect();
+    let blocked = || {
+        let clients = primary.command(&["CLIENT", "LIST"]).unwrap();
+        clients.lines().any(|line| line.contains("cmd=wait") && line.contains("flags=b"))
+    };
+    until("somebody waits for the replica", blocked).await;
+    until("the records are there", || (100..130).any(|n| has(primary, n))).await;
+    let lost: Vec<u64> = (100..130).filter(|n| has(primary, *n)).collect();
+    // Then it takes over, without asking and without what it did not get.
+    drop(stopped);
+    until("it takes over", || replica.command(&["CLUSTER", "FAILOVER", "TAKEOVER"]).is_ok()).await;
+    until("it is the primary", || replica.command(&["ROLE"]).is_ok_and(|role| role.contains("master"))).await;
+    until("the other one has heard", || primary.command(&["ROLE"]).is_ok_and(|role| role.contains("slave")))
+        .await;
+    let kept: Vec<u64> = lost.iter().copied().filter(|n| has(replica, *n)).collect();
+    for (n, claim) in claims {
+        let outcome = claim.await.unwrap();
+        if lost.contains(&n) && !kept.contains(&n) {
+            does_not_count(outcome, Extent::Record);
+        }
+    }
+    assert!(kept.len() < lost.len(), "something was lost: {lost:?}");
+    for n in lost {
+        assert!(matches!(until_ok(|| try_claim(&store, n, n)).await, Outcome::Execute(_)));
+        assert!(has(replica, n));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_that_moves_to_another_primary_may_be_sent_again() {
+    let cluster = cluster();
+    let store = open(&cluster_url(&cluster, WAIT)).await;
+    for n in 0..30 {
+        granted(&store, n, n).await;
+    }
+    let primaries: Vec<_> = cluster.primaries().collect();
+    let name = |server: &RedisServer| {
+        let name = server.command(&["CLUSTER", "MYID"]).unwrap();
+        name.lines().nth(1).unwrap().to_owned()
+    };
+    let from = *primaries.iter().find(|server| has(server, 1)).unwrap();
+    let to = *primaries.iter().find(|server| server.port() != from.port()).unwrap();
+    // A record that nobody has yet, in the slot of one that is there.
+    let key = oncegate_redis::contract::record_key(&id(1));
+    let slot = from.command(&["CLUSTER", "KEYSLOT", &key]).unwrap();
+    let slot = slot.trim().trim_start_matches(':').to_owned();
+    from.command(&["DEL", &key]).unwrap();
+    to.command(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &name(from)]).unwrap();
+    from.command(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &name(to)]).unwrap();
+    let why = does_not_count(try_claim(&store, 1, 101).await, Extent::Record);
+    assert!(why.contains("moves to another part of the Cluster"), "{why}");
+    // Others are not held up by it.
+    for n in 31..60 {
+        assert!(matches!(until_ok(|| try_claim(&store, n, n)).await, Outcome::Execute(_)));
+    }
+    for server in [to, from] {
+        server.command(&["CLUSTER", "SETSLOT", &slot, "NODE", &name(to)]).unwrap();
+    }
+    let Outcome::Execute(grant) = until_ok(|| try_claim(&store, 1, 101)).await else { panic!() };
+    assert_eq!(grant.attempts, 1, "it is the same claim");
+    assert!(has(to, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_a_cluster_a_server_need_not_say_who_it_is() {
+    let options = ServerOptions::new().with("cluster-node-timeout 60000");
+    let cluster = RedisCluster::start_with(&options).unwrap();
+    for server in &cluster.servers {
+        let rules = ["~*", "&*", "+@all", "-info", "-config"];
+        let user = [&["ACL", "SETUSER", "app", "on", ">secret"], &rules[..]].concat();
+        server.command(&user).unwrap();
+    }
+    let url = cluster_url(&cluster, WAIT).replace("redis-cluster://", "redis-cluster://app:secret@");
+    let store = open(&url).await;
+    for n in 0..30 {
+        let grant = granted(&store, n, n).await;
+        assert_eq!(store.apply(id(n), completion(grant.token, n)).await.unwrap(), Outcome::Completed);
+    }
 }

@@ -5,6 +5,7 @@
 mod pgbouncer;
 mod postgres;
 mod process;
+mod program;
 mod redis;
 mod way;
 

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
+use crate::program;
+
 /// How long a server may take until it does what it is waited for.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -16,6 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug, Default)]
 pub struct RedisOptions {
     lines: Vec<String>,
+    is_recent: bool,
     tls: Option<Certificates>,
     login: Option<(String, String)>,
 }
@@ -46,6 +49,14 @@ impl RedisOptions {
     pub fn with_user(mut self, name: &str, password: &str, rules: &str) -> Self {
         self.login = Some((name.to_owned(), password.to_owned()));
         self.with("user default off ~* &* +@all").with(format!("user {name} on >{password} {rules}"))
+    }
+
+    /// A server that knows what came with Redis 7.2, such as `WAITAOF`: the Valkey that `cargo xtask test` gets or the system
+    /// has, or else the system's Redis, if that is new enough.
+    #[must_use]
+    pub const fn recent(mut self) -> Self {
+        self.is_recent = true;
+        self
     }
 
     /// Speaks TLS and nothing else, with a certificate for `localhost`.
@@ -81,7 +92,7 @@ impl RedisServer {
     /// Starts a server, and waits until it answers.
     ///
     /// # Errors
-    /// Where there is no `redis-server`, or it does not answer in time.
+    /// Where there is no `redis-server`, or none that is [`recent`](RedisOptions::recent), or it does not answer in time.
     pub fn start(options: RedisOptions) -> io::Result<Self> {
         Self::start_as(options, false)
     }
@@ -134,20 +145,22 @@ impl RedisServer {
     /// # Errors
     /// Where it does not answer in time.
     pub fn restart(&mut self) -> io::Result<()> {
-        let mut command = Command::new("redis-server");
+        let program = if self.options.is_recent { program::recent()? } else { program::usual() };
+        let mut command = Command::new(&program);
         command.arg(self.dir.path().join("redis.conf"));
         if self.sentinel {
             command.arg("--sentinel");
         }
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        self.child = Some(child.map_err(|error| io::Error::other(format!("redis-server: {error}")))?);
+        let child = child.map_err(|error| io::Error::other(format!("{}: {error}", program.display())))?;
+        self.child = Some(child);
         let deadline = Instant::now() + PATIENCE;
         while !self.answers() {
             let ended = self.child.as_mut().map(Child::try_wait).transpose()?.flatten();
             if ended.is_some() || Instant::now() > deadline {
                 self.kill();
                 let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
-                return Err(io::Error::other(format!("redis-server does not answer: {log}")));
+                return Err(io::Error::other(format!("{} does not answer: {log}", program.display())));
             }
             std::thread::sleep(Duration::from_millis(20));
         }

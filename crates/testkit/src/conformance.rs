@@ -1,7 +1,7 @@
 //! The suite that every store passes.
 //!
 //! A store is given random sequences of commands on a few records: first claims and claims that are sent again, renewals,
-//! completions and releases with current, stale and invented tokens, an operator's resolutions, purges, listings, a
+//! steps, completions and releases with current, stale and invented tokens, an operator's resolutions, purges, listings, a
 //! clock that moves by a millisecond, to the edge of a lease, or past everything, and, where the store survives it,
 //! closing and opening again. After each step
 //!
@@ -20,8 +20,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{
     Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, FencingToken,
-    Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Release, Renew,
-    Resolution, Resolve, State, StateName, Store, StoreError, StoredResponse, Timestamp, Write, decide,
+    Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Release,
+    Renew, Resolution, Resolve, State, StateName, Step, Store, StoreError, StoredResponse, Timestamp, Write,
+    decide, limits,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -169,11 +170,54 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     }
 }
 
+/// A record takes as many steps, and as many octets of them, as its limits say, and not one more; it goes on as before then.
+///
+/// # Panics
+/// Where that is not so.
+pub fn check_step_limits<S: Store>(store: &S) {
+    let minute = Duration::from_secs(60);
+    let apply = |id, command| block_on(store.apply(id, command)).expect("the store answers");
+    let owned = |n: u8| {
+        let id = RecordId::from_bytes([n; 32]);
+        let claim = Claim {
+            attempt: AttemptId::new(u128::from(n)),
+            fingerprint: Fingerprint::of_parts("conformance", &[b"same"]),
+            lease: minute,
+            retention: minute,
+            on_abandoned: OnAbandoned::Park,
+            label: Label::default(),
+        };
+        (id, granted(&apply(id, Command::Claim(claim))).expect("the record is free"))
+    };
+    let step = |octets: usize| Step::new("s", Bytes::from(vec![7; octets])).expect("it is within the limits");
+    let record = |(id, token), number, step| apply(id, Command::Step(RecordStep { token, number, step }));
+    let many = owned(0xe0);
+    for number in 0..limits::STEPS_MAX {
+        assert_eq!(record(many, number, step(1)), Outcome::StepRecorded, "step {number}");
+    }
+    assert_eq!(record(many, limits::STEPS_MAX, step(0)), Outcome::StepsFull);
+    assert_eq!(record(many, limits::STEPS_MAX - 1, step(1)), Outcome::StepRecorded, "sent again");
+    let large = owned(0xe1);
+    let half = limits::STEPS_OCTETS_MAX / 2;
+    assert_eq!(record(large, 0, step(half)), Outcome::StepRecorded);
+    assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the octets of both names");
+    assert_eq!(record(large, 1, step(half - 2)), Outcome::StepRecorded);
+    assert_eq!(record(large, 2, step(0)), Outcome::StepsFull);
+    for ((id, token), steps) in [(many, limits::STEPS_MAX), (large, 2)] {
+        let found = block_on(store.lookup(id)).expect("the store answers").expect("it is there");
+        assert_eq!(found.steps.len(), steps);
+        let complete = Complete { token, completion: Completion::Tombstone, retention: minute };
+        assert_eq!(apply(id, Command::Complete(complete)), Outcome::Completed);
+        let found = block_on(store.lookup(id)).expect("the store answers").expect("it is there");
+        assert!(found.steps.is_empty(), "steps end with the completion");
+    }
+}
+
 const START_MILLIS: u64 = 1_700_000_000_000;
 const RECORDS: u8 = 4;
 
 #[derive(Clone, Debug)]
-enum Step {
+enum Act {
     Claim {
         on: u8,
         again: bool,
@@ -193,6 +237,13 @@ enum Step {
         token: Token,
         completion: u8,
         retention: Duration,
+    },
+    Step {
+        on: u8,
+        token: Token,
+        /// Added to the number that comes next.
+        number: i8,
+        result: u8,
     },
     Release {
         on: u8,
@@ -238,7 +289,7 @@ enum Token {
     Invented,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = Act> {
     let on = 0..RECORDS;
     let token = prop_oneof![6 => Just(Token::Current), 2 => Just(Token::Stale), 1 => Just(Token::Invented)];
     let seconds = |choices: &'static [u64]| prop::sample::select(choices).prop_map(Duration::from_millis);
@@ -249,7 +300,7 @@ fn step() -> impl Strategy<Value = Step> {
     let state = prop::option::of(prop::sample::select(&StateName::ALL[..]));
     prop_oneof![
         10 => (on.clone(), prop::bool::weighted(0.2), 0..8_u8, lease(), retention(), abandoned).prop_map(
-            |(on, again, input, lease, retention, abandoned)| Step::Claim {
+            |(on, again, input, lease, retention, abandoned)| Act::Claim {
                 on,
                 again,
                 input: u8::from(input == 0),
@@ -259,15 +310,17 @@ fn step() -> impl Strategy<Value = Step> {
             }
         ),
         2 => (on.clone(), token.clone(), lease(), retention())
-            .prop_map(|(on, token, lease, retention)| Step::Renew { on, token, lease, retention }),
+            .prop_map(|(on, token, lease, retention)| Act::Renew { on, token, lease, retention }),
         6 => (on.clone(), token.clone(), 0..5_u8, retention())
-            .prop_map(|(on, token, completion, retention)| Step::Complete { on, token, completion, retention }),
+            .prop_map(|(on, token, completion, retention)| Act::Complete { on, token, completion, retention }),
+        4 => (on.clone(), token.clone(), prop_oneof![6 => Just(0_i8), 2 => Just(-1), 1 => Just(1)], 0..3_u8)
+            .prop_map(|(on, token, number, result)| Act::Step { on, token, number, result }),
         3 => (on.clone(), token, retention())
-            .prop_map(|(on, token, retention)| Step::Release { on, token, retention }),
+            .prop_map(|(on, token, retention)| Act::Release { on, token, retention }),
         3 => (on.clone(), 0..3_u8, any::<bool>(), retention())
-            .prop_map(|(on, resolution, force, retention)| Step::Resolve { on, resolution, force, retention }),
-        1 => on.clone().prop_map(|on| Step::PurgeOne { on }),
-        2 => (0..4_usize).prop_map(|limit| Step::Purge { limit }),
+            .prop_map(|(on, resolution, force, retention)| Act::Resolve { on, resolution, force, retention }),
+        1 => on.clone().prop_map(|on| Act::PurgeOne { on }),
+        2 => (0..4_usize).prop_map(|limit| Act::Purge { limit }),
         1 => (
             state,
             prop::option::of(0..2_u8),
@@ -275,7 +328,7 @@ fn step() -> impl Strategy<Value = Step> {
             seconds(&[0, 0, 1000]),
             1..4_usize,
         )
-            .prop_map(|(state, caller, operation, min_age, limit)| Step::List {
+            .prop_map(|(state, caller, operation, min_age, limit)| Act::List {
                 state,
                 caller,
                 operation,
@@ -283,9 +336,9 @@ fn step() -> impl Strategy<Value = Step> {
                 limit,
             }),
         5 => seconds(&[1, 99, 100, 101, 999, 1000, 2000, 11_000, 61_000, 100_000])
-            .prop_map(|by| Step::Advance { by }),
-        3 => (on, 0..3_u64).prop_map(|(on, plus)| Step::ToLeaseEnd { on, plus }),
-        1 => Just(Step::Reopen),
+            .prop_map(|by| Act::Advance { by }),
+        3 => (on, 0..3_u64).prop_map(|(on, plus)| Act::ToLeaseEnd { on, plus }),
+        1 => Just(Act::Reopen),
     ]
 }
 
@@ -350,9 +403,9 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
         self.store().now()
     }
 
-    fn step(&mut self, step: &Step) -> Checked {
+    fn step(&mut self, step: &Act) -> Checked {
         match step {
-            Step::List { state, caller, operation, min_age, limit } => {
+            Act::List { state, caller, operation, min_age, limit } => {
                 let mut query = ListQuery::default();
                 query.state = *state;
                 query.caller = caller.map(caller_tag);
@@ -361,16 +414,16 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 query.limit = *limit;
                 self.check_listing(&query)?;
             }
-            Step::Purge { limit } => self.purge(*limit)?,
-            Step::Advance { by } => self.clock.advance(*by),
-            Step::ToLeaseEnd { on, plus } => {
+            Act::Purge { limit } => self.purge(*limit)?,
+            Act::Advance { by } => self.clock.advance(*by),
+            Act::ToLeaseEnd { on, plus } => {
                 let record = self.records.get(&id(*on)).map(|entry| &entry.record.state);
                 if let Some(State::InProgress { lease_until, .. }) = record {
                     let left = lease_until.since(self.now());
                     self.clock.advance((left + Duration::from_millis(*plus)).saturating_sub(ONE_MILLI));
                 }
             }
-            Step::Reopen => self.reopen(),
+            Act::Reopen => self.reopen(),
             command => {
                 let (id, command) = self.command(command);
                 self.apply(id, &command)?;
@@ -387,7 +440,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
     }
 
     /// The command of a step, with the tokens and attempts that are known by now.
-    fn command(&mut self, step: &Step) -> (RecordId, Command) {
+    fn command(&mut self, step: &Act) -> (RecordId, Command) {
         let token = |seen: Option<&Seen>, token: &Token| {
             let tokens = seen.map_or(&[][..], |seen| &seen.tokens);
             let invented = FencingToken::new(START_MILLIS * 2);
@@ -398,7 +451,7 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
             }
         };
         match step {
-            Step::Claim { on, again, input, lease, retention, abandoned } => {
+            Act::Claim { on, again, input, lease, retention, abandoned } => {
                 self.attempts += 1;
                 let mut claim = Claim {
                     attempt: AttemptId::new(self.attempts),
@@ -416,11 +469,11 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 seen.last_claim = Some(claim.clone());
                 (id(*on), Command::Claim(claim))
             }
-            Step::Renew { on, token: whose, lease, retention } => {
+            Act::Renew { on, token: whose, lease, retention } => {
                 let token = token(self.seen.get(&id(*on)), whose);
                 (id(*on), Command::Renew(Renew { token, lease: *lease, retention: *retention }))
             }
-            Step::Complete { on, token: whose, completion, retention } => {
+            Act::Complete { on, token: whose, completion, retention } => {
                 let token = token(self.seen.get(&id(*on)), whose);
                 let completion = match completion {
                     0 => Completion::Awaited,
@@ -430,11 +483,17 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 };
                 (id(*on), Command::Complete(Complete { token, completion, retention: *retention }))
             }
-            Step::Release { on, token: whose, retention } => {
+            Act::Step { on, token: whose, number, result } => {
+                let token = token(self.seen.get(&id(*on)), whose);
+                let known = self.records.get(&id(*on)).map_or(0, |entry| entry.record.steps.len());
+                let number = known.saturating_add_signed(isize::from(*number));
+                (id(*on), Command::Step(RecordStep { token, number, step: step_of(*result) }))
+            }
+            Act::Release { on, token: whose, retention } => {
                 let token = token(self.seen.get(&id(*on)), whose);
                 (id(*on), Command::Release(Release { token, retention: *retention }))
             }
-            Step::Resolve { on, resolution, force, retention } => {
+            Act::Resolve { on, resolution, force, retention } => {
                 let resolution = match resolution {
                     0 => Resolution::Release,
                     1 => Resolution::Complete(None),
@@ -444,12 +503,12 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 let resolve = Resolve { resolution, retention: *retention, force: *force, actor, reason };
                 (id(*on), Command::Resolve(resolve))
             }
-            Step::PurgeOne { on } => (id(*on), Command::Purge),
-            Step::Purge { .. }
-            | Step::List { .. }
-            | Step::Advance { .. }
-            | Step::ToLeaseEnd { .. }
-            | Step::Reopen => unreachable!("not a command"),
+            Act::PurgeOne { on } => (id(*on), Command::Purge),
+            Act::Purge { .. }
+            | Act::List { .. }
+            | Act::Advance { .. }
+            | Act::ToLeaseEnd { .. }
+            | Act::Reopen => unreachable!("not a command"),
         }
     }
 
@@ -520,6 +579,8 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 | Outcome::Replay(_)
                 | Outcome::Unreplayable
                 | Outcome::NotResolvable { .. }
+                | Outcome::StepDiffers
+                | Outcome::StepsFull
                 | Outcome::Kept
         );
         ensure!(!said_unchanged || before == after, "I5: {outcome:?} changed {before:?} into {after:?}");
@@ -644,6 +705,20 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         return false;
     }
     let same_owner = before.token == after.token;
+    let (done, done_after) = (before.steps.as_slice(), after.steps.as_slice());
+    let keeps_steps = if matches!(after.state, State::Completed(_)) {
+        done_after.is_empty()
+    } else {
+        // None is changed or forgotten, and only an owner adds some.
+        let may_grow =
+            matches!((&before.state, &after.state), (State::InProgress { .. }, State::InProgress { .. }));
+        done_after.starts_with(done)
+            && done_after.len() - done.len() <= usize::from(may_grow && same_owner)
+            && (done.is_empty() || before.fingerprint == after.fingerprint)
+    };
+    if !keeps_steps {
+        return false;
+    }
     match (&before.state, &after.state) {
         (State::InProgress { .. }, _) => true,
         (State::Unknown, State::Unknown | State::Completed(_) | State::Released) => same_owner,
@@ -675,6 +750,11 @@ fn caller_tag(n: u8) -> CallerTag {
 
 fn operation_of(on: u8) -> String {
     format!("POST /payments/{on}")
+}
+
+fn step_of(n: u8) -> Step {
+    let name = ["charge", "ship; DROP TABLE \"records\" --", "être payé"][usize::from(n % 3)];
+    Step::new(name, Bytes::from(vec![n; 300 * usize::from(n)])).expect("it is within the limits")
 }
 
 fn response(n: u8) -> StoredResponse {

@@ -56,8 +56,8 @@ fn a_payment_is_made_once_and_its_answer_given_again() {
 
 /// Where the service is killed: at which message to the database, what becomes of that, and whether the payment is made.
 const POINTS: [(&[u8], Break, bool); 6] = [
-    // Before the claim, after the claim, after the row, after the completion.
-    (b"oncegate.claim", Break::Hold, false),
+    // Before the lock, after it, after the row, after the completion.
+    (b"oncegate.reserve", Break::Hold, false),
     (b"INSERT INTO payments", Break::Hold, false),
     (b"oncegate.complete", Break::Hold, false),
     (b"COMMIT", Break::Hold, false),

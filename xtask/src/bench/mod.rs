@@ -32,11 +32,12 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
         records = number.ok_or_else(|| format!("{setting}: no such setting; there is records=N"))?;
     }
     let growth = || growth::run(records);
-    let benches: [(&str, &dyn Fn() -> Result<String>); 11] = [
+    let benches: [(&str, &dyn Fn() -> Result<String>); 12] = [
         ("layer", &layer::run),
         ("sidecar", &sidecar::run),
         ("latency", &latency::run),
         ("record", &store::record_size),
+        ("functions", &store::functions),
         ("store", &store::run),
         ("shared", &store::shared),
         ("client", &store::caller),

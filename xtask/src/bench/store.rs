@@ -14,6 +14,11 @@ pub(super) fn run() -> Result<String> {
     output(Command::new(program("examples/measure")).arg(&*directory))
 }
 
+/// A wrapped function, against calling it bare.
+pub(super) fn functions() -> Result<String> {
+    output(Command::new(program("oncegate-benches")).arg("functions"))
+}
+
 /// The stores that machines share, against the bare engines. They start their own servers.
 pub(super) fn shared() -> Result<String> {
     let bench = |name| output(Command::new(program("oncegate-benches")).arg(name));

@@ -78,14 +78,14 @@ impl UpstreamResult {
     }
 }
 
-/// What the service said of an abandoned attempt.
+/// What the service said of an abandoned attempt, or when it was asked for an answer that a record has not got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReconcileResult {
     /// It took place, and its answer is replayed.
     Happened,
     /// It took place, and its answer cannot be replayed.
     Unreplayable,
-    /// It did not take place, and is executed.
+    /// It did not take place, and is executed; unless the record says that it did.
     DidNotHappen,
     /// Nothing that could be relied on.
     CannotTell,
@@ -150,7 +150,11 @@ impl Metrics {
         let takeovers = Counter::default();
         r.register("takeovers", "Claims that took over an abandoned attempt", takeovers.clone());
         let reconciled: Family<[Label; 1], Counter> = Family::default();
-        r.register("reconciled", "What the service said of abandoned attempts", reconciled.clone());
+        r.register(
+            "reconciled",
+            "What the service said when it was asked what became of requests",
+            reconciled.clone(),
+        );
         let replays_after_wait = Counter::default();
         r.register(
             "replays_after_wait",
@@ -230,7 +234,7 @@ impl Metrics {
         }
     }
 
-    /// Takes note of what was found out about an abandoned attempt.
+    /// Takes note of what was found out about a request.
     pub(crate) fn observe_reconciled(&self, result: ReconcileResult) {
         if let Some(counter) = self.0.reconciled.get(result as usize) {
             counter.inc();

@@ -12,8 +12,8 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use oncegate_core::{
     AttemptId, AuditEntry, Capabilities, Claim, Clock, Command, FencingToken, Fingerprint, Label, ListPage,
-    ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Store, StoreError, StoreFuture,
-    Timestamp,
+    ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, RecordStep, Step, Store, StoreError,
+    StoreFuture, Timestamp,
 };
 use oncegate_http::{CallerScope, KeyScope, KeySyntax, Profile, RequestBody, Settings, StoreDirective};
 use serde_json::{Value, json};
@@ -236,6 +236,19 @@ impl Sidecar {
             panic!("the claim is granted")
         };
         (id, grant.token)
+    }
+
+    /// Notes a step of the record's attempt.
+    pub(crate) async fn step(
+        &self,
+        (id, token): (RecordId, FencingToken),
+        number: usize,
+        name: &str,
+        result: &'static [u8],
+    ) {
+        let step = Step::new(name, Bytes::from_static(result)).unwrap();
+        let command = Command::Step(RecordStep { token, number, step });
+        assert_eq!(self.engine.store().apply(id, command).await.unwrap(), Outcome::StepRecorded);
     }
 
     /// A record whose owner is gone, after somebody asked for it.
@@ -479,6 +492,28 @@ async fn bodies_that_are_no_text_are_shown_in_base64() {
             "status": 201, "body_bytes": 2, "body_base64": "/wA=", "headers": [["content-type", "text/plain"]],
         })
     );
+}
+
+#[tokio::test]
+async fn steps_are_named_and_what_came_of_them_is_shown_on_demand() {
+    let sidecar = Sidecar::start().await;
+    let (id, token) = sidecar.in_progress(1, "function:order").await;
+    let path = format!("/v1/keys/{id}");
+    assert!(sidecar.get(&path).await.json()["steps"].is_null());
+    sidecar.step((id, token), 0, "charge", br#"{"Ok":4111}"#).await;
+    sidecar.step((id, token), 1, "ship", b"\xff\x00").await;
+    assert_eq!(
+        sidecar.get(&path).await.json()["steps"],
+        json!([{ "name": "charge", "result_bytes": 11 }, { "name": "ship", "result_bytes": 2 }])
+    );
+    assert_eq!(
+        sidecar.get(&format!("{path}?body=true")).await.json()["steps"],
+        json!([
+            { "name": "charge", "result_bytes": 11, "result": r#"{"Ok":4111}"# },
+            { "name": "ship", "result_bytes": 2, "result_base64": "/wA=" },
+        ])
+    );
+    assert!(sidecar.get("/v1/keys").await.json()["records"][0]["steps"].is_null());
 }
 
 /// A request whose handler does not know what became of it, and the record it left.

@@ -2,7 +2,7 @@
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use oncegate_core::{Answer, AuditEntry, Record, RecordId, State, StoredResponse, Timestamp};
+use oncegate_core::{Answer, AuditEntry, Record, RecordId, State, Step, StoredResponse, Timestamp};
 use serde_json::{Map, Value, json};
 
 /// How much of a record is shown.
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 pub(super) enum Detail {
     /// A line in a listing.
     Line,
-    /// Everything but the stored body.
+    /// Everything but the stored body and what came of the steps.
     Whole,
     /// Everything.
     Body,
@@ -40,8 +40,32 @@ pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Deta
             }
             _ => {}
         }
+        if detail >= Detail::Whole && !record.steps.is_empty() {
+            let steps = record.steps.as_slice().iter().map(|one| step(one, detail)).collect();
+            members.insert("steps".to_owned(), steps);
+        }
     }
     view
+}
+
+fn step(step: &Step, detail: Detail) -> Value {
+    let result = step.result();
+    let mut members = Map::new();
+    members.insert("name".to_owned(), step.name().into());
+    members.insert("result_bytes".to_owned(), result.len().into());
+    if detail >= Detail::Body {
+        insert_octets(&mut members, "result", result);
+    }
+    Value::Object(members)
+}
+
+/// As text, or in base64 under another name where they are none.
+fn insert_octets(members: &mut Map<String, Value>, name: &str, octets: &[u8]) {
+    let (name, text) = match std::str::from_utf8(octets) {
+        Ok(text) => (name.to_owned(), text.to_owned()),
+        Err(_) => (format!("{name}_base64"), STANDARD.encode(octets)),
+    };
+    members.insert(name, text.into());
 }
 
 fn response(stored: &StoredResponse, detail: Detail) -> Value {
@@ -56,11 +80,7 @@ fn response(stored: &StoredResponse, detail: Detail) -> Value {
         }
     }
     if detail >= Detail::Body {
-        let (name, text) = match std::str::from_utf8(&body) {
-            Ok(text) => ("body", text.to_owned()),
-            Err(_) => ("body_base64", STANDARD.encode(&body)),
-        };
-        members.insert(name.to_owned(), text.into());
+        insert_octets(&mut members, "body", &body);
     }
     Value::Object(members)
 }

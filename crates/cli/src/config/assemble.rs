@@ -48,7 +48,7 @@ pub(super) fn draft(
     if let Some(path) = &values.reconcile
         && !std::iter::once(&default).chain(routes.iter().map(|route| &route.config)).any(RouteConfig::asks)
     {
-        let what = "nothing asks there: on-abandoned is reconcile nowhere";
+        let what = "nothing asks there: nowhere is on-abandoned reconcile or completion upstream";
         warnings.push(Problem::warning(path.source.clone(), what));
     }
     let budget = given(&values.request_budget);

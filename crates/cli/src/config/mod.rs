@@ -25,7 +25,7 @@ use http::Method;
 use http::uri::PathAndQuery;
 use oncegate_core::OnAbandoned;
 use oncegate_engine::{ConfigError, Engine};
-use oncegate_http::{IdempotencyLayer, PathPattern, Settings};
+use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
 
 use self::file::FileContent;
 use self::settings::{Place, Raw, SETTINGS, Setting, Values};
@@ -99,16 +99,19 @@ pub(crate) struct RouteConfig {
     pub(crate) upstream_timeout: Option<Duration>,
     /// The largest body of a request with a key.
     pub(crate) max_request_body: usize,
-    /// Where the service is asked what became of an abandoned attempt.
+    /// Where the service is asked what became of an abandoned attempt, or for an answer that its record has not got.
     pub(crate) reconcile: Option<PathAndQuery>,
     /// For how long.
     pub(crate) reconcile_timeout: Duration,
 }
 
 impl RouteConfig {
-    /// Whether the service is asked what became of an abandoned attempt.
+    /// Whether the service is asked what became of an abandoned attempt, or for an answer that its record has not got.
     pub(crate) fn asks(&self) -> bool {
-        self.settings.policy().on_abandoned() == OnAbandoned::Reconcile
+        match self.settings.completed_by() {
+            CompletedBy::Upstream => self.reconcile.is_some(),
+            _ => self.settings.policy().on_abandoned() == OnAbandoned::Reconcile,
+        }
     }
 }
 
@@ -145,7 +148,7 @@ impl Config {
     }
 
     /// The layer that does what is configured, on this engine. Add the observer to it. `settings` gives those of a route,
-    /// with what a configuration cannot hold: whoever asks the service what became of an abandoned attempt.
+    /// with what a configuration cannot hold: whoever asks the service what became of a request.
     ///
     /// # Errors
     /// None for a configuration that was loaded.
@@ -162,7 +165,7 @@ impl Config {
         })
     }
 
-    /// Where the service is asked what became of abandoned attempts: each path once.
+    /// Where the service is asked what became of requests: each path once.
     pub(crate) fn asks_at(&self) -> Vec<&PathAndQuery> {
         let mut paths = Vec::new();
         for route in std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config)) {

@@ -287,12 +287,13 @@ settings! {
 
     /// Where the service is asked what became of a request whose owner crashed, such as `/oncegate/outcome`: a path,
     /// which gets a GET with the key and the caller's credentials, and has to answer as docs/reference/http.md says.
-    /// For on-abandoned = reconcile.
+    /// For on-abandoned = reconcile; and for completion = upstream, where it is asked for the answer of a request that it
+    /// completed without one.
     "reconcile" RECORDS Route One "PATH" Nothing("");
     reconcile: PathAndQuery = units::reconcile;
 
     /// For how long the service is asked, again and again, until it says what became of the request. After that the
-    /// outcome is unknown until an operator says. From 10ms to 10m.
+    /// outcome is unknown until an operator says; under completion = upstream, the next retry asks again. From 10ms to 10m.
     "reconcile-timeout" RECORDS Route One "DURATION" Value("10s");
     reconcile_timeout: Duration = units::reconcile_timeout;
 

@@ -407,7 +407,7 @@ fn what_works_but_should_be_known_is_a_warning() {
         ),
         (
             Given { env: &[TO], flags: &["--reconcile", "/outcome"], ..NOTHING },
-            "--reconcile: nothing asks there: on-abandoned is reconcile nowhere",
+            "--reconcile: nothing asks there: nowhere is on-abandoned reconcile or completion upstream",
         ),
         (
             Given { env: &[TO], flags: &["--drain-timeout", "5s"], ..NOTHING },
@@ -634,6 +634,30 @@ fn a_route_that_leaves_completion_to_the_service_executes_again() {
             OnAbandoned::Reexecute
         );
         assert_eq!(config.default.settings.policy().on_abandoned(), OnAbandoned::Park);
+    }
+}
+
+/// For the answer that it left out of the record; with nobody to ask, it is as it always was.
+#[test]
+fn a_service_that_completes_its_records_is_asked_where_there_is_a_place_to_ask_at() {
+    let route = "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n";
+    for (elsewhere, own, place) in [
+        ("", "", None),
+        ("", "reconcile = \"/outcome\"\n", Some("/outcome")),
+        ("reconcile = \"/outcome\"\n", "", Some("/outcome")),
+        (
+            "reconcile = \"/outcome\"\non-abandoned = \"reconcile\"\n",
+            "reconcile = \"/answer\"\n",
+            Some("/answer"),
+        ),
+    ] {
+        let file = format!("{elsewhere}{route}{own}");
+        let config = Given { env: &[TO, TRANSACTIONS], file: &file, ..NOTHING }.config();
+        let route = config.route(&Method::POST, "/a");
+        assert_eq!(route.asks(), place.is_some(), "{file}");
+        assert_eq!(config.asks_at().iter().any(|path| Some(path.as_str()) == place), place.is_some());
+        assert_eq!(route.settings.policy().on_abandoned(), OnAbandoned::Reexecute);
+        assert!(config.warnings.is_empty(), "{file}: {:?}", config.warnings);
     }
 }
 

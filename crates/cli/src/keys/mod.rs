@@ -88,7 +88,7 @@ struct Show {
     record: Option<String>,
     #[command(flatten)]
     request: Request,
-    /// Shows the stored body too
+    /// Shows the stored body too, and what came of each step
     #[arg(long)]
     body: bool,
 }
@@ -98,7 +98,7 @@ struct Show {
 struct Find {
     #[command(flatten)]
     request: Request,
-    /// Shows the stored body too
+    /// Shows the stored body too, and what came of each step
     #[arg(long)]
     body: bool,
 }

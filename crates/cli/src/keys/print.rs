@@ -68,6 +68,14 @@ pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Print
             writeln!(out, "{name:<16}{}", text(&view[member]))?;
         }
     }
+    for step in view["steps"].as_array().into_iter().flatten() {
+        write!(out, "{:<16}{}, {} bytes", "step", text(&step["name"]), text(&step["result_bytes"]))?;
+        match (&step["result"], &step["result_base64"]) {
+            (Value::Null, Value::Null) => writeln!(out)?,
+            (Value::Null, coded) => writeln!(out, ", in base64: {}", text(coded))?,
+            (result, _) => writeln!(out, ": {}", text(result))?,
+        }
+    }
     let response = &view["response"];
     if !response.is_null() {
         writeln!(
@@ -98,12 +106,20 @@ pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Print
 /// What can be done about a record that waits for an operator.
 fn advice(view: &Value) -> Option<String> {
     let record = text(&view["record"]);
+    let (known, released) = if view["steps"].is_null() {
+        ("Whether this took effect is not known.", "it did not, and the next request executes")
+    } else {
+        (
+            "Its steps took place; whether the next one did is not known.",
+            "an attempt may go on after its last step",
+        )
+    };
     match view["state"].as_str()? {
         "unknown" | "abandoned" => Some(format!(
-            "Whether this took effect is not known. Find out, and then say so:\n  \
+            "{known} Find out, and then say so:\n  \
              oncegate keys resolve {record} --status 201 --body @answer.json --reason \"…\"   it did, and retries get this\n  \
              oncegate keys resolve {record} --tombstone --reason \"…\"   it did, and its answer is lost\n  \
-             oncegate keys resolve {record} --released --reason \"…\"    it did not, and the next request executes"
+             oncegate keys resolve {record} --released --reason \"…\"    {released}"
         )),
         _ => None,
     }

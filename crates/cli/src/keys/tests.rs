@@ -122,6 +122,29 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
 }
 
 #[tokio::test]
+async fn steps_have_a_line_each() {
+    let sidecar = Sidecar::start().await;
+    let owned = sidecar.in_progress(1, "order").await;
+    sidecar.step(owned, 0, "charge\u{1b}[31m", br#"{"Ok":4111}"#).await;
+    sidecar.step(owned, 1, "ship", b"\xff\x00").await;
+    let record = owned.0.to_string();
+    let shown = keys(&sidecar, &["show", &record]).await.unwrap();
+    let lines = "step            charge\\u{1b}[31m, 11 bytes\nstep            ship, 2 bytes\n";
+    assert!(shown.contains(lines) && !shown.contains("4111"), "{shown}");
+    let shown = keys(&sidecar, &["show", &record, "--body"]).await.unwrap();
+    assert!(shown.contains(r#", 11 bytes: {"Ok":4111}"#), "{shown}");
+    assert!(shown.contains("ship, 2 bytes, in base64: /wA=\n"), "{shown}");
+
+    // To free such a key is not to begin anew.
+    let mut out = Vec::new();
+    let view = serde_json::json!({ "record": "r", "state": "abandoned", "steps": [{ "name": "ship", "result_bytes": 2 }] });
+    print::record(&view, false, &mut out).unwrap();
+    let shown = String::from_utf8(out).unwrap();
+    assert!(shown.contains("may go on after its last step"), "{shown}");
+    assert!(!shown.contains("the next request executes"), "{shown}");
+}
+
+#[tokio::test]
 async fn an_unknown_outcome_is_resolved_and_the_trail_tells_by_whom() {
     let sidecar = Sidecar::start().await;
     let [first, second, third] = [

@@ -1,4 +1,4 @@
-//! Asks the service what became of an attempt whose owner is gone.
+//! Asks the service what became of an attempt whose owner is gone, or for the answer of one that it completed without it.
 //!
 //! Money depends on the answer, so nothing is read into it: only an answer that says what it is about, and what it says,
 //! in fields that nobody else sends, counts. Everything else is no answer.
@@ -18,7 +18,7 @@ use http_body_util::{BodyExt as _, Empty};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use oncegate_http::{IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective};
+use oncegate_http::{CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::UPSTREAM_BUFFER;
@@ -106,7 +106,13 @@ impl Reconcile for Asker {
             let result = ReconcileResult::of(&found);
             self.questions.metrics.observe_reconciled(result);
             let record = context.attempt().record_id();
-            tracing::info!(?record, result = result.as_str(), "asked what became of an abandoned attempt");
+            let about = self.about();
+            tracing::info!(
+                ?record,
+                result = result.as_str(),
+                about,
+                "asked the service what became of a request"
+            );
             found
         })
     }
@@ -133,12 +139,21 @@ impl Asker {
                 }
             };
             let record = context.attempt().record_id();
-            tracing::warn!(?record, why, "the service does not say what became of an abandoned attempt");
+            let about = self.about();
+            tracing::warn!(?record, why, about, "the service does not say what became of a request");
             if Instant::now() + pause >= deadline {
                 return Reconciled::CannotTell;
             }
             sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// What it is asked for.
+    fn about(&self) -> &'static str {
+        match self.settings.completed_by() {
+            CompletedBy::Upstream => "an answer that its record has not got",
+            _ => "an abandoned attempt",
         }
     }
 

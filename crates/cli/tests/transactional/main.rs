@@ -5,9 +5,15 @@
 mod support;
 
 mod answers;
+mod asked;
 mod relay;
 mod world;
 
+use asked::{
+    both_are_killed_after_the_commit_and_the_answer_is_asked_for,
+    the_service_is_killed_after_its_commit_and_asked_when_it_is_back,
+    the_sidecar_is_killed_before_it_adds_the_answer,
+};
 use relay::Gate;
 use rustix::process::Signal;
 use support::{Message, Sidecar, ask, until};
@@ -312,4 +318,7 @@ checks! {
     both_are_killed_around_the_commit
     an_owner_that_was_paused_beyond_its_lease_rolls_back
     nobody_hangs_behind_an_open_transaction
+    both_are_killed_after_the_commit_and_the_answer_is_asked_for
+    the_sidecar_is_killed_before_it_adds_the_answer
+    the_service_is_killed_after_its_commit_and_asked_when_it_is_back
 }

@@ -221,6 +221,11 @@ impl World {
         self.sidecar.ask(&operation.request(key)).await
     }
 
+    /// So many payments are committed.
+    pub(crate) async fn has_committed(&self, payments: i64) {
+        until("it is committed", async || self.effects(Operation::Pay).await == payments).await;
+    }
+
     /// Sends it again until it is no longer in progress.
     pub(crate) async fn retry(&self, operation: Operation, key: &str) -> Message {
         let mut answer = Message::default();

@@ -88,8 +88,8 @@ pub enum TransactError {
     },
     /// The key was used with another input.
     Mismatch,
-    /// An earlier attempt, not one of `transact`, was abandoned: whether its effect took place is not known. An operator has
-    /// to say.
+    /// An earlier attempt, not one of `transact`, was abandoned, or a run had committed its transaction itself: whether the
+    /// effect took place is not known. An operator has to say.
     Unknown {
         /// Which record.
         record: RecordId,
@@ -108,7 +108,8 @@ pub enum TransactError {
     },
     /// The run ended with this error; it was rolled back and the key is free.
     Failed(Box<dyn StdError + Send + Sync>),
-    /// The run ended the transaction itself, or somebody else owns the record by now; nothing more was committed.
+    /// The run ended the transaction itself, or somebody else owns the record by now; nothing more was committed. Where the run
+    /// committed, its record is unknown from now on.
     Fenced {
         /// Which record.
         record: RecordId,

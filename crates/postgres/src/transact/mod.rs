@@ -4,6 +4,7 @@ mod error;
 mod guard;
 mod json;
 mod open;
+mod reserved;
 mod run;
 
 use std::fmt;
@@ -24,6 +25,7 @@ use self::error::{is_conflict, is_rolled_back};
 pub use self::guard::{Claimed, Guard, GuardError, HeaderError};
 use self::json::EncodeError;
 use self::open::{Held, Open, StepError};
+use self::reserved::{Inserted, Reserved};
 pub use self::run::RunOn;
 use crate::call::{Arg, Call};
 use crate::error::store_error;
@@ -45,7 +47,7 @@ const LEASE: Duration = limits::LEASE_MAX;
 /// crash, and the key is as free as if nothing had been asked.
 ///
 /// The database must have the contract ([`schema::apply`](crate::schema::apply)), and the role of the pool the right to
-/// execute `oncegate.claim`, `oncegate.complete` and `oncegate.lookup`.
+/// execute `oncegate.reserve`, `oncegate.complete_reserved`, `oncegate.claim`, `oncegate.complete` and `oncegate.lookup`.
 #[derive(Clone)]
 pub struct Transactor {
     pool: PgPool,
@@ -125,6 +127,14 @@ impl Request {
         };
         claim_call(&self.record, &claim).ok_or_else(record::strange)
     }
+}
+
+/// What a run may complete its record with.
+enum Right {
+    /// There was no record.
+    Reserved(Reserved),
+    /// There was one, which was free.
+    Claimed(Guard, FencingToken),
 }
 
 /// What one try came to.
@@ -355,14 +365,27 @@ impl Transactor {
             Ok(open) => open,
             Err(error) => return Try::Unreached(error.into()),
         };
-        let claimed = match self.claim_on(&mut open, request).await {
+        let record = request.record;
+        // To find out what became of a COMMIT takes a claim: above READ COMMITTED, what is not seen may be there.
+        let reserved = match lost {
+            None => self.reserve_on(&mut open, request).await,
+            Some(_) => Ok(None),
+        };
+        let claimed = match reserved {
+            Ok(Some(reserved)) => {
+                let right = Right::Reserved(reserved);
+                return self.run_and_commit(open, request, run, right).await;
+            }
+            Ok(None) => self.claim_on(&mut open, request).await,
+            Err(tried) => Err(tried),
+        };
+        let claimed = match claimed {
             Ok(claimed) => claimed,
             Err(tried) => {
                 open.rollback(self.patience).await;
                 return tried;
             }
         };
-        let record = request.record;
         let grant = match claimed {
             Said::Outcome(Outcome::Execute(grant)) => grant,
             Said::Outcome(Outcome::Unknown) => {
@@ -406,10 +429,29 @@ impl Transactor {
             }
         }
         let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
-        match self.run_on(&mut open, run, guard).await {
-            Ok((value, ended_at)) => {
-                let sent = Sent { token: grant.token, kept_until: ended_at + self.retention };
+        self.run_and_commit(open, request, run, Right::Claimed(guard, grant.token)).await
+    }
+
+    async fn run_and_commit<T, F>(
+        &self,
+        mut open: Open<'_>,
+        request: &Request,
+        run: &F,
+        right: Right,
+    ) -> Try<T>
+    where
+        T: Serialize + DeserializeOwned + Send,
+        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+    {
+        match self.run_on(&mut open, request, run, right).await {
+            Ok((value, Inserted::Completed(token), ended_at)) => {
+                let sent = Sent { token, kept_until: ended_at + self.retention };
                 self.commit(open, value, sent).await
+            }
+            Ok((_, Inserted::Unknown, _)) => {
+                // That it is not known is kept.
+                let _ = open.commit(self.patience).await;
+                Try::Failed(TransactError::Fenced { record: request.record })
             }
             Err(tried) => {
                 open.rollback(self.patience).await;
@@ -419,12 +461,18 @@ impl Transactor {
     }
 
     /// The run, and the completion of its record, with a time before which the record did not end.
-    async fn run_on<T, F>(&self, open: &mut Open<'_>, run: &F, guard: Guard) -> Result<(T, Instant), Try<T>>
+    async fn run_on<T, F>(
+        &self,
+        open: &mut Open<'_>,
+        request: &Request,
+        run: &F,
+        right: Right,
+    ) -> Result<(T, Inserted, Instant), Try<T>>
     where
         T: Serialize + DeserializeOwned + Send,
         F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
     {
-        let record = guard.record_id();
+        let record = request.record;
         let value = run.clone()(open.connection()).await.map_err(|error| {
             let again = error.is_conflict();
             let error = TransactError::Failed(error.into_boxed());
@@ -437,11 +485,20 @@ impl Transactor {
             })
         })?;
         let ended_at = Instant::now();
+        let persistent = !self.transaction_pooler;
         let ended = open
-            .step(self.patience, async |connection| guard.try_end(connection, Some(&response)).await)
+            .step(self.patience, async |connection| match right {
+                Right::Reserved(reserved) => {
+                    reserved.complete(connection, request, &response, self.retention, persistent).await
+                }
+                Right::Claimed(guard, token) => {
+                    guard.try_end(connection, Some(&response)).await?;
+                    Ok(Inserted::Completed(token))
+                }
+            })
             .await;
         match ended {
-            Ok(()) => Ok((value, ended_at)),
+            Ok(inserted) => Ok((value, inserted, ended_at)),
             Err(StepError::Refused(error)) => Err(match error::sqlstate(&error).as_deref() {
                 Some("OG001") => Try::Failed(TransactError::Fenced { record }),
                 Some("25P02") => Try::Failed(TransactError::Failed(
@@ -468,18 +525,25 @@ impl Transactor {
         }
     }
 
+    async fn reserve_on<T>(
+        &self,
+        open: &mut Open<'_>,
+        request: &Request,
+    ) -> Result<Option<Reserved>, Try<T>> {
+        let persistent = !self.transaction_pooler;
+        let reserved = open
+            .step(self.patience, async |connection| Reserved::reserve(connection, request, persistent).await)
+            .await;
+        reserved.map_err(unreached)
+    }
+
     async fn claim_on<T>(&self, open: &mut Open<'_>, request: &Request) -> Result<Said, Try<T>> {
         let call = request.claim(self.retention).map_err(Try::Unreached)?;
         let persistent = !self.transaction_pooler;
         let rows = open
             .step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
             .await
-            .map_err(|error| match error {
-                StepError::Refused(error) if is_conflict(&error) => {
-                    Try::Again(TransactError::Store(store_error(&error)))
-                }
-                other => Try::Unreached(other.into()),
-            })?;
+            .map_err(unreached)?;
         said(rows.first()).map_err(|error| Try::Failed(TransactError::Store(error)))
     }
 
@@ -567,6 +631,16 @@ impl Transactor {
             Some(Isolation::RepeatableRead) => "BEGIN ISOLATION LEVEL REPEATABLE READ",
             Some(Isolation::Serializable) => "BEGIN ISOLATION LEVEL SERIALIZABLE",
         }
+    }
+}
+
+/// Where nothing was run.
+fn unreached<T>(error: StepError) -> Try<T> {
+    match error {
+        StepError::Refused(error) if is_conflict(&error) => {
+            Try::Again(TransactError::Store(store_error(&error)))
+        }
+        other => Try::Unreached(other.into()),
     }
 }
 

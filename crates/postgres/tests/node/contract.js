@@ -102,7 +102,24 @@ async function main(url) {
   assert.equal((await claim(db, record)).outcome, 'in-progress')
   const freed = await db.query('SELECT * FROM oncegate.release($1, $2, 60000)', [record, mine.token])
   assert.equal(freed.rows[0].outcome, 'released')
-  assert.equal((await claim(db, record)).attempts, '2')
+  const second = await claim(db, record)
+  assert.equal(second.attempts, '2')
+
+  // Steps outlive their attempt; with them, a released key is not free for another request.
+  const step = async (token, number, name, done) =>
+    (await db.query('SELECT * FROM oncegate.step($1, $2, $3, $4, $5)', [record, token, number, name, done])).rows[0].outcome
+  assert.equal(await step(second.token, 0, 'charge', body), 'recorded')
+  assert.equal(await step(second.token, 0, 'charge', body), 'recorded')
+  assert.equal(await step(second.token, 0, HOSTILE, body), 'differs')
+  assert.equal(await step(second.token, 2, 'ship', body), 'differs')
+  assert.equal(await step(mine.token, 1, 'ship', body), 'fenced')
+  await db.query('SELECT * FROM oncegate.release($1, $2, 60000)', [record, second.token])
+  assert.equal((await claim(db, record, { fingerprint: OTHER_FINGERPRINT })).outcome, 'mismatch')
+  const third = await claim(db, record)
+  assert.equal(third.outcome, 'execute')
+  const steps = (await db.query('SELECT * FROM oncegate.steps($1)', [record])).rows[0]
+  assert.deepEqual([steps.token, steps.names], [third.token, ['charge']])
+  assert.ok(steps.results[0].equals(body))
 
   // What is hostile is data, or is refused, and changes nothing.
   const found = await db.query('SELECT * FROM oncegate.lookup($1)', [record])
@@ -114,7 +131,7 @@ async function main(url) {
   await assert.rejects(claim(db, randomBytes(32), { onAbandoned: HOSTILE }), { code: '22023' })
   await assert.rejects(claim(db, randomBytes(32), { leaseMs: -1 }), { code: '22023' })
   await assert.rejects(db.query('SELECT oncegate.complete($1, $2, $3)', [record, '1', body]), { code: /^(22023|OG001)$/ })
-  assert.equal((await db.query('SELECT oncegate.contract_version() AS version')).rows[0].version, 1)
+  assert.equal((await db.query('SELECT oncegate.contract_version() AS version')).rows[0].version, 2)
 
   await Promise.all([db.end(), app.end()])
   console.log('ok')

@@ -9,6 +9,7 @@ mod lost_commits;
 mod node;
 mod pooler;
 mod python;
+mod reserved;
 mod rows;
 mod schema;
 mod support;

@@ -1,5 +1,7 @@
 //! How the contract gets into a database, and who refuses to work on another one.
 
+use oncegate_core::{Command, FencingToken, Outcome, RecordId, RecordStep, Step, Store as _};
+use oncegate_postgres::sqlx::Row as _;
 use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
 
 use crate::support::{Database, run, sqlstate, try_run};
@@ -37,15 +39,57 @@ async fn what_is_printed_can_be_run_by_hand_and_changes_nothing_the_second_time(
 async fn a_store_refuses_an_older_and_a_newer_contract() {
     let database = Database::fresh().await;
     let mut owner = database.connect().await;
-    run(&mut owner, "UPDATE oncegate.contract SET version = 0").await;
+    run(&mut owner, "DELETE FROM oncegate.contract WHERE version > 1").await;
     let error = PostgresStore::open(database.options()).await.unwrap_err();
-    assert!(matches!(error, OpenError::NoContract { found: Some(0), .. }), "{error}");
+    assert!(matches!(error, OpenError::NoContract { found: Some(1), .. }), "{error}");
     assert!(error.to_string().contains("oncegate schema apply postgres"), "{error}");
-    run(&mut owner, "UPDATE oncegate.contract SET version = 2").await;
+    run(&mut owner, &format!("INSERT INTO oncegate.contract (version) VALUES ({})", schema::VERSION + 1))
+        .await;
     let error = PostgresStore::open(database.options()).await.unwrap_err();
-    assert!(matches!(error, OpenError::NewerContract { found: 2, known: 1, .. }), "{error}");
+    let OpenError::NewerContract { found, known, .. } = &error else { panic!("{error}") };
+    assert_eq!((*found, *known), (schema::VERSION + 1, schema::VERSION));
     assert!(error.to_string().contains("upgrade"), "{error}");
     assert!(matches!(schema::apply(&database.options()).await, Err(OpenError::NewerContract { .. })));
+}
+
+/// A database as the first version left it, with records, and with roles that may do what theirs may.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_of_the_first_version_goes_forward_with_its_records_and_its_rights() {
+    let database = Database::empty().await;
+    let mut owner = database.connect().await;
+    run(&mut owner, concat!("BEGIN;", include_str!("../../sql/0001_contract.sql"), "COMMIT;")).await;
+    run(
+        &mut owner,
+        "CREATE ROLE worker; CREATE ROLE reader; CREATE ROLE payer; GRANT EXECUTE ON FUNCTION oncegate.complete TO payer; CREATE ROLE nobody; \
+         GRANT EXECUTE ON FUNCTION oncegate.complete_if_owner TO worker; GRANT EXECUTE ON FUNCTION oncegate.lookup TO reader",
+    )
+    .await;
+    let claimed = |n: u8| {
+        format!(
+            "SELECT token::text FROM oncegate.claim(decode(repeat('{n:02x}', 32), 'hex'), decode(repeat('{n:02x}', 16), 'hex'), \
+             '\\x01'::bytea || decode(repeat('aa', 32), 'hex'), 60000, 60000)"
+        )
+    };
+    let rows = try_run(&mut owner, &claimed(1)).await.unwrap();
+    let token = FencingToken::new(rows[0].get::<String, _>(0).parse().unwrap());
+    assert_eq!(schema::apply(&database.options()).await.unwrap().found, Some(1));
+    assert_eq!(
+        schema::apply(&database.options()).await.unwrap().found,
+        Some(schema::VERSION),
+        "nothing more to do"
+    );
+
+    let store = PostgresStore::open(database.options()).await.unwrap();
+    let id = RecordId::from_bytes([1; 32]);
+    let step = Step::new("charge", "paid".into()).unwrap();
+    let command = Command::Step(RecordStep { token, number: 0, step: step.clone() });
+    assert_eq!(store.apply(id, command).await.unwrap(), Outcome::StepRecorded, "of an attempt from before");
+    assert_eq!(store.lookup(id).await.unwrap().unwrap().steps.as_slice(), [step]);
+    let may = "SELECT string_agg(r || ' ' || f, ', ' ORDER BY r, f) FROM unnest(ARRAY['worker', 'reader', 'payer', 'nobody']) AS r, \
+               unnest(ARRAY['step', 'steps', 'reserve']) AS f, pg_proc AS p \
+               WHERE p.pronamespace = 'oncegate'::regnamespace AND p.proname = f AND has_function_privilege(r, p.oid, 'EXECUTE')";
+    let rows = try_run(&mut owner, may).await.unwrap();
+    assert_eq!(rows[0].get::<String, _>(0), "payer reserve, reader steps, worker step");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -81,6 +81,29 @@ def main(url):
         assert claim(db, record)["outcome"] == "unreplayable"
         assert total(db) == 12
 
+        # A step outlives its attempt, for the next one to go on after it.
+        half_way = os.urandom(32)
+        first = claim(db, half_way)["token"]
+        noted = named(db.execute("SELECT * FROM oncegate.step(%s, %s, 0, 'charge', %s)", (half_way, first, b"\x00\xff")))
+        assert noted["outcome"] == "recorded", noted
+        db.execute("SELECT * FROM oncegate.release(%s, %s, 60000)", (half_way, first))
+        second = claim(db, half_way)["token"]
+        steps = named(db.execute("SELECT * FROM oncegate.steps(%s)", (half_way,)))
+        assert (steps["token"], steps["names"], steps["results"]) == (second, ["charge"], [b"\x00\xff"]), steps
+
+        # A record that is inserted once, completed, by the transaction that does it all.
+        once = os.urandom(32)
+        fingerprint = b"\x01" + b"f" * 32
+        with app.transaction():
+            number = app.execute("SELECT oncegate.reserve(%s)", (once,)).fetchone()[0]
+            app.execute("INSERT INTO payments VALUES (9)")
+            assert claim(db, once)["outcome"] == "in-progress"
+            args = (once, number, fingerprint, answer, 60_000, b"\x00" * 8, "POST /payments")
+            app.execute("SELECT oncegate.complete_reserved(%s, %s, %s, %s, %s, %s, %s)", args)
+        assert claim(db, once)["response"] == answer
+        assert db.execute("SELECT oncegate.reserve(%s)", (once,)).fetchone()[0] is None
+        assert total(db) == 21
+
         found = named(db.execute("SELECT * FROM oncegate.lookup(%s)", (record,)))
         assert found["state"] == "awaited" and found["operation"] == "POST /payments'; --", found
     print("ok")

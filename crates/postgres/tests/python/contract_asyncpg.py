@@ -69,6 +69,16 @@ async def main(url):
     assert (await claim(db, record))["outcome"] == "unreplayable"
     assert await db.fetchval("SELECT sum(amount) FROM payments") == 12
 
+    # A step outlives its attempt, for the next one to go on after it.
+    half_way = os.urandom(32)
+    first = (await claim(db, half_way))["token"]
+    step = "SELECT outcome FROM oncegate.step($1, $2, 0, 'charge', $3)"
+    assert await db.fetchval(step, half_way, first, b"\x00\xff") == "recorded"
+    await db.fetchrow("SELECT * FROM oncegate.release($1, $2, 60000)", half_way, first)
+    second = (await claim(db, half_way))["token"]
+    steps = await db.fetchrow("SELECT * FROM oncegate.steps($1)", half_way)
+    assert (steps["token"], steps["names"], steps["results"]) == (second, ["charge"], [b"\x00\xff"]), steps
+
     found = await db.fetchrow("SELECT * FROM oncegate.lookup($1)", record)
     assert found["state"] == "awaited" and found["operation"] == "POST /payments'; --", found
     await db.close()

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use oncegate_core::{Clock, Store as _, Timestamp};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_step_limits};
 use tokio::runtime::Runtime;
 
 use crate::contract::Scripts;
@@ -74,6 +74,24 @@ fn the_redis_store_conforms_on_a_cluster() {
     });
 }
 
+/// What is waited for is the record that the command left, whatever came before.
+#[test]
+fn the_redis_store_conforms_where_it_waits_for_the_disk() {
+    let server = RedisServer::start(ServerOptions::new().recent().with_appendfsync("always")).unwrap();
+    let url = format!("{}?wait-aof=local&wait-timeout=30s", server.url());
+    conforms(96, &url, || drop(server.command(&["FLUSHALL"]).unwrap()));
+}
+
+#[test]
+fn the_redis_store_conforms_on_a_cluster_where_it_waits_for_replicas() {
+    let cluster = cluster();
+    conforms(32, &format!("{}?wait-replicas=1&wait-timeout=30s", cluster.url()), || {
+        for server in cluster.primaries() {
+            server.command(&["FLUSHALL"]).unwrap();
+        }
+    });
+}
+
 /// In which nobody is taken for dead because the machine is busy.
 fn cluster() -> RedisCluster {
     RedisCluster::start_with(&ServerOptions::new().with("cluster-node-timeout 60000")).unwrap()
@@ -94,6 +112,7 @@ fn one_executes(url: &str) {
     let runtime = Runtime::new().unwrap();
     let store = runtime.block_on(RedisStore::open(RedisOptions::from_url(url).unwrap())).unwrap();
     check_concurrent_claims(&store, 20, 8);
+    check_step_limits(&store);
     let seen = Duration::from_millis(store.now().as_millis());
     assert!(seen.abs_diff(real_now()) < Duration::from_secs(10));
 }

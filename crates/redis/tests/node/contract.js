@@ -79,7 +79,7 @@ async function main(url) {
   for (const node of nodes) await node.script('FLUSH')
   assert.deepEqual(
     Object.keys(scripts).sort(),
-    ['audit', 'claim', 'complete', 'lookup', 'purge', 'release', 'renew', 'resolve'],
+    ['audit', 'claim', 'complete', 'lookup', 'purge', 'release', 'renew', 'resolve', 'step'],
   )
   const receipt = response(201, [['content-type', 'application/octet-stream']], Buffer.from([...Array(256).keys()]))
 
@@ -120,7 +120,16 @@ async function main(url) {
     assert.ok(taken[0] === 'execute' && BigInt(taken[2]) > BigInt(stale) && taken[5] === '1')
     assert.equal(texts(await call(client, 'complete', [second], stale, 'replayable', MINUTE, receipt))[0], 'fenced')
     assert.equal(texts(await call(client, 'release', [second], taken[2], MINUTE))[0], 'released')
-    assert.equal(texts(await claim(client, second, newAttempt(), 'b'))[3], '3')
+    const third = texts(await claim(client, second, newAttempt(), 'b'))
+    assert.equal(third[3], '3')
+
+    // A step outlives its attempt; with it, a released key is not free for another request.
+    assert.equal(texts(await call(client, 'step', [second], third[2], 0, 'charge', receipt))[0], 'recorded')
+    assert.equal(texts(await call(client, 'step', [second], stale, 1, 'ship', ''))[0], 'fenced')
+    assert.equal(texts(await call(client, 'release', [second], third[2], MINUTE))[0], 'released')
+    assert.equal(texts(await claim(client, second, newAttempt(), 'c'))[0], 'mismatch')
+    assert.equal(texts(await claim(client, second, newAttempt(), 'b'))[0], 'execute')
+    assert.ok((await client.hgetBuffer(second, 'result:0')).equals(receipt))
   }
 
   // Abandoned: parked, resolved by an operator, in the trail. On a Cluster, the trail is elsewhere.

@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    AttemptId, CallerTag, Claim, Command, Complete, Completion, FencingToken, Fingerprint, Grant, Label,
-    OnAbandoned, Outcome, RecordId, Release, Renew, Store as _, StoreError, StoreErrorKind, StoredResponse,
+    AttemptId, CallerTag, Claim, Command, Complete, Completion, Extent, FencingToken, Fingerprint, Grant,
+    Label, OnAbandoned, Outcome, RecordId, Release, Renew, Store as _, StoreError, StoreErrorKind,
+    StoredResponse,
 };
 use oncegate_redis::{RedisOptions, RedisStore};
+use oncegate_servers::RedisServer;
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 
@@ -81,5 +83,40 @@ pub(crate) async fn until_ok<T, F: Future<Output = Result<T, StoreError>>>(mut a
             Err(error) => assert!(Instant::now() < deadline, "{error}"),
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// How often a server was sent a command.
+pub(crate) fn calls_of(server: &RedisServer, command: &str) -> usize {
+    let stats = server.command(&["INFO", "commandstats"]).unwrap();
+    let calls =
+        stats.split_once(&format!("cmdstat_{command}:calls=")).map(|(_, rest)| rest.split(',').next());
+    calls.flatten().map_or(0, |calls| calls.parse().unwrap())
+}
+
+/// A failure to wait: the command was applied.
+pub(crate) fn does_not_count(result: Result<Outcome, StoreError>, extent: Extent) -> String {
+    let error = result.unwrap_err();
+    assert_eq!((error.kind(), error.extent()), (StoreErrorKind::Unavailable, extent), "{error}");
+    assert!(!error.is_unsent(), "it was written: {error}");
+    assert!(error.to_string().contains("may be sent again"), "{error}");
+    error.to_string()
+}
+
+/// A server that stands still until this is gone.
+pub(crate) struct Stopped(u32);
+
+impl Stopped {
+    pub(crate) fn new(server: &RedisServer) -> Self {
+        let pid = server.pid().unwrap();
+        oncegate_servers::freeze(pid).unwrap();
+        Self(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // It may have been ended meanwhile.
+        let _ = oncegate_servers::thaw(self.0);
     }
 }

@@ -1,0 +1,327 @@
+//! A service that completed its record without its answer is asked for it, where nobody lived to add it.
+
+use crate::relay::Gate;
+use crate::support::{Message, Service, Sidecar, Wire, ask, request};
+use crate::world::{Database, Kind, Operation, World, run};
+use crate::{SHORT, counted, metrics};
+
+const PATH: &str = "/oncegate/outcome";
+const ASKING: [&str; 2] = [SHORT[0], "--reconcile=/oncegate/outcome"];
+
+/// How often it was asked, by what was heard.
+async fn heard(sidecar: &Sidecar) -> [u64; 4] {
+    let text = metrics(sidecar).await;
+    ["happened", "unreplayable", "did-not-happen", "cannot-tell"].map(|result| {
+        let series = format!("oncegate_reconciled_total{{result=\"{result}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&series));
+        line.unwrap_or_else(|| panic!("no {series}")).parse().unwrap()
+    })
+}
+
+/// The payment was made once; a retry gets its answer from the service, and every later one from the record.
+async fn gives_the_answer(world: &mut World, key: &str, effects: i64) {
+    let before = heard(&world.sidecar).await;
+    let answer = world.retry(Operation::Pay, key).await;
+    assert!(answer.has_status(201).is_replay(), "{:?}", answer.head);
+    let charge = answer.json();
+    assert_eq!((&charge["order_id"], &charge["amount_cents"]), (&1.into(), &900.into()));
+    let newest = world.database.number("SELECT max(id)::bigint FROM charges").await;
+    assert_eq!((charge["id"].as_i64(), world.effects(Operation::Pay).await), (Some(newest), effects));
+    assert_eq!(answer.get("oncegate-outcome"), None);
+    let after = heard(&world.sidecar).await;
+    assert_eq!(after, [before[0] + 1, before[1], before[2], before[3]]);
+
+    world.service.kill().await;
+    let again = world.ask(Operation::Pay, key).await;
+    assert!(again.has_status(201).is_replay(), "{:?}", again.head);
+    assert_eq!((&again.body, again.get("content-type")), (&answer.body, answer.get("content-type")));
+    assert_eq!(heard(&world.sidecar).await, after);
+    world.restart_service().await;
+}
+
+pub(crate) async fn both_are_killed_after_the_commit_and_the_answer_is_asked_for(kind: Kind) {
+    let mut world = World::start(kind, &ASKING).await;
+    // What an ordinary answer looks like.
+    let plain = world.ask(Operation::Pay, "plain").await;
+    let effects = world.effects(Operation::Pay).await;
+    world.relay.set(Gate::AfterCommit);
+    let _client = world.send(Operation::Pay, "committed").await;
+    world.relay.holds(1).await;
+    world.has_committed(effects + 1).await;
+    world.sidecar.process.kill().await;
+    world.service.kill().await;
+    world.relay.cut().await;
+    world.restart_service().await;
+    world.restart_sidecar(&ASKING).await;
+    gives_the_answer(&mut world, "committed", effects + 1).await;
+    let again = world.ask(Operation::Pay, "committed").await;
+    for name in ["content-type", "location"] {
+        assert_eq!(again.get(name), plain.has_status(201).get(name), "{name}");
+    }
+    let members =
+        |answer: &Message| -> Vec<String> { answer.json().as_object().unwrap().keys().cloned().collect() };
+    assert_eq!(members(&again), members(&plain));
+    // Nobody but the sidecar is told anything.
+    let from_outside = request("GET", PATH, &["Oncegate-Record: 00", "Oncegate-Token: 1"], "");
+    world.sidecar.ask(&from_outside).await.has_status(400);
+}
+
+pub(crate) async fn the_sidecar_is_killed_before_it_adds_the_answer(kind: Kind) {
+    let mut world = World::start_with(kind, &ASKING, "executed").await;
+    let _client = world.send(Operation::Pay, "executed").await;
+    world.sidecar.process.says("failpoint executed").await;
+    world.sidecar.process.kill().await;
+    world.restart_sidecar(&ASKING).await;
+    gives_the_answer(&mut world, "executed", 1).await;
+}
+
+/// The first client is told to come again, and so is everybody until the service is there again.
+pub(crate) async fn the_service_is_killed_after_its_commit_and_asked_when_it_is_back(kind: Kind) {
+    let flags = [SHORT[0], ASKING[1], "--reconcile-timeout=500ms"];
+    let mut world = World::start(kind, &flags).await;
+    world.relay.set(Gate::AfterCommit);
+    let mut client = world.send(Operation::Pay, "committed").await;
+    world.relay.holds(1).await;
+    world.has_committed(1).await;
+    world.service.kill().await;
+    is_told_to_come_again(&client.message().await, 502);
+    world.relay.cut().await;
+    is_told_to_come_again(&world.retry(Operation::Pay, "committed").await, 503);
+    assert_eq!(heard(&world.sidecar).await, [0, 0, 0, 1]);
+    world.restart_service().await;
+    // Another one, which gives the service more time.
+    world.sidecar.process.kill().await;
+    world.restart_sidecar(&ASKING).await;
+    gives_the_answer(&mut world, "committed", 1).await;
+}
+
+fn is_told_to_come_again(answer: &Message, status: u16) {
+    answer.is_problem(status, "answer-awaited");
+    assert_eq!((&answer.json()["retry"], answer.get("retry-after")), (&"same-key".into(), Some("1")));
+}
+
+const KEY: &str = "Idempotency-Key: order-1";
+
+/// A request whose service, which the test plays, has committed without an answer.
+struct Committed {
+    database: Database,
+    service: Service,
+    sidecar: Sidecar,
+    client: Wire,
+    /// The request itself, which is not answered yet.
+    wire: Wire,
+    record: String,
+    token: String,
+}
+
+impl Committed {
+    async fn start(asks_for: &str) -> Self {
+        let (database, service) = (Database::new().await, Service::new().await);
+        let sidecar = sidecar(&database, &service, asks_for).await;
+        let mut client = sidecar.connect().await;
+        client.send(order()).await;
+        let mut wire = service.accept().await;
+        let asked = wire.message().await;
+        let field = |name| asked.get(name).unwrap().to_owned();
+        let (record, token) = (field("oncegate-record"), field("oncegate-token"));
+        let complete = format!("SELECT oncegate.complete(decode('{record}', 'hex'), {token})");
+        run(&mut database.connect().await, &complete).await;
+        Self { database, service, sidecar, client, wire, record, token }
+    }
+
+    /// And gone before it answered.
+    async fn lost() -> Self {
+        Self::lost_asking_for(LONG).await
+    }
+
+    async fn lost_asking_for(asks_for: &str) -> Self {
+        let mut committed = Self::start(asks_for).await;
+        drop(std::mem::replace(&mut committed.wire, Wire::new(tokio::io::empty())));
+        is_told_to_come_again(&committed.client.message().await, 502);
+        committed
+    }
+
+    async fn retry(&self) -> Wire {
+        let mut client = self.sidecar.connect().await;
+        client.send(order()).await;
+        client
+    }
+
+    /// The question, which is of the attempt that committed.
+    async fn question(&self) -> Wire {
+        let mut wire = self.service.accept().await;
+        let question = wire.message().await;
+        assert_eq!(question.head.line, format!("GET {PATH} HTTP/1.1"));
+        for (name, value) in [
+            ("oncegate-record", &*self.record),
+            ("oncegate-token", &self.token),
+            ("oncegate-attempt", "1"),
+            ("oncegate-method", "POST"),
+            ("oncegate-target", "/orders"),
+            ("idempotency-key", "order-1"),
+        ] {
+            assert_eq!(question.get(name), Some(value), "{name}");
+        }
+        wire
+    }
+
+    fn says(&self, status: &str, outcome: &str, fields: &str, body: &str) -> String {
+        format!(
+            "HTTP/1.1 {status}\r\nOncegate-Outcome: {outcome}\r\nOncegate-Record: {}\r\nOncegate-Token: {}\r\n{fields}\
+             Content-Length: {}\r\n\r\n{body}",
+            self.record,
+            self.token,
+            body.len()
+        )
+    }
+
+    /// A retry, and what it hears where the service says this.
+    async fn hears(&self, answer: &str) -> Message {
+        let mut client = self.retry().await;
+        self.question().await.send(answer).await;
+        client.message().await
+    }
+}
+
+/// Longer than any of these tests takes.
+const LONG: &str = "--reconcile-timeout=60s";
+
+async fn sidecar(database: &Database, service: &Service, asks_for: &str) -> Sidecar {
+    database.sidecar(service.address, &[ASKING[1], asks_for], "").await
+}
+
+fn order() -> String {
+    request("POST", "/orders", &[KEY], "{}")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_committed_is_never_executed_again_whatever_the_service_says() {
+    let mut committed = Committed::lost().await;
+    let no = committed.says("404 Not Found", "did-not-happen", "", "");
+    committed.hears(&no).await.is_problem(422, "replay-unavailable");
+    committed.sidecar.process.says("nothing is executed").await;
+    committed.service.stays_alone().await;
+    assert_eq!(heard(&committed.sidecar).await, [0, 0, 1, 0]);
+    // It may have looked in the wrong place.
+    let yes = committed.says("201 Created", "happened", "Content-Type: text/x\r\n", "paid");
+    let answer = committed.hears(&yes).await;
+    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
+    assert_eq!(heard(&committed.sidecar).await, [1, 0, 1, 0]);
+    assert_eq!(counted(&committed.sidecar, &["executing", "answer-added"]).await, [1, 1]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_that_the_service_has_not_kept_is_not_asked_for_again() {
+    let committed = Committed::lost().await;
+    let gone = committed.says("200 OK", "happened", "Idempotency-Store: tombstone\r\n", "");
+    committed.hears(&gone).await.is_problem(422, "replay-unavailable");
+    committed.sidecar.ask(&order()).await.is_problem(422, "replay-unavailable");
+    committed.service.stays_alone().await;
+    assert_eq!(heard(&committed.sidecar).await, [0, 1, 0, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_cannot_tell_is_asked_until_the_time_is_over_and_again_by_the_next_retry() {
+    let committed = Committed::lost_asking_for("--reconcile-timeout=4s").await;
+    let unknown = committed.says("404 Not Found", "unknown", "", "");
+    let mut client = committed.retry().await;
+    committed.question().await.send(&unknown).await;
+    // It goes on being asked; this one is not answered at all.
+    let _hangs = committed.question().await;
+    committed.sidecar.ask(&order()).await.is_problem(409, "request-in-progress");
+    is_told_to_come_again(&client.message().await, 503);
+    assert_eq!(heard(&committed.sidecar).await, [0, 0, 0, 1]);
+    let answer = committed.hears(&committed.says("201 Created", "happened", "", "paid")).await;
+    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
+}
+
+/// The one that executes has not died: it is only slow, and another one is asked for the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
+    for asker_is_first in [false, true] {
+        let mut committed = Committed::start(LONG).await;
+        let other = sidecar(&committed.database, &committed.service, LONG).await;
+        let mut duplicate = other.connect().await;
+        duplicate.send(order()).await;
+        let mut question = committed.question().await;
+        let found = committed.says("201 Created", "happened", "", "found");
+        let said = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\nsaid";
+        let (first, second, wins) = if asker_is_first {
+            question.send(&found).await;
+            let second = duplicate.message().await;
+            committed.wire.send(said).await;
+            (committed.client.message().await, second, "found")
+        } else {
+            committed.wire.send(said).await;
+            let first = committed.client.message().await;
+            question.send(&found).await;
+            (first, duplicate.message().await, "said")
+        };
+        assert_eq!((first.has_status(201).text(), first.is_replay()), (wins, false));
+        assert_eq!((second.has_status(201).text(), second.is_replay()), (wins, true));
+        for sidecar in [&committed.sidecar, &other] {
+            let again = sidecar.ask(&order()).await;
+            assert_eq!((again.has_status(201).text(), again.is_replay()), (wins, true));
+        }
+        committed.service.stays_alone().await;
+        let differs = if asker_is_first { &committed.sidecar } else { &other };
+        assert_eq!(counted(differs, &["answer-differs"]).await, [1]);
+    }
+}
+
+/// Two sidecars may ask at the same time, and get the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn two_sidecars_may_ask_at_the_same_time() {
+    let committed = Committed::lost().await;
+    let other = sidecar(&committed.database, &committed.service, LONG).await;
+    let mut one = committed.retry().await;
+    let mut first = committed.question().await;
+    let mut two = other.connect().await;
+    two.send(order()).await;
+    let mut second = committed.question().await;
+    let found = committed.says("201 Created", "happened", "", "found");
+    for wire in [&mut first, &mut second] {
+        wire.send(&found).await;
+    }
+    for client in [&mut one, &mut two] {
+        let answer = client.message().await;
+        assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("found", true));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_hangs_up_leaves_the_answer_behind() {
+    let committed = Committed::lost().await;
+    let client = committed.retry().await;
+    let mut question = committed.question().await;
+    drop(client);
+    question.send(committed.says("201 Created", "happened", "", "found")).await;
+    crate::support::until("the answer is there", async || {
+        counted(&committed.sidecar, &["answer-added"]).await == [1]
+    })
+    .await;
+    let answer = committed.sidecar.ask(&order()).await;
+    assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("found", true));
+    committed.service.stays_alone().await;
+}
+
+/// As it is without somebody to ask.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_has_no_place_to_ask_at_is_not_asked() {
+    let (database, service) = (Database::new().await, Service::new().await);
+    let sidecar = database.sidecar(service.address, &[], "").await;
+    let mut client = sidecar.connect().await;
+    client.send(order()).await;
+    let mut wire = service.accept().await;
+    let asked = wire.message().await;
+    let complete = format!(
+        "SELECT oncegate.complete(decode('{}', 'hex'), {})",
+        asked.get("oncegate-record").unwrap(),
+        asked.get("oncegate-token").unwrap()
+    );
+    run(&mut database.connect().await, &complete).await;
+    drop(wire);
+    client.message().await.is_problem(422, "replay-unavailable");
+    ask(sidecar.address, &order()).await.is_problem(422, "replay-unavailable");
+    service.stays_alone().await;
+}

@@ -1,0 +1,167 @@
+//! Recovery points: what an attempt has finished on its way, so that the next one goes on after it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use crate::limits;
+
+/// A finished part of an operation, and what came of it. Cheap to clone.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Step {
+    name: Arc<str>,
+    result: Bytes,
+}
+
+/// Why a step cannot be recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StepError {
+    /// Its name is empty, longer than [`limits::STEP_NAME_MAX`] octets, or has a NUL, which PostgreSQL cannot keep.
+    Name,
+    /// Its result alone has more than [`limits::STEPS_OCTETS_MAX`] octets.
+    TooLarge {
+        /// How many it has.
+        octets: usize,
+    },
+}
+
+impl fmt::Display for StepError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Name => {
+                write!(f, "the name of a step has 1 to {} octets, and no NUL", limits::STEP_NAME_MAX)
+            }
+            Self::TooLarge { octets } => write!(
+                f,
+                "the result of the step has {octets} octets; all of a record's steps may have {} together",
+                limits::STEPS_OCTETS_MAX
+            ),
+        }
+    }
+}
+
+impl std::error::Error for StepError {}
+
+impl Step {
+    /// A step with this name, and what came of it. To a store, results are octets.
+    ///
+    /// # Errors
+    /// [`StepError`] where the name or the result is out of its bounds.
+    pub fn new(name: &str, result: Bytes) -> Result<Self, StepError> {
+        if name.is_empty() || name.len() > limits::STEP_NAME_MAX || name.contains('\0') {
+            return Err(StepError::Name);
+        }
+        if name.len() + result.len() > limits::STEPS_OCTETS_MAX {
+            return Err(StepError::TooLarge { octets: result.len() });
+        }
+        Ok(Self { name: name.into(), result })
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What came of it.
+    #[must_use]
+    pub const fn result(&self) -> &Bytes {
+        &self.result
+    }
+
+    fn octets(&self) -> usize {
+        self.name.len() + self.result.len()
+    }
+}
+
+/// Without the result, which may be anything.
+impl fmt::Debug for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} ({} octets)", self.name, self.result.len())
+    }
+}
+
+/// The steps of a record, in the order in which they were finished. Cheap to clone, and nothing where there are none.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct Steps(Option<Arc<Vec<Step>>>);
+
+impl Steps {
+    pub(crate) const NONE: Self = Self(None);
+
+    /// The steps as a slice.
+    #[must_use]
+    pub fn as_slice(&self) -> &[Step] {
+        self.0.as_ref().map_or(&[], |steps| steps.as_slice())
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Whether one more has room: [`limits::STEPS_MAX`], [`limits::STEPS_OCTETS_MAX`].
+    #[must_use]
+    pub fn has_room_for(&self, step: &Step) -> bool {
+        let octets: usize = self.as_slice().iter().map(Step::octets).sum();
+        self.len() < limits::STEPS_MAX && octets + step.octets() <= limits::STEPS_OCTETS_MAX
+    }
+
+    /// These and one more.
+    #[must_use]
+    pub(crate) fn with(&self, step: Step) -> Self {
+        self.as_slice().iter().cloned().chain([step]).collect()
+    }
+}
+
+impl FromIterator<Step> for Steps {
+    fn from_iter<I: IntoIterator<Item = Step>>(steps: I) -> Self {
+        let steps: Vec<_> = steps.into_iter().collect();
+        Self((!steps.is_empty()).then(|| Arc::new(steps)))
+    }
+}
+
+impl fmt::Debug for Steps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.as_slice()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(name: usize, result: usize) -> Result<Step, StepError> {
+        Step::new(&"n".repeat(name), Bytes::from(vec![0; result]))
+    }
+
+    #[test]
+    fn a_name_and_a_result_are_bounded() {
+        assert!(step(1, 0).is_ok() && step(limits::STEP_NAME_MAX, 0).is_ok());
+        assert_eq!(step(0, 0), Err(StepError::Name));
+        assert_eq!(step(limits::STEP_NAME_MAX + 1, 0), Err(StepError::Name));
+        assert_eq!(Step::new("a\0b", Bytes::new()), Err(StepError::Name));
+        assert!(step(1, limits::STEPS_OCTETS_MAX - 1).is_ok());
+        let octets = limits::STEPS_OCTETS_MAX;
+        assert_eq!(step(1, octets), Err(StepError::TooLarge { octets }));
+    }
+
+    #[test]
+    fn all_of_them_together_are_bounded() {
+        let small = step(1, 0).unwrap();
+        let many: Steps = (1..limits::STEPS_MAX).map(|_| small.clone()).collect();
+        assert!(many.has_room_for(&small));
+        assert!(!many.with(small.clone()).has_room_for(&small));
+        let large: Steps = [step(1, limits::STEPS_OCTETS_MAX - 2).unwrap()].into_iter().collect();
+        assert!(large.has_room_for(&small));
+        assert!(!large.has_room_for(&step(1, 1).unwrap()));
+    }
+}

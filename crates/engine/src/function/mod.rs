@@ -1,0 +1,333 @@
+//! Functions whose effect takes place once for each key.
+
+mod errors;
+mod key;
+mod resumable;
+mod run;
+pub(crate) mod value;
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+
+use oncegate_core::{
+    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, Label, RecordId, Scope, limits,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+pub use self::errors::{
+    ErrorEnd, ErrorFate, ErrorPolicy, FateOf, FunctionError, ReleasedErrors, ReleasedIf, StoredErrors,
+    UnknownErrors,
+};
+pub use self::key::KeyText;
+pub use self::resumable::{Completer, CompleterRound, Resumable};
+pub use self::run::{Ran, Stored};
+pub use self::value::NotJson;
+
+use crate::attempt::Attempt;
+use crate::engine::Engine;
+use crate::policy::{ConfigError, Policy};
+
+/// The first part of a function's operation. The operation of an HTTP request begins with its method, which has no colon.
+const OPERATION: &[u8] = b"function:";
+
+/// What keeps the fingerprint of an input apart from that of every request.
+const DOMAIN: &str = "oncegate-function-1";
+
+/// The name of what is run without one.
+const UNNAMED: &str = "run";
+
+const RESULT_MAX: usize = 1024 * 1024;
+
+/// A function whose effect takes place once for each key: its name, what its keys are unique within, and how long things last.
+///
+/// Made by [`Engine::function`]. Cheap to clone; make it once and keep it.
+///
+/// # What a call does
+/// 1. The key is looked up within the caller and the function's name; the input's canonical JSON is compared with that of the
+///    first call. Another input under the same key is [`FunctionError::KeyReused`].
+/// 2. The first call runs the function. Others, in this process or another one, hear [`FunctionError::InProgress`], or wait as
+///    the [policy](Self::with_policy) says.
+/// 3. The value is stored as JSON before the first caller gets it, and every later call gets it until the retention ends: also
+///    `false`, `0`, `""`, `[]`, `None` and `()`.
+/// 4. What has no JSON that says the same ([`NotJson`]), or is too large, is not stored. The first caller gets it, the others
+///    [`FunctionError::NotReplayable`]. Nothing is run again for that.
+/// 5. An error is stored, frees the key or leaves the outcome unknown, as [`with_errors`](Self::with_errors) says. A panic
+///    always leaves it unknown.
+/// 6. Where the store does not answer, nothing is run.
+///
+/// # When the caller goes away
+/// [`run`](Self::run) runs the function in a task of its own: whoever drops the future, by a time-out or because a client hung
+/// up, loses the value and stops nothing; the result is stored. [`run_in_place`](Self::run_in_place) runs it where it is
+/// called, so that it may borrow; dropped in the middle it stops there, and the record is left to its lease. After that the
+/// outcome is unknown, or the function runs again under `reexecute`: the same as after a crash. The key is never freed.
+///
+/// ```
+/// use std::sync::Arc;
+/// # use oncegate_core::{Clock, MemoryStore, Timestamp};
+/// use oncegate_engine::{Engine, FunctionError};
+/// # struct Fixed;
+/// # impl Clock for Fixed { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// # let clock = Fixed;
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+/// let engine = Engine::new(Arc::new(MemoryStore::new(clock)));
+/// let charge = engine.function("charge");
+///
+/// let pay = |cents: u64| charge.run("order-123", &cents, async move |attempt| {
+///     // … charge the card, with attempt.downstream_key("card") as the key for the bank …
+///     Ok::<_, String>(format!("paid {cents}, attempt {}", attempt.number()))
+/// });
+/// assert_eq!(pay(500).await.unwrap(), "paid 500, attempt 1");
+/// assert_eq!(pay(500).await.unwrap(), "paid 500, attempt 1"); // replayed
+/// assert!(matches!(pay(900).await, Err(FunctionError::KeyReused)));
+/// # });
+/// ```
+#[derive(Clone)]
+pub struct Function<P = UnknownErrors> {
+    settings: Arc<Settings>,
+    errors: P,
+}
+
+/// What all calls of a function have in common.
+#[derive(Clone)]
+struct Settings {
+    engine: Engine,
+    name: Arc<str>,
+    scope: Scope<'static>,
+    has_caller: bool,
+    label: Label,
+    policy: Policy,
+    rules: FingerprintRules,
+    result_max: usize,
+}
+
+impl Engine {
+    /// A function of this name, whose calls take effect once for each key. The name is part of where its records are found: a
+    /// function that gets another name, or shares one, gets or shares keys. Operators see it as the record's operation.
+    #[must_use]
+    pub fn function(&self, name: &str) -> Function {
+        let scope = Scope::single_tenant();
+        Function {
+            settings: Arc::new(Settings {
+                engine: self.clone(),
+                name: name.into(),
+                label: Label::new(scope.caller_tag(), name),
+                scope,
+                has_caller: false,
+                policy: Policy::default(),
+                rules: FingerprintRules::new(),
+                result_max: RESULT_MAX,
+            }),
+            errors: UnknownErrors,
+        }
+    }
+
+    /// Runs `run` once for this key, with the defaults: [`Function::run`] of a function that is called `run`. So the key alone
+    /// tells what is meant; where several functions have the same keys, give them [names](Self::function).
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub fn run<K, I, F, Fut, T, E>(
+        &self,
+        key: K,
+        input: &I,
+        run: F,
+    ) -> impl Future<Output = Result<T, FunctionError<E>>> + use<K, I, F, Fut, T, E>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+        I: Serialize + ?Sized,
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Send + 'static,
+    {
+        self.function(UNNAMED).call(key, input).run(run)
+    }
+}
+
+impl<P> Function<P> {
+    /// How long things last, and what a call does where an earlier one was abandoned.
+    #[must_use]
+    pub fn with_policy(self, policy: Policy) -> Self {
+        self.with(|settings| settings.policy = policy)
+    }
+
+    /// Keys are unique within this caller, told apart by `identity`; `kind` keeps equal identities of different kinds apart. By
+    /// default there is one caller. See [`Scope::caller`].
+    #[must_use]
+    pub fn with_caller(self, kind: &str, identity: impl AsRef<[u8]>) -> Self {
+        self.with(|settings| {
+            settings.has_caller = true;
+            settings.scope = Scope::caller(kind, identity.as_ref());
+            settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
+        })
+    }
+
+    /// What of the input's JSON counts when two calls are compared: all of it by default. A time of sending may be left out,
+    /// or only the amount be looked at.
+    #[must_use]
+    pub fn with_fingerprint(self, rules: FingerprintRules) -> Self {
+        self.with(|settings| settings.rules = rules)
+    }
+
+    /// How many octets the JSON of a result, or of an error that is stored, may have: 1 MiB by default. What is larger is not
+    /// stored.
+    ///
+    /// # Errors
+    /// More than [`limits::RESPONSE_MAX`].
+    pub fn with_result_max(self, octets: usize) -> Result<Self, ConfigError> {
+        if octets > limits::RESPONSE_MAX {
+            let max = limits::RESPONSE_MAX;
+            return Err(ConfigError::new(format!(
+                "a result of {octets} octets; at most {max} can be stored"
+            )));
+        }
+        Ok(self.with(|settings| settings.result_max = octets))
+    }
+
+    /// What becomes of the record where the function returns an error: [`UnknownErrors`] (the default), [`ReleasedErrors`],
+    /// [`ReleasedIf`], [`StoredErrors`], [`FateOf`], or a policy of your own.
+    #[must_use]
+    pub fn with_errors<Q>(self, errors: Q) -> Function<Q> {
+        Function { settings: self.settings, errors }
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.settings.name
+    }
+
+    /// Where the record of a key is found.
+    #[must_use]
+    pub fn record_id(&self, key: &IdempotencyKey) -> RecordId {
+        let operation = [OPERATION, self.settings.name.as_bytes()];
+        RecordId::derive(&self.settings.scope.within(&operation), key)
+    }
+
+    /// What two calls are compared by.
+    fn fingerprint(&self, json: &[u8]) -> Fingerprint {
+        let input =
+            FingerprintInput { content_type: b"application/json", body: json, ..FingerprintInput::default() };
+        Fingerprint::of_parts(DOMAIN, &[self.settings.rules.fingerprint(&input).digest()])
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
+        change(Arc::make_mut(&mut self.settings));
+        self
+    }
+}
+
+impl<P: Clone> Function<P> {
+    /// One call. What there is to know of key and input is taken from them here, so that the function may have the input, and
+    /// change it.
+    pub fn call<K, I>(&self, key: K, input: &I) -> Call<P>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+        I: Serialize + ?Sized,
+    {
+        let asked = key
+            .try_into()
+            .map_err(|error| NoCall::Key(error.into()))
+            .and_then(|key| Ok((key, value::encode_input(input).map_err(NoCall::Input)?)))
+            .map(|(key, json)| (self.record_id(&key), self.fingerprint(&json)));
+        Call { function: self.clone(), asked }
+    }
+
+    /// Runs `run` in a task of its own, unless this key was used before. Dropping the future does not stop it, and its result is
+    /// stored; [`Engine::drain`] waits for it. Must be called inside a tokio runtime.
+    ///
+    /// Where `run` takes the input with it: `function.call(key, &input).run(async move |attempt| …)`.
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub fn run<K, I, F, Fut, T, E>(
+        &self,
+        key: K,
+        input: &I,
+        run: F,
+    ) -> impl Future<Output = Result<T, FunctionError<E>>> + use<P, K, I, F, Fut, T, E>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+        I: Serialize + ?Sized,
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Send + 'static,
+        P: ErrorPolicy<E> + Send + Sync + 'static,
+    {
+        self.call(key, input).run(run)
+    }
+
+    /// Runs `run` here, unless this key was used before. It may borrow. Where the future is dropped in the middle, `run` stops
+    /// there, and the record is left to its lease and to what the policy says of the abandoned.
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub fn run_in_place<K, I, F, Fut, T, E>(
+        &self,
+        key: K,
+        input: &I,
+        run: F,
+    ) -> impl Future<Output = Result<T, FunctionError<E>>> + use<P, K, I, F, Fut, T, E>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+        I: Serialize + ?Sized,
+        F: FnOnce(Attempt) -> Fut,
+        Fut: Future<Output = Result<T, E>>,
+        T: Serialize + DeserializeOwned,
+        P: ErrorPolicy<E>,
+    {
+        self.call(key, input).run_in_place(run)
+    }
+}
+
+impl<P> fmt::Debug for Function<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Function").field("name", &self.settings.name).finish_non_exhaustive()
+    }
+}
+
+/// The value itself. What `#[idempotent]` writes around each argument that it compares, so that the compiler points at the one
+/// that has no `Serialize`.
+#[doc(hidden)]
+#[must_use]
+pub const fn compared<T: Serialize + ?Sized>(argument: &T) -> &T {
+    argument
+}
+
+/// One call of a [`Function`], before anything is asked of the store.
+#[must_use = "a call runs when it is told how"]
+pub struct Call<P = UnknownErrors> {
+    function: Function<P>,
+    asked: Result<(RecordId, Fingerprint), NoCall>,
+}
+
+/// Why a call is none.
+#[derive(Clone, Copy)]
+enum NoCall {
+    Key(KeyError),
+    Input(NotJson),
+}
+
+impl<E> From<NoCall> for FunctionError<E> {
+    fn from(why: NoCall) -> Self {
+        match why {
+            NoCall::Key(error) => Self::Key(error),
+            NoCall::Input(error) => Self::Input(error),
+        }
+    }
+}
+
+impl<P> fmt::Debug for Call<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let record = self.asked.as_ref().ok().map(|(record, _)| record);
+        f.debug_struct("Call").field("function", &self.function).field("record", &record).finish()
+    }
+}

@@ -1,0 +1,283 @@
+//! Functions that somebody goes on with where their owner is gone.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{
+    IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, StateName, StoreError,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::task::{JoinHandle, JoinSet};
+
+use super::errors::{ErrorPolicy, FunctionError};
+use super::run::{Claimed, Ran, joined};
+use super::value;
+use super::{Function, NoCall};
+use crate::attempt::{Attempt, Permit};
+use crate::engine::{ClaimOutcome, ClaimRequest};
+use crate::policy::ConfigError;
+use crate::step::{self, StepError};
+
+/// A function with its code, whose calls are finished by a completer where their owner is gone: so that no order hangs half-way
+/// until somebody retries. Made by [`Function::resumable`]. Cheap to clone.
+///
+/// Its input is recorded before the function begins, beside its [steps](Attempt::step), and every attempt gets the input that
+/// the first one had. [`complete`](Self::complete) looks for attempts that were abandoned, or that were released with
+/// finished steps, and executes them again.
+pub struct Resumable<I, T, E, P> {
+    function: Function<P>,
+    run: Run<I, T, E>,
+}
+
+type Run<I, T, E> =
+    Arc<dyn Fn(Attempt, I) -> Pin<Box<dyn Future<Output = Result<T, E>> + Send>> + Send + Sync>;
+
+/// How many calls a completer executes at a time. So many that hang are more than it gets past.
+const AT_ONCE: usize = 16;
+
+/// How a [completer](Resumable::complete) goes about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completer {
+    every: Duration,
+    after: Duration,
+    attempts_max: u32,
+}
+
+impl Default for Completer {
+    /// Every ten seconds; what was released a minute ago or earlier; up to 25 attempts.
+    fn default() -> Self {
+        Self { every: Duration::from_secs(10), after: Duration::from_secs(60), attempts_max: 25 }
+    }
+}
+
+impl Completer {
+    /// How long it rests after it has gone through all records. Each round reads every record of the store once, a page at a
+    /// time.
+    #[must_use]
+    pub const fn with_every(self, every: Duration) -> Self {
+        Self { every, ..self }
+    }
+
+    /// How long a call that was released half-way is left to its caller's own retries.
+    #[must_use]
+    pub const fn with_after(self, after: Duration) -> Self {
+        Self { after, ..self }
+    }
+
+    /// After how many attempts at a record it gives up, and an operator has to look.
+    #[must_use]
+    pub const fn with_attempts_max(self, attempts_max: u32) -> Self {
+        Self { attempts_max, ..self }
+    }
+}
+
+/// What a round of a completer came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CompleterRound {
+    /// How many calls were executed again.
+    pub executed: usize,
+    /// How many were left alone, because they had too many attempts, or their input cannot be read any more.
+    pub left: usize,
+}
+
+impl<P> Function<P> {
+    /// The function with its code, so that a completer can go on with calls whose owner is gone.
+    ///
+    /// # Errors
+    /// Where the policy is `park`, or to reconcile: then it is not for the program to go on.
+    pub fn resumable<I, T, E, F, Fut>(self, run: F) -> Result<Resumable<I, T, E, P>, ConfigError>
+    where
+        F: Fn(Attempt, I) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+    {
+        if self.settings.policy.on_abandoned() != OnAbandoned::Reexecute {
+            return Err(ConfigError::new(
+                "a resumable function is executed again after a crash: its policy must be reexecute",
+            ));
+        }
+        let run: Run<I, T, E> = Arc::new(move |attempt, input| Box::pin(run(attempt, input)));
+        Ok(Resumable { function: self, run })
+    }
+}
+
+impl<I, T, E, P> Resumable<I, T, E, P>
+where
+    I: Serialize + DeserializeOwned + Send + 'static,
+    T: Serialize + DeserializeOwned + Send + 'static,
+    E: Send + 'static,
+    P: ErrorPolicy<E> + Clone + Send + Sync + 'static,
+{
+    /// Runs the function in a task of its own, unless this key was used before: see [`Function::run`]. Must be called inside a
+    /// tokio runtime.
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub async fn run<K>(&self, key: K, input: &I) -> Result<T, FunctionError<E>>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+    {
+        self.run_detailed(key, input).await.map(|ran| ran.value)
+    }
+
+    /// As [`run`](Self::run), and tells how the value came about.
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub async fn run_detailed<K>(&self, key: K, input: &I) -> Result<Ran<T>, FunctionError<E>>
+    where
+        K: TryInto<IdempotencyKey>,
+        K::Error: Into<KeyError>,
+    {
+        let json = value::encode(input, step::INPUT_MAX).map_err(NoCall::Input)?;
+        match self.function.call(key, input).claim().await? {
+            Claimed::Execute(permit) => joined(self.spawn(permit, json.into())).await,
+            Claimed::Replay(response) => self.function.replay(&response),
+        }
+    }
+
+    /// Executes in a task of its own. Nothing is waited for between the claim and this.
+    fn spawn(&self, permit: Permit, json: Bytes) -> JoinHandle<Result<Ran<T>, FunctionError<E>>> {
+        let this = self.clone();
+        self.function.settings.engine.spawn(async move { this.execute(permit, json).await })
+    }
+
+    async fn execute(&self, permit: Permit, json: Bytes) -> Result<Ran<T>, FunctionError<E>> {
+        // Before anything takes effect: what nobody could go on with is not begun.
+        let input = permit.attempt().begin(json).await.and_then(|json| {
+            value::decode(&json)
+                .map_err(|reason| StepError::Undecodable { step: "its input".to_owned(), reason })
+        });
+        match input {
+            Ok(input) => self.function.execute(permit, |attempt| (self.run)(attempt, input)).await,
+            Err(why) => {
+                permit.cancel().await;
+                Err(match why {
+                    StepError::Fenced => FunctionError::InProgress { lease_left: Duration::ZERO },
+                    StepError::Store { reason } => FunctionError::Store(StoreError::unavailable(reason)),
+                    why => FunctionError::Undecodable {
+                        function: self.function.settings.name.clone(),
+                        reason: why.to_string(),
+                    },
+                })
+            }
+        }
+    }
+
+    /// Goes once through all records and executes the calls of this function again that were abandoned, or released half-way. The
+    /// first error of the store ends the round.
+    ///
+    /// Several may run at once, in one process or in many: each record is claimed first.
+    ///
+    /// # Errors
+    /// What the store said.
+    pub async fn complete(&self, how: Completer) -> Result<CompleterRound, StoreError> {
+        let mut running = JoinSet::new();
+        let round = self.round(how, &mut running).await?;
+        while running.join_next().await.is_some() {}
+        Ok(round)
+    }
+
+    /// As [`complete`](Self::complete), and leaves behind what still runs. To drop `running` stops none of it.
+    async fn round(&self, how: Completer, running: &mut JoinSet<()>) -> Result<CompleterRound, StoreError> {
+        let mut round = CompleterRound::default();
+        for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
+            let mut query = ListQuery::default();
+            query.state = Some(state);
+            query.caller =
+                Some(self.function.settings.label.caller()).filter(|_| self.function.settings.has_caller);
+            query.operation = Some(self.function.settings.name.to_string());
+            query.min_age = min_age;
+            loop {
+                let page = self.function.settings.engine.store().list(query.clone()).await?;
+                for (id, record) in page.records {
+                    let Some(json) = self.input(&record) else { continue };
+                    if record.attempts >= how.attempts_max || value::decode::<I>(&json).is_err() {
+                        let function = &*self.function.settings.name;
+                        let attempts = record.attempts;
+                        tracing::warn!(function, record = ?id, attempts, "the completer leaves a call alone");
+                        round.left += 1;
+                        continue;
+                    }
+                    if let Some(permit) = self.claim(id, &record).await? {
+                        round.executed += 1;
+                        let call = self.spawn(permit, json);
+                        running.spawn(async move { drop(call.await) });
+                    }
+                    while running.len() >= AT_ONCE {
+                        running.join_next().await;
+                    }
+                }
+                query.after = page.next;
+                if page.next.is_none() {
+                    break;
+                }
+            }
+        }
+        Ok(round)
+    }
+
+    /// Completes again and again, in a task of its own, until the engine is [drained](crate::Engine::drain). What the store does
+    /// not answer is logged and asked again in the next round.
+    pub fn spawn_completer(&self, how: Completer) -> JoinHandle<()> {
+        let this = self.clone();
+        let engine = self.function.settings.engine.clone();
+        self.function.settings.engine.spawn(async move {
+            let function = this.function.settings.name.clone();
+            // One that takes long holds up no later round.
+            let mut running = JoinSet::new();
+            loop {
+                while running.try_join_next().is_some() {}
+                tokio::select! {
+                    biased;
+                    () = engine.closing() => return,
+                    round = this.round(how, &mut running) => match round {
+                        Ok(CompleterRound { executed: 0, .. }) => {}
+                        Ok(round) => tracing::info!(%function, executed = round.executed, "goes on with what was abandoned"),
+                        Err(error) => tracing::warn!(%function, %error, "a round of the completer was cut off"),
+                    }
+                }
+                tokio::select! {
+                    biased;
+                    () = engine.closing() => return,
+                    () = tokio::time::sleep(how.every) => {}
+                }
+            }
+        })
+    }
+
+    /// The input that was recorded, where this record is a call of this function.
+    fn input(&self, record: &Record) -> Option<Bytes> {
+        let first = record.steps.as_slice().first().filter(|step| step.name() == step::INPUT)?;
+        (record.label.operation() == &*self.function.settings.name).then(|| first.result().clone())
+    }
+
+    async fn claim(&self, id: RecordId, record: &Record) -> Result<Option<Permit>, StoreError> {
+        let policy = self.function.settings.policy.with_wait(Duration::ZERO).unwrap_or_default();
+        let (fingerprint, label) = (record.fingerprint, record.label.clone());
+        let request = ClaimRequest { id, fingerprint, label, policy };
+        match self.function.settings.engine.claim(request).await? {
+            ClaimOutcome::Execute(permit) => Ok(Some(permit)),
+            // Somebody was faster.
+            _ => Ok(None),
+        }
+    }
+}
+
+impl<I, T, E, P: Clone> Clone for Resumable<I, T, E, P> {
+    fn clone(&self) -> Self {
+        Self { function: self.function.clone(), run: self.run.clone() }
+    }
+}
+
+impl<I, T, E, P> fmt::Debug for Resumable<I, T, E, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Resumable").field("function", &self.function).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,283 @@
+//! What one call comes to.
+
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::task::Poll;
+
+use bytes::Bytes;
+use oncegate_core::{Completion, OnAbandoned, RecordId, StoredResponse};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::task::JoinHandle;
+
+use super::errors::{ErrorEnd, ErrorPolicy, FunctionError};
+use super::value::{self, NotJson, guarded};
+use super::{Call, Function};
+use crate::attempt::{Attempt, Permit, Settled};
+use crate::engine::{ClaimOutcome, ClaimRequest};
+
+/// The status under which a value is stored, and any other of 200 to 299 with which an operator gives one.
+const VALUE: u16 = 200;
+
+/// The status under which an error is stored.
+const ERROR: u16 = 500;
+
+/// A value, and how it came about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Ran<T> {
+    /// The value.
+    pub value: T,
+    /// Which attempt at the record gave it, from 1, where this call ran the function; `None` where it was replayed.
+    pub attempt: Option<u32>,
+    /// Whether later calls get it.
+    pub stored: Stored,
+}
+
+impl<T> Ran<T> {
+    /// Whether an earlier call ran the function, and this value comes from the record.
+    #[must_use]
+    pub const fn is_replayed(&self) -> bool {
+        self.attempt.is_none()
+    }
+}
+
+/// Whether later calls get a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Stored {
+    /// They do.
+    Yes,
+    /// They hear [`FunctionError::NotReplayable`], for this reason. The function is not run again.
+    No(NotJson),
+    /// The store is out of reach. The engine goes on trying until the lease ends; if that fails, the record is left to what the
+    /// policy says of the abandoned.
+    Deferred,
+    /// Not this one: the lease had run out, and somebody else took over. The effect of this call may stand beside the other's.
+    Fenced,
+}
+
+impl<P> Call<P> {
+    /// Runs `run` in a task of its own, unless this key was used before: see [`Function::run`].
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub async fn run<F, Fut, T, E>(self, run: F) -> Result<T, FunctionError<E>>
+    where
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Send + 'static,
+        P: ErrorPolicy<E> + Send + Sync + 'static,
+    {
+        self.run_detailed(run).await.map(|ran| ran.value)
+    }
+
+    /// As [`run`](Self::run), and tells how the value came about.
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub async fn run_detailed<F, Fut, T, E>(self, run: F) -> Result<Ran<T>, FunctionError<E>>
+    where
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Send + 'static,
+        P: ErrorPolicy<E> + Send + Sync + 'static,
+    {
+        match self.claim().await? {
+            Claimed::Execute(permit) => {
+                let engine = self.function.settings.engine.clone();
+                // Nothing is waited for between the claim and this, so that nobody's going away comes between them.
+                let task = engine.spawn(async move { self.function.execute(permit, run).await });
+                joined(task).await
+            }
+            Claimed::Replay(response) => self.function.replay(&response),
+        }
+    }
+
+    /// Runs `run` here, unless this key was used before: see [`Function::run_in_place`].
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub async fn run_in_place<F, Fut, T, E>(self, run: F) -> Result<T, FunctionError<E>>
+    where
+        F: FnOnce(Attempt) -> Fut,
+        Fut: Future<Output = Result<T, E>>,
+        T: Serialize + DeserializeOwned,
+        P: ErrorPolicy<E>,
+    {
+        self.run_in_place_detailed(run).await.map(|ran| ran.value)
+    }
+
+    /// As [`run_in_place`](Self::run_in_place), and tells how the value came about.
+    ///
+    /// # Errors
+    /// [`FunctionError`].
+    pub async fn run_in_place_detailed<F, Fut, T, E>(self, run: F) -> Result<Ran<T>, FunctionError<E>>
+    where
+        F: FnOnce(Attempt) -> Fut,
+        Fut: Future<Output = Result<T, E>>,
+        T: Serialize + DeserializeOwned,
+        P: ErrorPolicy<E>,
+    {
+        match self.claim().await? {
+            Claimed::Execute(permit) => self.function.execute(permit, run).await,
+            Claimed::Replay(response) => self.function.replay(&response),
+        }
+    }
+
+    pub(super) async fn claim<E>(&self) -> Result<Claimed, FunctionError<E>> {
+        let (id, fingerprint) = self.asked?;
+        let settings = &self.function.settings;
+        let request =
+            ClaimRequest { id, fingerprint, label: settings.label.clone(), policy: settings.policy };
+        match settings.engine.claim(request).await {
+            Ok(ClaimOutcome::Execute(permit)) => Ok(Claimed::Execute(permit)),
+            Ok(ClaimOutcome::Replay(response)) => Ok(Claimed::Replay(response)),
+            Ok(ClaimOutcome::InProgress { lease_left }) => Err(FunctionError::InProgress { lease_left }),
+            Ok(ClaimOutcome::Mismatch) => Err(FunctionError::KeyReused),
+            Ok(ClaimOutcome::Unknown) => Err(FunctionError::Unknown),
+            Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddAnswer(_) | ClaimOutcome::AnswerAwaited) => {
+                Err(FunctionError::NotReplayable)
+            }
+            Err(error) => Err(FunctionError::Store(error)),
+        }
+    }
+}
+
+pub(super) enum Claimed {
+    Execute(Permit),
+    Replay(StoredResponse),
+}
+
+/// What a task came to that runs a function.
+pub(super) async fn joined<T, E>(
+    task: JoinHandle<Result<Ran<T>, FunctionError<E>>>,
+) -> Result<Ran<T>, FunctionError<E>> {
+    match task.await {
+        Ok(result) => result,
+        Err(error) if error.is_panic() => Err(FunctionError::Panicked),
+        // The runtime ended, and the function with it.
+        Err(_) => Err(FunctionError::Unknown),
+    }
+}
+
+impl<P> Function<P> {
+    /// Runs the function and writes down what came of it. Whatever of this is dropped, the key stays taken.
+    pub(super) async fn execute<F, Fut, T, E>(
+        &self,
+        permit: Permit,
+        run: F,
+    ) -> Result<Ran<T>, FunctionError<E>>
+    where
+        F: FnOnce(Attempt) -> Fut,
+        Fut: Future<Output = Result<T, E>>,
+        T: Serialize + DeserializeOwned,
+        P: ErrorPolicy<E>,
+    {
+        let attempt = permit.attempt();
+        let (id, number) = (attempt.record_id(), attempt.number());
+        // Also what `run` does before its future is there belongs to the run.
+        let Ok(result) = catch_panic(async move { run(attempt).await }).await else {
+            self.end_unknown(permit).await;
+            return Err(FunctionError::Panicked);
+        };
+        let max = self.settings.result_max;
+        match result {
+            Ok(value) => {
+                let stored = self.store(permit, id, VALUE, value::encode(&value, max)).await;
+                Ok(Ran { value, attempt: Some(number), stored })
+            }
+            Err(error) => {
+                // A policy that panics says nothing.
+                match guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown) {
+                    ErrorEnd::Store(json) => drop(self.store(permit, id, ERROR, json).await),
+                    ErrorEnd::Release => drop(self.settle(permit.release()).await),
+                    ErrorEnd::Unknown => self.end_unknown(permit).await,
+                }
+                Err(FunctionError::Failed { error, replayed: false })
+            }
+        }
+    }
+
+    /// Completes with this JSON, or without, where there is none.
+    async fn store(
+        &self,
+        permit: Permit,
+        id: RecordId,
+        status: u16,
+        json: Result<Vec<u8>, NotJson>,
+    ) -> Stored {
+        let response = json.and_then(|json| {
+            let fields = [("content-type", &b"application/json"[..])];
+            StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| NotJson::TooLarge)
+        });
+        let (completion, stored) = match response {
+            Ok(response) => (Completion::Replayable(response), Stored::Yes),
+            Err(why) => {
+                let function = &*self.settings.name;
+                tracing::warn!(function, record = ?id, %why, "a result was not stored and cannot be replayed");
+                (Completion::Tombstone, Stored::No(why))
+            }
+        };
+        match self.settle(permit.complete(completion)).await {
+            Some(Settled::Done) => stored,
+            Some(Settled::Fenced) => Stored::Fenced,
+            Some(Settled::Deferred(_)) | None => Stored::Deferred,
+        }
+    }
+
+    /// Ends an attempt whose outcome is not known. Where an operator is to say, that is known now; where the function is to run
+    /// again, it does so after the lease, as after a crash.
+    async fn end_unknown(&self, permit: Permit) {
+        if self.settings.policy.on_abandoned() == OnAbandoned::Park {
+            drop(self.settle(permit.complete(Completion::Unknown)).await);
+        }
+    }
+
+    /// Waits for the end of an attempt, which goes on where the caller goes away. `None` where the runtime ended first.
+    async fn settle(&self, end: impl Future<Output = Settled> + Send + 'static) -> Option<Settled> {
+        let mut end: Pin<Box<dyn Future<Output = Settled> + Send>> = Box::pin(end);
+        // Most stores in this process answer at once, and need no task.
+        if let Poll::Ready(settled) = std::future::poll_fn(|cx| Poll::Ready(end.as_mut().poll(cx))).await {
+            return Some(settled);
+        }
+        self.settings.engine.spawn(end).await.ok()
+    }
+
+    pub(super) fn replay<T, E>(&self, response: &StoredResponse) -> Result<Ran<T>, FunctionError<E>>
+    where
+        T: DeserializeOwned,
+        P: ErrorPolicy<E>,
+    {
+        let undecodable =
+            |reason| FunctionError::Undecodable { function: self.settings.name.clone(), reason };
+        let body = response.body();
+        if matches!(response.status(), 200..300) {
+            let value = value::decode(&body).map_err(undecodable)?;
+            return Ok(Ran { value, attempt: None, stored: Stored::Yes });
+        }
+        let error = guarded(|| self.errors.read(&body))
+            .unwrap_or_else(|| Err("reading the error panicked".to_owned()))
+            .map_err(undecodable)?;
+        Err(FunctionError::Failed { error, replayed: true })
+    }
+}
+
+/// The function panicked; the panic hook has said where.
+struct Panicked;
+
+async fn catch_panic<F: Future>(future: F) -> Result<F::Output, Panicked> {
+    let mut future = Box::pin(future);
+    std::future::poll_fn(move |cx| {
+        // Nothing of the future is looked at after a panic.
+        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+            Ok(Poll::Pending) => Poll::Pending,
+            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
+            Err(_) => Poll::Ready(Err(Panicked)),
+        }
+    })
+    .await
+}

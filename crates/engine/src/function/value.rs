@@ -1,0 +1,360 @@
+//! Values as they are stored: JSON, where JSON says all of it.
+
+use std::fmt;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use serde::de::DeserializeOwned;
+use serde::ser::{self, Serialize};
+
+/// Why a value is not stored, or not taken as an input: it has no JSON that says the same.
+///
+/// Values are stored as JSON so that an operator can read them, and write one where the outcome of a function is unknown.
+/// What JSON cannot say is found before it is written down, because a replay must be what the first caller got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NotJson {
+    /// It holds a number that is not finite. JSON has none; serde writes `null`.
+    NotFinite,
+    /// It holds `Some` of something that is itself written as `null`, such as `Some(None)` or `Some(())`: it would be read
+    /// back as `None`.
+    SomeOfNull,
+    /// Its `Serialize` failed, or has keys of maps that are no strings, numbers or truth values.
+    NotSerialized,
+    /// What was written cannot be read back as the same type: a field is left out that is needed, or it is nested too deeply.
+    NotReadBack,
+    /// Its JSON is larger than [`Function::with_result_max`](super::Function::with_result_max) allows.
+    TooLarge,
+}
+
+impl fmt::Display for NotJson {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotFinite => "it holds a number that is not finite, and JSON has none",
+            Self::SomeOfNull => "it holds a Some that JSON cannot tell from None",
+            Self::NotSerialized => "it could not be serialized as JSON",
+            Self::NotReadBack => "its JSON cannot be read back as its type",
+            Self::TooLarge => "it is larger than the limit for results",
+        })
+    }
+}
+
+impl std::error::Error for NotJson {}
+
+/// The JSON of a result: at most `max` octets, and read back once, so that a type that cannot be is found now and not by a
+/// replay.
+pub(crate) fn encode<T: Serialize + DeserializeOwned>(value: &T, max: usize) -> Result<Vec<u8>, NotJson> {
+    // The value's own code runs here, after the effect took place: a panic in it must not hide that.
+    guarded(|| {
+        value.serialize(Check(&mut Seen::default())).map_err(|fault| fault.0)?;
+        let mut to = Bounded { json: Vec::with_capacity(128), max, is_full: false };
+        if serde_json::to_writer(&mut to, value).is_err() {
+            return Err(if to.is_full { NotJson::TooLarge } else { NotJson::NotSerialized });
+        }
+        let reads_back = serde_json::from_slice::<T>(&to.json).is_ok();
+        reads_back.then_some(to.json).ok_or(NotJson::NotReadBack)
+    })
+    .unwrap_or(Err(NotJson::NotSerialized))
+}
+
+/// The JSON of an input.
+pub(crate) fn encode_input<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, NotJson> {
+    let mut seen = Seen::default();
+    value.serialize(Check(&mut seen)).map_err(|fault| fault.0)?;
+    // A hash map has another order each time. Where numbers keep the canonical form away, its order would count.
+    if seen.has_map
+        && let Ok(sorted) = serde_json::to_value(value)
+        && let Ok(json) = serde_json::to_vec(&sorted)
+    {
+        return Ok(json);
+    }
+    serde_json::to_vec(value).map_err(|_| NotJson::NotSerialized)
+}
+
+/// Reads a stored value. Nothing at all, which an operator may have given, is read as `null`.
+///
+/// # Errors
+/// Why not, in words that show nothing of the value.
+pub(crate) fn decode<T: DeserializeOwned>(stored: &[u8]) -> Result<T, String> {
+    let stored = if stored.is_empty() { b"null" } else { stored };
+    match guarded(|| serde_json::from_slice(stored)) {
+        Some(Ok(value)) => Ok(value),
+        Some(Err(error)) => Err(without_values(&error)),
+        None => Err("its Deserialize panicked".to_owned()),
+    }
+}
+
+/// What serde says of a value that it did not expect, without the value.
+fn without_values(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    if text.starts_with("missing field") {
+        return text;
+    }
+    match text.rsplit_once(", expected ") {
+        Some((_, expected)) => format!("expected {expected}"),
+        None => format!("no such value at line {} column {}", error.line(), error.column()),
+    }
+}
+
+/// What it gives, or `None` where it panicked.
+pub(crate) fn guarded<R>(of: impl FnOnce() -> R) -> Option<R> {
+    // What it refers to is only read, and not again after a panic.
+    catch_unwind(AssertUnwindSafe(of)).ok()
+}
+
+/// Takes so many octets and no more.
+struct Bounded {
+    json: Vec<u8>,
+    max: usize,
+    is_full: bool,
+}
+
+impl io::Write for Bounded {
+    fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
+        if octets.len() > self.max.saturating_sub(self.json.len()) {
+            self.is_full = true;
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.json.extend_from_slice(octets);
+        Ok(octets.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What there is to know of a value beside whether JSON can say it.
+#[derive(Default)]
+struct Seen {
+    has_map: bool,
+}
+
+/// Whether a value is written as `null`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shape {
+    Null,
+    Other,
+}
+
+/// Goes through a value, writes nothing, and stops at what JSON cannot say.
+struct Check<'a>(&'a mut Seen);
+
+#[derive(Debug)]
+struct Fault(NotJson);
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for Fault {}
+
+impl ser::Error for Fault {
+    fn custom<T: fmt::Display>(_: T) -> Self {
+        Self(NotJson::NotSerialized)
+    }
+}
+
+type Checked = Result<Shape, Fault>;
+
+/// Serializes into [`Shape::Other`], whatever the value.
+macro_rules! other {
+    ($($name:ident: $of:ty),* $(,)?) => {
+        $(fn $name(self, _: $of) -> Checked {
+            Ok(Shape::Other)
+        })*
+    };
+}
+
+impl ser::Serializer for Check<'_> {
+    type Ok = Shape;
+    type Error = Fault;
+    type SerializeSeq = Self;
+    type SerializeTuple = Self;
+    type SerializeTupleStruct = Self;
+    type SerializeTupleVariant = Self;
+    type SerializeMap = Self;
+    type SerializeStruct = Self;
+    type SerializeStructVariant = Self;
+
+    other! {
+        serialize_bool: bool, serialize_char: char, serialize_str: &str, serialize_bytes: &[u8],
+        serialize_i8: i8, serialize_i16: i16, serialize_i32: i32, serialize_i64: i64, serialize_i128: i128,
+        serialize_u8: u8, serialize_u16: u16, serialize_u32: u32, serialize_u64: u64, serialize_u128: u128,
+    }
+
+    fn serialize_f32(self, value: f32) -> Checked {
+        self.serialize_f64(value.into())
+    }
+
+    fn serialize_f64(self, value: f64) -> Checked {
+        if value.is_finite() { Ok(Shape::Other) } else { Err(Fault(NotJson::NotFinite)) }
+    }
+
+    fn serialize_none(self) -> Checked {
+        Ok(Shape::Null)
+    }
+
+    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Checked {
+        match value.serialize(self)? {
+            Shape::Null => Err(Fault(NotJson::SomeOfNull)),
+            Shape::Other => Ok(Shape::Other),
+        }
+    }
+
+    fn serialize_unit(self) -> Checked {
+        Ok(Shape::Null)
+    }
+
+    fn serialize_unit_struct(self, _: &'static str) -> Checked {
+        Ok(Shape::Null)
+    }
+
+    fn serialize_unit_variant(self, _: &'static str, _: u32, _: &'static str) -> Checked {
+        Ok(Shape::Other)
+    }
+
+    fn serialize_newtype_struct<T: Serialize + ?Sized>(self, _: &'static str, value: &T) -> Checked {
+        value.serialize(self)
+    }
+
+    fn serialize_newtype_variant<T: Serialize + ?Sized>(
+        self,
+        _: &'static str,
+        _: u32,
+        _: &'static str,
+        value: &T,
+    ) -> Checked {
+        value.serialize(self)?;
+        Ok(Shape::Other)
+    }
+
+    fn serialize_seq(self, _: Option<usize>) -> Result<Self, Fault> {
+        Ok(self)
+    }
+
+    fn serialize_tuple(self, _: usize) -> Result<Self, Fault> {
+        Ok(self)
+    }
+
+    fn serialize_tuple_struct(self, _: &'static str, _: usize) -> Result<Self, Fault> {
+        Ok(self)
+    }
+
+    fn serialize_tuple_variant(
+        self,
+        _: &'static str,
+        _: u32,
+        _: &'static str,
+        _: usize,
+    ) -> Result<Self, Fault> {
+        Ok(self)
+    }
+
+    fn serialize_map(self, _: Option<usize>) -> Result<Self, Fault> {
+        self.0.has_map = true;
+        Ok(self)
+    }
+
+    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Self, Fault> {
+        Ok(self)
+    }
+
+    fn serialize_struct_variant(
+        self,
+        _: &'static str,
+        _: u32,
+        _: &'static str,
+        _: usize,
+    ) -> Result<Self, Fault> {
+        Ok(self)
+    }
+
+    fn collect_str<T: fmt::Display + ?Sized>(self, _: &T) -> Checked {
+        Ok(Shape::Other)
+    }
+}
+
+/// Checks the parts of what has parts.
+macro_rules! parts {
+    ($($of:ident: $part:ident($($name:ident: $named:ty)?)),* $(,)?) => {
+        $(impl ser::$of for Check<'_> {
+            type Ok = Shape;
+            type Error = Fault;
+
+            fn $part<T: Serialize + ?Sized>(&mut self, $($name: $named,)? value: &T) -> Result<(), Fault> {
+                value.serialize(Check(self.0)).map(drop)
+            }
+
+            fn end(self) -> Checked {
+                Ok(Shape::Other)
+            }
+        })*
+    };
+}
+
+parts! {
+    SerializeSeq: serialize_element(),
+    SerializeTuple: serialize_element(),
+    SerializeTupleStruct: serialize_field(),
+    SerializeTupleVariant: serialize_field(),
+    SerializeStruct: serialize_field(_name: &'static str),
+    SerializeStructVariant: serialize_field(_name: &'static str),
+}
+
+impl ser::SerializeMap for Check<'_> {
+    type Ok = Shape;
+    type Error = Fault;
+
+    fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), Fault> {
+        key.serialize(Check(self.0)).map(drop)
+    }
+
+    fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), Fault> {
+        value.serialize(Check(self.0)).map(drop)
+    }
+
+    fn end(self) -> Checked {
+        Ok(Shape::Other)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_is_not_finite_and_a_some_of_null_are_found_wherever_they_are() {
+        let max = 1 << 20;
+        assert_eq!(encode(&Some(f64::NAN), max), Err(NotJson::NotFinite));
+        assert_eq!(encode(&vec![1.0, f64::INFINITY], max), Err(NotJson::NotFinite));
+        assert_eq!(encode(&("a".to_owned(), f32::NEG_INFINITY), max), Err(NotJson::NotFinite));
+        assert_eq!(encode(&vec![Some(None::<u8>)], max), Err(NotJson::SomeOfNull));
+        assert_eq!(encode(&Some(()), max), Err(NotJson::SomeOfNull));
+        assert_eq!(encode(&Some(Some(0)), max).as_deref(), Ok(&b"0"[..]));
+    }
+
+    #[test]
+    fn a_result_is_bounded_in_octets() {
+        assert_eq!(encode(&"12345678".to_owned(), 10).map(|json| json.len()), Ok(10));
+        assert_eq!(encode(&"123456789".to_owned(), 10), Err(NotJson::TooLarge));
+    }
+
+    #[test]
+    fn a_fault_shows_nothing_of_the_value() {
+        let said = decode::<u32>(br#""4111 1111, expected nothing""#).unwrap_err();
+        assert_eq!(said, "expected u32 at line 1 column 29");
+        let said = decode::<(u32, u32)>(b"[1, 4111").unwrap_err();
+        assert!(!said.contains("4111"), "{said}");
+    }
+
+    #[test]
+    fn the_order_of_a_hash_map_does_not_count() {
+        use std::collections::HashMap;
+        // Too large for the canonical form, which would sort.
+        let of = || (0..50).map(|n| (n.to_string(), u64::MAX - n)).collect::<HashMap<_, _>>();
+        assert_eq!(encode_input(&of()), encode_input(&of()));
+    }
+}

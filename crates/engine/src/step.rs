@@ -1,0 +1,459 @@
+//! Steps: recovery points inside an attempt, and what takes them back.
+//!
+//! An operation that calls several APIs of others cannot commit all of them together. Cut in [steps](Attempt::step), it goes
+//! on after the last finished one when it is executed again, and each call goes out under a key that is the same each time.
+//!
+//! What exactly happens at `attempt.step("charge", …).compensate(…).await`:
+//! 1. The record is looked at once per attempt, where there was an earlier one. If the step is recorded, its result is given
+//!    back and nothing runs. If another step is recorded in its place, the code has changed since:
+//!    [`StepError::Differs`], and nothing runs.
+//! 2. Otherwise the closure runs, with the key to send along: [`Attempt::downstream_key`] of the step's name.
+//! 3. Its value is recorded under the attempt's token before the step ends. An attempt that is no longer the owner hears
+//!    [`StepError::Fenced`] and must stop.
+//! 4. [`Failure::Unsure`], which `?` makes of any error, ends the attempt and not the operation: whoever executes it again
+//!    runs this step again, under the same key.
+//! 5. [`Failure::Final`] says that the step did not take place and never will. That is recorded, and then what was finished
+//!    before is taken back in the opposite order, each compensation a recorded step with a key of its own. A crash among them
+//!    goes on with the next one. In the end there is [`StepError::Failed`], the same in every later attempt.
+//!
+//! A step's effect takes place once where the other side honours the key. Where it does not, a crash between the effect and
+//! its record repeats it: nobody can know better.
+//!
+//! Steps run one after the other; their order is that of the code. They last as long as the record is not completed, over
+//! lease, release and restart, at most [`limits::STEPS_MAX`] of them.
+
+use std::convert::Infallible;
+use std::error::Error as StdError;
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+
+use bytes::Bytes;
+use oncegate_core::{Command, Outcome, RecordStep, Step, StoreError, limits};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::time::Duration;
+
+use crate::attempt::{Attempt, again_after};
+use crate::function::ErrorFate;
+use crate::function::value;
+
+/// What the names of the engine's own steps start with.
+const OWN: char = '~';
+
+/// Where the input of a resumable function is kept.
+pub(crate) const INPUT: &str = "~input";
+
+/// How large it may be, in octets of its JSON: half of what a record has room for.
+pub(crate) const INPUT_MAX: usize = limits::STEPS_OCTETS_MAX / 2;
+
+/// What the name of a compensation starts with.
+const UNDO: &str = "~undo ";
+
+/// How a step failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure<E> {
+    /// It did not take place and never will: declined, out of stock. What was finished before is taken back.
+    Final(E),
+    /// It may have taken place, or may if it is tried again: a time-out, a server error. The attempt ends, and the next one
+    /// runs the step again under the same key.
+    Unsure(E),
+}
+
+/// [`Failure::Unsure`]: that something never took place has to be said.
+impl<E> From<E> for Failure<E> {
+    fn from(error: E) -> Self {
+        Self::Unsure(error)
+    }
+}
+
+/// Why a step has no value.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum StepError<E> {
+    /// The step failed for good, and what was finished before it is taken back.
+    Failed(E),
+    /// What became of the step is not known, or it has to be tried again: execute the operation again, under its key.
+    Unsure(E),
+    /// A compensation has to be tried again: as for `Unsure`.
+    NotTakenBack {
+        /// The step that it takes back.
+        step: String,
+        /// What it said.
+        reason: String,
+    },
+    /// A compensation failed for good. An operator has to take the step back.
+    Stuck {
+        /// The step that it takes back.
+        step: String,
+        /// What it said.
+        reason: String,
+    },
+    /// Somebody else owns the record. Stop: what was begun here goes on there.
+    Fenced,
+    /// Another step was recorded in this place: the code has changed since. Nothing was run. With the code that fits, the
+    /// operation goes on.
+    Differs {
+        /// Which one, from 0.
+        number: usize,
+        /// The step that is recorded.
+        recorded: String,
+    },
+    /// What is recorded cannot be read as the type that is asked for. Nothing was run.
+    Undecodable {
+        /// Which step.
+        step: String,
+        /// What does not fit. Shows nothing of the value.
+        reason: String,
+    },
+    /// The step took place, and its result could not be recorded.
+    NotRecorded {
+        /// Why.
+        reason: String,
+    },
+    /// The step was not run, because it is none: its name is out of bounds, starts with `~` or was used before, another step
+    /// was still running, or one has failed.
+    Refused {
+        /// Why.
+        reason: String,
+    },
+    /// The store did not answer.
+    Store {
+        /// What it said.
+        reason: String,
+    },
+}
+
+impl<E> StepError<E> {
+    /// What becomes of the operation's record: for [`FateOf`](crate::FateOf), where this is the function's error.
+    ///
+    /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. Else the
+    /// key is released, and the next call goes on after the last recorded step.
+    #[must_use]
+    pub const fn fate(&self) -> ErrorFate {
+        match self {
+            Self::Failed(_) => ErrorFate::Store,
+            Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Unknown,
+            _ => ErrorFate::Release,
+        }
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for StepError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(error) => error.fmt(f),
+            Self::Unsure(error) => write!(f, "not known, execute it again under its key: {error}"),
+            Self::NotTakenBack { step, reason } => {
+                write!(f, "{step:?} is not taken back yet, execute it again under its key: {reason}")
+            }
+            Self::Stuck { step, reason } => {
+                write!(f, "{step:?} cannot be taken back; an operator has to do it: {reason}")
+            }
+            Self::Fenced => f.write_str("somebody else goes on with the operation"),
+            Self::Differs { number, recorded } => write!(
+                f,
+                "step {number} is recorded as {recorded:?}, and the code has another one there: it has changed since"
+            ),
+            Self::Undecodable { step, reason } => {
+                write!(f, "what is recorded of {step:?} cannot be read: {reason}")
+            }
+            Self::NotRecorded { reason } => write!(f, "the step took place and is not recorded: {reason}"),
+            Self::Refused { reason } => write!(f, "the step was not run: {reason}"),
+            Self::Store { reason } => write!(f, "the store did not answer: {reason}"),
+        }
+    }
+}
+
+impl<E: fmt::Debug + fmt::Display> StdError for StepError<E> {}
+
+type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// What takes a step back: it gets its key.
+type Undo = Box<dyn FnOnce(String) -> BoxFuture<'static, Result<(), Failure<String>>> + Send>;
+
+/// How far an attempt has come.
+#[derive(Default)]
+pub(crate) struct Progress {
+    is_loaded: bool,
+    recorded: Vec<Step>,
+    /// How many of them the code has passed.
+    passed: usize,
+    undo: Vec<(String, Undo)>,
+    /// Nothing more runs under this attempt.
+    is_over: bool,
+}
+
+impl Attempt {
+    /// A part of the operation: runs the closure and records what came of it, or gives back what an earlier attempt
+    /// recorded. See the [module](crate::step) for what exactly happens.
+    ///
+    /// The name is the step's identity: another one for each step of the operation (`format!("ship {item}")` in a loop), and
+    /// the same in every attempt. The closure gets the key to send along. Nothing runs before this is awaited.
+    pub fn step<'a, T, E, F, R>(&self, name: impl Into<String>, run: F) -> StepCall<'a, T, E>
+    where
+        F: FnOnce(String) -> R + Send + 'a,
+        R: Future<Output = Result<T, Failure<E>>> + Send + 'a,
+    {
+        let run: Run<'a, T, E> = Box::new(move |key| Box::pin(run(key)));
+        StepCall { attempt: self.clone(), name: name.into(), run, undo: None }
+    }
+}
+
+impl Attempt {
+    /// Records what the operation is begun with, or gives back what the first attempt recorded.
+    pub(crate) async fn begin(&self, input: Bytes) -> Result<Bytes, StepError<Infallible>> {
+        let Ok(mut progress) = self.0.progress.try_lock() else {
+            return Err(refused("it was begun before"));
+        };
+        progress.load(self).await?;
+        let input = match progress.next(INPUT)? {
+            Some(recorded) => recorded,
+            None => {
+                progress.record(self, INPUT, input.clone()).await?;
+                input
+            }
+        };
+        progress.passed = 1;
+        Ok(input)
+    }
+}
+
+type Run<'a, T, E> = Box<dyn FnOnce(String) -> BoxFuture<'a, Result<T, Failure<E>>> + Send + 'a>;
+
+/// A compensation that still lacks the value of its step.
+type UndoOf<T> = Box<dyn FnOnce(T) -> Undo + Send>;
+
+/// A step that was not begun: await it.
+#[must_use = "a step runs when it is awaited"]
+pub struct StepCall<'a, T, E> {
+    attempt: Attempt,
+    name: String,
+    run: Run<'a, T, E>,
+    undo: Option<UndoOf<T>>,
+}
+
+impl<T, E> fmt::Debug for StepCall<'_, T, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StepCall").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl<'a, T: Send + 'static, E> StepCall<'a, T, E> {
+    /// What takes this step back where a later one fails for good. It gets a key of its own and the step's value, and is
+    /// tried again until it succeeds, under the same key.
+    pub fn compensate<E2, F, R>(self, undo: F) -> Self
+    where
+        E2: fmt::Display,
+        F: FnOnce(String, T) -> R + Send + 'static,
+        R: Future<Output = Result<(), Failure<E2>>> + Send + 'static,
+    {
+        let undo: UndoOf<T> = Box::new(move |value| {
+            Box::new(move |key| {
+                Box::pin(async move {
+                    undo(key, value).await.map_err(|failure| match failure {
+                        Failure::Final(error) => Failure::Final(error.to_string()),
+                        Failure::Unsure(error) => Failure::Unsure(error.to_string()),
+                    })
+                })
+            })
+        });
+        Self { undo: Some(undo), ..self }
+    }
+}
+
+impl<'a, T, E> IntoFuture for StepCall<'a, T, E>
+where
+    T: Serialize + DeserializeOwned + Send + 'a,
+    E: Serialize + DeserializeOwned + Send + 'a,
+{
+    type Output = Result<T, StepError<E>>;
+    type IntoFuture = BoxFuture<'a, Self::Output>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(async move {
+            let Self { attempt, name, run, undo } = self;
+            let Ok(mut progress) = attempt.0.progress.try_lock() else {
+                return Err(refused("another step is still running"));
+            };
+            progress.step(&attempt, name, run, undo).await
+        })
+    }
+}
+
+fn refused<E>(reason: impl Into<String>) -> StepError<E> {
+    StepError::Refused { reason: reason.into() }
+}
+
+impl Progress {
+    async fn step<T, E>(
+        &mut self,
+        attempt: &Attempt,
+        name: String,
+        run: Run<'_, T, E>,
+        undo: Option<UndoOf<T>>,
+    ) -> Result<T, StepError<E>>
+    where
+        T: Serialize + DeserializeOwned,
+        E: Serialize + DeserializeOwned,
+    {
+        if self.is_over {
+            return Err(refused("an earlier one did not succeed"));
+        }
+        // Also where this future is dropped in the middle: what comes after a step must not run without it.
+        self.is_over = true;
+        let result = self.try_step(attempt, name, run, undo).await;
+        self.is_over = result.is_err();
+        result
+    }
+
+    async fn try_step<T, E>(
+        &mut self,
+        attempt: &Attempt,
+        name: String,
+        run: Run<'_, T, E>,
+        undo: Option<UndoOf<T>>,
+    ) -> Result<T, StepError<E>>
+    where
+        T: Serialize + DeserializeOwned,
+        E: Serialize + DeserializeOwned,
+    {
+        if name.starts_with(OWN) {
+            return Err(refused(format!("names that start with {OWN} are the engine's own")));
+        }
+        Step::new(&name, Bytes::new()).map_err(|unfit| refused(unfit.to_string()))?;
+        self.load(attempt).await?;
+        let passed = self.recorded.get(..self.passed).unwrap_or_default();
+        if passed.iter().any(|step| step.name() == name) {
+            return Err(refused(format!(
+                "{name:?} was there before, and its key with it: name each step differently"
+            )));
+        }
+        let octets = match self.next(&name)? {
+            Some(octets) => octets,
+            None => {
+                let result = match Self::run(attempt, &name, run).await? {
+                    Ok(value) => Ok(value),
+                    Err(Failure::Final(error)) => Err(error),
+                    Err(Failure::Unsure(error)) => return Err(StepError::Unsure(error)),
+                };
+                let octets = value::encode(&result, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+                let octets = octets.map_err(not_recorded)?;
+                self.record(attempt, &name, octets.clone()).await?;
+                octets
+            }
+        };
+        self.passed += 1;
+        let read = || value::decode::<Result<T, E>>(&octets);
+        let undecodable = |reason| StepError::Undecodable { step: name.clone(), reason };
+        match read().map_err(undecodable)? {
+            Ok(value) => {
+                if let Some(undo) = undo
+                    && let Ok(Ok(copy)) = read()
+                {
+                    self.undo.push((name.clone(), undo(copy)));
+                }
+                Ok(value)
+            }
+            Err(error) => {
+                self.take_back(attempt).await?;
+                Err(StepError::Failed(error))
+            }
+        }
+    }
+
+    /// What earlier attempts recorded, once.
+    async fn load<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
+        if self.is_loaded {
+            return Ok(());
+        }
+        if attempt.number() > 1 {
+            let found = attempt.0.store.lookup(attempt.record_id()).await.map_err(unanswered)?;
+            let owned = found.filter(|record| record.token == attempt.token());
+            let steps = owned.ok_or(StepError::Fenced)?.steps;
+            self.recorded = steps.as_slice().to_vec();
+        }
+        self.is_loaded = true;
+        Ok(())
+    }
+
+    /// What is recorded in the place of the next step, if anything is.
+    fn next<E>(&self, name: &str) -> Result<Option<Bytes>, StepError<E>> {
+        match self.recorded.get(self.passed) {
+            None => Ok(None),
+            Some(step) if step.name() == name => Ok(Some(step.result().clone())),
+            Some(step) => Err(StepError::Differs { number: self.passed, recorded: step.name().to_owned() }),
+        }
+    }
+
+    async fn run<'a, T, F, E>(
+        attempt: &Attempt,
+        name: &str,
+        run: impl FnOnce(String) -> BoxFuture<'a, Result<T, Failure<F>>>,
+    ) -> Result<Result<T, Failure<F>>, StepError<E>> {
+        if !attempt.is_owner() {
+            return Err(StepError::Fenced);
+        }
+        Ok(run(attempt.downstream_key(name)).await)
+    }
+
+    /// Notes a step that was just finished. Where the store does not answer it is asked again, as long as the attempt owns its
+    /// record: the effect took place.
+    async fn record<E>(&mut self, attempt: &Attempt, name: &str, result: Bytes) -> Result<(), StepError<E>> {
+        let step = Step::new(name, result).map_err(not_recorded)?;
+        let number = self.recorded.len();
+        let mut pause = Duration::from_millis(50);
+        loop {
+            let command = Command::Step(RecordStep { token: attempt.token(), number, step: step.clone() });
+            match attempt.0.store.apply(attempt.record_id(), command).await {
+                Ok(Outcome::StepRecorded) => break,
+                Ok(Outcome::Fenced | Outcome::StepDiffers) => {
+                    attempt.set_lost();
+                    return Err(StepError::Fenced);
+                }
+                Ok(Outcome::StepsFull) => {
+                    return Err(StepError::NotRecorded {
+                        reason: "the record has no room for it".to_owned(),
+                    });
+                }
+                Ok(other) => {
+                    let reason = format!("the store answered {other:?} to a step");
+                    return Err(StepError::NotRecorded { reason });
+                }
+                Err(error) if error.kind().may_pass() && attempt.is_owner() => {
+                    tokio::time::sleep(again_after(pause, &error)).await;
+                    pause = (pause * 2).min(Duration::from_secs(1));
+                }
+                Err(error) => return Err(unanswered(error)),
+            }
+        }
+        self.recorded.push(step);
+        Ok(())
+    }
+
+    /// Takes back what was finished, the last one first.
+    async fn take_back<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
+        while let Some((step, undo)) = self.undo.pop() {
+            let name = format!("{UNDO}{step}");
+            if self.next::<E>(&name)?.is_none() {
+                match Self::run(attempt, &name, undo).await {
+                    Err(error) => return Err(error),
+                    Ok(Ok(())) => {}
+                    Ok(Err(Failure::Unsure(reason))) => return Err(StepError::NotTakenBack { step, reason }),
+                    Ok(Err(Failure::Final(reason))) => return Err(StepError::Stuck { step, reason }),
+                }
+                self.record(attempt, &name, Bytes::from_static(b"null")).await?;
+            }
+            self.passed += 1;
+        }
+        Ok(())
+    }
+}
+
+fn unanswered<E>(error: StoreError) -> StepError<E> {
+    StepError::Store { reason: error.to_string() }
+}
+
+fn not_recorded<E>(why: impl fmt::Display) -> StepError<E> {
+    StepError::NotRecorded { reason: why.to_string() }
+}

@@ -1,0 +1,263 @@
+//! Calls whose owner is gone, finished by somebody else.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use oncegate_core::{MemoryStore, OnAbandoned};
+use oncegate_engine::{
+    Attempt, Completer, Engine, ErrorFate, Failure, FateOf, FunctionError, Policy, Resumable, StepError,
+};
+use oncegate_testkit::ManualClock;
+
+type Orders =
+    Resumable<Vec<String>, Vec<String>, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
+
+/// What the calls of all machines do, and where those of the first machine stop.
+#[derive(Default)]
+struct World {
+    effects: Mutex<Vec<String>>,
+    stop_before: Mutex<Option<String>>,
+    fail: Mutex<Option<Failure<String>>>,
+    stopped: AtomicUsize,
+}
+
+const LEASE: Duration = Duration::from_secs(30);
+
+struct Machine {
+    engine: Engine,
+    orders: Orders,
+}
+
+fn machine(store: &Arc<MemoryStore<Arc<ManualClock>>>, world: &Arc<World>, stops: bool) -> Machine {
+    let engine = Engine::new(store.clone());
+    let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
+    let world = world.clone();
+    let orders = engine
+        .function("order")
+        .with_policy(policy)
+        .with_errors(FateOf(StepError::fate as _))
+        .resumable(move |attempt, items| ship_all(world.clone(), stops, attempt, items))
+        .unwrap();
+    Machine { engine, orders }
+}
+
+async fn ship_all(
+    world: Arc<World>,
+    stops: bool,
+    attempt: Attempt,
+    items: Vec<String>,
+) -> Result<Vec<String>, StepError<String>> {
+    let mut shipped = Vec::new();
+    for item in items {
+        let step = attempt.step(format!("ship {item}"), |_key| async {
+            if stops && *world.stop_before.lock().unwrap() == Some(item.clone()) {
+                world.stopped.fetch_add(1, Ordering::SeqCst);
+                std::future::pending::<()>().await;
+            }
+            if let Some(failure) = world.fail.lock().unwrap().clone() {
+                return Err(failure);
+            }
+            world.effects.lock().unwrap().push(item.clone());
+            Ok(format!("shipped {item}"))
+        });
+        shipped.push(step.await?);
+    }
+    Ok(shipped)
+}
+
+struct Scene {
+    clock: Arc<ManualClock>,
+    store: Arc<MemoryStore<Arc<ManualClock>>>,
+    world: Arc<World>,
+    first: Machine,
+    second: Machine,
+}
+
+fn scene() -> Scene {
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let store = Arc::new(MemoryStore::new(clock.clone()));
+    let world = Arc::new(World::default());
+    let first = machine(&store, &world, true);
+    let second = machine(&store, &world, false);
+    Scene { clock, store, world, first, second }
+}
+
+fn items() -> Vec<String> {
+    ["book", "pen", "lamp"].map(str::to_owned).to_vec()
+}
+
+impl Scene {
+    /// The first machine begins an order, and stops for good before it ships this.
+    async fn stop_before(&self, key: &str, item: &str) {
+        *self.world.stop_before.lock().unwrap() = Some(item.to_owned());
+        let before = self.world.stopped.load(Ordering::SeqCst);
+        let (orders, key) = (self.first.orders.clone(), key.to_owned());
+        tokio::spawn(async move { orders.run(key.as_str(), &items()).await });
+        tokio::time::timeout(Duration::from_secs(30), async {
+            while self.world.stopped.load(Ordering::SeqCst) == before {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .expect("it gets so far");
+    }
+
+    fn effects(&self) -> Vec<String> {
+        self.world.effects.lock().unwrap().clone()
+    }
+}
+
+#[tokio::test]
+async fn an_order_whose_owner_died_is_finished_without_its_caller() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+    assert_eq!((round.executed, round.left), (0, 0), "its owner may be alive");
+    scene.clock.advance(LEASE + Duration::from_millis(1));
+    let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+    assert_eq!((round.executed, round.left), (1, 0));
+    assert_eq!(scene.effects(), items(), "the book was shipped once");
+    let ran = scene.second.orders.run_detailed("order-1", &items()).await.unwrap();
+    assert!(ran.is_replayed());
+    assert_eq!(ran.value, ["shipped book", "shipped pen", "shipped lamp"]);
+    let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+    assert_eq!(round.executed, 0, "there is nothing more to do");
+}
+
+#[tokio::test]
+async fn an_order_that_was_released_half_way_is_left_to_its_caller_for_a_while() {
+    let scene = scene();
+    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    let said = scene.second.orders.run("order-1", &items()).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    *scene.world.fail.lock().unwrap() = None;
+    let how = Completer::default().with_after(Duration::from_secs(60));
+    scene.clock.advance(Duration::from_secs(59));
+    assert_eq!(scene.second.orders.complete(how).await.unwrap().executed, 0);
+    scene.clock.advance(Duration::from_secs(1));
+    assert_eq!(scene.second.orders.complete(how).await.unwrap().executed, 1);
+    assert_eq!(scene.effects(), items());
+}
+
+#[tokio::test]
+async fn several_completers_finish_an_order_once() {
+    let scene = scene();
+    for n in 0..20 {
+        scene.stop_before(&format!("order-{n}"), "lamp").await;
+    }
+    scene.clock.advance(LEASE + Duration::from_millis(1));
+    let third = machine(&scene.store, &scene.world, false);
+    let how = Completer::default();
+    let (one, two, three) = tokio::join!(
+        scene.second.orders.complete(how),
+        third.orders.complete(how),
+        third.orders.complete(how)
+    );
+    let executed = one.unwrap().executed + two.unwrap().executed + three.unwrap().executed;
+    assert_eq!(executed, 20);
+    let lamps = scene.effects().iter().filter(|item| *item == "lamp").count();
+    assert_eq!((lamps, scene.effects().len()), (20, 60));
+}
+
+#[tokio::test]
+async fn an_order_that_never_succeeds_is_left_alone_in_the_end() {
+    let scene = scene();
+    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("no answer".to_owned()));
+    assert!(scene.second.orders.run("order-1", &items()).await.is_err());
+    let how = Completer::default().with_after(Duration::ZERO).with_attempts_max(4);
+    for attempt in 2..=4 {
+        let round = scene.second.orders.complete(how).await.unwrap();
+        assert_eq!((round.executed, round.left), (1, 0), "attempt {attempt}");
+    }
+    let round = scene.second.orders.complete(how).await.unwrap();
+    assert_eq!((round.executed, round.left), (0, 1));
+}
+
+#[tokio::test]
+async fn what_is_none_of_its_calls_is_left_alone() {
+    let scene = scene();
+    let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
+    // One whose name begins alike.
+    let world = Arc::new(World::default());
+    *world.fail.lock().unwrap() = Some(Failure::Unsure("later".to_owned()));
+    let (its, errors) = (world.clone(), FateOf(StepError::fate as fn(&_) -> _));
+    let alike = scene.first.engine.function("order-items").with_policy(policy).with_errors(errors);
+    let alike = alike.resumable(move |attempt, items| ship_all(its.clone(), false, attempt, items)).unwrap();
+    assert!(alike.run("alike", &items()).await.is_err());
+    // And one of its own name without an input.
+    {
+        let name = "order";
+        let other = scene
+            .first
+            .engine
+            .function(name)
+            .with_policy(policy)
+            .with_errors(FateOf(StepError::fate as fn(&_) -> _));
+        let said = other
+            .run_in_place("other", "", async |attempt: Attempt| {
+                attempt.step("a", |_| async { Ok::<_, Failure<String>>(()) }).await?;
+                attempt.step("b", |_| async { Err::<(), _>(Failure::Unsure("later".to_owned())) }).await
+            })
+            .await;
+        assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    }
+    let how = Completer::default().with_after(Duration::ZERO);
+    let round = scene.second.orders.complete(how).await.unwrap();
+    assert_eq!((round.executed, round.left), (0, 0));
+    assert!(scene.effects().is_empty());
+    *world.fail.lock().unwrap() = None;
+    assert_eq!(alike.complete(how).await.unwrap().executed, 1);
+}
+
+#[tokio::test]
+async fn what_an_operator_has_to_decide_is_not_resumable() {
+    let engine = scene().first.engine;
+    let park = engine.function("order").resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
+    assert!(park.unwrap_err().to_string().contains("reexecute"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_completer_runs_until_the_engine_ends() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    scene.clock.advance(LEASE + Duration::from_millis(1));
+    let completer = scene.second.orders.spawn_completer(Completer::default());
+    tokio::time::timeout(Duration::from_secs(30), async {
+        while scene.effects().len() < 3 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+    .expect("it is finished");
+    assert_eq!(scene.second.engine.drain(Duration::from_secs(5)).await, 0);
+    completer.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_order_that_hangs_holds_up_no_other() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    scene.clock.advance(LEASE + Duration::from_millis(1));
+    // It stops there again.
+    let third = machine(&scene.store, &scene.world, true);
+    let _completer = third.orders.spawn_completer(Completer::default().with_after(Duration::ZERO));
+    let patience = Duration::from_secs(300);
+    let hangs = async {
+        while scene.world.stopped.load(Ordering::SeqCst) < 2 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(patience, hangs).await.expect("it gets so far again");
+    *scene.world.stop_before.lock().unwrap() = None;
+    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    assert!(scene.second.orders.run("order-2", &items()).await.is_err());
+    *scene.world.fail.lock().unwrap() = None;
+    let goes_on = async {
+        while scene.effects().len() < 1 + items().len() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(patience, goes_on).await.expect("the other one is finished");
+}

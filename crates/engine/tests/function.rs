@@ -1,0 +1,599 @@
+//! Functions from outside: results, errors, panics, callers who go away, and a store that fails.
+//!
+//! Time is tokio's paused clock, which the store reads too.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Debug;
+use std::future::pending;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use oncegate_core::{
+    Clock, Command, FingerprintRules, IdempotencyKey, JsonPointer, KeyError, MemoryStore, OnAbandoned,
+    Resolution, Resolve, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+};
+use oncegate_engine::{
+    Engine, ErrorFate, FateOf, Function, FunctionError, NotJson, Policy, ReleasedErrors, ReleasedIf, Stored,
+    StoredErrors,
+};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep};
+
+const LEASE: Duration = Duration::from_secs(30);
+
+struct TokioClock(Instant);
+
+impl Clock for TokioClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
+    }
+}
+
+struct World {
+    engine: Engine,
+    store: Arc<dyn Store>,
+    faults: Faults,
+}
+
+impl World {
+    fn new() -> Self {
+        Self::on(Arc::new(MemoryStore::new(TokioClock(Instant::now()))))
+    }
+
+    /// Another engine on the same records, as another process would have it.
+    fn on(store: Arc<dyn Store>) -> Self {
+        let (faulty, faults) = FaultyStore::new(store.clone());
+        Self { engine: Engine::new(Arc::new(faulty)), store, faults }
+    }
+
+    fn charge(&self) -> Function {
+        self.engine.function("charge")
+    }
+
+    async fn state(&self, function: &Function<impl Clone>) -> Option<StateName> {
+        let id = function.record_id(&key());
+        self.store.lookup(id).await.unwrap().map(|record| record.state_name(self.store.now()))
+    }
+
+    /// An operator says what became of the charge.
+    async fn resolve(&self, status: u16, body: &'static str) {
+        let response = StoredResponse::new(status, &[], &[body.into()], &[]).unwrap();
+        let resolve = Resolve {
+            resolution: Resolution::Complete(Some(response)),
+            retention: Duration::from_secs(3600),
+            force: false,
+            actor: "ada".to_owned(),
+            reason: "in the ledger".to_owned(),
+        };
+        self.store.apply(self.charge().record_id(&key()), Command::Resolve(resolve)).await.unwrap();
+    }
+}
+
+fn key() -> IdempotencyKey {
+    IdempotencyKey::try_from("k").unwrap()
+}
+
+fn reexecuting() -> Policy {
+    Policy::default().with_on_abandoned(OnAbandoned::Reexecute)
+}
+
+/// How often a function ran.
+#[derive(Clone, Default)]
+struct Runs(Arc<AtomicUsize>);
+
+impl Runs {
+    fn add(&self) -> usize {
+        self.0.fetch_add(1, Ordering::SeqCst) + 1
+    }
+
+    fn count(&self) -> usize {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum PayError {
+    Declined { code: u16 },
+    NotSent,
+    TimedOut,
+}
+
+/// Runs a function with this result twice, in one process and another, and gives what the second caller got.
+async fn twice<T>(value: T) -> T
+where
+    T: Serialize + DeserializeOwned + Clone + Debug + Send + PartialEq + 'static,
+{
+    let world = World::new();
+    let runs = Runs::default();
+    let mut last = None;
+    for engine in [world.engine.clone(), World::on(world.store.clone()).engine] {
+        let (runs, value) = (runs.clone(), value.clone());
+        let ran = engine
+            .function("f")
+            .call(key(), &())
+            .run_detailed(async move |_| {
+                runs.add();
+                Ok::<_, String>(value)
+            })
+            .await
+            .unwrap();
+        assert_eq!(ran.stored, Stored::Yes);
+        assert_eq!(ran.is_replayed(), last.is_some());
+        last = Some(ran.value);
+    }
+    assert_eq!(runs.count(), 1);
+    last.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_result_is_replayed_as_it_was_also_those_that_look_like_none() {
+    macro_rules! same {
+        ($($value:expr),* $(,)?) => {$(
+            assert_eq!(twice($value).await, $value);
+        )*};
+    }
+    #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+    struct Unit;
+    same!(
+        (),
+        Unit,
+        false,
+        0_u8,
+        -0.0_f64,
+        String::new(),
+        Vec::<u8>::new(),
+        None::<String>,
+        Some(0_u8),
+        BTreeMap::<String, u8>::new(),
+        Ok::<(), u8>(()),
+        Err::<u8, ()>(()),
+        u64::MAX,
+        i128::MIN,
+        u128::MAX,
+        0.1_f64 + 0.2,
+        31.245_270_191_439_438_f64,
+        121.487_919_511_619_45_f64,
+        f64::MAX,
+        f64::MIN_POSITIVE,
+        5e-324_f64,
+        1.1_f32,
+        "\u{0}\"\\ é 🦀".to_owned(),
+        'x',
+        BTreeMap::from([(1_u64, "one".to_owned())]),
+        HashMap::from([(true, vec![Some(1.5), None])]),
+        (1, "a".to_owned(), [0_u8; 3]),
+        PayError::Declined { code: 7 },
+        serde_json::json!({"a": [null, {}, 1.0]}),
+    );
+    assert!(twice(-0.0_f64).await.is_sign_negative());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_json_cannot_say_reaches_its_caller_and_is_neither_run_again_nor_replayed_as_something_else() {
+    async fn not_stored<T>(value: T, why: NotJson)
+    where
+        T: Serialize + DeserializeOwned + Clone + Debug + Send + 'static,
+    {
+        let world = World::new();
+        let runs = Runs::default();
+        let call = || {
+            let (runs, value) = (runs.clone(), value.clone());
+            world.charge().with_result_max(1000).unwrap().call("k", &1).run_detailed(async move |_| {
+                runs.add();
+                Ok::<_, String>(value)
+            })
+        };
+        assert_eq!(call().await.unwrap().stored, Stored::No(why), "{value:?}");
+        assert!(matches!(call().await, Err(FunctionError::NotReplayable)), "{value:?}");
+        assert_eq!(runs.count(), 1);
+        assert_eq!(world.state(&world.charge()).await, Some(StateName::Tombstone));
+    }
+    #[derive(Clone, Debug, Serialize, Deserialize)]
+    struct LeavesOut {
+        #[serde(skip_serializing)]
+        _needed: u8,
+    }
+    #[derive(Clone, Debug, Deserialize)]
+    struct Panics;
+    impl Serialize for Panics {
+        fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+            panic!("while it is written")
+        }
+    }
+    not_stored(f64::NAN, NotJson::NotFinite).await;
+    not_stored(vec![Some(f32::INFINITY)], NotJson::NotFinite).await;
+    not_stored(Some(None::<u8>), NotJson::SomeOfNull).await;
+    not_stored(HashMap::from([((1, 2), 3)]), NotJson::NotSerialized).await;
+    not_stored(LeavesOut { _needed: 1 }, NotJson::NotReadBack).await;
+    not_stored("x".repeat(1000), NotJson::TooLarge).await;
+    not_stored(Panics, NotJson::NotSerialized).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_result_that_cannot_be_read_any_more_is_an_error_and_not_a_second_run() {
+    #[derive(Serialize, Deserialize)]
+    struct Old {
+        id: String,
+    }
+    #[derive(Debug, Serialize, Deserialize)]
+    struct New {
+        _id: String,
+        _currency: String,
+    }
+    let world = World::new();
+    world.charge().run("k", &1, async |_| Ok::<_, String>(Old { id: "secret".to_owned() })).await.unwrap();
+    let result = world.charge().run("k", &1, async |_| -> Result<New, String> { panic!("ran again") }).await;
+    let Err(FunctionError::Undecodable { function, reason }) = result else { panic!("{result:?}") };
+    assert_eq!(&*function, "charge");
+    assert!(reason.starts_with("missing field"), "{reason}");
+    assert!(!reason.contains("secret"));
+    // Another type altogether; and an error, where none were stored.
+    let result = world.charge().run("k", &1, async |_| Ok::<_, String>(7)).await;
+    assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
+    let failing = world.charge().with_errors(StoredErrors);
+    failing.run("k2", &1, async |_| Err::<(), _>(PayError::NotSent)).await.unwrap_err();
+    let result = world.charge().run("k2", &1, async |_| Ok::<_, PayError>(())).await;
+    assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_is_stored_frees_the_key_or_leaves_the_outcome_unknown_as_the_policy_says() {
+    let policy = FateOf(|error: &PayError| match error {
+        PayError::Declined { .. } => ErrorFate::Store,
+        PayError::NotSent => ErrorFate::Release,
+        PayError::TimedOut => ErrorFate::Unknown,
+    });
+    let world = World::new();
+    let charge = world.charge().with_errors(policy);
+    let declined = PayError::Declined { code: 51 };
+    for (key, error, runs_in_all) in
+        [("a", declined.clone(), 1), ("b", PayError::NotSent, 2), ("c", PayError::TimedOut, 1)]
+    {
+        let runs = Runs::default();
+        let call = || {
+            let (runs, error) = (runs.clone(), error.clone());
+            charge.run(key, &5, async move |_| {
+                runs.add();
+                Err::<u32, _>(error)
+            })
+        };
+        let first = call().await.unwrap_err();
+        assert!(
+            matches!(&first, FunctionError::Failed { error: e, replayed: false } if *e == error),
+            "{first:?}"
+        );
+        let second = call().await.unwrap_err();
+        match error {
+            PayError::Declined { .. } => {
+                assert!(
+                    matches!(&second, FunctionError::Failed { error: e, replayed: true } if *e == declined)
+                );
+            }
+            PayError::NotSent => assert!(matches!(second, FunctionError::Failed { replayed: false, .. })),
+            PayError::TimedOut => assert!(matches!(second, FunctionError::Unknown)),
+        }
+        assert_eq!(runs.count(), runs_in_all, "{key}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn errors_that_serde_does_not_know_leave_the_outcome_unknown_unless_something_else_is_said() {
+    struct Opaque(bool);
+    let world = World::new();
+    let fail = async |_| Err::<(), _>(Opaque(false));
+    assert!(matches!(world.charge().run("k", &(), fail).await, Err(FunctionError::Failed { .. })));
+    assert!(matches!(world.charge().run("k", &(), fail).await, Err(FunctionError::Unknown)));
+    // An operator found out.
+    world.resolve(201, "").await;
+    assert!(world.charge().run("k", &(), fail).await.is_ok());
+
+    let released = world.charge().with_errors(ReleasedErrors);
+    for _ in 0..2 {
+        assert!(matches!(released.run("r", &(), fail).await, Err(FunctionError::Failed { .. })));
+    }
+    let some = world.charge().with_errors(ReleasedIf(|error: &Opaque| error.0));
+    for free in [true, true, false] {
+        let result = some.run("s", &(), async move |_| Err::<(), _>(Opaque(free))).await;
+        assert!(matches!(result, Err(FunctionError::Failed { .. })));
+    }
+    assert!(matches!(some.run("s", &(), fail).await, Err(FunctionError::Unknown)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_abandoned_attempts_run_again_an_error_of_unknown_effect_does_too_after_its_lease() {
+    let world = World::new();
+    let charge = world.charge().with_policy(reexecuting());
+    let fail = || charge.run("k", &(), async |_| Err::<bool, _>("timed out"));
+    assert!(matches!(fail().await, Err(FunctionError::Failed { .. })));
+    assert!(matches!(fail().await, Err(FunctionError::InProgress { .. })));
+    sleep(LEASE).await;
+    let call = charge.call("k", &());
+    let ran = call.run_detailed(async |attempt| Ok::<_, &str>(attempt.is_after_abandoned())).await.unwrap();
+    assert_eq!((ran.value, ran.attempt), (true, Some(2)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_input_under_the_same_key_is_refused_and_another_name_or_caller_is_another_key() {
+    let world = World::new();
+    let runs = Runs::default();
+    let call = |function: Function, input: &serde_json::Value| {
+        let runs = runs.clone();
+        function.run("k", input, async move |_| Ok::<_, String>(runs.add()))
+    };
+    let (five, nine) = (serde_json::json!({"amount": 5, "at": 1}), serde_json::json!({"amount": 9, "at": 1}));
+    assert_eq!(call(world.charge(), &five).await.unwrap(), 1);
+    assert!(matches!(call(world.charge(), &nine).await, Err(FunctionError::KeyReused)));
+    assert_eq!(call(world.charge(), &serde_json::json!({"at": 1.0, "amount": 5})).await.unwrap(), 1);
+    assert_eq!(call(world.engine.function("refund"), &nine).await.unwrap(), 2);
+    assert_eq!(call(world.charge().with_caller("tenant", "ada"), &nine).await.unwrap(), 3);
+    assert_eq!(call(world.charge().with_caller("tenant", b"bob"), &nine).await.unwrap(), 4);
+
+    let rules = FingerprintRules::new().exclude(JsonPointer::parse("/at").unwrap());
+    let timed = |at: u8| {
+        let input = serde_json::json!({"amount": 5, "at": at});
+        call(world.engine.function("timed").with_fingerprint(rules.clone()), &input)
+    };
+    assert_eq!(timed(1).await.unwrap(), 5);
+    assert_eq!(timed(2).await.unwrap(), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_input_that_is_changed_in_the_middle_is_compared_as_it_was() {
+    let world = World::new();
+    for _ in 0..2 {
+        let mut order = vec![3, 1, 2];
+        let call = world.charge().call("k", &order);
+        let sum = call.run_in_place(async |_| {
+            order.sort_unstable();
+            order.clear();
+            Ok::<_, String>(6)
+        });
+        assert_eq!(sum.await.unwrap(), 6);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_none_runs_nothing() {
+    async fn never(world: &World, key: &str, input: f64) -> FunctionError<String> {
+        world.charge().run(key, &input, async |_| -> Result<(), _> { panic!("ran") }).await.unwrap_err()
+    }
+    let world = World::new();
+    assert!(matches!(never(&world, "", 1.0).await, FunctionError::Key(KeyError::Empty)));
+    let long = "k".repeat(limits::KEY_MAX + 1);
+    assert!(matches!(never(&world, &long, 1.0).await, FunctionError::Key(KeyError::TooLong { .. })));
+    // It would be the same input as infinity.
+    assert!(matches!(never(&world, "k", f64::NAN).await, FunctionError::Input(NotJson::NotFinite)));
+    assert_eq!(world.faults.calls(Operation::Claim), 0);
+    assert!(world.charge().with_result_max(limits::RESPONSE_MAX).is_ok());
+    assert!(world.charge().with_result_max(limits::RESPONSE_MAX + 1).is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_leaves_the_outcome_unknown_and_the_process_running() {
+    let world = World::new();
+    let panics = async |_| -> Result<(), String> { panic!("in the middle") };
+    let result = world.charge().run("k", &(), panics).await;
+    assert!(matches!(result, Err(FunctionError::Panicked)), "{result:?}");
+    assert_eq!(world.state(&world.charge()).await, Some(StateName::Unknown));
+    assert!(matches!(world.charge().run("k", &(), panics).await, Err(FunctionError::Unknown)));
+
+    let place = world.engine.function("in place");
+    let result = place.run_in_place("k", &(), panics).await;
+    assert!(matches!(result, Err(FunctionError::Panicked)), "{result:?}");
+    assert!(matches!(place.run_in_place("k", &(), panics).await, Err(FunctionError::Unknown)));
+
+    // Before there is a future; and in a policy, which then says nothing.
+    let early = world.engine.function("early");
+    let result = early
+        .run_in_place("k", &(), |_| -> std::future::Ready<Result<(), String>> { panic!("before the future") })
+        .await;
+    assert!(matches!(result, Err(FunctionError::Panicked)), "{result:?}");
+    let policy =
+        world.engine.function("policy").with_errors(ReleasedIf(|_: &String| panic!("in the policy")));
+    let fail = async |_| Err::<(), _>("no".to_owned());
+    assert!(matches!(policy.run("k", &(), fail).await, Err(FunctionError::Failed { .. })));
+    assert!(matches!(policy.run("k", &(), fail).await, Err(FunctionError::Unknown)));
+
+    // Where the abandoned run again, so does what panicked, after its lease.
+    let again = world.engine.function("again").with_policy(reexecuting());
+    assert!(matches!(again.run("k", &(), panics).await, Err(FunctionError::Panicked)));
+    assert!(matches!(again.run("k", &(), panics).await, Err(FunctionError::InProgress { .. })));
+    sleep(LEASE).await;
+    assert!(again.run("k", &(), async |_| Ok::<_, String>(())).await.is_ok());
+}
+
+/// A function that has begun and goes on when it is told to.
+struct Gate {
+    begun: Notify,
+    go_on: Notify,
+}
+
+impl Gate {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { begun: Notify::new(), go_on: Notify::new() })
+    }
+
+    async fn pass(&self) {
+        self.begun.notify_one();
+        self.go_on.notified().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_who_goes_away_stops_nothing_and_the_result_is_stored() {
+    let world = World::new();
+    let gate = Gate::new();
+    let call = world.charge().run("k", &(), {
+        let gate = gate.clone();
+        async move |_| {
+            gate.pass().await;
+            Ok::<_, String>("paid".to_owned())
+        }
+    });
+    let caller = tokio::spawn(call);
+    gate.begun.notified().await;
+    caller.abort();
+    assert!(caller.await.unwrap_err().is_cancelled());
+    let charge = world.charge().with_policy(Policy::default().with_wait(LEASE).unwrap());
+    let waiter =
+        tokio::spawn(charge.run("k", &(), async |_| -> Result<String, String> { panic!("ran again") }));
+    gate.go_on.notify_one();
+    assert_eq!(waiter.await.unwrap().unwrap(), "paid");
+    assert_eq!(world.engine.drain(LEASE).await, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_runs_in_place_and_is_dropped_in_the_middle_is_never_free() {
+    for (policy, runs_again) in [(Policy::default(), false), (reexecuting(), true)] {
+        let world = World::new();
+        let charge = world.charge().with_policy(policy);
+        let borrowed = "a borrowed order".to_owned();
+        let begun = Notify::new();
+        {
+            let call = charge.run_in_place("k", &borrowed, async |_| {
+                begun.notify_one();
+                pending::<()>().await;
+                Ok::<_, String>(borrowed.len())
+            });
+            tokio::select! {
+                _ = call => panic!("it is never done"),
+                () = begun.notified() => {}
+            }
+        }
+        assert_eq!(world.state(&charge).await, Some(StateName::InProgress));
+        let call =
+            || charge.run("k", &borrowed, async |attempt| Ok::<_, String>(attempt.is_after_abandoned()));
+        assert!(
+            matches!(call().await, Err(FunctionError::InProgress { lease_left }) if !lease_left.is_zero())
+        );
+        sleep(LEASE).await;
+        if runs_again {
+            assert!(call().await.unwrap(), "after an abandoned attempt");
+        } else {
+            assert!(matches!(call().await, Err(FunctionError::Unknown)));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_result_is_stored_also_where_its_caller_in_place_goes_away_while_the_store_is_slow() {
+    let world = World::new();
+    let latch = Latch::new();
+    world.faults.next(1, Operation::Complete, Fault::StallBefore(latch.clone()));
+    let charge = world.charge();
+    let call = tokio::spawn(charge.run_in_place("k", &(), async |_| Ok::<_, String>(1)));
+    while world.faults.calls(Operation::Complete) == 0 {
+        tokio::task::yield_now().await;
+    }
+    call.abort();
+    assert!(call.await.unwrap_err().is_cancelled());
+    latch.open();
+    assert_eq!(world.engine.drain(LEASE).await, 0);
+    assert_eq!(world.charge().run("k", &(), async |_| Ok::<_, String>(2)).await.unwrap(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_the_store_does_not_answer_nothing_is_run() {
+    let world = World::new();
+    world.faults.outage();
+    let result = world.charge().run("k", &(), async |_| -> Result<(), String> { panic!("ran") }).await;
+    let Err(FunctionError::Store(error)) = result else { panic!("{result:?}") };
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable);
+    world.faults.heal();
+    sleep(LEASE * 2).await;
+    assert!(world.charge().run("k", &(), async |_| Ok::<_, String>(())).await.is_ok());
+    world.faults.next(1, Operation::Claim, Fault::Corrupt);
+    let result = world.charge().run("k", &(), async |_| -> Result<(), String> { panic!("ran") }).await;
+    assert!(matches!(result, Err(FunctionError::Store(error)) if error.kind() == StoreErrorKind::Corrupt));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_completion_that_is_lost_leaves_the_caller_its_value_and_the_others_an_unknown_outcome() {
+    let world = World::new();
+    world.faults.always(Operation::Complete, Fault::Refuse);
+    let ran = world.charge().call("k", &()).run_detailed(async |_| Ok::<_, String>(7)).await.unwrap();
+    assert_eq!((ran.value, ran.stored), (7, Stored::Deferred));
+    sleep(LEASE * 2).await;
+    let result = world.charge().run("k", &(), async |_| -> Result<u8, String> { panic!("ran again") }).await;
+    assert!(matches!(result, Err(FunctionError::Unknown)), "{result:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stale_owner_has_its_value_and_is_told_that_it_was_fenced() {
+    let slow = World::new();
+    slow.faults.always(Operation::Renew, Fault::Refuse);
+    let gate = Gate::new();
+    let charge = slow.charge().with_policy(reexecuting());
+    let first = tokio::spawn(charge.call("k", &()).run_detailed({
+        let gate = gate.clone();
+        async move |_| {
+            gate.pass().await;
+            Ok::<_, String>(1)
+        }
+    }));
+    gate.begun.notified().await;
+    sleep(LEASE + Duration::from_secs(1)).await;
+    let other = World::on(slow.store.clone()).charge().with_policy(reexecuting());
+    assert_eq!(other.run("k", &(), async |_| Ok::<_, String>(2)).await.unwrap(), 2);
+    gate.go_on.notify_one();
+    let ran = first.await.unwrap().unwrap();
+    assert_eq!((ran.value, ran.stored), (1, Stored::Fenced));
+    assert_eq!(charge.run("k", &(), async |_| Ok::<_, String>(3)).await.unwrap(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_hundred_callers_in_two_processes_one_runs() {
+    struct Wall;
+    impl Clock for Wall {
+        fn now(&self) -> Timestamp {
+            let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+            Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap())
+        }
+    }
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+    let engines = [Engine::new(store.clone()), Engine::new(store)];
+    let policy = Policy::default().with_wait(Duration::from_secs(60)).unwrap();
+    let runs = Runs::default();
+    let callers: Vec<_> = (0..200)
+        .map(|number| {
+            let runs = runs.clone();
+            let charge = engines[number % 2].function("charge").with_policy(policy);
+            tokio::spawn(charge.run("k", &(), async move |_| {
+                tokio::task::yield_now().await;
+                Ok::<_, String>(runs.add())
+            }))
+        })
+        .collect();
+    for caller in callers {
+        assert_eq!(caller.await.unwrap().unwrap(), 1);
+    }
+    assert_eq!(runs.count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_does_not_wait_hears_how_long_the_owner_has_left() {
+    let world = World::new();
+    let gate = Gate::new();
+    let charge = world.charge();
+    let owner = tokio::spawn(charge.run("k", &(), {
+        let gate = gate.clone();
+        async move |_| {
+            gate.pass().await;
+            Ok::<_, String>(())
+        }
+    }));
+    gate.begun.notified().await;
+    for engine in [world.engine.clone(), World::on(world.store.clone()).engine] {
+        let result = engine.function("charge").run("k", &(), async |_| Ok::<_, String>(())).await;
+        let Err(FunctionError::InProgress { lease_left }) = result else { panic!("{result:?}") };
+        assert_eq!(lease_left, LEASE);
+    }
+    gate.go_on.notify_one();
+    owner.await.unwrap().unwrap();
+}

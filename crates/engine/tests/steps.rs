@@ -1,0 +1,348 @@
+//! Steps, stopped at every point, by an attempt that ends there without a word.
+
+use std::collections::{BTreeMap, HashSet};
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use oncegate_core::{MemoryStore, OnAbandoned};
+use oncegate_engine::{
+    Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, StepError,
+};
+use oncegate_testkit::ManualClock;
+
+type Fate = FateOf<fn(&StepError<String>) -> ErrorFate>;
+
+/// Other people's APIs, which honour keys, and a place to die at.
+#[derive(Default)]
+struct World {
+    /// Under which keys, and how often something took place.
+    done: Mutex<BTreeMap<&'static str, HashSet<String>>>,
+    calls: AtomicUsize,
+    /// How many points were passed.
+    points: AtomicUsize,
+    die_at: AtomicUsize,
+    ship: Mutex<Option<Failure<String>>>,
+    refund: Mutex<Option<Failure<String>>>,
+}
+
+impl World {
+    async fn point(&self) {
+        if self.points.fetch_add(1, Ordering::SeqCst) == self.die_at.load(Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    async fn call(&self, what: &'static str, key: String) -> String {
+        self.point().await;
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        self.done.lock().unwrap().entry(what).or_default().insert(key);
+        self.point().await;
+        format!("{what} done")
+    }
+
+    fn effects(&self, what: &str) -> usize {
+        self.done.lock().unwrap().get(what).map_or(0, HashSet::len)
+    }
+}
+
+async fn order(world: Arc<World>, attempt: Attempt) -> Result<Vec<String>, StepError<String>> {
+    let (free, refund) = (world.clone(), world.clone());
+    let hold = attempt
+        .step("reserve", |key| async { Ok::<_, Failure<String>>(world.call("reserve", key).await) })
+        .compensate(move |key, hold| async move {
+            assert_eq!(hold, "reserve done");
+            free.call("free", key).await;
+            Ok::<_, Failure<String>>(())
+        })
+        .await?;
+    let charge = attempt
+        .step("charge", |key| async { Ok::<_, Failure<String>>(world.call("charge", key).await) })
+        .compensate(move |key, charge| async move {
+            assert_eq!(charge, "charge done");
+            if let Some(failure) = refund.refund.lock().unwrap().take() {
+                return Err(failure);
+            }
+            refund.call("refund", key).await;
+            Ok(())
+        })
+        .await?;
+    let ship = attempt
+        .step("ship", |key| async {
+            world.point().await;
+            let failure = world.ship.lock().unwrap().clone();
+            match failure {
+                Some(failure) => Err(failure),
+                None => Ok(world.call("ship", key).await),
+            }
+        })
+        .await?;
+    Ok(vec![hold, charge, ship])
+}
+
+struct Shop {
+    clock: Arc<ManualClock>,
+    orders: Function<Fate>,
+}
+
+const LEASE: Duration = Duration::from_secs(30);
+
+fn shop() -> Shop {
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
+    let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
+    let orders = engine.function("order").with_policy(policy).with_errors(FateOf(StepError::fate as _));
+    Shop { clock, orders }
+}
+
+type Said = Result<Vec<String>, FunctionError<StepError<String>>>;
+
+impl Shop {
+    fn call(&self, world: &Arc<World>) -> impl Future<Output = Said> + use<> {
+        let world = world.clone();
+        self.orders.run_in_place("order-1", "the input", move |attempt| order(world, attempt))
+    }
+
+    /// Calls until it dies or ends, and lets the lease run out where it died.
+    async fn call_until_dead(&self, world: &Arc<World>, die_at: usize) -> Option<Said> {
+        world.points.store(0, Ordering::SeqCst);
+        world.die_at.store(die_at, Ordering::SeqCst);
+        let ended = {
+            let mut call = pin!(self.call(world));
+            // Nothing here waits for anything but the end of the world.
+            let mut polls = 0;
+            std::future::poll_fn(|cx| match call.as_mut().poll(cx) {
+                Poll::Ready(said) => Poll::Ready(Some(said)),
+                Poll::Pending if world.points.load(Ordering::SeqCst) > die_at => Poll::Ready(None),
+                Poll::Pending => {
+                    polls += 1;
+                    assert!(polls < 1000, "it neither dies nor ends");
+                    cx.waker().wake_by_ref();
+                    Poll::Pending
+                }
+            })
+            .await
+        };
+        if ended.is_none() {
+            self.clock.advance(LEASE + Duration::from_millis(1));
+        }
+        ended
+    }
+}
+
+#[tokio::test]
+async fn an_order_that_dies_anywhere_twice_ends_with_each_effect_once() {
+    let mut deaths = 0;
+    for first in 0.. {
+        for second in 0.. {
+            let (shop, world) = (shop(), Arc::new(World::default()));
+            let Some(dead) = shop.call_until_dead(&world, first).await.map_or(Some(true), |said| {
+                assert_eq!(said.unwrap(), ["reserve done", "charge done", "ship done"]);
+                None
+            }) else {
+                assert!(second == 0 && first > 5, "it was stopped at every point");
+                assert!(deaths > 20);
+                return;
+            };
+            assert!(dead);
+            let ended = shop.call_until_dead(&world, second).await;
+            let is_last = ended.is_some();
+            let said = match ended {
+                Some(said) => said,
+                None => shop.call(&world_alive(&world)).await,
+            };
+            assert_eq!(said.unwrap(), ["reserve done", "charge done", "ship done"]);
+            deaths += 1;
+            for what in ["reserve", "charge", "ship"] {
+                assert_eq!(world.effects(what), 1, "{what}, stopped at {first} and {second}");
+            }
+            assert_eq!((world.effects("free"), world.effects("refund")), (0, 0));
+            let calls = world.calls.load(Ordering::SeqCst);
+            assert!(calls <= 5, "only what was cut off is called again: {calls}");
+            assert_eq!(shop.call(&world).await.unwrap().len(), 3);
+            assert_eq!(world.calls.load(Ordering::SeqCst), calls, "a replay calls nobody");
+            if is_last {
+                break;
+            }
+        }
+    }
+}
+
+fn world_alive(world: &Arc<World>) -> Arc<World> {
+    world.die_at.store(usize::MAX, Ordering::SeqCst);
+    world.clone()
+}
+
+#[tokio::test]
+async fn an_order_that_fails_for_good_and_dies_anywhere_is_taken_back_once() {
+    for first in 0.. {
+        let mut second = 0;
+        loop {
+            let (shop, world) = (shop(), Arc::new(World::default()));
+            *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
+            let is_failed = |said: &Said| matches!(said, Err(FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no such street");
+            if let Some(said) = shop.call_until_dead(&world, first).await {
+                assert!(is_failed(&said), "{said:?}");
+                assert!(first > 7, "it was stopped at every point");
+                return;
+            }
+            let ended = shop.call_until_dead(&world, second).await;
+            let is_last = ended.is_some();
+            let said = match ended {
+                Some(said) => said,
+                None => shop.call(&world_alive(&world)).await,
+            };
+            assert!(is_failed(&said), "{said:?}");
+            for what in ["reserve", "charge", "free", "refund"] {
+                assert_eq!(world.effects(what), 1, "{what}, stopped at {first} and {second}");
+            }
+            assert_eq!(world.effects("ship"), 0);
+            let calls = world.calls.load(Ordering::SeqCst);
+            assert!(calls <= 6, "only what was cut off is called again: {calls}");
+            // The one answer, whatever becomes possible later.
+            *world.ship.lock().unwrap() = None;
+            assert!(is_failed(&shop.call(&world).await));
+            assert_eq!(world.effects("ship"), 0);
+            if is_last {
+                break;
+            }
+            second += 1;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_is_not_sure_is_tried_again_and_what_was_finished_is_not() {
+    let (shop, world) = (shop(), world_alive(&Arc::default()));
+    *world.ship.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    let said = shop.call(&world).await;
+    assert!(
+        matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), replayed: false })),
+        "{said:?}"
+    );
+    assert_eq!(world.effects("refund"), 0, "nothing is taken back while it may still succeed");
+    *world.ship.lock().unwrap() = None;
+    assert!(shop.call(&world).await.is_ok(), "at once, because the key is released");
+    assert_eq!(world.calls.load(Ordering::SeqCst), 3);
+
+    // The key is not free for another request.
+    let (shop, world) = (self::shop(), world_alive(&Arc::default()));
+    *world.ship.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    assert!(shop.call(&world).await.is_err());
+    let other =
+        shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+}
+
+#[tokio::test]
+async fn a_compensation_that_does_not_succeed_is_tried_again_and_one_that_never_will_is_an_operators() {
+    let (shop, world) = (shop(), world_alive(&Arc::default()));
+    *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
+    *world.refund.lock().unwrap() = Some(Failure::Unsure("bank is away".to_owned()));
+    let said = shop.call(&world).await;
+    let Err(FunctionError::Failed { error: StepError::NotTakenBack { step, reason }, .. }) = said else {
+        panic!("{said:?}")
+    };
+    assert_eq!((step.as_str(), reason.as_str()), ("charge", "bank is away"));
+    assert_eq!(world.effects("free"), 0, "in the opposite order");
+    let said = shop.call(&world).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
+    assert_eq!((world.effects("refund"), world.effects("free")), (1, 1));
+
+    let (shop, world) = (self::shop(), world_alive(&Arc::default()));
+    *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
+    *world.refund.lock().unwrap() = Some(Failure::Final("account closed".to_owned()));
+    let said = shop.call(&world).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })), "{said:?}");
+}
+
+#[tokio::test]
+async fn changed_code_is_refused_before_anything_runs() {
+    let shop = shop();
+    let key = "order-2";
+    let ran = Arc::new(AtomicUsize::new(0));
+    let step = |attempt: Attempt, name: &'static str, answer: Result<u8, Failure<String>>| {
+        let ran = ran.clone();
+        async move {
+            attempt
+                .step(name, |_| async {
+                    ran.fetch_add(1, Ordering::SeqCst);
+                    answer
+                })
+                .await
+        }
+    };
+    let timed_out = || Err(Failure::Unsure("timed out".to_owned()));
+    let said = shop
+        .orders
+        .run_in_place(key, "", async |attempt: Attempt| {
+            step(attempt.clone(), "a", Ok(1)).await?;
+            step(attempt, "b", timed_out()).await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    assert_eq!(ran.swap(0, Ordering::SeqCst), 2);
+    let said =
+        shop.orders.run_in_place(key, "", async |attempt: Attempt| step(attempt, "b", Ok(1)).await).await;
+    let Err(FunctionError::Failed { error: StepError::Differs { number: 0, recorded }, .. }) = said else {
+        panic!("{said:?}")
+    };
+    assert_eq!(recorded, "a");
+    // Another type of its value.
+    let said = shop
+        .orders
+        .run_in_place(key, "", async |attempt: Attempt| {
+            attempt.step("a", |_| async { Ok::<_, Failure<String>>("text".to_owned()) }).await
+        })
+        .await;
+    assert!(
+        matches!(said, Err(FunctionError::Failed { error: StepError::Undecodable { .. }, .. })),
+        "{said:?}"
+    );
+    assert_eq!(ran.load(Ordering::SeqCst), 0);
+    let said = shop
+        .orders
+        .run_in_place(key, "", async |attempt: Attempt| {
+            step(attempt.clone(), "a", Ok(2)).await?;
+            step(attempt, "b", Ok(3)).await
+        })
+        .await;
+    assert_eq!(said.unwrap(), 3, "the old order goes on");
+    assert_eq!(ran.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_step_is_refused_that_would_share_a_key_or_come_after_one_that_failed() {
+    let shop = shop();
+    let ok = |_key: String| async { Ok::<_, Failure<String>>(1_u8) };
+    let refused = |said: Result<u8, StepError<String>>| matches!(said, Err(StepError::Refused { .. }));
+    for (key, name) in [("k1", "a"), ("k2", "~a"), ("k3", "")] {
+        let said = shop
+            .orders
+            .run_in_place(key, "", async |attempt: Attempt| {
+                attempt.step("a", ok).await?;
+                assert!(refused(attempt.step(name, ok).await), "{name:?}");
+                assert!(refused(attempt.step("b", ok).await), "after one that was refused");
+                Ok::<_, StepError<String>>(())
+            })
+            .await;
+        assert!(said.is_ok(), "{said:?}");
+    }
+    shop.orders
+        .run_in_place("k4", "", async |attempt: Attempt| {
+            let (one, two) = tokio::join!(
+                attempt.step("a", |_| async {
+                    tokio::task::yield_now().await;
+                    Ok::<_, Failure<String>>(1_u8)
+                }),
+                attempt.step("b", ok)
+            );
+            assert!(one.is_ok() && refused(two), "one after the other");
+            Ok::<_, StepError<String>>(())
+        })
+        .await
+        .unwrap();
+}

@@ -1,0 +1,77 @@
+//! Asking for the answer of an operation that completed its record without it, where everybody died before it was added
+//! ([`Settings::with_upstream_completion`] with [`Settings::with_reconcile`]).
+//!
+//! The record says that the operation took place, so whatever is said here, nothing is executed.
+
+use std::sync::Arc;
+
+use http::request::Parts;
+use oncegate_core::{Completion, IdempotencyKey, StoredResponse};
+use oncegate_engine::{Added, AnswerPermit};
+
+use crate::context::IdempotencyContext;
+use crate::execute::{NOT_STORED, catch_panic};
+use crate::reconcile::Reconciled;
+use crate::refusal::{Condition, Refusal};
+use crate::settings::Settings;
+
+/// One question.
+pub(crate) struct Question {
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) permit: AnswerPermit,
+    pub(crate) key: IdempotencyKey,
+}
+
+/// What it comes to.
+pub(crate) enum Asked {
+    /// The answer, and how the client is told where the record does not have it.
+    Answer(StoredResponse, Option<&'static str>),
+    Refused(Refusal),
+}
+
+impl Question {
+    /// Asks, and has the record keep what it hears. Run it where a client that hangs up does not end it: the next one gets
+    /// the answer.
+    pub(crate) async fn ask(self, parts: Parts) -> Asked {
+        let context = IdempotencyContext::new(self.key, self.permit.attempt());
+        let asked = match &self.settings.reconcile {
+            // A panic tells nothing of the answer.
+            Some(reconcile) => catch_panic(reconcile.reconcile(&context, &parts)).await,
+            None => Ok(Reconciled::CannotTell),
+        };
+        let completion = match asked.unwrap_or(Reconciled::CannotTell) {
+            Reconciled::Happened(stored) => Completion::Replayable(stored),
+            Reconciled::Unreplayable => Completion::Tombstone,
+            Reconciled::DidNotHappen => {
+                let record = context.attempt().record_id();
+                tracing::error!(
+                    ?record,
+                    "the service says that a request did not happen whose record its own transaction has completed; nothing is executed"
+                );
+                self.permit.refuse();
+                return Asked::Refused(Refusal::new(Condition::ReplayUnavailable));
+            }
+            Reconciled::CannotTell => {
+                self.permit.leave();
+                return Asked::Refused(awaited());
+            }
+        };
+        match (self.permit.add(completion.clone()).await, completion) {
+            (Added::Taken, Completion::Replayable(stored)) | (Added::Recorded(stored), _) => {
+                Asked::Answer(stored, None)
+            }
+            // Right all the same, and asked for again next time.
+            (Added::NotStored(_), Completion::Replayable(stored)) => Asked::Answer(stored, Some(NOT_STORED)),
+            (Added::Taken | Added::Unreplayable | Added::NotStored(_), _) => {
+                Asked::Refused(Refusal::new(Condition::ReplayUnavailable))
+            }
+            // Another request has the key by now; the retry is decided anew.
+            _ => Asked::Refused(awaited()),
+        }
+    }
+}
+
+/// The request took place, and its answer may be there when it is sent again.
+pub(crate) fn awaited() -> Refusal {
+    Refusal::new(Condition::AnswerAwaited).with_retry_after(1)
+}

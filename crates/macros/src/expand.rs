@@ -1,0 +1,335 @@
+//! The function as it is compiled.
+
+use std::time::Duration;
+
+use proc_macro2::{Ident, Span, TokenStream};
+use quote::{quote, quote_spanned};
+use syn::spanned::Spanned as _;
+use syn::{
+    Error, Expr, FnArg, GenericArgument, ItemFn, Pat, PathArguments, Result, ReturnType, Signature, Type,
+    parse2,
+};
+
+use crate::options::{Compared, Errors, Key, OnAbandoned, Options, nearest};
+use crate::template::{Piece, Template, root};
+
+/// Serialize is there for tuples of so many.
+const TUPLE_MAX: usize = 16;
+
+pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<TokenStream> {
+    let function: ItemFn = parse2(item.clone())
+        .map_err(|_| Error::new(item_span(item), "`#[idempotent]` stands on an `async fn` with a body"))?;
+    check(&function.sig)?;
+    let options: Options = parse2(attribute)?;
+    let arguments = Arguments::of(&function.sig)?;
+    let krate = options.krate.as_ref().map_or_else(|| quote!(::oncegate), |path| quote!(#path));
+    let parts = Parts { options: &options, arguments: &arguments, krate: &krate };
+
+    let engine = parts.engine()?;
+    let key = parts.key()?;
+    let input = parts.input(engine.argument)?;
+    let policy = parts.policy();
+    let with_caller =
+        options.caller.as_ref().map(|caller| quote_spanned!(caller.span()=> .with_caller("caller", #caller)));
+    let with_errors = parts.errors();
+    let attempt = options.attempt.as_ref().map_or_else(|| quote!(_), |name| quote!(#name));
+    let returns = Returns::of(&function.sig)?;
+    let (body_type, convert) = (&returns.body, returns.convert);
+    // What it asks of the value and the error is asked of the type that the signature has.
+    let run = if options.detached.is_some() { "run" } else { "run_in_place" };
+    let run = Ident::new(run, returns.span);
+
+    let ItemFn { attrs, vis, sig, block, .. } = &function;
+    let (engine, scope) = (engine.expr, &options.scope);
+    Ok(quote! {
+        #(#attrs)* #vis #sig {
+            let __oncegate_call = (#engine).function(#scope) #policy #with_caller #with_errors.call(#key, #input);
+            __oncegate_call
+                .#run(async move |#attempt: #krate::engine::Attempt| -> #body_type #block)
+                .await
+                #convert
+        }
+    })
+}
+
+fn item_span(item: TokenStream) -> Span {
+    item.into_iter().next().map_or_else(Span::call_site, |token| token.span())
+}
+
+fn check(sig: &Signature) -> Result<()> {
+    if sig.asyncness.is_none() {
+        let said =
+            "an idempotent function is an `async fn`: it waits for the store, before it runs and after it";
+        return Err(Error::new(sig.fn_token.span(), said));
+    }
+    if let Some(abi) = &sig.abi {
+        return Err(Error::new(abi.span(), "an idempotent function has the ABI of Rust"));
+    }
+    Ok(())
+}
+
+/// The arguments that a function's patterns bind.
+struct Arguments {
+    names: Vec<Ident>,
+    /// Those whose type says that they are the engine.
+    engines: Vec<Ident>,
+    has_self: bool,
+}
+
+impl Arguments {
+    fn of(sig: &Signature) -> Result<Self> {
+        let mut all = Self { names: Vec::new(), engines: Vec::new(), has_self: sig.receiver().is_some() };
+        for argument in &sig.inputs {
+            let FnArg::Typed(typed) = argument else { continue };
+            let first = all.names.len();
+            bound_by(&typed.pat, &mut all.names)?;
+            if let [one] = &all.names[first..]
+                && is_engine(&typed.ty)
+            {
+                all.engines.push(one.clone());
+            }
+        }
+        Ok(all)
+    }
+
+    /// Says so where a value begins with a name that is no argument.
+    fn check(&self, value: &Expr, span: Span) -> Result<()> {
+        let Some(name) = root(value) else { return Ok(()) };
+        if name == "self" {
+            if self.has_self {
+                return Ok(());
+            }
+            return Err(Error::new(span, "there is no `self` here"));
+        }
+        self.check_name(name, span)
+    }
+
+    fn check_name(&self, name: &Ident, span: Span) -> Result<()> {
+        if self.names.contains(name) {
+            return Ok(());
+        }
+        let names: Vec<_> = self.names.iter().map(ToString::to_string).collect();
+        let hint = match nearest(&name.to_string(), names.iter().map(String::as_str)) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None if names.is_empty() => "there are none".to_owned(),
+            None => format!("there are: {}", names.join(", ")),
+        };
+        Err(Error::new(span, format!("there is no argument `{name}`; {hint}")))
+    }
+}
+
+/// The names that a pattern binds.
+fn bound_by(pattern: &Pat, names: &mut Vec<Ident>) -> Result<()> {
+    match pattern {
+        Pat::Ident(ident) => {
+            names.push(ident.ident.clone());
+            ident.subpat.as_ref().map_or(Ok(()), |(_, inner)| bound_by(inner, names))
+        }
+        Pat::TupleStruct(of) => of.elems.iter().try_for_each(|inner| bound_by(inner, names)),
+        Pat::Tuple(of) => of.elems.iter().try_for_each(|inner| bound_by(inner, names)),
+        Pat::Slice(of) => of.elems.iter().try_for_each(|inner| bound_by(inner, names)),
+        Pat::Struct(of) => of.fields.iter().try_for_each(|field| bound_by(&field.pat, names)),
+        Pat::Reference(of) => bound_by(&of.pat, names),
+        Pat::Paren(of) => bound_by(&of.pat, names),
+        Pat::Type(of) => bound_by(&of.pat, names),
+        Pat::Wild(_) | Pat::Rest(_) => Ok(()),
+        other => Err(Error::new(other.span(), "`#[idempotent]` does not know what this pattern binds")),
+    }
+}
+
+/// Whether a type is the engine, or something around it such as `&Engine`, `Arc<Engine>` or `State<Engine>`.
+fn is_engine(ty: &Type) -> bool {
+    match ty {
+        Type::Reference(reference) => is_engine(&reference.elem),
+        Type::Paren(paren) => is_engine(&paren.elem),
+        Type::Path(path) => path.path.segments.last().is_some_and(|last| match &last.arguments {
+            PathArguments::None => last.ident == "Engine",
+            PathArguments::AngleBracketed(of) => {
+                let mut types = of.args.iter().filter_map(|argument| match argument {
+                    GenericArgument::Type(ty) => Some(ty),
+                    _ => None,
+                });
+                matches!((types.next(), types.next()), (Some(only), None) if is_engine(only))
+            }
+            PathArguments::Parenthesized(_) => false,
+        }),
+        _ => false,
+    }
+}
+
+/// What the attribute and the arguments say together.
+struct Parts<'a> {
+    options: &'a Options,
+    arguments: &'a Arguments,
+    krate: &'a TokenStream,
+}
+
+/// Where the engine comes from.
+struct Source<'a> {
+    expr: TokenStream,
+    /// The argument that it is, which is not compared.
+    argument: Option<&'a Ident>,
+}
+
+impl Parts<'_> {
+    fn engine(&self) -> Result<Source<'_>> {
+        if let Some(expr) = &self.options.engine {
+            self.arguments.check(expr, expr.span())?;
+            let argument = match expr {
+                Expr::Path(path) => path.path.get_ident(),
+                Expr::Reference(reference) => root(&reference.expr),
+                _ => None,
+            };
+            return Ok(Source { expr: quote!(#expr), argument });
+        }
+        match &self.arguments.engines[..] {
+            [argument] => Ok(Source { expr: quote!(#argument), argument: Some(argument) }),
+            [] => Err(Error::new(
+                Span::call_site(),
+                "which engine? Say `engine = self.engine`, or whatever it is, or take an argument of type `&Engine`",
+            )),
+            [_, second, ..] => {
+                Err(Error::new(second.span(), "which engine? There are two; say `engine = …`"))
+            }
+        }
+    }
+
+    fn key(&self) -> Result<TokenStream> {
+        let krate = self.krate;
+        match &self.options.key {
+            Key::Expr(expr) => Ok(quote!(#expr)),
+            Key::Template(Template { pieces, span }) => {
+                let mut calls = TokenStream::new();
+                for piece in pieces {
+                    calls.extend(match piece {
+                        Piece::Text(text) => quote_spanned!(*span=> .text(#text)),
+                        Piece::Value(value) => {
+                            self.arguments.check(value, *span)?;
+                            quote_spanned!(*span=> .value(&#value))
+                        }
+                    });
+                }
+                Ok(quote_spanned!(*span=> #krate::engine::KeyText::new("") #calls))
+            }
+        }
+    }
+
+    /// What of the arguments is compared, as tuples of references.
+    fn input(&self, engine: Option<&Ident>) -> Result<TokenStream> {
+        let arguments = self.arguments;
+        let of_names = |skipped: &dyn Fn(&Ident) -> bool| {
+            let compared = arguments.names.iter().filter(|name| Some(*name) != engine && !skipped(name));
+            compared.map(|name| self.compared(name.span(), &quote!(#name))).collect::<Vec<_>>()
+        };
+        let values = match &self.options.compared {
+            Compared::All => of_names(&|_| false),
+            Compared::AllBut(skip) => {
+                skip.iter().try_for_each(|name| arguments.check_name(name, name.span()))?;
+                of_names(&|name| skip.iter().any(|skipped| skipped == name))
+            }
+            Compared::Only(values) => {
+                for value in values {
+                    arguments.check(value, value.span())?;
+                }
+                values.iter().map(|value| self.compared(value.span(), &quote!(#value))).collect()
+            }
+        };
+        if values.len() <= TUPLE_MAX {
+            return Ok(quote!(&(#(#values,)*)));
+        }
+        let rows = values.chunks(TUPLE_MAX);
+        Ok(quote!(&(#((#(#rows,)*),)*)))
+    }
+
+    /// One value that is compared. That it can be is asked for where it stands.
+    fn compared(&self, span: Span, value: &TokenStream) -> TokenStream {
+        let krate = self.krate;
+        quote_spanned!(span=> #krate::engine::compared(&#value))
+    }
+
+    fn policy(&self) -> Option<TokenStream> {
+        let Options { retain, lease, wait, on_abandoned, policy, .. } = self.options;
+        let krate = self.krate;
+        let set = [("with_retention", retain), ("with_lease", lease), ("with_wait", wait)];
+        let set: TokenStream = set
+            .into_iter()
+            .filter_map(|(method, value)| {
+                let (method, millis) = (Ident::new(method, Span::call_site()), millis((*value)?));
+                let duration = quote!(::core::time::Duration::from_millis(#millis));
+                // Held against its limits when this was compiled: it is never refused.
+                Some(quote!(let policy = policy.#method(#duration).unwrap_or(policy);))
+            })
+            .collect();
+        let on_abandoned = on_abandoned.map(|on_abandoned| {
+            let which = match on_abandoned {
+                OnAbandoned::Park => quote!(Park),
+                OnAbandoned::Reexecute => quote!(Reexecute),
+            };
+            quote!(let policy = policy.with_on_abandoned(#krate::core::OnAbandoned::#which);)
+        });
+        if policy.is_none() && set.is_empty() && on_abandoned.is_none() {
+            return None;
+        }
+        let base = policy
+            .as_ref()
+            .map_or_else(|| quote!(::core::default::Default::default()), |policy| quote!(#policy));
+        Some(quote!(.with_policy({ let policy: #krate::engine::Policy = #base; #set #on_abandoned policy })))
+    }
+
+    fn errors(&self) -> Option<TokenStream> {
+        let krate = self.krate;
+        let policy = match self.options.errors.as_ref()? {
+            Errors::Store => quote!(#krate::engine::StoredErrors),
+            Errors::Release => quote!(#krate::engine::ReleasedErrors),
+            Errors::Unknown => quote!(#krate::engine::UnknownErrors),
+            Errors::Fate(path) => quote_spanned!(path.span()=> #krate::engine::FateOf(#path)),
+            Errors::Policy(policy) => quote!(#policy),
+        };
+        Some(quote!(.with_errors(#policy)))
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// What the function returns, and what its body does.
+struct Returns {
+    span: Span,
+    body: TokenStream,
+    convert: TokenStream,
+}
+
+impl Returns {
+    fn of(sig: &Signature) -> Result<Self> {
+        const A_RESULT: &str = "an idempotent function returns a `Result`, because not every call can have its value: \
+             `Result<T, FunctionError<E>>`, or `Result<T, E>` where `E: From<FunctionError<E>>`";
+        let ty = match &sig.output {
+            ReturnType::Type(_, ty) => ty,
+            ReturnType::Default => return Err(Error::new(sig.ident.span(), A_RESULT)),
+        };
+        let Type::Path(path) = &**ty else { return Err(Error::new(ty.span(), A_RESULT)) };
+        let mut body = path.clone();
+        if let Some(last) = body.path.segments.last_mut()
+            && let PathArguments::AngleBracketed(arguments) = &mut last.arguments
+            && let Some(GenericArgument::Type(error)) = arguments.args.last_mut()
+            && let Some(inner) = inside_function_error(error)
+        {
+            *error = inner;
+            return Ok(Self { span: ty.span(), body: quote!(#body), convert: TokenStream::new() });
+        }
+        let convert = quote_spanned!(ty.span()=> .map_err(::core::convert::From::from));
+        Ok(Self { span: ty.span(), body: quote!(#ty), convert })
+    }
+}
+
+/// `E` of `FunctionError<E>`.
+fn inside_function_error(ty: &Type) -> Option<Type> {
+    let Type::Path(path) = ty else { return None };
+    let last = path.path.segments.last().filter(|last| last.ident == "FunctionError")?;
+    let PathArguments::AngleBracketed(arguments) = &last.arguments else { return None };
+    match arguments.args.first() {
+        Some(GenericArgument::Type(inner)) if arguments.args.len() == 1 => Some(inner.clone()),
+        _ => None,
+    }
+}

@@ -1,0 +1,317 @@
+//! What stands in the attribute.
+
+use std::time::Duration;
+
+use oncegate_core::limits;
+use proc_macro2::Span;
+use syn::ext::IdentExt as _;
+use syn::parse::{Parse, ParseStream};
+use syn::punctuated::Punctuated;
+use syn::{Error, Expr, ExprLit, Ident, Lit, LitStr, Path, Result, Token, parenthesized};
+
+use crate::template::Template;
+
+/// Every option, as the messages list them.
+const NAMES: [&str; 15] = [
+    "key",
+    "scope",
+    "caller",
+    "engine",
+    "fingerprint",
+    "skip",
+    "retain",
+    "lease",
+    "wait",
+    "on_abandoned",
+    "policy",
+    "errors",
+    "attempt",
+    "detached",
+    "crate",
+];
+
+/// What stands in the attribute.
+pub(crate) struct Options {
+    pub(crate) key: Key,
+    pub(crate) scope: LitStr,
+    pub(crate) caller: Option<Expr>,
+    pub(crate) engine: Option<Expr>,
+    /// What of the arguments is compared: all of them where nothing is said.
+    pub(crate) compared: Compared,
+    pub(crate) retain: Option<Duration>,
+    pub(crate) lease: Option<Duration>,
+    pub(crate) wait: Option<Duration>,
+    pub(crate) on_abandoned: Option<OnAbandoned>,
+    /// What the four above are set on.
+    pub(crate) policy: Option<Expr>,
+    pub(crate) errors: Option<Errors>,
+    /// What the body calls its attempt.
+    pub(crate) attempt: Option<Ident>,
+    pub(crate) detached: Option<Span>,
+    /// Where the facade is.
+    pub(crate) krate: Option<Path>,
+}
+
+pub(crate) enum Key {
+    Template(Template),
+    Expr(Expr),
+}
+
+pub(crate) enum Compared {
+    All,
+    Only(Punctuated<Expr, Token![,]>),
+    AllBut(Punctuated<Ident, Token![,]>),
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum OnAbandoned {
+    Park,
+    Reexecute,
+}
+
+pub(crate) enum Errors {
+    Store,
+    Release,
+    Unknown,
+    /// A function from an error to its fate.
+    Fate(Expr),
+    Policy(Expr),
+}
+
+/// The options as they are read, one after the other.
+#[derive(Default)]
+struct Read {
+    key: Option<Key>,
+    scope: Option<LitStr>,
+    caller: Option<Expr>,
+    engine: Option<Expr>,
+    fingerprint: Option<Punctuated<Expr, Token![,]>>,
+    skip: Option<(Span, Punctuated<Ident, Token![,]>)>,
+    retain: Option<Duration>,
+    lease: Option<Duration>,
+    wait: Option<Duration>,
+    on_abandoned: Option<OnAbandoned>,
+    policy: Option<Expr>,
+    errors: Option<Errors>,
+    attempt: Option<Ident>,
+    detached: Option<Span>,
+    krate: Option<Path>,
+}
+
+impl Parse for Options {
+    fn parse(input: ParseStream<'_>) -> Result<Self> {
+        let mut read = Read::default();
+        let mut seen: Vec<Ident> = Vec::new();
+        while !input.is_empty() {
+            let name = input.call(Ident::parse_any)?;
+            if seen.contains(&name) {
+                return Err(Error::new(name.span(), format!("`{name}` is there twice")));
+            }
+            read.option(&name, input)?;
+            seen.push(name);
+            if !input.is_empty() {
+                input.parse::<Token![,]>()?;
+            }
+        }
+        read.finish()
+    }
+}
+
+impl Read {
+    fn option(&mut self, name: &Ident, input: ParseStream<'_>) -> Result<()> {
+        match name.to_string().as_str() {
+            "key" => self.key = Some(key(value(name, input)?)?),
+            "scope" => self.scope = Some(scope(name, input)?),
+            "caller" => self.caller = Some(value(name, input)?),
+            "engine" => self.engine = Some(value(name, input)?),
+            "fingerprint" => self.fingerprint = Some(list(name, "arguments, or parts of them", input)?),
+            "skip" => self.skip = Some((name.span(), list(name, "arguments", input)?)),
+            "retain" => {
+                self.retain = Some(duration(name, input, limits::RETENTION_MIN, limits::RETENTION_MAX)?);
+            }
+            "lease" => self.lease = Some(duration(name, input, limits::LEASE_MIN, limits::LEASE_MAX)?),
+            "wait" => self.wait = Some(duration(name, input, Duration::ZERO, limits::LEASE_MAX)?),
+            "on_abandoned" => self.on_abandoned = Some(on_abandoned(&text(name, input)?)?),
+            "policy" => self.policy = Some(value(name, input)?),
+            "errors" => self.errors = Some(errors(value(name, input)?)?),
+            "attempt" => {
+                equals(name, "the name that the body has for its attempt", input)?;
+                self.attempt = Some(input.parse()?);
+            }
+            "detached" => {
+                if input.peek(Token![=]) {
+                    return Err(input.error("`detached` stands alone"));
+                }
+                self.detached = Some(name.span());
+            }
+            "crate" => {
+                equals(name, "the path of the crate `oncegate`", input)?;
+                self.krate = Some(input.call(Path::parse_mod_style)?);
+            }
+            other => {
+                let hint = nearest(other, NAMES).map_or_else(
+                    || format!("there are: {}", NAMES.join(", ")),
+                    |name| format!("did you mean `{name}`?"),
+                );
+                return Err(Error::new(name.span(), format!("there is no option `{other}`; {hint}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<Options> {
+        let Some(key) = self.key else {
+            return Err(missing("key = \"order-{order.id}\"", "what tells one call from another"));
+        };
+        let Some(scope) = self.scope else {
+            return Err(missing(
+                "scope = \"charge\"",
+                "what its keys are unique within. It stays as it is when the function moves or gets another name",
+            ));
+        };
+        let compared = match (self.fingerprint, self.skip) {
+            (Some(_), Some((span, _))) => {
+                let said =
+                    "`fingerprint` says what is compared, and `skip` what is not: one of them is enough";
+                return Err(Error::new(span, said));
+            }
+            (Some(only), None) => Compared::Only(only),
+            (None, Some((_, but))) => Compared::AllBut(but),
+            (None, None) => Compared::All,
+        };
+        Ok(Options {
+            key,
+            scope,
+            caller: self.caller,
+            engine: self.engine,
+            compared,
+            retain: self.retain,
+            lease: self.lease,
+            wait: self.wait,
+            on_abandoned: self.on_abandoned,
+            policy: self.policy,
+            errors: self.errors,
+            attempt: self.attempt,
+            detached: self.detached,
+            krate: self.krate,
+        })
+    }
+}
+
+fn missing(option: &str, is: &str) -> Error {
+    Error::new(Span::call_site(), format!("an idempotent function needs `{option}`: {is}"))
+}
+
+fn equals(name: &Ident, wanted: &str, input: ParseStream<'_>) -> Result<()> {
+    if input.peek(Token![=]) {
+        return input.parse::<Token![=]>().map(drop);
+    }
+    Err(Error::new(name.span(), format!("`{name} = …` needs {wanted}")))
+}
+
+fn value(name: &Ident, input: ParseStream<'_>) -> Result<Expr> {
+    equals(name, "a value", input)?;
+    input.parse()
+}
+
+fn text(name: &Ident, input: ParseStream<'_>) -> Result<LitStr> {
+    equals(name, "a text in quotes", input)?;
+    if !input.peek(LitStr) {
+        return Err(input.error(format!("`{name}` takes a text in quotes")));
+    }
+    input.parse()
+}
+
+fn list<T: Parse>(name: &Ident, of: &str, input: ParseStream<'_>) -> Result<Punctuated<T, Token![,]>> {
+    if !input.peek(syn::token::Paren) {
+        return Err(Error::new(name.span(), format!("`{name}(…)` takes a list of {of}")));
+    }
+    let content;
+    parenthesized!(content in input);
+    Punctuated::parse_terminated(&content)
+}
+
+fn key(value: Expr) -> Result<Key> {
+    match value {
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Template::read(&text).map(Key::Template),
+        expr => Ok(Key::Expr(expr)),
+    }
+}
+
+fn scope(name: &Ident, input: ParseStream<'_>) -> Result<LitStr> {
+    let scope = text(name, input)?;
+    if scope.value().is_empty() {
+        return Err(Error::new(scope.span(), "the scope is empty"));
+    }
+    Ok(scope)
+}
+
+fn on_abandoned(text: &LitStr) -> Result<OnAbandoned> {
+    match text.value().as_str() {
+        "park" => Ok(OnAbandoned::Park),
+        "reexecute" => Ok(OnAbandoned::Reexecute),
+        "reconcile" => Err(Error::new(
+            text.span(),
+            "a function is not asked what became of it: take \"reexecute\", and look first where \
+             `attempt.is_after_abandoned()`",
+        )),
+        other => Err(Error::new(text.span(), one_of("on_abandoned", other, &["park", "reexecute"]))),
+    }
+}
+
+fn errors(value: Expr) -> Result<Errors> {
+    match value {
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => match text.value().as_str() {
+            "store" => Ok(Errors::Store),
+            "release" => Ok(Errors::Release),
+            "unknown" => Ok(Errors::Unknown),
+            other => Err(Error::new(text.span(), one_of("errors", other, &["store", "release", "unknown"]))),
+        },
+        path @ Expr::Path(_) => Ok(Errors::Fate(path)),
+        policy => Ok(Errors::Policy(policy)),
+    }
+}
+
+fn one_of(option: &str, written: &str, allowed: &[&'static str]) -> String {
+    let list: Vec<_> = allowed.iter().map(|name| format!("{name:?}")).collect();
+    let hint = nearest(written, allowed.iter().copied())
+        .map_or_else(String::new, |name| format!("; did you mean {name:?}?"));
+    format!("`{option}` is one of {}, not {written:?}{hint}", list.join(", "))
+}
+
+/// A duration as configurations write them: `"500ms"`, `"30s"`, `"5m"`, `"24h"`, `"7d"`.
+fn duration(name: &Ident, input: ParseStream<'_>, min: Duration, max: Duration) -> Result<Duration> {
+    const ALLOWED: &str =
+        "write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"";
+    let literal = text(name, input)?;
+    let text = literal.value();
+    let fault = |what: String| Error::new(literal.span(), what);
+    let (number, unit) = text.split_at(text.bytes().take_while(u8::is_ascii_digit).count());
+    let of = match unit {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60 * 1000,
+        "h" => 60 * 60 * 1000,
+        "d" => 24 * 60 * 60 * 1000,
+        _ => return Err(fault(format!("{text:?} is not a duration; {ALLOWED}"))),
+    };
+    let millis = number.parse::<u64>().ok().and_then(|number| number.checked_mul(of));
+    let Some(value) = millis.map(Duration::from_millis) else {
+        return Err(fault(format!("{text:?} is not a duration; {ALLOWED}")));
+    };
+    if value < min || value > max {
+        return Err(fault(format!("`{name}` is {value:?}; it must be from {min:?} to {max:?}")));
+    }
+    Ok(value)
+}
+
+/// The name that is nearest to what was written, where one is near.
+pub(crate) fn nearest<'a>(written: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    names
+        .into_iter()
+        .map(|name| (strsim::damerau_levenshtein(written, name), name))
+        // One slip in three letters is a slip; more is another word.
+        .filter(|(distance, name)| *distance <= name.len().max(written.len()).div_ceil(3))
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, name)| name)
+}

@@ -1,0 +1,106 @@
+//! What a record says where a command was applied.
+//!
+//! Replicas and disks are waited for on another connection than the one that the command took. That this one leads to a
+//! server that has the command, and not to one that took its place without it, is seen by the record itself.
+
+use oncegate_core::{Command, Completion, Outcome, Resolution};
+use redis::Value;
+
+/// What [`Witness::is_borne_out`] wants to read of the record, in this order.
+pub(crate) const FIELDS: [&str; 8] =
+    ["state", "token", "attempt", "lease_until", "resolved_to", "resolved_by", "resolved_reason", "steps"];
+
+/// What the record has to say, if the command was applied there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Witness {
+    Granted { attempt: String, token: u64, lease_until: u64 },
+    Unknown,
+    Stepped { token: u64, number: u64 },
+    Completed { token: u64, state: &'static str },
+    Released { token: u64 },
+    Resolved { to: &'static str, actor: String, reason: String },
+}
+
+impl Witness {
+    /// Of a command with its outcome, if that is one to wait for.
+    ///
+    /// An answer that is there is true, whoever else has it; and who renews may come too late, and hears of it then.
+    pub(crate) fn of(command: &Command, outcome: &Outcome) -> Option<Self> {
+        Some(match (command, outcome) {
+            (Command::Claim(claim), Outcome::Execute(grant)) => Self::Granted {
+                attempt: format!("{:032x}", claim.attempt.get()),
+                token: grant.token.get(),
+                lease_until: grant.lease_until.as_millis(),
+            },
+            (Command::Step(step), Outcome::StepRecorded) => {
+                Self::Stepped { token: step.token.get(), number: u64::try_from(step.number).ok()? }
+            }
+            (_, Outcome::Unknown) => Self::Unknown,
+            (Command::Complete(complete), Outcome::Completed) => Self::Completed {
+                token: complete.token.get(),
+                state: match &complete.completion {
+                    Completion::Awaited => "awaited",
+                    Completion::Tombstone => "tombstone",
+                    Completion::Unknown => "unknown",
+                    _ => "completed",
+                },
+            },
+            (Command::Release(release), Outcome::Released) => Self::Released { token: release.token.get() },
+            (Command::Resolve(resolve), Outcome::Resolved { .. }) => Self::Resolved {
+                to: match &resolve.resolution {
+                    Resolution::Complete(Some(_)) => "completed",
+                    Resolution::Complete(None) => "tombstone",
+                    _ => "released",
+                },
+                actor: resolve.actor.clone(),
+                reason: resolve.reason.clone(),
+            },
+            _ => return None,
+        })
+    }
+
+    /// Whether the record says so. What somebody else did to it in the meantime may make it say something else; then it
+    /// is not known, and whoever asks may send the command again.
+    pub(crate) fn is_borne_out(&self, fields: &Value) -> bool {
+        let Value::Array(fields) = fields else { return false };
+        let texts: Vec<_> = fields.iter().map(text).collect();
+        let [state, token, attempt, lease_until, to, by, reason, steps] = texts.as_slice() else {
+            return false;
+        };
+        let Some(state) = *state else { return false };
+        let number = |digits: &Option<&str>| digits.and_then(|digits| digits.parse::<u64>().ok());
+        match self {
+            Self::Granted { attempt: ours, token: granted, lease_until: until } => {
+                state == "in-progress"
+                    && *attempt == Some(ours.as_str())
+                    && number(token) == Some(*granted)
+                    && number(lease_until) >= Some(*until)
+            }
+            Self::Stepped { token: ours, number: ours_is } => {
+                state == "in-progress" && number(token) == Some(*ours) && number(steps) > Some(*ours_is)
+            }
+            Self::Unknown => state == "unknown",
+            // The answer may have been added since.
+            Self::Completed { token: ours, state: expected } => {
+                number(token) == Some(*ours) && (state == *expected || state == "completed")
+            }
+            // Whoever waited for it may have it by now.
+            Self::Released { token: ours } => {
+                state == "released" && number(token) == Some(*ours) || number(token) > Some(*ours)
+            }
+            Self::Resolved { to: expected, actor, reason: why } => {
+                *to == Some(*expected)
+                    && *by == Some(actor.as_str())
+                    && *reason == Some(why.as_str())
+                    && (state == *expected || (*expected == "released" && state != "unknown"))
+            }
+        }
+    }
+}
+
+fn text(value: &Value) -> Option<&str> {
+    match value {
+        Value::BulkString(octets) => std::str::from_utf8(octets).ok(),
+        _ => None,
+    }
+}

@@ -1,0 +1,311 @@
+//! Four processes, and what they wrote down.
+
+use std::fs::{self, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// How long anything may take on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until it is so.
+pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = it_is() {
+            return found;
+        }
+        assert!(Instant::now() < end, "never: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// What a service said. Nothing where it died before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) is_replayed: bool,
+    pub(crate) body: String,
+}
+
+/// Sends a request. `None` where there is no whole answer.
+pub(crate) fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let length = body.len();
+    let head = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}");
+    write!(stream, "{head}\r\ncontent-type: application/json\r\n{fields}\r\n{body}").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    let (head, body) = text.split_once("\r\n\r\n")?;
+    Some(Answer {
+        status: head.split(' ').nth(1)?.parse().ok()?,
+        is_replayed: head.contains("idempotent-replayed: true"),
+        body: body.to_owned(),
+    })
+}
+
+/// A process that listens.
+pub(crate) struct Process {
+    child: Child,
+    pub(crate) address: String,
+}
+
+impl Process {
+    fn start(command: &mut Command) -> Option<Self> {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let Some(address) = line.trim().strip_prefix("listening on http://") else {
+            child.wait().unwrap();
+            return None;
+        };
+        Some(Self { address: address.to_owned(), child })
+    }
+
+    /// As `kill -9` does it.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    pub(crate) fn wait(&mut self) {
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn program(role: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_order-saga"));
+    command.arg(role);
+    command
+}
+
+/// One of those that the shop calls.
+pub(crate) struct Other {
+    role: &'static str,
+    ledger: PathBuf,
+    process: Process,
+}
+
+impl Other {
+    fn start(role: &'static str, dir: &Path) -> Self {
+        let ledger = dir.join(format!("{role}.jsonl"));
+        let process = Process::start(program(role).arg("--ledger").arg(&ledger)).unwrap();
+        Self { role, ledger, process }
+    }
+
+    /// Starts it again where it was.
+    pub(crate) fn restart(&mut self) {
+        let port = self.process.address.rsplit(':').next().unwrap().to_owned();
+        // Somebody's outgoing connection may have the port for a moment.
+        self.process = until("the port is free", || {
+            Process::start(program(self.role).args(["--port", &port, "--ledger"]).arg(&self.ledger))
+        });
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// Waits until it has died.
+    pub(crate) fn wait(&mut self) {
+        self.process.wait();
+    }
+
+    /// The next call of this action comes to this.
+    pub(crate) fn arm(&self, action: &str, fault: &str) {
+        let line = format!("PUT /faults/{action}");
+        let answer = send(&self.process.address, &line, "", &format!("{fault:?}")).unwrap();
+        assert_eq!(answer.status, 200, "{answer:?}");
+    }
+
+    /// How many faults have happened.
+    pub(crate) fn caught_so_far(&self) -> usize {
+        self.state()["caught"].as_array().unwrap().len()
+    }
+
+    /// How often this action was called, for effects and in vain, since the service was started.
+    pub(crate) fn calls(&self, action: &str) -> u64 {
+        self.state()["calls"][action].as_u64().unwrap_or_default()
+    }
+
+    fn state(&self) -> Value {
+        let answer = send(&self.process.address, "GET /faults", "", "").unwrap();
+        serde_json::from_str(&answer.body).unwrap()
+    }
+
+    /// Waits until the first fault happened: the shop is at that point.
+    pub(crate) fn caught(&self, action: &str) {
+        until(&format!("{action} is called"), || (self.caught_so_far() > 0).then_some(()));
+    }
+
+    /// What it did, in its order, as its file says.
+    pub(crate) fn effects(&self) -> Vec<String> {
+        self.lines().iter().map(|line| line["action"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// How many effects it had for this item.
+    pub(crate) fn count(&self, item: &str) -> usize {
+        self.lines().iter().filter(|line| line["about"]["item"] == item).count()
+    }
+
+    fn lines(&self) -> Vec<Value> {
+        let text = fs::read_to_string(&self.ledger).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+/// How a shop is started.
+#[derive(Clone, Copy)]
+pub(crate) struct Shop {
+    pub(crate) lease_ms: u64,
+    pub(crate) patience_ms: u64,
+    /// 0 for never.
+    pub(crate) complete_every_ms: u64,
+}
+
+impl Default for Shop {
+    /// One that lives, and keeps its orders however slow the machine is.
+    fn default() -> Self {
+        Self { lease_ms: 60_000, patience_ms: 60_000, complete_every_ms: 0 }
+    }
+}
+
+impl Shop {
+    /// One that is killed, and leaves its orders to others soon.
+    pub(crate) fn doomed() -> Self {
+        Self { lease_ms: 600, ..Self::default() }
+    }
+
+    /// One that goes on with what others left.
+    pub(crate) fn completing() -> Self {
+        Self { complete_every_ms: 50, ..Self::default() }
+    }
+}
+
+/// The three that are called, and a directory for everything.
+pub(crate) struct World {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) stock: Other,
+    pub(crate) bank: Other,
+    pub(crate) carrier: Other,
+}
+
+impl World {
+    pub(crate) fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let [stock, bank, carrier] = ["stock", "bank", "carrier"].map(|role| Other::start(role, dir.path()));
+        Self { dir, stock, bank, carrier }
+    }
+
+    /// A shop with records of its own, in this directory of the world.
+    pub(crate) fn shop(&self, how: Shop) -> Process {
+        self.shop_on(how, self.dir.path().join("records").to_str().unwrap())
+    }
+
+    pub(crate) fn shop_on(&self, how: Shop, store: &str) -> Process {
+        let log = OpenOptions::new().create(true).append(true).open(self.log()).unwrap();
+        let mut command = program("shop");
+        command.args(["--store", store]).stderr(log);
+        for other in [&self.stock, &self.bank, &self.carrier] {
+            command.arg(format!("--{}", other.role)).arg(format!("http://{}", other.process.address));
+        }
+        let numbers = [
+            ("--lease-ms", how.lease_ms),
+            ("--patience-ms", how.patience_ms),
+            ("--complete-every-ms", how.complete_every_ms),
+        ];
+        for (flag, number) in numbers {
+            command.args([flag, &number.to_string()]);
+        }
+        Process::start(&mut command).expect("the shop starts")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.dir.path().join("shop.log")
+    }
+
+    /// Waits until an attempt of this number has begun at any order.
+    pub(crate) fn attempt(&self, number: u32) {
+        until(&format!("attempt {number}"), || {
+            let log = fs::read_to_string(self.log()).unwrap();
+            log.contains(&format!("attempt {number}\n")).then_some(())
+        });
+    }
+
+    /// Who has this action.
+    pub(crate) fn other(&mut self, action: &str) -> &mut Other {
+        match action {
+            "reserve" | "free" => &mut self.stock,
+            "charge" | "refund" => &mut self.bank,
+            _ => &mut self.carrier,
+        }
+    }
+
+    pub(crate) fn effects(&self) -> [Vec<String>; 3] {
+        [&self.stock, &self.bank, &self.carrier].map(Other::effects)
+    }
+}
+
+/// What is ordered.
+#[derive(Clone, Debug)]
+pub(crate) struct Order {
+    pub(crate) key: String,
+    pub(crate) customer: &'static str,
+    pub(crate) item: String,
+    pub(crate) address: &'static str,
+}
+
+impl Order {
+    /// One that can be shipped.
+    pub(crate) fn good() -> Self {
+        Self { key: "order-1".into(), customer: "ada", item: "book".into(), address: "London" }
+    }
+
+    /// One that is paid before the carrier refuses it.
+    pub(crate) fn refused() -> Self {
+        Self { address: "Atlantis", ..Self::good() }
+    }
+
+    /// Orders it, once.
+    pub(crate) fn send(&self, shop: &str) -> Option<Answer> {
+        let Self { key, customer, item, address } = self;
+        let body =
+            format!(r#"{{"customer":"{customer}","item":"{item}","cents":500,"address":"{address}"}}"#);
+        send(shop, "POST /orders", &format!("idempotency-key: {key}\r\n"), &body)
+    }
+
+    /// Orders it in a thread of its own.
+    pub(crate) fn spawn(&self, shop: &Process) -> JoinHandle<Option<Answer>> {
+        let (order, shop) = (self.clone(), shop.address.clone());
+        std::thread::spawn(move || order.send(&shop))
+    }
+
+    /// Orders it until the answer is a final one: neither in progress nor to be tried again.
+    pub(crate) fn settle(&self, shop: &Process) -> Answer {
+        until("a final answer", || {
+            self.send(&shop.address).filter(|answer| !matches!(answer.status, 409 | 503))
+        })
+    }
+}
+
+/// What the others have done after an order that was shipped, or that was taken back.
+pub(crate) fn done(is_shipped: bool) -> [Vec<String>; 3] {
+    let effects: [&[&str]; 3] = if is_shipped {
+        [&["reserve"], &["charge"], &["ship"]]
+    } else {
+        [&["reserve", "free"], &["charge", "refund"], &[]]
+    };
+    effects.map(|actions| actions.iter().map(|action| (*action).to_owned()).collect())
+}
