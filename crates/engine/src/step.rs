@@ -50,8 +50,10 @@ pub(crate) const INPUT_MAX: usize = limits::STEPS_OCTETS_MAX / 2;
 /// What the name of a compensation starts with.
 const UNDO: &str = "~undo ";
 
-/// What is recorded of a compensation that succeeded.
-const UNDONE: &[u8] = b"null";
+/// How much may be recorded of a compensation, in octets: why it failed, in so many characters, none of which takes more than
+/// six octets in JSON.
+const UNDONE_MAX: usize = 1024;
+const REASON_MAX: usize = 160;
 
 /// What is recorded where a first step may have taken place, and nothing else is: a record that is released with steps is not
 /// free for another request.
@@ -89,7 +91,8 @@ pub enum StepError<E> {
         /// What it said.
         reason: String,
     },
-    /// A compensation failed for good. An operator has to take the step back.
+    /// A compensation failed for good; the others were done. An operator has to take the step back, and to say what came of
+    /// the operation.
     Stuck {
         /// The step that it takes back.
         step: String,
@@ -113,7 +116,7 @@ pub enum StepError<E> {
         /// What does not fit. Shows nothing of the value.
         reason: String,
     },
-    /// The step took place, or may have, and that could not be recorded.
+    /// The step took place, and its result could not be recorded.
     NotRecorded {
         /// Why.
         reason: String,
@@ -124,7 +127,7 @@ pub enum StepError<E> {
         /// Why.
         reason: String,
     },
-    /// The store did not answer.
+    /// The store did not answer, before the step or after it.
     Store {
         /// What it said.
         reason: String,
@@ -135,13 +138,14 @@ impl<E> StepError<E> {
     /// What becomes of the operation's record: for [`FateOf`](crate::FateOf), where this is the function's error.
     ///
     /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. After `Store`
-    /// it could not be read what an earlier attempt did, so that the key is not free. Else the key is released, and the next
+    /// it is as after a crash: something may have taken place that is not recorded, and the key is not free. Else the key is released, and the next
     /// call goes on after the last recorded step.
     #[must_use]
     pub const fn fate(&self) -> ErrorFate {
         match self {
             Self::Failed(_) => ErrorFate::Store,
-            Self::Stuck { .. } | Self::NotRecorded { .. } | Self::Store { .. } => ErrorFate::Unknown,
+            Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Park,
+            Self::Store { .. } => ErrorFate::Unknown,
             _ => ErrorFate::Release,
         }
     }
@@ -167,7 +171,7 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
                 write!(f, "what is recorded of {step:?} cannot be read: {reason}")
             }
             Self::NotRecorded { reason } => {
-                write!(f, "the step may have taken place and is not recorded: {reason}")
+                write!(f, "the step took place and is not recorded: {reason}")
             }
             Self::Refused { reason } => write!(f, "the step was not run: {reason}"),
             Self::Store { reason } => write!(f, "the store did not answer: {reason}"),
@@ -362,14 +366,14 @@ impl Progress {
                     Err(Failure::Final(error)) => Err(error),
                     Err(Failure::Unsure(error)) => {
                         if self.recorded.is_empty() {
-                            self.record_effect(attempt, BEGUN, Bytes::from_static(b"null")).await?;
+                            self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
                         }
                         return Err(StepError::Unsure(error));
                     }
                 };
                 let octets = value::encode(&result, room).map(Bytes::from);
                 let octets = octets.map_err(not_recorded)?;
-                self.record_effect(attempt, &name, octets.clone()).await?;
+                self.record(attempt, &name, octets.clone()).await?;
                 octets
             }
         };
@@ -427,7 +431,7 @@ impl Progress {
         }
         let undo = || self.undo.iter().map(|(step, _)| step.as_str()).chain(own);
         let octets = self.recorded.iter().map(|step| step.name().len() + step.result().len()).sum::<usize>()
-            + undo().map(|step| UNDO.len() + step.len() + UNDONE.len()).sum::<usize>()
+            + undo().map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
             + name.len();
         let room = limits::STEPS_OCTETS_MAX.checked_sub(octets).filter(|room| *room > 0);
         room.filter(|_| self.recorded.len() + 1 + undo().count() <= limits::STEPS_MAX)
@@ -442,19 +446,6 @@ impl Progress {
             return Err(StepError::Fenced);
         }
         Ok(run(attempt.downstream_key(name)).await)
-    }
-
-    /// As [`record`](Self::record), of what took place or may have. Where that is not noted the key must not be free.
-    async fn record_effect<E>(
-        &mut self,
-        attempt: &Attempt,
-        name: &str,
-        result: Bytes,
-    ) -> Result<(), StepError<E>> {
-        self.record(attempt, name, result).await.map_err(|error| match error {
-            StepError::Store { reason } => StepError::NotRecorded { reason },
-            error => error,
-        })
     }
 
     /// Notes a step that was just finished. Where the store does not answer it is asked again, as long as the attempt owns its
@@ -493,20 +484,33 @@ impl Progress {
 
     /// Takes back what was finished, the last one first.
     async fn take_back<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
+        let mut stuck = None;
         while let Some((step, undo)) = self.undo.pop() {
             let name = format!("{UNDO}{step}");
-            if self.next::<E>(&name)?.is_none() {
-                match Self::run(attempt, &name, undo).await {
-                    Err(error) => return Err(error),
-                    Ok(Ok(())) => {}
-                    Ok(Err(Failure::Unsure(reason))) => return Err(StepError::NotTakenBack { step, reason }),
-                    Ok(Err(Failure::Final(reason))) => return Err(StepError::Stuck { step, reason }),
+            let octets = match self.next(&name)? {
+                Some(octets) => octets,
+                None => {
+                    let failed = match Self::run(attempt, &name, undo).await? {
+                        Ok(()) => None,
+                        Err(Failure::Unsure(reason)) => return Err(StepError::NotTakenBack { step, reason }),
+                        Err(Failure::Final(reason)) => {
+                            Some(reason.chars().take(REASON_MAX).collect::<String>())
+                        }
+                    };
+                    let octets = value::encode(&failed, UNDONE_MAX).map(Bytes::from);
+                    let octets = octets.map_err(not_recorded)?;
+                    self.record(attempt, &name, octets.clone()).await?;
+                    octets
                 }
-                self.record(attempt, &name, Bytes::from_static(UNDONE)).await?;
-            }
+            };
             self.passed += 1;
+            // What cannot be taken back is an operator's; the rest is taken back all the same.
+            let failed = value::decode::<Option<String>>(&octets);
+            if let Some(reason) = failed.map_err(|reason| StepError::Undecodable { step: name, reason })? {
+                stuck.get_or_insert(StepError::Stuck { step, reason });
+            }
         }
-        Ok(())
+        stuck.map_or(Ok(()), Err)
     }
 }
 

@@ -264,6 +264,12 @@ async fn a_compensation_that_does_not_succeed_is_tried_again_and_one_that_never_
     *world.refund.lock().unwrap() = Some(Failure::Final("account closed".to_owned()));
     let said = shop.call(&world).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })), "{said:?}");
+    assert_eq!(world.effects("free"), 1, "what can be taken back is");
+    // Nothing runs again before an operator has looked.
+    shop.clock.advance(LEASE * 2);
+    let said = shop.call(&world).await;
+    assert!(matches!(said, Err(FunctionError::Unknown)), "{said:?}");
+    assert_eq!(world.effects("refund"), 0);
 }
 
 #[tokio::test]
@@ -487,7 +493,7 @@ async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
         };
         let said = shop.orders.run_in_place("order-1", "the input", answer).await;
         assert!(
-            matches!(said, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
+            matches!(said, Err(FunctionError::Failed { error: StepError::Store { .. }, .. })),
             "{said:?}"
         );
         let other =
@@ -517,4 +523,30 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     assert_eq!(shop.call(&world).await.unwrap().len(), 3);
     assert_eq!(world.effects("reserve"), 1);
+}
+
+/// However much a compensation says that fails for good: it is recorded, and the others are done.
+#[tokio::test]
+async fn a_compensation_that_says_much_leaves_room_for_the_others() {
+    let shop = shop();
+    let undone = Arc::new(AtomicUsize::new(0));
+    let said = shop
+        .orders
+        .run_in_place("order-1", "", async |attempt: Attempt| {
+            let undone = undone.clone();
+            let undo = async move |_: String, _: u8| {
+                undone.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, Failure<String>>(())
+            };
+            attempt.step("a", async |_| Ok::<_, Failure<String>>(1_u8)).compensate(undo).await?;
+            let much = async |_: String, _: u8| Err(Failure::Final("\u{1}".repeat(2 * 1024 * 1024)));
+            attempt.step("b", async |_| Ok::<_, Failure<String>>(2_u8)).compensate(much).await?;
+            attempt.step("c", async |_| Err::<u8, _>(Failure::Final("no".to_owned()))).await
+        })
+        .await;
+    let Err(FunctionError::Failed { error: StepError::Stuck { step, reason }, .. }) = said else {
+        panic!("{said:?}")
+    };
+    assert_eq!((step.as_str(), reason.len()), ("b", 160));
+    assert_eq!(undone.load(Ordering::SeqCst), 1);
 }

@@ -727,6 +727,7 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         (State::Completed(_), _) => before == after,
         (State::Released, State::Released) => before == after,
         (State::Released, State::InProgress { .. }) => !same_owner,
+        (State::Released, State::Completed(_)) => same_owner && !before.steps.is_empty(),
         (State::Released, _) => false,
         _ => false,
     }
