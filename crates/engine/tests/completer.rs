@@ -230,6 +230,13 @@ async fn what_an_operator_has_to_decide_is_not_resumable() {
     let engine = scene().first.engine;
     let park = engine.function("order").resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
     assert!(park.unwrap_err().to_string().contains("reexecute"));
+    // Its records would never be found.
+    let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
+    for (name, is_fit) in [("n".repeat(256), true), ("n".repeat(257), false), ("n\0".to_owned(), false)] {
+        let named = engine.function(&name).with_policy(policy);
+        let resumable = named.resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
+        assert_eq!(resumable.is_ok(), is_fit, "{} octets", name.len());
+    }
 }
 
 #[tokio::test(start_paused = true)]
