@@ -350,6 +350,30 @@ async fn a_streamed_body_is_sent_once() {
     assert_eq!(open.response().unwrap().status(), 503);
 }
 
+/// Who only asks is redirected: that is an answer. Who wants something done is not told that it was.
+#[tokio::test]
+async fn a_redirection_is_an_answer_to_a_question_and_to_nothing_else() {
+    for status in [301, 302] {
+        let service = Hostile::new(move |_, _| answer(status, "location: /elsewhere\r\n", "")).await;
+        for api in [Api::Idempotent, Api::Plain] {
+            let policy = quick().with_api(api);
+            let builder = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
+            let client = builder.no_proxy().build().unwrap();
+            let middleware = IntentMiddleware::new().with_policy(policy).with_redirects_off();
+            let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
+            let ask = client.get(service.url("/")).header("idempotency-key", "k");
+            assert_eq!(ask.send().await.unwrap().status(), status);
+            for method in [reqwest::Method::POST, reqwest::Method::DELETE] {
+                let act = client.request(method.clone(), service.url("/")).header("idempotency-key", "k");
+                let error = act.body("5").send().await.unwrap_err();
+                let open = unfinished(&error).unwrap();
+                assert_eq!((open.why(), open.attempts()), (Why::Unknown, 1), "{method} {status}");
+                assert!(open.may_have_taken_effect());
+            }
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_redirection_to_nowhere_does_not_make_the_first_request_undone() {
     let (_held, nowhere) = nobody();

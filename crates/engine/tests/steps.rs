@@ -98,6 +98,13 @@ fn shop() -> Shop {
     shop_on(Arc::new(MemoryStore::new(clock.clone())), clock)
 }
 
+/// Two programs on one store.
+fn two_shops() -> (Shop, Shop) {
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let store = Arc::new(MemoryStore::new(clock.clone()));
+    (shop_on(store.clone(), clock.clone()), shop_on(store, clock))
+}
+
 fn shop_on(store: Arc<dyn Store>, clock: Arc<ManualClock>) -> Shop {
     let engine = Engine::new(store);
     let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
@@ -549,4 +556,46 @@ async fn a_compensation_that_says_much_leaves_room_for_the_others() {
     };
     assert_eq!((step.as_str(), reason.len()), ("b", 160));
     assert_eq!(undone.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_was_told_that_it_is_over_begins_no_step() {
+    let ((one, two), world) = (two_shops(), world_alive(&Arc::default()));
+    let ran = AtomicUsize::new(0);
+    let said = one
+        .orders
+        .run_in_place("order-1", "the input", async |attempt: Attempt| {
+            one.clock.advance(LEASE + Duration::from_millis(1));
+            assert!(two.call(&world).await.is_ok());
+            // It hears of it by its next renewal.
+            tokio::time::timeout(LEASE, attempt.lost()).await.expect("it is told");
+            let late = attempt.step("late", async |_| {
+                ran.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, Failure<String>>(())
+            });
+            late.await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Fenced, .. })), "{said:?}");
+    assert_eq!(ran.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn an_attempt_does_not_go_on_after_the_steps_of_the_one_that_took_over() {
+    let ((one, two), world) = (two_shops(), world_alive(&Arc::default()));
+    let unsure = Some(Failure::Unsure("timed out".to_owned()));
+    *world.ship.lock().unwrap() = unsure.clone();
+    assert!(one.call(&world).await.is_err());
+    let calls = world.calls.load(Ordering::SeqCst);
+    let said = one
+        .orders
+        .run_in_place("order-1", "the input", async |attempt: Attempt| {
+            assert_eq!(attempt.number(), 2);
+            one.clock.advance(LEASE + Duration::from_millis(1));
+            assert!(two.call(&world).await.is_err(), "it is not finished there either");
+            order(world.clone(), attempt).await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Fenced, .. })), "{said:?}");
+    assert_eq!(world.calls.load(Ordering::SeqCst), calls);
 }

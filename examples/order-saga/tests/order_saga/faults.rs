@@ -115,6 +115,9 @@ fn what_cannot_be_taken_back_is_said_and_not_passed_over() {
     let answer = stuck.settle(&shop);
     assert_eq!(answer.status, 500, "{answer:?}");
     assert!(answer.body.contains("cannot be taken back") && answer.body.contains("charge"), "{answer:?}");
-    // What stands before it in the order is left as it is, too.
-    assert_eq!(world.effects(), [vec!["reserve".to_owned()], vec!["charge".to_owned()], vec![]]);
+    // What stands before it in the order is taken back all the same.
+    assert_eq!(
+        world.effects(),
+        [vec!["reserve".to_owned(), "free".to_owned()], vec!["charge".to_owned()], vec![]]
+    );
 }
