@@ -14,6 +14,7 @@
 //! oncegate-benches redis                  the store on Redis against two bare scripts
 //! oncegate-benches postgres               the store on PostgreSQL, batched against single rows
 //! oncegate-benches client                 a successful call through the client, against the bare HTTP client below it
+//! oncegate-benches journal DIR            a successful call with a journal there, against one without
 //! oncegate-benches transact               a business row in one transaction with its record, against a bare unique key
 //! oncegate-benches growth-postgres RECORDS RECORDS    cost of a small and a large table
 //! oncegate-benches hold ADDRESS COUNT     keeps so many idle connections until its standard input ends
@@ -23,6 +24,7 @@ mod caller;
 mod functions;
 mod growth;
 mod idle;
+mod journal;
 mod records;
 mod service;
 mod shared;
@@ -71,6 +73,7 @@ async fn main() -> Result<()> {
         ["redis"] => shared::on_redis().await,
         ["postgres"] => shared::on_postgres().await,
         ["client"] => caller::measure().await,
+        ["journal", directory] => journal::measure(Path::new(directory)).await,
         ["transact"] => shared::same_transaction().await,
         ["growth-postgres", few, many] => shared::growth_on_postgres(few.parse()?, many.parse()?).await,
         ["hold", server, count] => idle::hold(server.parse()?, count.parse()?).await,

@@ -432,3 +432,55 @@ async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
     assert!(lines("unknown.csv").is_empty());
     assert_eq!(fs::read_dir(dir.path().join("journal")).unwrap().count(), 0);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn over_tls_only_who_is_trusted_hears_anything() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    for name in ["theirs", "other"] {
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        fs::write(path(name), made.cert.pem()).unwrap();
+        fs::write(path(&format!("{name}.key")), made.signing_key.serialize_pem()).unwrap();
+    }
+    fs::write(path("empty"), "").unwrap();
+    let (address, seen) = always("201 Created", "", "paid").await;
+    let sidecar =
+        Sidecar::start(address, &["--tls-cert", &path("theirs"), "--tls-key", &path("theirs.key")]).await;
+    let url = format!("https://localhost:{}/payments", sidecar.address.port());
+    for (cacert, code) in [(None, 3), (Some("other"), 3), (Some("empty"), 2), (Some("theirs"), 0)] {
+        assert_eq!(seen.count(), 0);
+        let flag = cacert.map(|name| format!("--cacert={}", path(name)));
+        let mut args = vec!["POST", &url, "--intent=7", "--json={}", "--attempts=1"];
+        args.extend(flag.as_deref());
+        let end = ended(&args).await;
+        assert_eq!(end.code, Some(code), "{cacert:?}: {end:?}");
+    }
+    assert_eq!(seen.count(), 1);
+}
+
+/// Several at once, as when a job is started before the last one has ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_calls_of_one_intent_at_once_are_one_effect() {
+    let (address, seen) = always("201 Created", "", "paid").await;
+    let sidecar = Sidecar::start(address, &[]).await;
+    let url = format!("http://{}/payouts", sidecar.address);
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    let mut calls = tokio::task::JoinSet::new();
+    for number in 0..12 {
+        // Half of them without the journal, and so without its lock: there the key alone keeps them apart.
+        let mut command = call(&["POST", &url, "--intent=payout-7", "--json={}", "--attempts=20"]);
+        if number % 2 == 0 {
+            command.arg(&journal);
+        }
+        calls.spawn(end_of(command));
+    }
+    while let Some(end) = calls.join_next().await {
+        let end = end.unwrap();
+        // Whoever found it locked for longer than it waits asks again later.
+        assert!(end.code == Some(0) && end.out == "paid" || end.code == Some(4), "{end:?}");
+    }
+    assert_eq!(seen.count(), 1);
+    assert_eq!(ended(&["--resume", &journal]).await.code, Some(0));
+    assert_eq!(seen.count(), 1);
+}

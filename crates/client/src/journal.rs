@@ -8,7 +8,8 @@ mod entry;
 mod files;
 #[cfg(all(unix, feature = "journal"))]
 mod resume;
-#[cfg(all(unix, feature = "journal", test))]
+#[cfg(test)]
+#[cfg(all(unix, feature = "journal"))]
 mod tests;
 
 use std::fmt;

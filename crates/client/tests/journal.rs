@@ -314,7 +314,8 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
         names.iter().map(HeaderName::as_str).collect::<Vec<_>>(),
         ["authorization", "cookie", "x-api-key"]
     );
-    assert_eq!(service.times(), 1);
+    let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1));
 
     let brought: HeaderMap = [
         (AUTHORIZATION, HeaderValue::from_static("Bearer hush")),

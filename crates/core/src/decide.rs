@@ -446,7 +446,9 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
     let may = match from {
         StateName::Unknown | StateName::Abandoned => true,
         StateName::InProgress => resolve.force && resolve.resolution == Resolution::Release,
-        StateName::Completed | StateName::Tombstone | StateName::Released => false, // I8, rule 3
+        // Left half-way: what came of it is still to be said.
+        StateName::Released => !record.steps.is_empty() && resolve.resolution != Resolution::Release,
+        StateName::Completed | StateName::Tombstone => false, // I8, rule 3
     };
     if !may {
         return Decision::keep(Outcome::NotResolvable { state: Some(from) });

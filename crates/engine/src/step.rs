@@ -82,7 +82,8 @@ pub enum StepError<E> {
         /// What it said.
         reason: String,
     },
-    /// A compensation failed for good. An operator has to take the step back.
+    /// A compensation failed for good; the others were done. An operator has to take the step back, and to say what came of
+    /// the operation.
     Stuck {
         /// The step that it takes back.
         step: String,
@@ -133,7 +134,7 @@ impl<E> StepError<E> {
     pub const fn fate(&self) -> ErrorFate {
         match self {
             Self::Failed(_) => ErrorFate::Store,
-            Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Unknown,
+            Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Park,
             _ => ErrorFate::Release,
         }
     }
@@ -433,20 +434,31 @@ impl Progress {
 
     /// Takes back what was finished, the last one first.
     async fn take_back<E>(&mut self, attempt: &Attempt) -> Result<(), StepError<E>> {
+        let mut stuck = None;
         while let Some((step, undo)) = self.undo.pop() {
             let name = format!("{UNDO}{step}");
-            if self.next::<E>(&name)?.is_none() {
-                match Self::run(attempt, &name, undo).await {
-                    Err(error) => return Err(error),
-                    Ok(Ok(())) => {}
-                    Ok(Err(Failure::Unsure(reason))) => return Err(StepError::NotTakenBack { step, reason }),
-                    Ok(Err(Failure::Final(reason))) => return Err(StepError::Stuck { step, reason }),
+            let octets = match self.next(&name)? {
+                Some(octets) => octets,
+                None => {
+                    let failed = match Self::run(attempt, &name, undo).await? {
+                        Ok(()) => None,
+                        Err(Failure::Unsure(reason)) => return Err(StepError::NotTakenBack { step, reason }),
+                        Err(Failure::Final(reason)) => Some(reason),
+                    };
+                    let octets = value::encode(&failed, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+                    let octets = octets.map_err(not_recorded)?;
+                    self.record(attempt, &name, octets.clone()).await?;
+                    octets
                 }
-                self.record(attempt, &name, Bytes::from_static(b"null")).await?;
-            }
+            };
             self.passed += 1;
+            // What cannot be taken back is an operator's; the rest is taken back all the same.
+            let failed = value::decode::<Option<String>>(&octets);
+            if let Some(reason) = failed.map_err(|reason| StepError::Undecodable { step: name, reason })? {
+                stuck.get_or_insert(StepError::Stuck { step, reason });
+            }
         }
-        Ok(())
+        stuck.map_or(Ok(()), Err)
     }
 }
 

@@ -176,6 +176,17 @@ async fn an_order_that_never_succeeds_is_left_alone_in_the_end() {
 }
 
 #[tokio::test]
+async fn an_order_of_yesterday_is_left_alone() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    let day = Duration::from_secs(23 * 60 * 60);
+    scene.clock.advance(day - Duration::from_millis(1));
+    let sooner = Completer::default().with_age_max(day - Duration::from_millis(1));
+    assert_eq!(scene.second.orders.complete(sooner).await.unwrap().left, 1);
+    assert_eq!(scene.second.orders.complete(Completer::default()).await.unwrap().executed, 1);
+}
+
+#[tokio::test]
 async fn what_is_none_of_its_calls_is_left_alone() {
     let scene = scene();
     let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);

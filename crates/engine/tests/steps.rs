@@ -257,6 +257,12 @@ async fn a_compensation_that_does_not_succeed_is_tried_again_and_one_that_never_
     *world.refund.lock().unwrap() = Some(Failure::Final("account closed".to_owned()));
     let said = shop.call(&world).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })), "{said:?}");
+    assert_eq!(world.effects("free"), 1, "what can be taken back is");
+    // Nothing runs again before an operator has looked.
+    shop.clock.advance(LEASE * 2);
+    let said = shop.call(&world).await;
+    assert!(matches!(said, Err(FunctionError::Unknown)), "{said:?}");
+    assert_eq!(world.effects("refund"), 0);
 }
 
 #[tokio::test]

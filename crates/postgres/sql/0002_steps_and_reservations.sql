@@ -367,7 +367,9 @@ BEGIN
     END IF;
     state_before := oncegate.state_name(r.state, r.lease_until, clock);
     IF NOT (state_before IN ('unknown', 'abandoned')
-        OR state_before = 'in-progress' AND coalesce(resolve.force, false) AND end_state = 'released')
+        OR state_before = 'in-progress' AND coalesce(resolve.force, false) AND end_state = 'released'
+        -- Left half-way: what came of it is still to be said.
+        OR state_before = 'released' AND r.step_names IS NOT NULL AND end_state <> 'released')
     THEN
         outcome := 'not-resolvable';
         RETURN;

@@ -148,6 +148,8 @@ elseif from == 'awaited' then
 end
 local may = from == 'unknown' or from == 'abandoned'
   or from == 'in-progress' and force == '1' and resolution == 'release'
+  -- Left half-way: what came of it is still to be said.
+  or from == 'released' and live.steps > 0 and resolution == 'complete'
 if not may then
   return {'not-resolvable', text(now), from}
 end

@@ -132,7 +132,7 @@ mod tests {
         ("step", "33304853f1d44b7eda4370c411ccc41fce785473"),
         ("complete", "a77f7e64179d8549e25b106995b5605198bbbd04"),
         ("release", "0706e30976baef82b67b01d93ee786137473e5fd"),
-        ("resolve", "b6d6383a72c867bacf81c56e12e04b96faa92332"),
+        ("resolve", "0cb9715f310610fc983ebc9001ecbd5a73ba708b"),
         ("lookup", "58cd57f6542eba4b7f474019c676787dfb4755ae"),
         ("purge", "736e39f54c265fe22c4364297afc0ea97cf6b4a8"),
         ("audit", "2928fa6f5c69086ade7e7c0f89a89e1ae20abad3"),

@@ -303,7 +303,10 @@ fn why_not(state: StateName) -> String {
         StateName::Completed | StateName::Tombstone => {
             format!("It is {state}: it has a definite answer, which never changes before its retention is over.")
         }
-        StateName::Released => "The key is free already: the next request with it executes.".to_owned(),
+        StateName::Released => {
+            "The key is released already: the next request with it executes, or goes on after the steps that it has."
+                .to_owned()
+        }
         StateName::InProgress => "Somebody is at it, and holds it by a lease. Wait until the request ends or its lease does. \
              Or release it with force, if you know that its owner is gone: if it is not, its effect may happen all the \
              same, beside that of the next request."

@@ -168,8 +168,6 @@ struct Locked {
     inner: Arc<Inner>,
     path: PathBuf,
     file: File,
-    /// Whether the intent is noted as one that may have been sent by an earlier process.
-    sent_before: bool,
 }
 
 impl JournalDir {
@@ -266,9 +264,6 @@ impl JournalEntry for Locked {
     }
 
     fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
-        if self.sent_before {
-            return Box::pin(async { Ok(()) });
-        }
         // Not synced: where it is lost, there is a doubt too many.
         Box::pin(async {
             Ok(blocking(move || self.inner.files.write(&self.file, STATE_AT, NEVER_SENT)).await??)
@@ -318,6 +313,13 @@ impl Inner {
                         path.display()
                     )));
                 }
+                if let Some(name) = entry.left_out.iter().find(|name| !intent.headers().contains_key(*name)) {
+                    // Without it, it may be another caller's, and take effect once more.
+                    let path = path.display();
+                    return Err(conflict(format!(
+                        "{path}: it was sent with the field {name}, which is missing"
+                    )));
+                }
                 self.note_sending(&locked, &entry)?;
                 return Ok(locked.again(&entry));
             }
@@ -350,8 +352,7 @@ impl Inner {
             let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| at(path, &error))?;
             let entry = decode(&octets).and_then(|entry| named(path, entry));
             let entry = entry.map_err(|what| conflict(Damaged { path: path.to_owned(), what }))?;
-            let (inner, sent_before) = (Arc::clone(self), entry.maybe_sent);
-            let locked = Locked { inner, path: path.to_owned(), file, sent_before };
+            let locked = Locked { inner: Arc::clone(self), path: path.to_owned(), file };
             if to_send {
                 self.note_sending(&locked, &entry)?;
             }
@@ -391,12 +392,7 @@ impl Inner {
         if !matches!(written, Ok(true)) {
             let _left_behind = self.files.remove(&new); // it never was an intent
         }
-        Ok(written?.then(|| Locked {
-            inner: Arc::clone(self),
-            path: path.to_owned(),
-            file,
-            sent_before: false,
-        }))
+        Ok(written?.then(|| Locked { inner: Arc::clone(self), path: path.to_owned(), file }))
     }
 
     /// From a new file to an intent. `false` where the name is taken, or where somebody took the file for a dead one's.
@@ -471,7 +467,7 @@ impl Inner {
                 left_out,
             }));
         }
-        Ok(None)
+        Err("it is never the file of its name".to_owned())
     }
 
     /// Removes what a process left that ended while it wrote. Its owner, if it lives, has it locked, or takes another one.

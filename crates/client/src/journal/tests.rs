@@ -66,6 +66,12 @@ fn client(ledger: &Ledger, journal: &JournalDir) -> Client<Ledger> {
     Client::new(ledger.clone()).with_policy(once).with_journal(Arc::new(journal.clone()))
 }
 
+/// How many files there are that hold an intent.
+fn intents(dir: &Path) -> usize {
+    let names = fs::read_dir(dir).unwrap().map(|file| file.unwrap().file_name());
+    names.filter(|name| name.to_str().unwrap().ends_with(".intent")).count()
+}
+
 fn journal(dir: &Path, hook: Hook) -> JournalDir {
     JournalDir::with_files(dir.join("journal"), Files { hook: Some(hook) }).unwrap()
 }
@@ -154,6 +160,7 @@ async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
         let ledger = Ledger::new(dir.path(), 1);
         for _ in 0..3 {
             let before = ledger.lines().len();
+            let intents = intents(broken.path());
             match client(&ledger, &broken).send(&intent()).await {
                 Ok(_) => assert_eq!(ledger.lines().len(), before + 1),
                 Err(open) if open.why() == Why::Attempts => assert_eq!(ledger.lines().len(), before),
@@ -161,6 +168,8 @@ async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
                     assert!(matches!(open.why(), Why::Journal | Why::JournalConflict), "{open}");
                     assert_eq!(ledger.lines().len(), before, "sent, and not written down");
                     if open.why() == Why::Journal {
+                        // Its caller takes it for not sent, and so may nobody send it later.
+                        assert_eq!(self::intents(broken.path()), intents, "step {fails}");
                         assert!(!open.may_have_taken_effect(), "{open}");
                     }
                 }
@@ -227,10 +236,9 @@ async fn killed_before_any_step_it_loses_nothing_and_makes_nothing_up() {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
         let last = lines
-            .filter(|line| line.starts_with("ready to die") || line == "all done")
-            .next()
+            .find(|line| line.starts_with("ready to die") || line == "all done")
             .expect("it ended without a word");
         child.kill().unwrap();
         child.wait().unwrap();
@@ -319,5 +327,11 @@ async fn a_damaged_entry_is_reported_and_stays_as_it_is() {
     fs::rename(&path, journal.path().join("0000.intent")).unwrap();
     fs::write(journal.path().join("0000.intent"), &whole).unwrap();
     assert!(journal.pending().await.unwrap()[0].as_ref().unwrap_err().what.contains("belongs into"));
+    // And one that is elsewhere.
+    fs::remove_file(journal.path().join("0000.intent")).unwrap();
+    fs::write(dir.path().join("elsewhere"), &whole).unwrap();
+    std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();
+    journal.pending().await.unwrap().remove(0).unwrap_err();
+    client(&ledger, &journal).send(&intent()).await.unwrap_err();
     assert!(ledger.lines().is_empty());
 }

@@ -119,6 +119,9 @@ pub enum ErrorFate {
     /// [`FunctionError::Unknown`] until an operator says; otherwise the function runs again after the lease, as after a
     /// crash, and sees [`Attempt::is_after_abandoned`](crate::Attempt::is_after_abandoned).
     Unknown,
+    /// Nothing may run again before an operator has looked, whatever the policy says of the abandoned: every later call hears
+    /// [`FunctionError::Unknown`].
+    Park,
 }
 
 /// What an [`ErrorPolicy`] has to say of an error.
@@ -131,6 +134,8 @@ pub enum ErrorEnd {
     Release,
     /// [`ErrorFate::Unknown`].
     Unknown,
+    /// [`ErrorFate::Park`].
+    Park,
 }
 
 /// What becomes of the record where a function returns an error of type `E`.
@@ -236,6 +241,7 @@ impl<E: Serialize + DeserializeOwned, F: Fn(&E) -> ErrorFate> ErrorPolicy<E> for
             ErrorFate::Store => StoredErrors.end(error, max),
             ErrorFate::Release => ErrorEnd::Release,
             ErrorFate::Unknown => ErrorEnd::Unknown,
+            ErrorFate::Park => ErrorEnd::Park,
         }
     }
 

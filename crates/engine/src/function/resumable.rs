@@ -46,12 +46,18 @@ pub struct Completer {
     every: Duration,
     after: Duration,
     attempts_max: u32,
+    age_max: Duration,
 }
 
 impl Default for Completer {
-    /// Every ten seconds; what was released a minute ago or earlier; up to 25 attempts.
+    /// Every ten seconds; what was released a minute ago or earlier; up to 25 attempts, and 23 hours after the first one.
     fn default() -> Self {
-        Self { every: Duration::from_secs(10), after: Duration::from_secs(60), attempts_max: 25 }
+        Self {
+            every: Duration::from_secs(10),
+            after: Duration::from_secs(60),
+            attempts_max: 25,
+            age_max: Duration::from_secs(23 * 60 * 60),
+        }
     }
 }
 
@@ -74,6 +80,13 @@ impl Completer {
     pub const fn with_attempts_max(self, attempts_max: u32) -> Self {
         Self { attempts_max, ..self }
     }
+
+    /// How long after its first attempt it gives a record up. Steps go out under the same keys again, and others remember keys for
+    /// a day or so: after that, what was finished and not recorded would take effect twice.
+    #[must_use]
+    pub const fn with_age_max(self, age_max: Duration) -> Self {
+        Self { age_max, ..self }
+    }
 }
 
 /// What a round of a completer came to.
@@ -82,7 +95,7 @@ impl Completer {
 pub struct CompleterRound {
     /// How many calls were executed again.
     pub executed: usize,
-    /// How many were left alone, because they had too many attempts, or their input cannot be read any more.
+    /// How many were left alone, because they had too many attempts, are too old, or their input cannot be read any more.
     pub left: usize,
 }
 
@@ -198,10 +211,12 @@ where
                 let page = self.function.settings.engine.store().list(query.clone()).await?;
                 for (id, record) in page.records {
                     let Some(json) = self.input(&record) else { continue };
-                    if record.attempts >= how.attempts_max || value::decode::<I>(&json).is_err() {
+                    let age = self.function.settings.engine.store().now().since(record.created_at);
+                    let has_had_enough = record.attempts >= how.attempts_max || age >= how.age_max;
+                    if has_had_enough || value::decode::<I>(&json).is_err() {
                         let function = &*self.function.settings.name;
                         let attempts = record.attempts;
-                        tracing::warn!(function, record = ?id, attempts, "the completer leaves a call alone");
+                        tracing::debug!(function, record = ?id, attempts, ?age, "the completer leaves a call alone");
                         round.left += 1;
                         continue;
                     }
@@ -232,14 +247,24 @@ where
             let function = this.function.settings.name.clone();
             // One that takes long holds up no later round.
             let mut running = JoinSet::new();
+            let mut left = 0;
             loop {
                 while running.try_join_next().is_some() {}
                 tokio::select! {
                     biased;
                     () = engine.closing() => return,
                     round = this.round(how, &mut running) => match round {
-                        Ok(CompleterRound { executed: 0, .. }) => {}
-                        Ok(round) => tracing::info!(%function, executed = round.executed, "goes on with what was abandoned"),
+                        Ok(round) => {
+                            if round.executed > 0 {
+                                tracing::info!(%function, executed = round.executed, "goes on with what was abandoned");
+                            }
+                            // Once, and not in every round.
+                            if round.left > left {
+                                let left = round.left;
+                                tracing::warn!(%function, left, "calls are left half-way; an operator has to look");
+                            }
+                            left = round.left;
+                        }
                         Err(error) => tracing::warn!(%function, %error, "a round of the completer was cut off"),
                     }
                 }

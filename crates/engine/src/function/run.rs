@@ -196,6 +196,7 @@ impl<P> Function<P> {
                     ErrorEnd::Store(json) => drop(self.store(permit, id, ERROR, json).await),
                     ErrorEnd::Release => drop(self.settle(permit.release()).await),
                     ErrorEnd::Unknown => self.end_unknown(permit).await,
+                    ErrorEnd::Park => drop(self.settle(permit.complete(Completion::Unknown)).await),
                 }
                 Err(FunctionError::Failed { error, replayed: false })
             }
