@@ -113,6 +113,7 @@ async fn exit_codes_tell_definite_ends_and_others_apart() {
     let table: &[Row] = &[
         ("201 Created", "", "paid", &[], 0, "paid"),
         ("303 See Other", "Location: /x\r\n", "", &[], 0, ""),
+        ("301 Moved Permanently", "Location: https://x.example/\r\n", "moved", &[], 5, "moved"),
         ("402 Payment Required", "", "no", &[], 1, "no"),
         ("401 Unauthorized", "", "who", &[], 1, "who"),
         ("422 Unprocessable", PROBLEM, r#"{"type":"x:key-reused"}"#, &[], 1, r#"{"type":"x:key-reused"}"#),

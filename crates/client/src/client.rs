@@ -156,7 +156,8 @@ impl<T: Transport> Client<T> {
 
     async fn send_until(&self, intent: &Intent, opened: Option<&Opened>) -> Result<Answer, Unfinished> {
         let standing = match self.shared.policy.api {
-            Api::Idempotent if !is_safe(intent.method()) => Standing::Keyed,
+            _ if is_safe(intent.method()) => Standing::Safe,
+            Api::Idempotent => Standing::Keyed,
             _ if is_repeatable(intent.method()) => Standing::Repeatable,
             _ => Standing::Once,
         };

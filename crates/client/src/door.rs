@@ -10,7 +10,7 @@ use crate::backoff::Random;
 use crate::budget::RetryBudget;
 use crate::key::{Carrier, Key, KeyError};
 use crate::policy::{Api, RetryPolicy};
-use crate::send::{Ask, Shared, is_repeatable};
+use crate::send::{Ask, Shared, is_repeatable, is_safe};
 use crate::verdict::Standing;
 
 /// How requests that come by are sent.
@@ -51,7 +51,9 @@ impl Door {
                 if let Some(value) = value {
                     headers.insert(self.carrier.name().clone(), value);
                 }
-                if has_one_value(headers, &self.carrier) {
+                if is_safe(method) {
+                    Standing::Safe
+                } else if has_one_value(headers, &self.carrier) {
                     Standing::Keyed
                 } else if is_repeatable(method) {
                     Standing::Repeatable
@@ -59,6 +61,7 @@ impl Door {
                     return Ok(Way::Past);
                 }
             }
+            Api::Plain if is_safe(method) => Standing::Safe,
             Api::Plain if is_repeatable(method) => Standing::Repeatable,
             Api::Plain => Standing::Once,
         };

@@ -33,6 +33,9 @@ const KEY_REUSED: [&str; 5] = [
     "idempotency_key_already_used_error", // Increase
 ];
 
+/// What the types of Oncegate's own problems start with.
+const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
+
 /// Problems of Oncegate that say that nothing was executed, and that the same request may be sent again.
 const NOT_EXECUTED: [&str; 4] =
     ["store-unavailable", "overloaded", "request-incomplete", "upstream-unreachable"];
@@ -105,6 +108,8 @@ fn kind(body: &Value) -> Kind {
     let in_error = |member: &str| text(error.and_then(|error| error.get(member)));
     // A problem's type is a URI; what tells problems apart is its end.
     let kind = text(body.get("type"));
+    // Of whom it is, counts where it is to be certain.
+    let ours = kind.strip_prefix(PROBLEM_TYPES);
     let kind = kind.rsplit([':', '/', '#']).next().unwrap_or_default();
     let names =
         [kind.to_owned(), text(body.get("code")), text(body.get("name")), in_error("code"), in_error("type")];
@@ -118,7 +123,7 @@ fn kind(body: &Value) -> Kind {
         Kind::ReplayUnavailable
     } else if any_of(&KEY_REUSED) {
         Kind::KeyReused
-    } else if any_of(&NOT_EXECUTED) {
+    } else if ours.is_some_and(|name| NOT_EXECUTED.contains(&name)) {
         Kind::NotExecuted
     } else if any_of(&["scope-unavailable"]) {
         Kind::ScopeUnavailable

@@ -58,7 +58,8 @@
 //! | answer | meaning |
 //! |---|---|
 //! | none, a time-out, or a body that broke off, whatever its status | again |
-//! | 2xx, 301 to 304 | [`Verdict::Done`] |
+//! | 2xx, 303 | [`Verdict::Done`] |
+//! | 301, 302, 304 | unknown; [`Verdict::Done`] for safe methods, or marked as a replay |
 //! | other 3xx | turned away |
 //! | marked as a replay (`Idempotent-Replayed: true`) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
 //! | problem member `retry` = `same-key` | again |

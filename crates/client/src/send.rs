@@ -231,6 +231,13 @@ impl Shared {
         };
         let whole = body.whole().cloned().unwrap_or_default();
         let mut meaning = judge(ask.standing, self.policy.server_errors, head.status, &head.headers, &whole);
+        if doubt
+            && ask.standing == Standing::Repeatable
+            && let Meaning::Definite(Verdict::Refused(advice)) = meaning
+        {
+            // What an earlier attempt did may be why: 410 after it deleted, 412 after it changed.
+            meaning = Meaning::TurnedAway(advice);
+        }
         if head.extensions.get::<Elsewhere>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
             // It is the answer of another address to another request. What came of this one, its key tells.
             meaning = Meaning::Again(Doubt::May);

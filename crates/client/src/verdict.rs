@@ -11,7 +11,7 @@ use crate::policy::ServerErrors;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// The service did it: 2xx, and the redirections that come after something was done (301, 302, 303, 304).
+    /// The service did it: 2xx, and the redirection that comes after something was done (303).
     Done,
     /// The service did not do it, and says what the caller may do.
     Refused(Advice),
@@ -74,6 +74,8 @@ pub(crate) enum Doubt {
 pub(crate) enum Standing {
     /// It carries a key, to an API that honours it.
     Keyed,
+    /// Its method asks for no effect (RFC 9110, 9.2.1).
+    Safe,
     /// Its method says that twice is as good as once (RFC 9110, 9.2.2).
     Repeatable,
     /// Nothing.
@@ -93,7 +95,12 @@ pub(crate) fn judge(
     let code = status.as_u16();
     let keyed = standing == Standing::Keyed;
     match code {
-        100..=299 | 301..=304 => return Definite(Done),
+        100..=299 | 303 => return Definite(Done),
+        301 | 302 | 304 if standing == Standing::Safe || keyed && hint::is_replay(headers) => {
+            return Definite(Done);
+        }
+        // After it was done, as old services say it; or in place of it: another scheme, another host, a page to sign in.
+        301 | 302 | 304 => return Meaning::Unknown,
         300 | 305..=399 => return TurnedAway(Advice::FixRequest),
         _ => {}
     }
@@ -162,10 +169,10 @@ mod tests {
     use super::*;
     use Doubt::InProgress;
     use Meaning::{Again, Definite, TurnedAway, Unknown};
-    use Standing::{Keyed, Once, Repeatable};
+    use Standing::{Keyed, Once, Repeatable, Safe};
     use Verdict::{Done, Failed, Processed, Refused};
 
-    const STANDINGS: [Standing; 3] = [Keyed, Repeatable, Once];
+    const STANDINGS: [Standing; 4] = [Keyed, Safe, Repeatable, Once];
     const POLICIES: [ServerErrors; 3] = [ServerErrors::Again, ServerErrors::Final, ServerErrors::Unknown];
     const FIX: Advice = Advice::FixRequest;
 
@@ -191,7 +198,9 @@ mod tests {
             for standing in STANDINGS {
                 for policy in POLICIES {
                     let expected = match status {
-                        100..300 | 301 | 302 | 303 | 304 => Definite(Done),
+                        100..300 | 303 => Definite(Done),
+                        301 | 302 | 304 if standing == Safe => Definite(Done),
+                        301 | 302 | 304 => Unknown,
                         300..400 => TurnedAway(FIX),
                         425 | 429 => Again(Doubt::None),
                         408 | 502 | 503 | 504 => Again(Doubt::May),
@@ -306,6 +315,10 @@ mod tests {
             // Another kind of conflict is a refusal.
             (409, r#"{"type":"https://shop.example/problems/name-taken"}"#, Definite(Refused(FIX))),
             (409, r#"{"error":{"code":"version_conflict"}}"#, Definite(Refused(FIX))),
+            // What ours says of the execution, others may say of anything.
+            (503, r#"{"code":"overloaded"}"#, Again(Doubt::May)),
+            (503, r#"{"type":"https://shop.example/problems/overloaded"}"#, Again(Doubt::May)),
+            (503, r#"{"type":"urn:oncegate:problem:overloaded"}"#, Again(Doubt::None)),
             (400, r#"{"error":{"type":"idempotency_error"}}"#, TurnedAway(Advice::NewKey)),
             (422, r#"{"code":"idempotency_conflict"}"#, TurnedAway(Advice::NewKey)),
             (409, r#"{"type":"idempotency_key_already_used_error"}"#, TurnedAway(Advice::NewKey)),

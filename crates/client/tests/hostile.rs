@@ -153,10 +153,13 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
             Ok(answer) => {
                 assert!(!again, "{status}");
                 assert_eq!(answer.response.status(), status);
-                let done = status < 300 || (301..=304).contains(&status);
+                let done = status < 300 || status == 303;
                 assert_eq!(answer.verdict == Verdict::Done, done, "{status}");
-                let body: &str = if matches!(status, 204 | 304) { "" } else { "{}" };
+                let body: &str = if status == 204 { "" } else { "{}" };
                 assert_eq!(answer.response.body(), body, "{status}");
+            }
+            Err(open) if matches!(status, 301 | 302 | 304) => {
+                assert_eq!((open.why(), open.may_have_taken_effect()), (Why::Unknown, true), "{status}");
             }
             Err(open) => {
                 assert!(again, "{status}");
@@ -230,6 +233,25 @@ async fn redirections_are_answers_and_not_followed() {
         (answer.verdict, answer.response.status().as_u16(), service.attempts()),
         (Verdict::Done, 303, 1)
     );
+}
+
+#[tokio::test]
+async fn a_refusal_that_an_earlier_attempt_may_have_brought_about_is_none() {
+    for (method, status) in [("DELETE", 410), ("PUT", 412), ("PUT", 409)] {
+        let service = Hostile::new(move |number, _| match number {
+            0 => Reply { octets: Vec::new(), end: End::Close },
+            _ => answer(status, "", ""),
+        })
+        .await;
+        let intent = Intent::new(method.parse().unwrap(), service.url("/")).unwrap();
+        let plain = reqwest_client().with_policy(quick().with_api(Api::Plain));
+        let open = plain.send(&intent).await.unwrap_err();
+        assert_eq!((open.why(), open.attempts()), (Why::TurnedAway, 2), "{method} {status}");
+        assert!(open.may_have_taken_effect());
+        // As the first answer it is one.
+        let again = plain.send(&intent).await.unwrap();
+        assert!(matches!(again.verdict, Verdict::Refused(_)), "{method} {status}");
+    }
 }
 
 // The middleware

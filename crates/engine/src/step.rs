@@ -50,6 +50,15 @@ pub(crate) const INPUT_MAX: usize = limits::STEPS_OCTETS_MAX / 2;
 /// What the name of a compensation starts with.
 const UNDO: &str = "~undo ";
 
+/// How much may be recorded of a compensation, in octets: why it failed, in so many characters, none of which takes more than
+/// six octets in JSON.
+const UNDONE_MAX: usize = 1024;
+const REASON_MAX: usize = 160;
+
+/// What is recorded where a first step may have taken place, and nothing else is: a record that is released with steps is not
+/// free for another request.
+const BEGUN: &str = "~begun";
+
 /// How a step failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure<E> {
@@ -113,12 +122,12 @@ pub enum StepError<E> {
         reason: String,
     },
     /// The step was not run, because it is none: its name is out of bounds, starts with `~` or was used before, another step
-    /// was still running, or one has failed.
+    /// was still running, or one has failed; or because the record has no room for it and for what may have to be taken back.
     Refused {
         /// Why.
         reason: String,
     },
-    /// The store did not answer.
+    /// The store did not answer, before the step or after it.
     Store {
         /// What it said.
         reason: String,
@@ -128,13 +137,15 @@ pub enum StepError<E> {
 impl<E> StepError<E> {
     /// What becomes of the operation's record: for [`FateOf`](crate::FateOf), where this is the function's error.
     ///
-    /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. Else the
-    /// key is released, and the next call goes on after the last recorded step.
+    /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. After `Store`
+    /// it is as after a crash: something may have taken place that is not recorded, and the key is not free. Else the key is released, and the next
+    /// call goes on after the last recorded step.
     #[must_use]
     pub const fn fate(&self) -> ErrorFate {
         match self {
             Self::Failed(_) => ErrorFate::Store,
             Self::Stuck { .. } | Self::NotRecorded { .. } => ErrorFate::Park,
+            Self::Store { .. } => ErrorFate::Unknown,
             _ => ErrorFate::Release,
         }
     }
@@ -159,7 +170,9 @@ impl<E: fmt::Display> fmt::Display for StepError<E> {
             Self::Undecodable { step, reason } => {
                 write!(f, "what is recorded of {step:?} cannot be read: {reason}")
             }
-            Self::NotRecorded { reason } => write!(f, "the step took place and is not recorded: {reason}"),
+            Self::NotRecorded { reason } => {
+                write!(f, "the step took place and is not recorded: {reason}")
+            }
             Self::Refused { reason } => write!(f, "the step was not run: {reason}"),
             Self::Store { reason } => write!(f, "the store did not answer: {reason}"),
         }
@@ -215,8 +228,15 @@ impl Attempt {
                 input
             }
         };
-        progress.passed = 1;
+        progress.passed += 1;
         Ok(input)
+    }
+
+    /// Whether an earlier attempt recorded what the operation is begun with, as far as can be told.
+    pub(crate) async fn was_begun(&self) -> bool {
+        let Ok(mut progress) = self.0.progress.try_lock() else { return false };
+        progress.load::<Infallible>(self).await.is_ok()
+            && progress.recorded.first().is_some_and(|step| step.name() == INPUT)
     }
 }
 
@@ -324,6 +344,11 @@ impl Progress {
         }
         Step::new(&name, Bytes::new()).map_err(|unfit| refused(unfit.to_string()))?;
         self.load(attempt).await?;
+        if self.recorded.is_empty() && attempt.is_after_abandoned() {
+            // Whoever was here before may have ended in a first step. What this one releases must not forget that.
+            self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
+            self.passed = 1;
+        }
         let passed = self.recorded.get(..self.passed).unwrap_or_default();
         if passed.iter().any(|step| step.name() == name) {
             return Err(refused(format!(
@@ -333,12 +358,20 @@ impl Progress {
         let octets = match self.next(&name)? {
             Some(octets) => octets,
             None => {
+                let room = self.room_for(&name, undo.is_some()).ok_or_else(|| {
+                    refused("the record has no room for it and for what may have to be taken back")
+                })?;
                 let result = match Self::run(attempt, &name, run).await? {
                     Ok(value) => Ok(value),
                     Err(Failure::Final(error)) => Err(error),
-                    Err(Failure::Unsure(error)) => return Err(StepError::Unsure(error)),
+                    Err(Failure::Unsure(error)) => {
+                        if self.recorded.is_empty() {
+                            self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
+                        }
+                        return Err(StepError::Unsure(error));
+                    }
                 };
-                let octets = value::encode(&result, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+                let octets = value::encode(&result, room).map(Bytes::from);
                 let octets = octets.map_err(not_recorded)?;
                 self.record(attempt, &name, octets.clone()).await?;
                 octets
@@ -373,6 +406,8 @@ impl Progress {
             let owned = found.filter(|record| record.token == attempt.token());
             let steps = owned.ok_or(StepError::Fenced)?.steps;
             self.recorded = steps.as_slice().to_vec();
+            // It stands for no step of the code.
+            self.passed = usize::from(self.recorded.first().is_some_and(|step| step.name() == BEGUN));
         }
         self.is_loaded = true;
         Ok(())
@@ -385,6 +420,21 @@ impl Progress {
             Some(step) if step.name() == name => Ok(Some(step.result().clone())),
             Some(step) => Err(StepError::Differs { number: self.passed, recorded: step.name().to_owned() }),
         }
+    }
+
+    /// How many octets the result of the next step may have, so that all that was finished by then can still be taken back.
+    /// `None` where there is no room for the step at all: it must not be run, because nobody could go on after it.
+    fn room_for(&self, name: &str, is_undone: bool) -> Option<usize> {
+        let own = is_undone.then_some(name);
+        if own.is_some_and(|name| UNDO.len() + name.len() > limits::STEP_NAME_MAX) {
+            return None;
+        }
+        let undo = || self.undo.iter().map(|(step, _)| step.as_str()).chain(own);
+        let octets = self.recorded.iter().map(|step| step.name().len() + step.result().len()).sum::<usize>()
+            + undo().map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
+            + name.len();
+        let room = limits::STEPS_OCTETS_MAX.checked_sub(octets).filter(|room| *room > 0);
+        room.filter(|_| self.recorded.len() + 1 + undo().count() <= limits::STEPS_MAX)
     }
 
     async fn run<'a, T, F, E>(
@@ -443,9 +493,11 @@ impl Progress {
                     let failed = match Self::run(attempt, &name, undo).await? {
                         Ok(()) => None,
                         Err(Failure::Unsure(reason)) => return Err(StepError::NotTakenBack { step, reason }),
-                        Err(Failure::Final(reason)) => Some(reason),
+                        Err(Failure::Final(reason)) => {
+                            Some(reason.chars().take(REASON_MAX).collect::<String>())
+                        }
                     };
-                    let octets = value::encode(&failed, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+                    let octets = value::encode(&failed, UNDONE_MAX).map(Bytes::from);
                     let octets = octets.map_err(not_recorded)?;
                     self.record(attempt, &name, octets.clone()).await?;
                     octets

@@ -5,7 +5,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use oncegate_core::{MemoryStore, OnAbandoned};
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record,
+    RecordId, Store, StoreFuture, Timestamp,
+};
 use oncegate_engine::{
     Attempt, Completer, Engine, ErrorFate, Failure, FateOf, FunctionError, Policy, Resumable, StepError,
 };
@@ -227,6 +230,13 @@ async fn what_an_operator_has_to_decide_is_not_resumable() {
     let engine = scene().first.engine;
     let park = engine.function("order").resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
     assert!(park.unwrap_err().to_string().contains("reexecute"));
+    // Its records would never be found.
+    let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
+    for (name, is_fit) in [("n".repeat(256), true), ("n".repeat(257), false), ("n\0".to_owned(), false)] {
+        let named = engine.function(&name).with_policy(policy);
+        let resumable = named.resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
+        assert_eq!(resumable.is_ok(), is_fit, "{} octets", name.len());
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -271,4 +281,74 @@ async fn an_order_that_hangs_holds_up_no_other() {
         }
     };
     tokio::time::timeout(patience, goes_on).await.expect("the other one is finished");
+}
+
+/// A store on which much time passes after it was asked for a list, as where a completer waits for its other calls.
+struct Slow {
+    inner: Arc<MemoryStore<Arc<ManualClock>>>,
+    clock: Arc<ManualClock>,
+    passes: Mutex<Duration>,
+}
+
+impl Store for Slow {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        self.inner.apply(id, command)
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.inner.lookup(id)
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        Box::pin(async move {
+            let page = self.inner.list(query).await?;
+            if !page.records.is_empty() {
+                self.clock.advance(std::mem::take(&mut *self.passes.lock().unwrap()));
+            }
+            Ok(page)
+        })
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.inner.purge(limit)
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.inner.audit(before, limit)
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.inner.check()
+    }
+
+    fn now(&self) -> Timestamp {
+        self.inner.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+}
+
+#[tokio::test]
+async fn an_order_that_was_forgotten_since_it_was_listed_is_not_begun_anew() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    scene.clock.advance(LEASE + Duration::from_millis(1));
+    let passes = Mutex::new(Policy::default().retention());
+    let slow = Arc::new(Slow { inner: scene.store.clone(), clock: scene.clock.clone(), passes });
+    let engine = Engine::new(slow);
+    let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
+    let world = scene.world.clone();
+    let orders = engine
+        .function("order")
+        .with_policy(policy)
+        .with_errors(FateOf(StepError::fate as fn(&StepError<String>) -> ErrorFate));
+    let orders =
+        orders.resumable(move |attempt, items| ship_all(world.clone(), false, attempt, items)).unwrap();
+    let round = orders.complete(Completer::default()).await.unwrap();
+    assert_eq!(scene.effects(), ["book"], "of the first attempt");
+    assert_eq!(round.executed, 0);
+    // The key is as free as that of any record that is forgotten.
+    assert!(!orders.run_detailed("order-1", &items()).await.unwrap().is_replayed());
 }

@@ -8,7 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use oncegate_core::{MemoryStore, OnAbandoned};
+use oncegate_core::{
+    AuditEntry, Capabilities, Command, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record,
+    RecordId, Store, StoreError, StoreFuture, Timestamp,
+};
 use oncegate_engine::{
     Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, StepError,
 };
@@ -92,7 +95,11 @@ const LEASE: Duration = Duration::from_secs(30);
 
 fn shop() -> Shop {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-    let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
+    shop_on(Arc::new(MemoryStore::new(clock.clone())), clock)
+}
+
+fn shop_on(store: Arc<dyn Store>, clock: Arc<ManualClock>) -> Shop {
+    let engine = Engine::new(store);
     let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
     let orders = engine.function("order").with_policy(policy).with_errors(FateOf(StepError::fate as _));
     Shop { clock, orders }
@@ -351,4 +358,195 @@ async fn a_step_is_refused_that_would_share_a_key_or_come_after_one_that_failed(
         })
         .await
         .unwrap();
+}
+
+/// The key of a request whose first step may have taken place is not free for another one, although nothing is recorded yet.
+#[tokio::test]
+async fn a_first_step_that_is_not_sure_keeps_its_key_from_other_requests() {
+    let (shop, world) = (shop(), world_alive(&Arc::default()));
+    let timed_out = |_: String| async { Err::<u8, _>(Failure::Unsure("timed out".to_owned())) };
+    let first = async |attempt: Attempt| attempt.step("reserve", timed_out).await;
+    let said = shop.orders.run_in_place("order-1", "the input", first).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    let other =
+        shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    assert_eq!(world.effects("reserve"), 0);
+    // Whoever asked for it goes on, at once and as often as it takes.
+    let said = shop.orders.run_in_place("order-1", "the input", first).await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
+    assert_eq!(shop.call(&world).await.unwrap(), ["reserve done", "charge done", "ship done"]);
+}
+
+/// What can be taken back has room for that in the record, before it takes place.
+#[tokio::test]
+async fn a_step_whose_compensation_would_find_no_room_is_not_run() {
+    let shop = shop();
+    let undone = Arc::new(AtomicUsize::new(0));
+    let step = |attempt: &Attempt, name: String, answer: Result<u8, Failure<String>>| {
+        let undone = undone.clone();
+        attempt.step(name, async |_| answer).compensate(move |_, _: u8| async move {
+            undone.fetch_add(1, Ordering::SeqCst);
+            Ok::<_, Failure<String>>(())
+        })
+    };
+    let said = shop
+        .orders
+        .run_in_place("long", "", async |attempt: Attempt| step(&attempt, "n".repeat(250), Ok(1)).await)
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
+
+    // 127 with a compensation each, and one that fails: 255 of 256.
+    let said = shop
+        .orders
+        .run_in_place("many", "", async |attempt: Attempt| {
+            for n in 0..127 {
+                step(&attempt, n.to_string(), Ok(1)).await?;
+            }
+            step(&attempt, "last".to_owned(), Err(Failure::Final("no".to_owned()))).await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
+    assert_eq!(undone.swap(0, Ordering::SeqCst), 127);
+
+    let said = shop
+        .orders
+        .run_in_place("too many", "", async |attempt: Attempt| {
+            for n in 0..128 {
+                step(&attempt, n.to_string(), Ok(1)).await?;
+            }
+            step(&attempt, "last".to_owned(), Err(Failure::Final("no".to_owned()))).await
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
+    assert_eq!(undone.load(Ordering::SeqCst), 0);
+}
+
+/// A result leaves room for the compensation that it may call for; this one would fit without.
+#[tokio::test]
+async fn a_result_that_leaves_no_room_for_compensations_is_not_recorded() {
+    let shop = shop();
+    let said = shop
+        .orders
+        .run_in_place("large", "", async |attempt: Attempt| {
+            attempt
+                .step("a", async |_| Ok::<_, Failure<String>>("x".repeat(1024 * 1024 - 15)))
+                .compensate(async |_, _: String| Ok::<_, Failure<String>>(()))
+                .await
+        })
+        .await;
+    assert!(
+        matches!(said, Err(FunctionError::Failed { error: StepError::NotRecorded { .. }, .. })),
+        "{said:?}"
+    );
+}
+
+/// Notes no step.
+struct Forgetful(MemoryStore<Arc<ManualClock>>);
+
+impl Store for Forgetful {
+    fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
+        if matches!(command, Command::Step(_)) {
+            return Box::pin(async { Err(StoreError::invalid("no steps here")) });
+        }
+        self.0.apply(id, command)
+    }
+
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        self.0.lookup(id)
+    }
+
+    fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
+        self.0.list(query)
+    }
+
+    fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
+        self.0.purge(limit)
+    }
+
+    fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
+        self.0.audit(before, limit)
+    }
+
+    fn check(&self) -> StoreFuture<'_, ()> {
+        self.0.check()
+    }
+
+    fn now(&self) -> Timestamp {
+        self.0.now()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+}
+
+#[tokio::test]
+async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
+    for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
+        let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+        let shop = shop_on(Arc::new(Forgetful(MemoryStore::new(clock.clone()))), clock);
+        let world = world_alive(&Arc::default());
+        let answer = async |attempt: Attempt| {
+            let answer = failure.clone().map_or(Ok(1_u8), Err);
+            attempt.step("reserve", async |_| answer).await
+        };
+        let said = shop.orders.run_in_place("order-1", "the input", answer).await;
+        assert!(
+            matches!(said, Err(FunctionError::Failed { error: StepError::Store { .. }, .. })),
+            "{said:?}"
+        );
+        let other =
+            shop.orders.run_in_place("order-1", "another input", |attempt| order(world, attempt)).await;
+        assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    }
+}
+
+/// Who comes after an attempt that ended in its first step, and gives up before anything is recorded, does not free the key.
+#[tokio::test]
+async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
+    let (shop, world) = (shop(), Arc::new(World::default()));
+    assert!(shop.call_until_dead(&world, 1).await.is_none(), "it dies after the effect");
+    assert_eq!(world.effects("reserve"), 1);
+    let world = world_alive(&world);
+    let said = shop
+        .orders
+        .run_in_place("order-1", "the input", async |attempt: Attempt| {
+            // Refused, because there is no room for its compensation's name.
+            let step = attempt.step("n".repeat(250), async |_| Ok::<_, Failure<String>>(1_u8));
+            step.compensate(async |_, _: u8| Ok::<_, Failure<String>>(())).await
+        })
+        .await;
+    assert!(said.is_err());
+    let other =
+        shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    assert_eq!(shop.call(&world).await.unwrap().len(), 3);
+    assert_eq!(world.effects("reserve"), 1);
+}
+
+/// However much a compensation says that fails for good: it is recorded, and the others are done.
+#[tokio::test]
+async fn a_compensation_that_says_much_leaves_room_for_the_others() {
+    let shop = shop();
+    let undone = Arc::new(AtomicUsize::new(0));
+    let said = shop
+        .orders
+        .run_in_place("order-1", "", async |attempt: Attempt| {
+            let undone = undone.clone();
+            let undo = async move |_: String, _: u8| {
+                undone.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, Failure<String>>(())
+            };
+            attempt.step("a", async |_| Ok::<_, Failure<String>>(1_u8)).compensate(undo).await?;
+            let much = async |_: String, _: u8| Err(Failure::Final("\u{1}".repeat(2 * 1024 * 1024)));
+            attempt.step("b", async |_| Ok::<_, Failure<String>>(2_u8)).compensate(much).await?;
+            attempt.step("c", async |_| Err::<u8, _>(Failure::Final("no".to_owned()))).await
+        })
+        .await;
+    let Err(FunctionError::Failed { error: StepError::Stuck { step, reason }, .. }) = said else {
+        panic!("{said:?}")
+    };
+    assert_eq!((step.as_str(), reason.len()), ("b", 160));
+    assert_eq!(undone.load(Ordering::SeqCst), 1);
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, StateName, StoreError,
+    IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, StateName, StoreError, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -103,7 +103,8 @@ impl<P> Function<P> {
     /// The function with its code, so that a completer can go on with calls whose owner is gone.
     ///
     /// # Errors
-    /// Where the policy is `park`, or to reconcile: then it is not for the program to go on.
+    /// Where the policy is `park`, or to reconcile: then it is not for the program to go on. Where the name has a NUL or more than
+    /// [`limits::OPERATION_MAX`] octets: then the function's records cannot be told by it.
     pub fn resumable<I, T, E, F, Fut>(self, run: F) -> Result<Resumable<I, T, E, P>, ConfigError>
     where
         F: Fn(Attempt, I) -> Fut + Send + Sync + 'static,
@@ -113,6 +114,13 @@ impl<P> Function<P> {
             return Err(ConfigError::new(
                 "a resumable function is executed again after a crash: its policy must be reexecute",
             ));
+        }
+        let name = &*self.settings.name;
+        if self.settings.label.operation() != name || name.contains('\0') {
+            let max = limits::OPERATION_MAX;
+            return Err(ConfigError::new(format!(
+                "a resumable function is found by its name: that has no NUL, and at most {max} octets"
+            )));
         }
         let run: Run<I, T, E> = Arc::new(move |attempt, input| Box::pin(run(attempt, input)));
         Ok(Resumable { function: self, run })
@@ -221,6 +229,12 @@ where
                         continue;
                     }
                     if let Some(permit) = self.claim(id, &record).await? {
+                        // It was listed a while ago. Since then it may have come to its end and been forgotten, and then
+                        // this would begin it once more.
+                        if !permit.attempt().was_begun().await {
+                            permit.cancel().await;
+                            continue;
+                        }
                         round.executed += 1;
                         let call = self.spawn(permit, json);
                         running.spawn(async move { drop(call.await) });
