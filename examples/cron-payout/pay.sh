@@ -4,13 +4,18 @@
 #   BANK=http://127.0.0.1:8080 pay.sh DIR
 #
 # DIR/due.csv has a line for each payout: number,account,cents. What became of them goes into done.csv, refused.csv and
-# unknown.csv beside it. A line that is in none of them is paid by this run, or by the next one.
+# unknown.csv beside it. A line that is in none of them is paid by this run, or by the next one. Exits with 0 where nothing is
+# left for the next one, 1 where something is, 2 where it could not begin or go on.
 set -u
 
-dir=$1
-bank=${BANK:?say where the bank is}
+dir=${1:?say which directory: BANK=http://127.0.0.1:8080 pay.sh DIR}
+bank=${BANK:?say where the bank is: BANK=http://127.0.0.1:8080 pay.sh DIR}
 oncegate=${ONCEGATE:-oncegate}
 journal=$dir/journal
+if [ ! -r "$dir/due.csv" ]; then
+    echo "$dir/due.csv cannot be read" >&2
+    exit 2
+fi
 mkdir -p "$dir/answers" || exit 2
 mkdir -p -m 700 "$journal" || exit 2
 later=0
@@ -29,9 +34,10 @@ is_noted() { # line
 
 # What a run that died has left. Each payout comes by again below, and is answered by its key.
 "$oncegate" call --resume --journal "$journal" --silent
-[ $? -eq 2 ] && exit 2
+case $? in 2 | 126 | 127) exit 2 ;; esac
 
-while IFS= read -r line; do
+# Also a last line whose end is missing is due.
+while IFS= read -r line || [ -n "$line" ]; do
     if [ -z "$line" ] || is_noted "$line"; then continue; fi
     IFS=, read -r number account cents <<END
 $line
@@ -45,7 +51,8 @@ END
         1) note refused "$line" ;;
         2) echo "payout $number: wrong usage" >&2; exit 2 ;;
         5) note unknown "$line"; echo "payout $number: somebody has to find out whether it was paid" >&2 ;;
-        *) later=1 ;; # nothing happened, or it is not known yet: the next run asks again under the same key
+        # Nothing happened, or it is not known yet: the next run asks again under the same key.
+        *) later=1; echo "payout $number: left for the next run" >&2 ;;
     esac
 done < "$dir/due.csv"
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_step_limits};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
 
 #[test]
 fn the_embedded_store_conforms() {
@@ -27,5 +27,5 @@ fn one_of_many_claimants_executes() {
 fn steps_are_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
-    check_step_limits(&store);
+    check_steps(&store);
 }

@@ -20,6 +20,7 @@
 //!    [`AnswerPermit`], for whoever can find out the answer.
 //! 8. A [`Function`] does all of this for a function of the program's own: it runs once for each key, and later calls get its
 //!    value.
+//! 9. An attempt in [steps](step) records what it has finished. The next one goes on after that, whoever makes it.
 //!
 //! ```
 //! use std::sync::Arc;

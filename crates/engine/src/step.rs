@@ -138,8 +138,8 @@ impl<E> StepError<E> {
     /// What becomes of the operation's record: for [`FateOf`](crate::FateOf), where this is the function's error.
     ///
     /// `Failed` is the operation's answer and is stored. After `Stuck` and `NotRecorded` an operator has to look. After `Store`
-    /// it is as after a crash: something may have taken place that is not recorded, and the key is not free. Else the key is released, and the next
-    /// call goes on after the last recorded step.
+    /// it is as after a crash: something may have taken place that is not recorded, and the key is not free. Else the key is
+    /// released, and the next call goes on after the last recorded step.
     #[must_use]
     pub const fn fate(&self) -> ErrorFate {
         match self {

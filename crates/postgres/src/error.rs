@@ -113,6 +113,10 @@ pub(crate) fn in_words(error: &Error) -> String {
                     format!("PostgreSQL says: {} (SQLSTATE {code})", error.message())
                 }
                 _ if code == "42501" => format!("the role may not do this (SQLSTATE {code}); see the grants"),
+                _ if matches!(code.as_str(), "3F000" | "42883") => format!(
+                    "a schema or a function is missing (SQLSTATE {code}): is Oncegate's in this database, and new enough? \
+                     `oncegate schema` says so, and applies it"
+                ),
                 _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
             }
         }

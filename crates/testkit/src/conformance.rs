@@ -170,11 +170,12 @@ pub fn check_concurrent_claims<S: Store>(store: &S, rounds: u8, threads: u8) {
     }
 }
 
-/// A record takes as many steps, and as many octets of them, as its limits say, and not one more; it goes on as before then.
+/// A record takes as many steps, and as many octets of them, as its limits say, and not one more; it goes on as before then. What
+/// was released with steps is another request's no more than before, and an operator may end it.
 ///
 /// # Panics
 /// Where that is not so.
-pub fn check_step_limits<S: Store>(store: &S) {
+pub fn check_steps<S: Store>(store: &S) {
     let minute = Duration::from_secs(60);
     let apply = |id, command| block_on(store.apply(id, command)).expect("the store answers");
     let owned = |n: u8| {
@@ -203,6 +204,28 @@ pub fn check_step_limits<S: Store>(store: &S) {
     assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the octets of both names");
     assert_eq!(record(large, 1, step(half - 2)), Outcome::StepRecorded);
     assert_eq!(record(large, 2, step(0)), Outcome::StepsFull);
+    // Released half-way: it is not free for another request, and an operator may say what came of it.
+    let left = owned(0xe2);
+    assert_eq!(record(left, 0, step(1)), Outcome::StepRecorded);
+    let release = Release { token: left.1, retention: minute };
+    assert_eq!(apply(left.0, Command::Release(release)), Outcome::Released);
+    let other = Claim {
+        attempt: AttemptId::new(1),
+        fingerprint: Fingerprint::of_parts("conformance", &[b"other"]),
+        lease: minute,
+        retention: minute,
+        on_abandoned: OnAbandoned::Park,
+        label: Label::default(),
+    };
+    assert_eq!(apply(left.0, Command::Claim(other)), Outcome::Mismatch);
+    let resolve = |resolution| {
+        let (actor, reason) = ("ann".to_owned(), "seen to by hand".to_owned());
+        Command::Resolve(Resolve { resolution, retention: minute, force: false, actor, reason })
+    };
+    let state = Some(StateName::Released);
+    assert_eq!(apply(left.0, resolve(Resolution::Release)), Outcome::NotResolvable { state });
+    let resolved = Outcome::Resolved { from: StateName::Released };
+    assert_eq!(apply(left.0, resolve(Resolution::Complete(None))), resolved);
     for ((id, token), steps) in [(many, limits::STEPS_MAX), (large, 2)] {
         let found = block_on(store.lookup(id)).expect("the store answers").expect("it is there");
         assert_eq!(found.steps.len(), steps);

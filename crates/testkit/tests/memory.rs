@@ -6,7 +6,7 @@ use oncegate_core::{
     AttemptId, Claim, Command, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId, Store,
     StoreErrorKind,
 };
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_step_limits};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
 use oncegate_testkit::{ManualClock, block_on};
 
 #[test]
@@ -21,7 +21,7 @@ fn one_of_many_claimants_executes() {
 
 #[test]
 fn steps_are_bounded() {
-    check_step_limits(&MemoryStore::new(ManualClock::at_millis(1)));
+    check_steps(&MemoryStore::new(ManualClock::at_millis(1)));
 }
 
 #[test]

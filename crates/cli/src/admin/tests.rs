@@ -618,7 +618,7 @@ async fn a_living_owner_is_fenced_only_by_force() {
         oncegate_core::Renew { token, lease: Duration::from_secs(1), retention: Duration::from_secs(1) };
     assert_eq!(sidecar.engine.store().apply(id, Command::Renew(renew)).await.unwrap(), Outcome::Fenced);
     let again = sidecar.post(&release, json!({"reason": "r"})).await.refused(409, "not-resolvable");
-    assert!(again.starts_with("The key is free already"), "{again}");
+    assert!(again.starts_with("The key is released already"), "{again}");
     let nothing = RecordId::from_bytes([7; 32]);
     let reply = sidecar.post(&format!("/v1/keys/{nothing}/release"), json!({"reason": "r"})).await;
     reply.refused(404, "no-record");

@@ -45,7 +45,8 @@ pub(crate) struct CallArgs {
     /// Keeps the intent in this directory until there is a definite answer, so that it survives this process
     #[arg(long, value_name = "DIR", env = "ONCEGATE_JOURNAL", help_heading = "Journal")]
     pub(super) journal: Option<PathBuf>,
-    /// Sends again what is in the journal. Fields that it does not keep (-u, Authorization, Cookie) have to be given again
+    /// Sends again what is in the journal. Fields that it does not keep (-u, Authorization, Cookie) have to be given
+    /// again: the very same ones where the service knows its callers by them, as Oncegate does by default, else it executes again
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]
     pub(super) resume: bool,
     /// Says what is in the journal, and sends nothing

@@ -135,7 +135,9 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinis
             let end = verdict(answer.verdict);
             let status = answer.response.status();
             let more = match answer.verdict {
-                Verdict::Refused(Advice::NewKey) => "; the key belongs to another request",
+                Verdict::Refused(Advice::NewKey) => {
+                    "; the key belongs to another request, which may have happened"
+                }
                 Verdict::Refused(Advice::FixRequest) => "; a corrected request takes a key of its own",
                 Verdict::Failed => "; the service keeps this failure, and does not say what took effect",
                 Verdict::Processed => "; it was processed, and its answer is not there any more",

@@ -10,6 +10,8 @@ const PREFIX: &str = "ONCEGATE_";
 
 /// Variables of ours that are no settings of the sidecar.
 const OTHERS: &[&str] = &[
+    "ONCEGATE_CALL_USER",
+    "ONCEGATE_JOURNAL",
     "ONCEGATE_LOG",
     #[cfg(feature = "failpoints")]
     "ONCEGATE_FAILPOINT",
@@ -63,6 +65,8 @@ fn is_service_link(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     fn read_all(variables: &[(&str, &str)]) -> (Vec<(&'static str, Raw)>, Vec<String>) {
@@ -97,6 +101,19 @@ mod tests {
                 "ONCEGATE_TO: is set but empty; unset it or give it a value",
             ]
         );
+    }
+
+    #[test]
+    fn what_another_command_reads_stops_no_sidecar() {
+        let mut names = Vec::new();
+        for command in crate::Oncegate::command().get_subcommands() {
+            let variables = command.get_arguments().filter_map(|argument| argument.get_env());
+            names.extend(variables.map(|name| name.to_str().unwrap().to_owned()));
+        }
+        assert!(names.iter().any(|name| name == "ONCEGATE_JOURNAL"), "{names:?}");
+        for name in names {
+            assert_eq!(read_all(&[(&name, "value")]).1, [""; 0]);
+        }
     }
 
     #[test]

@@ -31,7 +31,8 @@ pub(crate) struct KeysArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "The sidecar")]
 struct Access {
-    /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env: ONCEGATE_ADMIN]
+    /// The sidecar's admin address, as URL or IP:PORT [default: http://127.0.0.1:9090] [env:
+    /// ONCEGATE_ADMIN, as IP:PORT where a sidecar reads it, too]
     #[arg(long, value_name = "URL", global = true)]
     admin: Option<String>,
     /// Reads the admin token from this file [default: the token in ONCEGATE_ADMIN_TOKEN]

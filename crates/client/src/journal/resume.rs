@@ -88,7 +88,8 @@ impl<T: Transport + Clone + 'static> Resume<T> {
     }
 
     /// What brings the fields that the journal leaves out, such as `Authorization`. They must be those of the same account:
-    /// for most services a key is one of its caller's, and another caller's request takes effect once more.
+    /// for most services a key is one of its caller's, and another caller's request takes effect once more. For a service that
+    /// takes the credential itself for the caller, as Oncegate does by default, they must be the very same ones.
     #[must_use]
     pub fn with_fields(
         self,

@@ -81,8 +81,8 @@ impl Completer {
         Self { attempts_max, ..self }
     }
 
-    /// How long after its first attempt it gives a record up. Steps go out under the same keys again, and others remember keys for
-    /// a day or so: after that, what was finished and not recorded would take effect twice.
+    /// How long after its first attempt it gives a record up. Steps go out under the same keys again, and others remember
+    /// keys for a day or so: after that, what was finished and not recorded would take effect twice.
     #[must_use]
     pub const fn with_age_max(self, age_max: Duration) -> Self {
         Self { age_max, ..self }
@@ -103,8 +103,8 @@ impl<P> Function<P> {
     /// The function with its code, so that a completer can go on with calls whose owner is gone.
     ///
     /// # Errors
-    /// Where the policy is `park`, or to reconcile: then it is not for the program to go on. Where the name has a NUL or more than
-    /// [`limits::OPERATION_MAX`] octets: then the function's records cannot be told by it.
+    /// Where the policy is `park`, or to reconcile: then it is not for the program to go on. Where the name has a NUL or more
+    /// than [`limits::OPERATION_MAX`] octets: then the function's records cannot be told by it.
     pub fn resumable<I, T, E, F, Fut>(self, run: F) -> Result<Resumable<I, T, E, P>, ConfigError>
     where
         F: Fn(Attempt, I) -> Fut + Send + Sync + 'static,

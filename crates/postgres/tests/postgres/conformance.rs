@@ -9,7 +9,7 @@ use oncegate_core::{
 };
 use oncegate_postgres::PostgresStore;
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_step_limits};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
 use sqlx::Row as _;
 use sqlx::postgres::PgConnection;
 use tokio::runtime::Runtime;
@@ -187,5 +187,5 @@ fn one_of_many_claimants_executes() {
         (database, store)
     });
     check_concurrent_claims(&store, 20, 8);
-    check_step_limits(&store);
+    check_steps(&store);
 }

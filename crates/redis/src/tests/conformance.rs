@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use oncegate_core::{Clock, Store as _, Timestamp};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_step_limits};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
 use tokio::runtime::Runtime;
 
 use crate::contract::Scripts;
@@ -112,7 +112,7 @@ fn one_executes(url: &str) {
     let runtime = Runtime::new().unwrap();
     let store = runtime.block_on(RedisStore::open(RedisOptions::from_url(url).unwrap())).unwrap();
     check_concurrent_claims(&store, 20, 8);
-    check_step_limits(&store);
+    check_steps(&store);
     let seen = Duration::from_millis(store.now().as_millis());
     assert!(seen.abs_diff(real_now()) < Duration::from_secs(10));
 }

@@ -1,0 +1,174 @@
+//! An order in steps, cut off on one machine and finished on another, on every store.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate::core::OnAbandoned;
+use oncegate::engine::{Completer, ErrorFate, Failure, FateOf, Resumable, StepError};
+use oncegate::postgres::schema;
+use oncegate::{
+    Attempt, EmbeddedOptions, EmbeddedStore, Engine, Front, MemoryStore, Policy, PostgresOptions,
+    PostgresStore, RedisOptions, RedisStore, Store, SystemClock, TieredOptions, TieredStore,
+};
+use oncegate_servers::{PostgresServer, RedisCluster, RedisServer};
+
+type Orders = Resumable<String, Vec<String>, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
+
+/// What took place, by key, and where the first machine stops.
+#[derive(Default)]
+struct World {
+    effects: Mutex<Vec<(String, String)>>,
+    has_stopped: AtomicBool,
+}
+
+fn orders(store: &Arc<dyn Store>, world: &Arc<World>, stops: bool) -> Orders {
+    let policy = Policy::default().with_lease(Duration::from_millis(500)).unwrap();
+    let world = world.clone();
+    Engine::new(store.clone())
+        .function("order")
+        .with_policy(policy.with_on_abandoned(OnAbandoned::Reexecute))
+        .with_errors(FateOf(StepError::fate as _))
+        .resumable(move |attempt, item| order(world.clone(), stops, attempt, item))
+        .unwrap()
+}
+
+async fn order(
+    world: Arc<World>,
+    stops: bool,
+    attempt: Attempt,
+    item: String,
+) -> Result<Vec<String>, StepError<String>> {
+    let mut done = Vec::new();
+    for what in ["reserve", "charge", "ship"] {
+        let undone = world.clone();
+        let step = attempt
+            .step(what, |key| async {
+                if stops && what == "charge" {
+                    world.has_stopped.store(true, Ordering::SeqCst);
+                    std::future::pending::<()>().await;
+                }
+                if what == "ship" && item == "lamp" {
+                    return Err(Failure::Final("no lamps".to_owned()));
+                }
+                world.effects.lock().unwrap().push((what.to_owned(), key));
+                Ok(format!("{what} {item}"))
+            })
+            .compensate(async move |key, value: String| {
+                undone.effects.lock().unwrap().push((format!("undo {value}"), key));
+                Ok::<_, Failure<String>>(())
+            });
+        done.push(step.await?);
+    }
+    Ok(done)
+}
+
+/// The first machine dies for everybody else: its engine no longer renews.
+async fn cut_off(store: &Arc<dyn Store>, world: &Arc<World>, key: &str, item: &str) {
+    let (store, world, key, item) = (store.clone(), world.clone(), key.to_owned(), item.to_owned());
+    let seen = world.clone();
+    // A runtime of its own, which ends in the middle.
+    let machine = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let orders = orders(&store, &world, true);
+            let call = orders.run(key.as_str(), &item);
+            let stopped = async {
+                while !world.has_stopped.load(Ordering::SeqCst) {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+            };
+            tokio::select! {
+                said = call => panic!("it was to stop: {said:?}"),
+                () = stopped => {}
+            }
+        });
+        runtime.shutdown_background();
+    });
+    tokio::task::spawn_blocking(move || machine.join().unwrap()).await.unwrap();
+    assert!(seen.has_stopped.load(Ordering::SeqCst));
+}
+
+async fn is_finished_elsewhere(store: Arc<dyn Store>) {
+    let name = store.capabilities().name;
+    let world = Arc::new(World::default());
+    cut_off(&store, &world, "order-1", "book").await;
+    let elsewhere = orders(&store, &world, false);
+    tokio::time::timeout(Duration::from_secs(60), async {
+        while elsewhere.complete(Completer::default()).await.unwrap().executed == 0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    })
+    .await
+    .expect("its lease runs out");
+    let said = elsewhere.run("order-1", &"book".to_owned()).await.unwrap();
+    assert_eq!(said, ["reserve book", "charge book", "ship book"], "{name}");
+    let names: Vec<_> = world.effects.lock().unwrap().iter().map(|(what, _)| what.clone()).collect();
+    assert_eq!(names, ["reserve", "charge", "ship"], "{name}: each once");
+
+    // One that fails for good after it was cut off.
+    let world = Arc::new(World::default());
+    cut_off(&store, &world, "order-2", "lamp").await;
+    let elsewhere = orders(&store, &world, false);
+    let said = tokio::time::timeout(Duration::from_secs(60), async {
+        loop {
+            match elsewhere.run("order-2", &"lamp".to_owned()).await {
+                Err(oncegate::FunctionError::InProgress { .. }) => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                said => break said,
+            }
+        }
+    })
+    .await
+    .expect("its lease runs out");
+    assert!(
+        matches!(&said, Err(oncegate::FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no lamps"),
+        "{name}: {said:?}"
+    );
+    let effects = world.effects.lock().unwrap().clone();
+    let names: Vec<_> = effects.iter().map(|(what, _)| what.as_str()).collect();
+    assert_eq!(names, ["reserve", "charge", "undo charge lamp", "undo reserve lamp"], "{name}");
+    let mut keys: Vec<_> = effects.iter().map(|(_, key)| key).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    assert_eq!(keys.len(), 4, "{name}: each call has a key of its own");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_memory() {
+    is_finished_elsewhere(Arc::new(MemoryStore::new(SystemClock::new()))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_the_embedded_store() {
+    let dir = tempfile::tempdir().unwrap();
+    is_finished_elsewhere(Arc::new(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap())).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_redis_and_behind_a_front() {
+    let server = RedisServer::start(oncegate_servers::RedisOptions::new()).unwrap();
+    let open = || async { RedisStore::open(RedisOptions::from_url(&server.url()).unwrap()).await.unwrap() };
+    is_finished_elsewhere(Arc::new(open().await)).await;
+    server.command(&["FLUSHALL"]).unwrap();
+    let tiered = TieredStore::new(Front::in_memory(1 << 20), Arc::new(open().await), TieredOptions::new());
+    is_finished_elsewhere(Arc::new(tiered)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_a_cluster() {
+    let cluster = RedisCluster::start().unwrap();
+    let store = RedisStore::open(RedisOptions::from_url(&cluster.url()).unwrap()).await.unwrap();
+    is_finished_elsewhere(Arc::new(store)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_postgres() {
+    let server = PostgresServer::start().unwrap();
+    let options = PostgresOptions::new(&server.url()).unwrap();
+    schema::apply(&options).await.unwrap();
+    is_finished_elsewhere(Arc::new(PostgresStore::open(options).await.unwrap())).await;
+}
