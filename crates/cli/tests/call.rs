@@ -299,6 +299,8 @@ async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() 
     assert_eq!(other.code, Some(5), "{other:?}");
     let without = ended(&["--resume", &journal]).await;
     assert!(without.code == Some(4) && without.words.contains("authorization"), "{without:?}");
+    let another = ended(&["--resume", &journal, "-u", "cron:other"]).await;
+    assert!(another.code == Some(4) && another.words.contains("--other-credentials"), "{another:?}");
     assert_eq!(seen.count(), 2);
     let mut resume = call(&["--resume", &journal]);
     resume.env("ONCEGATE_CALL_USER", "cron:hush");

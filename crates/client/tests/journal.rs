@@ -331,6 +331,40 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
     assert_eq!(seen[1].headers(), seen[0].headers());
 }
 
+/// A service that takes the credential for the caller would execute it once more.
+#[tokio::test]
+async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    let with = |token: &str| payout("7").with_header("authorization", token.to_owned()).unwrap();
+    client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
+    service.now(Act::Answers(201));
+
+    let open = client(&service, &journal).send(&with("Bearer new")).await.unwrap_err();
+    assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1));
+    assert!(open.may_have_taken_effect());
+    let resumed = async |journal: &JournalDir, token: &'static str| {
+        let resume = journal.resume_pending(&client(&service, journal)).await.unwrap();
+        let brought: HeaderMap = [(AUTHORIZATION, HeaderValue::from_static(token))].into_iter().collect();
+        resume.with_fields(move |_| Ok(brought.clone())).next().await.unwrap().unwrap().end
+    };
+    let end = resumed(&journal, "Bearer new").await.unwrap_err();
+    assert!(matches!(end, NotResumed::OtherCredentials) && !end.to_string().contains("Bearer"), "{end:?}");
+    assert_eq!(service.times(), 1);
+    // Where the service knows its callers by something else.
+    let renewed = journal.with_other_credentials();
+    assert_eq!(resumed(&renewed, "Bearer new").await.unwrap().verdict, Verdict::Done);
+
+    // What was certainly never sent may be sent by anybody.
+    let dir = tempfile::tempdir().unwrap();
+    let journal = open_journal(dir.path());
+    service.now(Act::Away);
+    client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
+    service.now(Act::Answers(201));
+    assert_eq!(resumed(&journal, "Bearer new").await.unwrap().verdict, Verdict::Done);
+}
+
 #[test]
 fn a_directory_that_others_may_write_to_is_refused() {
     let dir = tempfile::tempdir().unwrap();

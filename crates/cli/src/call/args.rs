@@ -45,10 +45,13 @@ pub(crate) struct CallArgs {
     /// Keeps the intent in this directory until there is a definite answer, so that it survives this process
     #[arg(long, value_name = "DIR", env = "ONCEGATE_JOURNAL", help_heading = "Journal")]
     pub(super) journal: Option<PathBuf>,
-    /// Sends again what is in the journal. Fields that it does not keep (-u, Authorization, Cookie) have to be given
-    /// again: the very same ones where the service knows its callers by them, as Oncegate does by default, else it executes again
+    /// Sends again what is in the journal. Fields that it does not keep (-u, Authorization, Cookie) have to be given again
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]
     pub(super) resume: bool,
+    /// Goes on under other credentials than before. Only where the service knows its callers by something else: where it takes
+    /// the credential for the caller, as Oncegate does by default, what was executed for the old one executes again
+    #[arg(long, requires = "journal", help_heading = "Journal")]
+    pub(super) other_credentials: bool,
     /// Says what is in the journal, and sends nothing
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]
     pub(super) list: bool,

@@ -46,7 +46,8 @@ async fn execute(args: &CallArgs) -> Result<End, String> {
         }
         Some(path) => {
             let opened = JournalDir::open(path);
-            Some(opened.map_err(|error| format!("--journal {}: {error}", path.display()))?)
+            let opened = opened.map_err(|error| format!("--journal {}: {error}", path.display()))?;
+            Some(if args.other_credentials { opened.with_other_credentials() } else { opened })
         }
         None => None,
     };
@@ -110,7 +111,11 @@ async fn resume(args: &CallArgs, journal: &JournalDir) -> Result<End, String> {
                         end
                     }
                     Err(error) => {
-                        eprintln!("{name}: {error}");
+                        let hint = match error {
+                            NotResumed::OtherCredentials => " (give the old ones, or --other-credentials)",
+                            _ => "",
+                        };
+                        eprintln!("{name}: {error}{hint}");
                         if resumed.pending.maybe_sent { End::Open } else { End::Nothing }
                     }
                 }

@@ -10,11 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use http::header::HeaderName;
+use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 use oncegate_core::Timestamp;
 
-use super::entry::{self, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name};
+use super::entry::{
+    self, Credentials, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name,
+};
 use super::files::Files;
 use super::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
 use crate::client::Transport;
@@ -96,11 +98,16 @@ const INTENTS_MAX: usize = 10_000;
 #[derive(Clone)]
 pub struct JournalDir(Arc<Inner>);
 
+/// Why an intent is not taken up with other credentials.
+pub(super) const OTHER_CREDENTIALS: &str = "it may have been sent under other credentials than these; a service that takes the \
+     credential for the caller would execute it again";
+
 struct Inner {
     path: PathBuf,
     files: Files,
     intents_max: usize,
     patience: Duration,
+    other_credentials: bool,
     count: AtomicU64,
 }
 
@@ -126,6 +133,7 @@ pub struct Pending {
     pub in_flight: bool,
     /// Fields that were left out, and that are needed to send it.
     pub left_out: Vec<HeaderName>,
+    pub(super) credentials: Option<Credentials>,
 }
 
 /// A file that should hold an intent, and does not. It stays where it is.
@@ -190,8 +198,14 @@ impl JournalDir {
             let others = "others than its owner may write into the directory; take that right from them";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, others));
         }
-        let inner =
-            Inner { path, files, intents_max: INTENTS_MAX, patience: PATIENCE, count: AtomicU64::new(0) };
+        let inner = Inner {
+            path,
+            files,
+            intents_max: INTENTS_MAX,
+            patience: PATIENCE,
+            other_credentials: false,
+            count: AtomicU64::new(0),
+        };
         Ok(Self(Arc::new(inner)))
     }
 
@@ -199,10 +213,41 @@ impl JournalDir {
     /// come to the limit at once may exceed it by one each.
     #[must_use]
     pub fn with_intents_max(self, intents_max: usize) -> Self {
-        let inner = &*self.0;
-        let files = inner.files.clone();
-        let (path, patience) = (inner.path.clone(), inner.patience);
-        Self(Arc::new(Inner { path, files, intents_max, patience, count: AtomicU64::new(0) }))
+        self.with(|inner| inner.intents_max = intents_max)
+    }
+
+    /// Takes intents up that may have been sent, also under other credentials than before. By default they are refused: a
+    /// service may take each credential for a caller of its own, as Oncegate does where it is not told otherwise, and then what
+    /// was executed for the old one is executed again for the new one. Only for services that know their callers by something
+    /// else than the credential, such as where tokens are renewed.
+    #[must_use]
+    pub fn with_other_credentials(self) -> Self {
+        self.with(|inner| inner.other_credentials = true)
+    }
+
+    fn with(self, change: impl FnOnce(&mut Inner)) -> Self {
+        let Inner { path, files, intents_max, patience, other_credentials, .. } = &*self.0;
+        let mut inner = Inner {
+            path: path.clone(),
+            files: files.clone(),
+            intents_max: *intents_max,
+            patience: *patience,
+            other_credentials: *other_credentials,
+            count: AtomicU64::new(0),
+        };
+        change(&mut inner);
+        Self(Arc::new(inner))
+    }
+
+    /// Whether these fields are not those that the intent was sent with, though that matters.
+    pub(super) fn is_another_caller(
+        &self,
+        maybe_sent: bool,
+        credentials: Option<&Credentials>,
+        left_out: &[HeaderName],
+        headers: &HeaderMap,
+    ) -> bool {
+        self.0.is_another_caller(maybe_sent, credentials, left_out, headers)
     }
 
     /// The directory.
@@ -287,6 +332,18 @@ impl Locked {
 }
 
 impl Inner {
+    fn is_another_caller(
+        &self,
+        maybe_sent: bool,
+        credentials: Option<&Credentials>,
+        left_out: &[HeaderName],
+        headers: &HeaderMap,
+    ) -> bool {
+        maybe_sent
+            && !self.other_credentials
+            && credentials.is_some_and(|known| !known.are(left_out, headers))
+    }
+
     fn open(self: &Arc<Self>, intent: &Intent) -> Result<Opened, NotOpened> {
         if let Some(replaced) = intent.replaces() {
             let path = self.path.join(file_name(replaced));
@@ -319,6 +376,11 @@ impl Inner {
                     return Err(conflict(format!(
                         "{path}: it was sent with the field {name}, which is missing"
                     )));
+                }
+                let Entry { maybe_sent, ref left_out, ref credentials, .. } = entry;
+                if self.is_another_caller(maybe_sent, credentials.as_ref(), left_out, intent.headers()) {
+                    let path = path.display();
+                    return Err(conflict(format!("{path}: {OTHER_CREDENTIALS}")));
                 }
                 self.note_sending(&locked, &entry)?;
                 return Ok(locked.again(&entry));
@@ -453,7 +515,7 @@ impl Inner {
                 continue;
             }
             drop(file);
-            let Entry { intent, maybe_sent, left_out } =
+            let Entry { intent, maybe_sent, left_out, credentials } =
                 decode(&octets).and_then(|entry| named(path, entry))?;
             return Ok(Some(Pending {
                 path: path.to_owned(),
@@ -465,6 +527,7 @@ impl Inner {
                 maybe_sent,
                 in_flight,
                 left_out,
+                credentials,
             }));
         }
         Err("it is never the file of its name".to_owned())

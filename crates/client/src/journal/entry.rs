@@ -42,6 +42,49 @@ pub(super) struct Entry {
     pub(super) maybe_sent: bool,
     /// The fields that were not written down, and that have to be added again.
     pub(super) left_out: Vec<HeaderName>,
+    /// What they were, without them; there where there are any.
+    pub(super) credentials: Option<Credentials>,
+}
+
+/// Tells whether credentials are those that an intent was sent with, and does not hold them: a salt, and SHA-256 over it and
+/// them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Credentials {
+    salt: [u8; 16],
+    digest: [u8; 32],
+}
+
+impl Credentials {
+    fn of(salt: [u8; 16], names: &[HeaderName], headers: &HeaderMap) -> Self {
+        let mut hash = Sha256::new();
+        hash.update(b"oncegate-intent-credentials-1\n");
+        hash.update(salt);
+        let mut part = |octets: &[u8]| {
+            hash.update((octets.len() as u64).to_be_bytes());
+            hash.update(octets);
+        };
+        for name in names {
+            for value in headers.get_all(name) {
+                part(name.as_str().as_bytes());
+                part(value.as_bytes());
+            }
+        }
+        Self { salt, digest: hash.finalize().into() }
+    }
+
+    /// Whether these are the fields of these names that it was made of.
+    pub(super) fn are(&self, names: &[HeaderName], headers: &HeaderMap) -> bool {
+        *self == Self::of(self.salt, names, headers)
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let octets = |hex: &str| -> Option<Vec<u8>> {
+            let pairs = hex.as_bytes().chunks_exact(2);
+            pairs.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect()
+        };
+        let (salt, digest) = text.split_at_checked(32)?;
+        Some(Self { salt: octets(salt)?.try_into().ok()?, digest: octets(digest)?.try_into().ok()? })
+    }
 }
 
 /// Fields that say who is asking. They are not written down; nor are those that are marked as sensitive.
@@ -58,10 +101,18 @@ pub(super) fn encode(intent: &Intent) -> Vec<u8> {
             // Octets as the characters with the same numbers, so that there is a text for each.
             let value: String = value.as_bytes().iter().map(|octet| char::from(*octet)).collect();
             headers.push(json!([name.as_str(), value]));
-        } else if !left_out.contains(&name.as_str()) {
-            left_out.push(name.as_str());
+        } else if !left_out.contains(name) {
+            left_out.push(name.clone());
         }
     }
+    let credentials = (!left_out.is_empty()).then(|| {
+        let mut salt = [0; 16];
+        // Without chances it is a digest without salt, in a file that only its owner can read.
+        let _drawn = getrandom::fill(&mut salt);
+        let Credentials { salt, digest } = Credentials::of(salt, &left_out, intent.headers());
+        hex(&salt) + &hex(&digest)
+    });
+    let left_out: Vec<_> = left_out.iter().map(HeaderName::as_str).collect();
     let about = json!({
         "key": intent.key().as_str(),
         "method": intent.method().as_str(),
@@ -71,6 +122,7 @@ pub(super) fn encode(intent: &Intent) -> Vec<u8> {
         "carrier": intent.carrier().map(|carrier| json!([carrier.name().as_str(), carrier.is_quoted()])),
         "headers": headers,
         "left_out": left_out,
+        "credentials": credentials,
         "body": intent.body().len(),
     });
     let mut rest = about.to_string().into_bytes();
@@ -104,13 +156,13 @@ pub(super) fn decode(file: &[u8]) -> Result<Entry, String> {
     let (about, body) = rest.split_at_checked(end).ok_or("it has no body")?;
     let about: Map<String, Value> = serde_json::from_slice(about).map_err(|error| error.to_string())?;
     // Behind a right checksum only a program that is no Oncegate writes what does not fit.
-    let (intent, left_out) = read(&about, body.get(1..).unwrap_or_default())
+    let (intent, left_out, credentials) = read(&about, body.get(1..).unwrap_or_default())
         .ok_or("its checksum is right, and yet it is no intent")?;
     let intent = if maybe_sent { intent.sent_before() } else { intent };
-    Ok(Entry { intent, maybe_sent, left_out })
+    Ok(Entry { intent, maybe_sent, left_out, credentials })
 }
 
-fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderName>)> {
+fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderName>, Option<Credentials>)> {
     let text = |name: &str| about.get(name)?.as_str();
     let number = |name: &str| about.get(name)?.as_u64();
     let method = Method::from_bytes(text("method")?.as_bytes()).ok()?;
@@ -146,7 +198,11 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderNa
             intent = intent.with_carrier(if quoted { bare.quoted() } else { bare });
         }
     }
-    Some((intent, left_out.collect::<Option<_>>()?))
+    let credentials = match about.get("credentials")? {
+        Value::Null => None,
+        text => Some(Credentials::read(text.as_str()?)?),
+    };
+    Some((intent, left_out.collect::<Option<_>>()?, credentials))
 }
 
 /// What the file of this key is called.

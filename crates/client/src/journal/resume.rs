@@ -7,7 +7,7 @@ use std::sync::Arc;
 use http::header::{HeaderMap, HeaderName};
 use tokio::task::JoinSet;
 
-use super::directory::{Damaged, JournalDir, Pending};
+use super::directory::{Damaged, JournalDir, OTHER_CREDENTIALS, Pending};
 use crate::client::{Client, Transport};
 use crate::failure::BoxError;
 use crate::report::{Answer, Unfinished};
@@ -48,6 +48,9 @@ pub enum NotResumed {
     /// It was not sent, because these fields are missing. They were left out of the journal, and
     /// [`Resume::with_fields`] has not brought them.
     Fields(Vec<HeaderName>),
+    /// It was not sent, because it may have been sent before, under other credentials than [`Resume::with_fields`] has
+    /// brought. See [`JournalDir::with_other_credentials`].
+    OtherCredentials,
     /// It was not sent, because [`Resume::with_fields`] failed.
     NoFields(BoxError),
 }
@@ -61,6 +64,7 @@ impl fmt::Display for NotResumed {
                 f.write_str("not sent: the journal does not hold its credentials; give these fields again:")?;
                 names.iter().try_for_each(|name| write!(f, " {name}"))
             }
+            Self::OtherCredentials => write!(f, "not sent: {OTHER_CREDENTIALS}"),
             Self::NoFields(_) => f.write_str("not sent: its credentials could not be had"),
         }
     }
@@ -71,7 +75,7 @@ impl std::error::Error for NotResumed {
         match self {
             Self::Unfinished(open) => open.source(),
             Self::NoFields(error) => Some(&**error),
-            Self::Gone | Self::Fields(_) => None,
+            Self::Gone | Self::Fields(_) | Self::OtherCredentials => None,
         }
     }
 }
@@ -87,9 +91,8 @@ impl<T: Transport + Clone + 'static> Resume<T> {
         Self { at_once: at_once.max(1), ..self }
     }
 
-    /// What brings the fields that the journal leaves out, such as `Authorization`. They must be those of the same account:
-    /// for most services a key is one of its caller's, and another caller's request takes effect once more. For a service that
-    /// takes the credential itself for the caller, as Oncegate does by default, they must be the very same ones.
+    /// What brings the fields that the journal leaves out, such as `Authorization`. They must be those that the intent
+    /// was sent with, unless [`JournalDir::with_other_credentials`] says that others of the same account will do.
     #[must_use]
     pub fn with_fields(
         self,
@@ -140,6 +143,10 @@ async fn send<T: Transport>(
     let missing: Vec<HeaderName> = missing.cloned().collect();
     if !missing.is_empty() {
         return Err(NotResumed::Fields(missing));
+    }
+    let Pending { maybe_sent, ref left_out, ref credentials, .. } = *pending;
+    if journal.is_another_caller(maybe_sent, credentials.as_ref(), left_out, &brought) {
+        return Err(NotResumed::OtherCredentials);
     }
     // What is there, and nothing new: somebody else may have closed it since it was listed.
     let taken = journal.take(pending.path.clone()).await;
