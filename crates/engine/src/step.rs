@@ -32,7 +32,7 @@ use bytes::Bytes;
 use oncegate_core::{Command, Outcome, RecordStep, Step, StoreError, limits};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio::time::Duration;
+use tokio::time::{Duration, Instant};
 
 use crate::attempt::{Attempt, again_after};
 use crate::function::ErrorFate;
@@ -449,10 +449,11 @@ impl Progress {
     }
 
     /// Notes a step that was just finished. Where the store does not answer it is asked again, as long as the attempt owns its
-    /// record: the effect took place.
+    /// record, and for the length of a lease: the effect took place.
     async fn record<E>(&mut self, attempt: &Attempt, name: &str, result: Bytes) -> Result<(), StepError<E>> {
         let step = Step::new(name, result).map_err(not_recorded)?;
         let number = self.recorded.len();
+        let give_up = Instant::now() + attempt.0.policy.lease;
         let mut pause = Duration::from_millis(50);
         loop {
             let command = Command::Step(RecordStep { token: attempt.token(), number, step: step.clone() });
@@ -471,7 +472,7 @@ impl Progress {
                     let reason = format!("the store answered {other:?} to a step");
                     return Err(StepError::NotRecorded { reason });
                 }
-                Err(error) if error.kind().may_pass() && attempt.is_owner() => {
+                Err(error) if error.kind().may_pass() && attempt.is_owner() && Instant::now() < give_up => {
                     tokio::time::sleep(again_after(pause, &error)).await;
                     pause = (pause * 2).min(Duration::from_secs(1));
                 }

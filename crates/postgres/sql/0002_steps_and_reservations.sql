@@ -462,6 +462,23 @@ BEGIN
 END
 $$;
 
+-- Reads a record with its steps, in one look; no row where its retention is over.
+CREATE FUNCTION oncegate.lookup_with_steps(id bytea) RETURNS TABLE (
+    state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,
+    after_abandoned boolean, caller bytea, operation text, created_at bigint, changed_at bigint, expires_at bigint,
+    response bytea, clock bigint, names text[], results bytea[]
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    clock := oncegate.now_ms();
+    RETURN QUERY SELECT t.state, t.fingerprint, t.token, t.attempts, t.attempt, t.lease_until, t.after_abandoned, t.caller,
+            t.operation, t.created_at, t.changed_at, t.expires_at, t.response, lookup_with_steps.clock, t.step_names,
+            t.step_results
+        FROM oncegate.records AS t WHERE t.id = lookup_with_steps.id AND lookup_with_steps.clock < t.expires_at;
+END
+$$;
+
 -- For a transaction that completes its record itself, before its end: with oncegate.complete_reserved, which inserts it once,
 -- where claim and complete write it twice. Gives the number of the transaction where there is no record: nothing is
 -- written, and until the transaction ends everybody else hears in-progress. Null where there is a record, or somebody else
@@ -546,14 +563,16 @@ END
 $$;
 
 -- Those who may complete may note a step, and insert what they completed; those who may look up a record may read its steps.
-REVOKE ALL ON FUNCTION oncegate.step, oncegate.steps, oncegate.reserve, oncegate.complete_reserved FROM PUBLIC;
+REVOKE ALL ON FUNCTION oncegate.step, oncegate.steps, oncegate.lookup_with_steps, oncegate.reserve,
+    oncegate.complete_reserved FROM PUBLIC;
 DO $$
 DECLARE
     g record;
 BEGIN
     FOR g IN
         SELECT n.name, pg_get_userbyid(a.grantee) AS grantee
-        FROM (VALUES ('complete_if_owner', 'step'), ('lookup', 'steps'), ('complete', 'reserve'), ('complete', 'complete_reserved'))
+        FROM (VALUES ('complete_if_owner', 'step'), ('lookup', 'steps'), ('lookup', 'lookup_with_steps'),
+                ('complete', 'reserve'), ('complete', 'complete_reserved'))
                 AS n (like_that_of, name)
             JOIN pg_proc AS p ON p.pronamespace = 'oncegate'::regnamespace AND p.proname = n.like_that_of,
             aclexplode(p.proacl) AS a

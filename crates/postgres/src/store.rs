@@ -467,11 +467,10 @@ const fn always() -> bool {
     true
 }
 
-/// A record and its steps, where it is in a state that has some.
-const LOOKUP: &str = "SELECT r.*, s.names, s.results FROM (SELECT $1 AS id) AS q CROSS JOIN LATERAL oncegate.lookup(q.id) AS r \
-     LEFT JOIN LATERAL (SELECT t.names, t.results FROM oncegate.steps(q.id) AS t \
-     WHERE r.state IN ('in-progress', 'unknown', 'released') AND t.token = r.token) AS s ON true";
+/// A record and its steps, in one look: an attempt that reads its own must not see those of another moment.
+const LOOKUP: &str = "SELECT * FROM oncegate.lookup_with_steps($1)";
 
+/// Records and their steps, where they are in a state that has some.
 const LIST: &str = "SELECT r.*, s.names, s.results FROM oncegate.list($1, $2, $3, $4, $5, $6) WITH ORDINALITY AS r LEFT JOIN LATERAL \
      (SELECT t.names, t.results FROM oncegate.steps(r.id) AS t WHERE r.state IN ('in-progress', 'unknown', 'released') \
      AND t.token = r.token) AS s ON true ORDER BY r.ordinality";
@@ -484,8 +483,8 @@ const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_
 /// Which of the functions that a store calls its role may not call; null where there is none.
 const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
-     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'steps', 'list', 'purge', \
-     'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
+     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'lookup_with_steps', 'steps', \
+     'list', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
 struct Standing {
     version: Option<i32>,

@@ -153,7 +153,13 @@ async fn send<T: Transport>(
     let taken = taken.map_err(|why| NotResumed::Unfinished(why.unfinished(pending.maybe_sent)))?;
     let Some((intent, opened)) = taken else { return Err(NotResumed::Gone) };
     let mut headers = intent.headers().clone();
-    headers.extend(brought);
+    // Nothing but what is missing: the others of the directory may go elsewhere, and what is brought may be a credential.
+    for name in &pending.left_out {
+        headers.remove(name);
+        for value in brought.get_all(name) {
+            headers.append(name.clone(), value.clone());
+        }
+    }
     let intent = intent.with_headers(headers);
     client.send_opened(&intent, Some(opened)).await.map_err(NotResumed::Unfinished)
 }
