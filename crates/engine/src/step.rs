@@ -196,6 +196,8 @@ pub(crate) struct Progress {
     undo: Vec<(String, Undo)>,
     /// Nothing more runs under this attempt.
     is_over: bool,
+    /// A step has begun and not ended.
+    is_running: bool,
 }
 
 impl Attempt {
@@ -230,6 +232,11 @@ impl Attempt {
         };
         progress.passed += 1;
         Ok(input)
+    }
+
+    /// Whether a step was cut off, such as by a time-out around it: it may have taken place.
+    pub(crate) fn has_cut_off_step(&self) -> bool {
+        self.0.progress.try_lock().is_ok_and(|progress| progress.is_running)
     }
 
     /// Whether an earlier attempt recorded what the operation is begun with, as far as can be told.
@@ -361,7 +368,10 @@ impl Progress {
                 let room = self.room_for(&name, undo.is_some()).ok_or_else(|| {
                     refused("the record has no room for it and for what may have to be taken back")
                 })?;
-                let result = match Self::run(attempt, &name, run).await? {
+                self.is_running = true;
+                let ran = Self::run(attempt, &name, run).await;
+                self.is_running = false;
+                let result = match ran? {
                     Ok(value) => Ok(value),
                     Err(Failure::Final(error)) => Err(error),
                     Err(Failure::Unsure(error)) => {

@@ -1,7 +1,7 @@
 //! Steps, stopped at every point, by an attempt that ends there without a word.
 
 use std::collections::{BTreeMap, HashSet};
-use std::future::Future;
+use std::future::{Future, IntoFuture as _};
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use oncegate_core::{
     RecordId, Store, StoreError, StoreFuture, Timestamp,
 };
 use oncegate_engine::{
-    Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, StepError,
+    Attempt, Engine, ErrorFate, Failure, FateOf, Function, FunctionError, Policy, ReleasedErrors, StepError,
 };
 use oncegate_testkit::ManualClock;
 
@@ -507,6 +507,27 @@ async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
             shop.orders.run_in_place("order-1", "another input", |attempt| order(world, attempt)).await;
         assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     }
+}
+
+/// A time-out around a step says nothing of its effect, whatever becomes of the error that it is made of.
+#[tokio::test(start_paused = true)]
+async fn a_step_that_was_cut_off_does_not_free_its_key() {
+    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
+    let pay = engine.function("pay").with_errors(ReleasedErrors);
+    let said = pay
+        .run_in_place("k", "the input", async |attempt: Attempt| {
+            let step = attempt.step("charge", |_| std::future::pending::<Result<(), Failure<String>>>());
+            match tokio::time::timeout(Duration::from_secs(1), step.into_future()).await {
+                Ok(charged) => charged.map_err(|error| error.to_string()),
+                Err(_) => Err("timed out".to_owned()),
+            }
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+    let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, String>(())).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    let again = pay.run_in_place("k", "the input", async |_: Attempt| Ok::<_, String>(())).await;
+    assert!(matches!(again, Err(FunctionError::Unknown)), "{again:?}");
 }
 
 /// Who comes after an attempt that ended in its first step, and gives up before anything is recorded, does not free the key.
