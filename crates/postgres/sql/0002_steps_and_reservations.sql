@@ -503,6 +503,40 @@ BEGIN
 END
 $$;
 
+-- Both in one call: reserves, or else claims. Where transaction is not null, the rest is null.
+CREATE FUNCTION oncegate.reserve_or_claim(
+    id bytea,
+    attempt bytea,
+    fingerprint bytea,
+    lease_ms bigint,
+    retention_ms bigint,
+    on_abandoned text DEFAULT 'park',
+    caller bytea DEFAULT '\x0000000000000000',
+    operation text DEFAULT '',
+    OUT transaction bigint,
+    OUT outcome text,
+    OUT token bigint,
+    OUT attempts bigint,
+    OUT lease_until bigint,
+    OUT after_abandoned boolean,
+    OUT lease_left_ms bigint,
+    OUT response bytea,
+    OUT clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    transaction := oncegate.reserve(reserve_or_claim.id);
+    IF transaction IS NULL THEN
+        SELECT c.outcome, c.token, c.attempts, c.lease_until, c.after_abandoned, c.lease_left_ms, c.response, c.clock
+            INTO outcome, token, attempts, lease_until, after_abandoned, lease_left_ms, response, clock
+            FROM oncegate.claim(reserve_or_claim.id, reserve_or_claim.attempt, reserve_or_claim.fingerprint,
+                reserve_or_claim.lease_ms, reserve_or_claim.retention_ms, reserve_or_claim.on_abandoned,
+                reserve_or_claim.caller, reserve_or_claim.operation) AS c;
+    END IF;
+END
+$$;
+
 -- Inserts the completed record of the transaction that oncegate.reserve gave the number of, and gives its token. OG001:
 -- there is a record after all, or that transaction has been rolled back; roll back, too. Null: it was committed, without the
 -- record; the record is unknown then, so that nobody does it again, and is to be committed.
@@ -564,7 +598,7 @@ $$;
 
 -- Those who may complete may note a step, and insert what they completed; those who may look up a record may read its steps.
 REVOKE ALL ON FUNCTION oncegate.step, oncegate.steps, oncegate.lookup_with_steps, oncegate.reserve,
-    oncegate.complete_reserved FROM PUBLIC;
+    oncegate.reserve_or_claim, oncegate.complete_reserved FROM PUBLIC;
 DO $$
 DECLARE
     g record;
@@ -572,7 +606,7 @@ BEGIN
     FOR g IN
         SELECT n.name, pg_get_userbyid(a.grantee) AS grantee
         FROM (VALUES ('complete_if_owner', 'step'), ('lookup', 'steps'), ('lookup', 'lookup_with_steps'),
-                ('complete', 'reserve'), ('complete', 'complete_reserved'))
+                ('complete', 'reserve'), ('complete', 'complete_reserved'), ('claim', 'reserve_or_claim'))
                 AS n (like_that_of, name)
             JOIN pg_proc AS p ON p.pronamespace = 'oncegate'::regnamespace AND p.proname = n.like_that_of,
             aclexplode(p.proacl) AS a

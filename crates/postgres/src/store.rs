@@ -277,7 +277,7 @@ impl Shared {
         // Sent again, each of these gets the answer that it lost; an operator's word is taken once.
         let again = !matches!(command, Command::Resolve(_) | Command::Purge);
         let call = match &command {
-            Command::Claim(claim) => claim_call(&id, claim).ok_or_else(unknown)?,
+            Command::Claim(claim) => claim_call(CLAIM, &id, claim).ok_or_else(unknown)?,
             Command::Renew(renew) => renew_call(&id, renew),
             Command::Step(RecordStep { token, number, step }) => Call::new(
                 "SELECT * FROM oncegate.step($1, $2, $3, $4, $5)",
@@ -467,6 +467,8 @@ const fn always() -> bool {
     true
 }
 
+pub(crate) const CLAIM: &str = "SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8)";
+
 /// A record and its steps, in one look: an attempt that reads its own must not see those of another moment.
 const LOOKUP: &str = "SELECT * FROM oncegate.lookup_with_steps($1)";
 
@@ -579,7 +581,8 @@ fn duration_arg(duration: Duration) -> Arg {
     Arg::Big(record::millis(duration))
 }
 
-pub(crate) fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
+/// The same arguments, whatever claims by them.
+pub(crate) fn claim_call(sql: &'static str, id: &RecordId, claim: &Claim) -> Option<Call> {
     let args = [
         id_arg(id),
         Arg::Octets(claim.attempt.get().to_be_bytes().to_vec().into()),
@@ -590,7 +593,7 @@ pub(crate) fn claim_call(id: &RecordId, claim: &Claim) -> Option<Call> {
         Arg::Octets(claim.label.caller().as_bytes().to_vec().into()),
         Arg::Text(record::operation(&claim.label)),
     ];
-    Some(Call::new("SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8)", args))
+    Some(Call::new(sql, args))
 }
 
 /// Claims, or completions.

@@ -17,7 +17,7 @@ use oncegate_core::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sqlx::postgres::{PgConnection, PgPool};
+use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use tokio::time::Instant;
 
 pub use self::error::{RunError, TransactError};
@@ -31,7 +31,9 @@ use crate::call::{Arg, Call};
 use crate::error::store_error;
 use crate::pause::{Pause, random_bits};
 use crate::record::{self, Said};
-use crate::store::claim_call;
+use crate::store::{CLAIM, claim_call};
+
+const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8)";
 
 /// How long a completed record is kept, unless told otherwise: as every door does it.
 const RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
@@ -47,7 +49,8 @@ const LEASE: Duration = limits::LEASE_MAX;
 /// crash, and the key is as free as if nothing had been asked.
 ///
 /// The database must have the contract ([`schema::apply`](crate::schema::apply)), and the role of the pool the right to
-/// execute `oncegate.reserve`, `oncegate.complete_reserved`, `oncegate.claim`, `oncegate.complete` and `oncegate.lookup`.
+/// execute `oncegate.reserve_or_claim`, `oncegate.complete_reserved`, `oncegate.claim`, `oncegate.complete` and
+/// `oncegate.lookup`.
 #[derive(Clone)]
 pub struct Transactor {
     pool: PgPool,
@@ -116,7 +119,7 @@ impl Request {
         })
     }
 
-    fn claim(&self, retention: Duration) -> Result<Call, StoreError> {
+    fn claim(&self, retention: Duration, sql: &'static str) -> Result<Call, StoreError> {
         let claim = Claim {
             attempt: AttemptId::new(u128::from(random_bits()) << 64 | u128::from(random_bits())),
             fingerprint: self.fingerprint,
@@ -125,8 +128,16 @@ impl Request {
             on_abandoned: OnAbandoned::Park,
             label: self.label.clone(),
         };
-        claim_call(&self.record, &claim).ok_or_else(record::strange)
+        claim_call(sql, &self.record, &claim).ok_or_else(record::strange)
     }
+}
+
+/// How a transaction begins.
+enum Begun {
+    /// There is no record, and nobody else inserts one.
+    Reserved(Reserved),
+    /// What its claim came to.
+    Claimed(Said),
 }
 
 /// What a run may complete its record with.
@@ -367,16 +378,15 @@ impl Transactor {
         };
         let record = request.record;
         // To find out what became of a COMMIT takes a claim: above READ COMMITTED, what is not seen may be there.
-        let reserved = match lost {
-            None => self.reserve_on(&mut open, request).await,
-            Some(_) => Ok(None),
+        let claimed = match lost {
+            None => self.reserve_or_claim_on(&mut open, request).await,
+            Some(_) => self.claim_on(&mut open, request).await.map(Begun::Claimed),
         };
-        let claimed = match reserved {
-            Ok(Some(reserved)) => {
-                let right = Right::Reserved(reserved);
-                return self.run_and_commit(open, request, run, right).await;
+        let claimed = match claimed {
+            Ok(Begun::Reserved(reserved)) => {
+                return self.run_and_commit(open, request, run, Right::Reserved(reserved)).await;
             }
-            Ok(None) => self.claim_on(&mut open, request).await,
+            Ok(Begun::Claimed(said)) => Ok(said),
             Err(tried) => Err(tried),
         };
         let claimed = match claimed {
@@ -525,26 +535,30 @@ impl Transactor {
         }
     }
 
-    async fn reserve_on<T>(
-        &self,
-        open: &mut Open<'_>,
-        request: &Request,
-    ) -> Result<Option<Reserved>, Try<T>> {
-        let persistent = !self.transaction_pooler;
-        let reserved = open
-            .step(self.patience, async |connection| Reserved::reserve(connection, request, persistent).await)
-            .await;
-        reserved.map_err(unreached)
+    async fn reserve_or_claim_on<T>(&self, open: &mut Open<'_>, request: &Request) -> Result<Begun, Try<T>> {
+        let rows = self.ask_on(open, request, RESERVE_OR_CLAIM).await?;
+        match rows.first().map(Reserved::of).transpose() {
+            Ok(Some(Some(reserved))) => Ok(Begun::Reserved(reserved)),
+            Ok(_) => said_first(&rows).map(Begun::Claimed),
+            Err(_) => Err(Try::Failed(TransactError::Store(record::strange()))),
+        }
     }
 
     async fn claim_on<T>(&self, open: &mut Open<'_>, request: &Request) -> Result<Said, Try<T>> {
-        let call = request.claim(self.retention).map_err(Try::Unreached)?;
+        said_first(&self.ask_on(open, request, CLAIM).await?)
+    }
+
+    async fn ask_on<T>(
+        &self,
+        open: &mut Open<'_>,
+        request: &Request,
+        sql: &'static str,
+    ) -> Result<Vec<PgRow>, Try<T>> {
+        let call = request.claim(self.retention, sql).map_err(Try::Unreached)?;
         let persistent = !self.transaction_pooler;
-        let rows = open
-            .step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
+        open.step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
             .await
-            .map_err(unreached)?;
-        said(rows.first()).map_err(|error| Try::Failed(TransactError::Store(error)))
+            .map_err(unreached)
     }
 
     /// Whether the record is that of the attempt with this token.
@@ -605,7 +619,7 @@ impl Transactor {
     ) -> Result<Claimed, GuardError> {
         let request = Request::new(scope, key, input)
             .map_err(|error| GuardError::Response(StoreError::invalid(error.to_string())))?;
-        let call = request.claim(self.retention).map_err(GuardError::Store)?;
+        let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
         let persistent = !self.transaction_pooler;
         let rows = call.in_transaction(connection, persistent).await.map_err(|error| {
             if is_conflict(&error) { GuardError::Conflict } else { GuardError::Store(store_error(&error)) }
@@ -644,7 +658,11 @@ fn unreached<T>(error: StepError) -> Try<T> {
     }
 }
 
-fn said(row: Option<&sqlx::postgres::PgRow>) -> Result<Said, StoreError> {
+fn said_first<T>(rows: &[PgRow]) -> Result<Said, Try<T>> {
+    said(rows.first()).map_err(|error| Try::Failed(TransactError::Store(error)))
+}
+
+fn said(row: Option<&PgRow>) -> Result<Said, StoreError> {
     record::said(row.ok_or_else(record::strange)?)
 }
 

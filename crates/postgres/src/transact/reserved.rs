@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate_core::{FencingToken, StoredResponse};
 use sqlx::Row as _;
-use sqlx::postgres::PgConnection;
+use sqlx::postgres::{PgConnection, PgRow};
 
 use super::Request;
 use crate::call::{Arg, Call};
@@ -23,17 +23,10 @@ pub(crate) enum Inserted {
 }
 
 impl Reserved {
-    /// `None` where there is a record, or where somebody else is at it.
-    pub(crate) async fn reserve(
-        connection: &mut PgConnection,
-        request: &Request,
-        persistent: bool,
-    ) -> Result<Option<Self>, sqlx::Error> {
-        let args = [Arg::Octets(request.record.as_bytes().to_vec().into())];
-        let call = Call::new("SELECT oncegate.reserve($1)", args);
-        let rows = call.in_transaction(connection, persistent).await?;
-        let transaction: Option<i64> = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
-        Ok(transaction.map(Self))
+    /// The right that `oncegate.reserve_or_claim` gave. `None` where there is a record, or where somebody else is at it: then
+    /// the rest of the row is what a claim said.
+    pub(crate) fn of(row: &PgRow) -> Result<Option<Self>, sqlx::Error> {
+        Ok(row.try_get::<Option<i64>, _>("transaction")?.map(Self))
     }
 
     /// Inserts the completed record. The server raises where it must not be, so that nothing can be committed after it.

@@ -396,7 +396,7 @@ async fn a_role_needs_no_more_rights_than_the_documentation_says() {
     let role = format!("shop_{}", database.name);
     let grants = format!(
         "CREATE ROLE {role}; GRANT ALL ON payments, payments_id_seq TO {role}; GRANT USAGE ON SCHEMA oncegate TO {role}; \
-         GRANT EXECUTE ON FUNCTION oncegate.reserve, oncegate.complete_reserved, oncegate.claim, \
+         GRANT EXECUTE ON FUNCTION oncegate.reserve_or_claim, oncegate.complete_reserved, oncegate.claim, \
          oncegate.complete, oncegate.lookup TO {role}"
     );
     run(&mut database.connect().await, &grants).await;
