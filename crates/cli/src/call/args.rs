@@ -18,7 +18,7 @@ pub(crate) struct CallArgs {
     /// The method, such as POST
     #[arg(required_unless_present = "work", conflicts_with = "work", value_parser = method)]
     pub(super) method: Option<Method>,
-    /// The address, such as https://bank.example/payouts
+    /// The address, with http:// or https://
     #[arg(required_unless_present = "work", conflicts_with = "work", value_parser = url)]
     pub(super) url: Option<Uri>,
 
