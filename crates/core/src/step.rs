@@ -71,7 +71,9 @@ impl Step {
         &self.result
     }
 
-    fn octets(&self) -> usize {
+    /// How many octets name and result have together.
+    #[must_use]
+    pub fn octets(&self) -> usize {
         self.name.len() + self.result.len()
     }
 }
@@ -108,11 +110,16 @@ impl Steps {
         self.0.is_none()
     }
 
+    /// How many octets all names and results have together.
+    #[must_use]
+    pub fn octets(&self) -> usize {
+        self.as_slice().iter().map(Step::octets).sum()
+    }
+
     /// Whether one more has room: [`limits::STEPS_MAX`], [`limits::STEPS_OCTETS_MAX`].
     #[must_use]
     pub fn has_room_for(&self, step: &Step) -> bool {
-        let octets: usize = self.as_slice().iter().map(Step::octets).sum();
-        self.len() < limits::STEPS_MAX && octets + step.octets() <= limits::STEPS_OCTETS_MAX
+        self.len() < limits::STEPS_MAX && self.octets() + step.octets() <= limits::STEPS_OCTETS_MAX
     }
 
     /// These and one more.

@@ -234,9 +234,10 @@ impl Attempt {
         Ok(input)
     }
 
-    /// Whether a step was cut off, such as by a time-out around it: it may have taken place.
-    pub(crate) fn has_cut_off_step(&self) -> bool {
-        self.0.progress.try_lock().is_ok_and(|progress| progress.is_running)
+    /// Whether a step has begun and not ended: it was cut off, such as by a time-out around it, or still runs in a task of its
+    /// own. It may have taken place.
+    pub(crate) fn has_open_step(&self) -> bool {
+        self.0.progress.try_lock().map_or(true, |progress| progress.is_running)
     }
 
     /// Whether an earlier attempt recorded what the operation is begun with, as far as can be told.
@@ -440,7 +441,7 @@ impl Progress {
             return None;
         }
         let undo = || self.undo.iter().map(|(step, _)| step.as_str()).chain(own);
-        let octets = self.recorded.iter().map(|step| step.name().len() + step.result().len()).sum::<usize>()
+        let octets = self.recorded.iter().map(Step::octets).sum::<usize>()
             + undo().map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
             + name.len();
         let room = limits::STEPS_OCTETS_MAX.checked_sub(octets).filter(|room| *room > 0);

@@ -530,6 +530,29 @@ async fn a_step_that_was_cut_off_does_not_free_its_key() {
     assert!(matches!(again, Err(FunctionError::Unknown)), "{again:?}");
 }
 
+/// Nor does one that goes on beside the function that began it.
+#[tokio::test]
+async fn a_step_that_still_runs_does_not_free_its_key() {
+    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
+    let pay = engine.function("pay").with_errors(ReleasedErrors);
+    let begun = Arc::new(tokio::sync::Notify::new());
+    let is_begun = begun.clone();
+    let said = pay
+        .run_in_place("k", "the input", async move |attempt: Attempt| {
+            let step = attempt.step("charge", async move |_| {
+                begun.notify_one();
+                std::future::pending::<Result<(), Failure<String>>>().await
+            });
+            tokio::spawn(step.into_future());
+            is_begun.notified().await;
+            Err::<(), _>("given up".to_owned())
+        })
+        .await;
+    assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+    let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, String>(())).await;
+    assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+}
+
 /// Who comes after an attempt that ended in its first step, and gives up before anything is recorded, does not free the key.
 #[tokio::test]
 async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {

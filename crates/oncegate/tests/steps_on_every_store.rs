@@ -25,7 +25,7 @@ struct World {
 }
 
 fn orders(store: &Arc<dyn Store>, world: &Arc<World>, stops: bool) -> Orders {
-    let policy = Policy::default().with_lease(Duration::from_millis(500)).unwrap();
+    let policy = Policy::default().with_lease(Duration::from_secs(2)).unwrap();
     let world = world.clone();
     Engine::new(store.clone())
         .function("order")
@@ -115,7 +115,11 @@ async fn is_finished_elsewhere(store: Arc<dyn Store>) {
     let said = tokio::time::timeout(Duration::from_secs(60), async {
         loop {
             match elsewhere.run("order-2", &"lamp".to_owned()).await {
-                Err(oncegate::FunctionError::InProgress { .. }) => {
+                // The second one where the machine is so busy that a lease runs out.
+                Err(
+                    oncegate::FunctionError::InProgress { .. }
+                    | oncegate::FunctionError::Failed { error: StepError::Fenced, .. },
+                ) => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 said => break said,

@@ -462,6 +462,55 @@ BEGIN
 END
 $$;
 
+-- Lists records in the order of their identifiers: those with this name of a state, this caller, an operation that starts
+-- like this, for so long in their state; null is any. Looks at 10 000 rows at the most and gives 8 MiB of responses and
+-- steps, or one record; the steps themselves are for oncegate.steps. A last row without a state is no record: there is more after its id.
+CREATE OR REPLACE FUNCTION oncegate.list(
+    only_state text, only_caller bytea, operation_prefix text, min_age_ms bigint, after bytea, most integer
+) RETURNS TABLE (
+    id bytea, state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,
+    after_abandoned boolean, caller bytea, operation text, created_at bigint, changed_at bigint, expires_at bigint,
+    response bytea, clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+    last_id bytea := coalesce(list.after, '\x');
+    seen integer := 0;
+    given integer := 0;
+    octets bigint := 0;
+BEGIN
+    clock := oncegate.now_ms();
+    FOR r IN SELECT t.* FROM oncegate.records AS t WHERE t.id > last_id ORDER BY t.id LIMIT 10001 LOOP
+        IF seen >= 10000 OR given >= least(greatest(coalesce(list.most, 100), 1), 1000) OR octets >= 8388608 THEN
+            id := last_id;
+            state := NULL; fingerprint := NULL; token := NULL; attempts := NULL; attempt := NULL; lease_until := NULL;
+            after_abandoned := NULL; caller := NULL; operation := NULL; created_at := NULL; changed_at := NULL;
+            expires_at := NULL; response := NULL;
+            RETURN NEXT;
+            RETURN;
+        END IF;
+        seen := seen + 1;
+        last_id := r.id;
+        CONTINUE WHEN list.clock >= r.expires_at
+            OR list.only_state <> oncegate.state_name(r.state, r.lease_until, list.clock)
+            OR list.only_caller <> r.caller
+            OR NOT starts_with(r.operation, coalesce(list.operation_prefix, ''))
+            OR greatest(list.clock - r.changed_at, 0) < coalesce(list.min_age_ms, 0);
+        given := given + 1;
+        octets := octets + coalesce(octet_length(r.response), 0)
+            + CASE WHEN r.step_results IS NULL THEN 0
+                ELSE (SELECT coalesce(sum(octet_length(s)), 0) FROM unnest(r.step_results) AS u (s)) END;
+        id := r.id; state := r.state; fingerprint := r.fingerprint; token := r.token; attempts := r.attempts;
+        attempt := r.attempt; lease_until := r.lease_until; after_abandoned := r.after_abandoned; caller := r.caller;
+        operation := r.operation; created_at := r.created_at; changed_at := r.changed_at; expires_at := r.expires_at;
+        response := r.response;
+        RETURN NEXT;
+    END LOOP;
+END
+$$;
+
 -- Reads a record with its steps, in one look; no row where its retention is over.
 CREATE FUNCTION oncegate.lookup_with_steps(id bytea) RETURNS TABLE (
     state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,

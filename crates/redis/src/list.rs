@@ -108,12 +108,13 @@ pub(crate) async fn list(shared: &Shared, query: &ListQuery) -> Result<ListPage,
 }
 
 fn size_of(record: &oncegate_core::Record) -> usize {
-    match &record.state {
+    let response = match &record.state {
         oncegate_core::State::Completed(oncegate_core::Answer::Replayable(response)) => {
             response.as_encoded().len()
         }
         _ => 0,
-    }
+    };
+    response + record.steps.octets()
 }
 
 /// The primaries in an order that stays while they are the same. One without a name, where there is no Cluster.

@@ -25,7 +25,9 @@ pub(super) fn shared() -> Result<String> {
     Ok(bench("redis")? + &bench("postgres")? + &bench("transact")?)
 }
 
-/// The client against the bare HTTP clients below it, on a service in the same process.
+/// The client against the bare HTTP clients below it, on a service in the same process, and what its journal costs.
 pub(super) fn caller() -> Result<String> {
-    output(Command::new(program("oncegate-benches")).arg("client"))
+    let client = output(Command::new(program("oncegate-benches")).arg("client"))?;
+    let directory = scratch("journal")?;
+    Ok(client + &output(Command::new(program("oncegate-benches")).arg("journal").arg(&*directory))?)
 }

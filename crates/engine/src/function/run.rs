@@ -194,8 +194,8 @@ impl<P> Function<P> {
                 // A policy that panics says nothing.
                 match guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown) {
                     ErrorEnd::Store(json) => drop(self.store(permit, id, ERROR, json).await),
-                    // Whatever the error says: what was cut off may have taken place.
-                    ErrorEnd::Release if seen.has_cut_off_step() => self.end_unknown(permit).await,
+                    // Whatever the error says: what was begun may have taken place.
+                    ErrorEnd::Release if seen.has_open_step() => self.end_unknown(permit).await,
                     ErrorEnd::Release => drop(self.settle(permit.release()).await),
                     ErrorEnd::Unknown => self.end_unknown(permit).await,
                     ErrorEnd::Park => drop(self.settle(permit.complete(Completion::Unknown)).await),
