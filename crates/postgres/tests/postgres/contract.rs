@@ -6,7 +6,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{
     Answer, CallerTag, Capabilities, Command, Completion, Durability, Fencing, Label, ListQuery, OnAbandoned,
-    Outcome, Resolution, Resolve, State, StateName, Store, StoreErrorKind, StoredResponse, limits,
+    Outcome, RecordStep, Resolution, Resolve, State, StateName, Step, Store, StoreErrorKind, StoredResponse,
+    limits,
 };
 use oncegate_postgres::PostgresStore;
 use sqlx::Row as _;
@@ -61,6 +62,32 @@ async fn one_of_many_takes_over_an_abandoned_record() {
         }
     }
     assert!(tokens.len() == 1 && tokens[0] > first, "{tokens:?}");
+}
+
+/// A page holds so many octets and not so many records of a MiB each.
+#[tokio::test(flavor = "multi_thread")]
+async fn steps_count_in_a_page_of_a_listing() {
+    let database = Database::fresh().await;
+    let store = database.store().await;
+    for number in 0..12 {
+        let token = token(&store.apply(id(number), claims(1)).await.unwrap());
+        let step = Step::new("charge", Bytes::from(vec![number; 1_000_000])).unwrap();
+        let command = Command::Step(RecordStep { token, number: 0, step });
+        assert_eq!(store.apply(id(number), command).await.unwrap(), Outcome::StepRecorded);
+    }
+    let mut query = ListQuery::default();
+    let mut seen = 0;
+    loop {
+        let page = store.list(query.clone()).await.unwrap();
+        let octets: usize = page.records.iter().map(|(_, record)| record.steps.octets()).sum();
+        assert!(octets <= 10 << 20, "{octets} octets in one page");
+        seen += page.records.len();
+        query.after = page.next;
+        if page.next.is_none() {
+            break;
+        }
+    }
+    assert_eq!(seen, 12);
 }
 
 #[tokio::test(flavor = "multi_thread")]
