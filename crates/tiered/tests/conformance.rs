@@ -6,7 +6,7 @@ mod support;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::{Clock as _, MemoryStore};
+use oncegate_core::{Clock as _, MemoryStore, Store as _};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
@@ -116,12 +116,14 @@ fn a_redis_before_a_postgres() {
         move |clock: Arc<ManualClock>| {
             let _runtime = runtime.enter();
             let back = Arc::new(runtime.block_on(PostgresStore::open(database.clone())).unwrap());
-            let store = TieredStore::new(Front::on(front.clone()), back, options.clone());
+            let store = TieredStore::new(Front::on(front.clone()), Arc::clone(&back) as _, options.clone());
             let (run, shown, last) = (run.clone(), clock.clone(), Mutex::new(None));
+            // A clock that jumps ahead is known here with the next answer of the back, and not before: it is asked for one.
             let tell_time = move || {
                 let now = shown.now();
                 if last.lock().unwrap().replace(now) != Some(now) {
                     run(format!("UPDATE oncegate.test_clock SET millis = {now}"));
+                    oncegate_testkit::block_on(back.check()).unwrap();
                 }
             };
             let mut settled = Settled::new(store, total);
