@@ -19,6 +19,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-tiered", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
+    ("oncegate-inbox", &["oncegate-core", "oncegate-engine", "oncegate-postgres"]),
     ("oncegate-macros", &["oncegate-core"]),
     (
         "oncegate",
@@ -28,6 +29,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
+            "oncegate-inbox",
             "oncegate-macros",
             "oncegate-postgres",
             "oncegate-redis",

@@ -1,0 +1,323 @@
+//! What tells that two deliveries are one message.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use oncegate_core::{Fingerprint, IdempotencyKey, JsonPointer, NaturalKey, RecordId, Scope, limits};
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+
+use crate::message::Message;
+
+/// What a message is told by. The same at each of its deliveries, and at no other message's.
+///
+/// An identifier that the producer gives a message is one wherever the message turns up, also in a retry queue. What is taken
+/// out of its content is one within its topic only: an order that was paid may have the number of the order that was placed.
+/// [`within_topic`](Self::within_topic) decides otherwise.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    kind: Kind,
+    within_topic: bool,
+}
+
+/// A function of the application's own.
+type Own = Arc<dyn Fn(&Message) -> Option<String> + Send + Sync>;
+
+#[derive(Clone)]
+enum Kind {
+    Broker,
+    Header(String),
+    CloudEvents,
+    StandardWebhooks,
+    Json(JsonPointer),
+    Natural(NaturalKey),
+    Payload,
+    With(Own),
+}
+
+impl Identity {
+    /// What the broker tells the message by. It is another one when the producer sends a message again, so that is
+    /// no duplicate; use what the producer gives where it gives something.
+    #[must_use]
+    pub const fn broker() -> Self {
+        Self { kind: Kind::Broker, within_topic: true }
+    }
+
+    /// The value of a header that the producer sets, its name compared without case.
+    #[must_use]
+    pub fn header(name: impl Into<String>) -> Self {
+        Self { kind: Kind::Header(name.into()), within_topic: false }
+    }
+
+    /// What [`Outbox`-relayed](crate::Outgoing) messages have: the header [`MESSAGE_ID`](crate::MESSAGE_ID).
+    #[must_use]
+    pub fn message_id() -> Self {
+        Self::header(crate::MESSAGE_ID)
+    }
+
+    /// `source` and `id` of a CloudEvent (CloudEvents 1.0), from its attributes in headers (`ce-`, `ce_`, `cloudEvents:` or
+    /// `cloudEvents_` before their names) or, where there are none, from an event in JSON.
+    #[must_use]
+    pub const fn cloud_events() -> Self {
+        Self { kind: Kind::CloudEvents, within_topic: false }
+    }
+
+    /// The header `webhook-id` of Standard Webhooks, or `svix-id`, as it was called before.
+    #[must_use]
+    pub const fn standard_webhooks() -> Self {
+        Self { kind: Kind::StandardWebhooks, within_topic: false }
+    }
+
+    /// A member of the payload, which is JSON: a string that is not empty, or an integer.
+    #[must_use]
+    pub const fn json(pointer: JsonPointer) -> Self {
+        Self { kind: Kind::Json(pointer), within_topic: true }
+    }
+
+    /// Several members of the payload, which is JSON, together.
+    #[must_use]
+    pub const fn natural(key: NaturalKey) -> Self {
+        Self { kind: Kind::Natural(key), within_topic: true }
+    }
+
+    /// The payload as a whole: the last resort. Two orders of the same thing are one message then.
+    #[must_use]
+    pub const fn payload() -> Self {
+        Self { kind: Kind::Payload, within_topic: true }
+    }
+
+    /// What this function makes of the message; `None` where it has no identity.
+    #[must_use]
+    pub fn with(id: impl Fn(&Message) -> Option<String> + Send + Sync + 'static) -> Self {
+        Self { kind: Kind::With(Arc::new(id)), within_topic: false }
+    }
+
+    /// Whether messages of two topics are never one message, even if they are told by the same.
+    #[must_use]
+    pub fn within_topic(self, within_topic: bool) -> Self {
+        Self { within_topic, ..self }
+    }
+
+    /// What this message is told by.
+    ///
+    /// # Errors
+    /// [`NoIdentity`], with what is missing.
+    pub fn of(&self, message: &Message) -> Result<MessageId, NoIdentity> {
+        let (kind, id) = self.kind.of(message)?;
+        if id.is_empty() {
+            return Err(NoIdentity(format!("{} is empty", self.kind)));
+        }
+        let topic = if self.within_topic { message.topic.as_str() } else { "" };
+        Ok(MessageId::new(kind, topic, &id))
+    }
+}
+
+impl Kind {
+    /// Where the identity was found, and what it is.
+    fn of(&self, message: &Message) -> Result<(Vec<String>, Bytes), NoIdentity> {
+        let missing = || NoIdentity(format!("the message has no {self}"));
+        let header = |name: &str| {
+            message.header(name).map_err(|_| NoIdentity(format!("the message has several headers {name}")))
+        };
+        let kind = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect();
+        match self {
+            Self::Broker => {
+                let id = message.broker_id.as_ref().ok_or_else(missing)?;
+                Ok((kind(&["broker"]), id.clone().into()))
+            }
+            Self::Header(name) => {
+                let id = header(name)?.ok_or_else(missing)?;
+                Ok((kind(&["header", &name.to_ascii_lowercase()]), id.clone()))
+            }
+            Self::CloudEvents => {
+                let (source, id) = cloud_event(message, header)?.ok_or_else(missing)?;
+                Ok((kind(&["cloud-events", &source]), id))
+            }
+            Self::StandardWebhooks => {
+                let id = match header("webhook-id")? {
+                    Some(id) => id,
+                    None => header("svix-id")?.ok_or_else(missing)?,
+                };
+                Ok((kind(&["webhook-id"]), id.clone()))
+            }
+            Self::Json(pointer) => {
+                let payload: Value = serde_json::from_slice(&message.payload)
+                    .map_err(|_| NoIdentity("the payload is not JSON".to_owned()))?;
+                match payload.pointer(pointer.as_str()).ok_or_else(missing)? {
+                    Value::String(id) => Ok((kind(&["json", pointer.as_str()]), id.clone().into())),
+                    Value::Number(id) if id.is_u64() || id.is_i64() => {
+                        Ok((kind(&["json-number", pointer.as_str()]), id.to_string().into()))
+                    }
+                    _ => Err(NoIdentity(format!("{self} is neither a string nor an integer"))),
+                }
+            }
+            Self::Natural(key) => {
+                let key = key.of(b"application/json", &message.payload);
+                let key = key.map_err(|missing| NoIdentity(missing.to_string()))?;
+                Ok((kind(&["natural"]), Bytes::copy_from_slice(key.as_bytes())))
+            }
+            Self::Payload => {
+                let digest: [u8; 32] = Sha256::digest(&message.payload).into();
+                Ok((kind(&["payload"]), RecordId::from_bytes(digest).to_string().into()))
+            }
+            Self::With(id) => Ok((kind(&["own"]), id(message).ok_or_else(missing)?.into())),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Broker => f.write_str("identifier of the broker's own"),
+            Self::Header(name) => write!(f, "header {name}"),
+            Self::CloudEvents => f.write_str("source and id of a CloudEvent"),
+            Self::StandardWebhooks => f.write_str("header webhook-id"),
+            Self::Json(pointer) => write!(f, "member {pointer} in its payload"),
+            Self::Natural(_) => f.write_str("members of its natural key"),
+            Self::Payload => f.write_str("payload"),
+            Self::With(_) => f.write_str("identity of the application's own"),
+        }
+    }
+}
+
+impl fmt::Debug for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// `source` and `id`.
+fn cloud_event<'m>(
+    message: &'m Message,
+    header: impl Fn(&str) -> Result<Option<&'m Bytes>, NoIdentity>,
+) -> Result<Option<(String, Bytes)>, NoIdentity> {
+    let text = |octets: &Bytes| String::from_utf8_lossy(octets).into_owned();
+    for prefix in ["ce-", "ce_", "cloudEvents:", "cloudEvents_"] {
+        match (header(&format!("{prefix}source"))?, header(&format!("{prefix}id"))?) {
+            (Some(source), Some(id)) => return Ok(Some((text(source), id.clone()))),
+            (None, None) => {}
+            _ => return Err(NoIdentity("the CloudEvent has only one of source and id".to_owned())),
+        }
+    }
+    let Ok(Value::Object(event)) = serde_json::from_slice(&message.payload) else { return Ok(None) };
+    let member = |name: &str| event.get(name).and_then(Value::as_str).map(str::to_owned);
+    if member("specversion").is_none() {
+        return Ok(None);
+    }
+    match (member("source"), member("id")) {
+        (Some(source), Some(id)) if !source.is_empty() => Ok(Some((source, id.into()))),
+        _ => Err(NoIdentity("the CloudEvent lacks source or id".to_owned())),
+    }
+}
+
+/// A message of which nobody can tell whether it was processed: why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NoIdentity(String);
+
+impl fmt::Display for NoIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NoIdentity {}
+
+/// What one message is told by. `Debug` does not show it, because people put customer data in such identifiers.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct MessageId {
+    /// Where it was found; the topic, or nothing.
+    parts: Vec<String>,
+    key: IdempotencyKey,
+}
+
+impl MessageId {
+    fn new(mut parts: Vec<String>, topic: &str, id: &[u8]) -> Self {
+        let key = if id.len() > limits::KEY_MAX {
+            parts.push("sha256".to_owned());
+            let digest: [u8; 32] = Sha256::digest(id).into();
+            IdempotencyKey::new(RecordId::from_bytes(digest).to_string().into_bytes())
+        } else {
+            IdempotencyKey::new(id)
+        };
+        parts.push(topic.to_owned());
+        // It is not empty, and 64 octets are not too many.
+        let key = key.unwrap_or_else(|_| unreachable!("an identity has between 1 and 255 octets"));
+        Self { parts, key }
+    }
+
+    /// What messages without an identity are told by where something must be remembered of them: all that they say.
+    pub(crate) fn of_unidentified(message: &Message) -> Self {
+        let mut parts: Vec<&[u8]> = vec![message.topic.as_bytes(), &message.payload];
+        for (name, value) in &message.headers {
+            parts.extend([name.as_bytes(), value]);
+        }
+        let digest = Fingerprint::of_parts("oncegate-unidentified-1", &parts);
+        let id = RecordId::from_bytes(*digest.digest()).to_string();
+        Self::new(vec!["unidentified".to_owned()], &message.topic, id.as_bytes())
+    }
+
+    /// The identifier itself, or its SHA-256 in hexadecimal digits where it is longer than a key may be.
+    #[must_use]
+    pub const fn key(&self) -> &IdempotencyKey {
+        &self.key
+    }
+
+    /// Where the record of this message is for this consumer: [`RecordId::derive`] with the scope of a single tenant, the
+    /// operation `message`, the consumer's name, what kind of identity it is, and the topic where that counts.
+    #[must_use]
+    pub fn record_id(&self, consumer: &ConsumerName) -> RecordId {
+        let mut operation: Vec<&[u8]> = vec![b"message", consumer.as_str().as_bytes()];
+        operation.extend(self.parts.iter().map(String::as_bytes));
+        RecordId::derive(&Scope::single_tenant().within(&operation), &self.key)
+    }
+}
+
+impl fmt::Debug for MessageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MessageId({} octets)", self.key.as_bytes().len())
+    }
+}
+
+/// Who consumes. Two consumers of one topic each process a message once; all processes of one service have one name, and
+/// keep it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ConsumerName(Arc<str>);
+
+impl ConsumerName {
+    /// Most octets of a name.
+    pub const MAX: usize = 100;
+
+    /// A name of 1 to 100 octets of printable ASCII, without spaces.
+    ///
+    /// # Errors
+    /// [`BadName`] where it is something else.
+    pub fn new(name: &str) -> Result<Self, BadName> {
+        let is_good = (1..=Self::MAX).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic());
+        if is_good { Ok(Self(name.into())) } else { Err(BadName) }
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ConsumerName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// A name of a consumer that is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BadName;
+
+impl fmt::Display for BadName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a consumer's name has 1 to {} characters of ASCII, and no spaces", ConsumerName::MAX)
+    }
+}
+
+impl std::error::Error for BadName {}

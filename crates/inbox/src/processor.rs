@@ -1,0 +1,32 @@
+//! What stands between a consumer's loop and the effect.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_engine::ConfigError;
+
+use crate::handled::Handled;
+use crate::identity::ConsumerName;
+use crate::message::Message;
+
+/// Processes messages once each. The consumer's loop acknowledges what it says is durable, and nothing else.
+pub trait Processor: Send + Sync + 'static {
+    /// Whose messages these are.
+    fn consumer(&self) -> &ConsumerName;
+
+    /// How many messages are best processed together.
+    fn batch_max(&self) -> usize {
+        1
+    }
+
+    /// Whether it fits a broker that delivers again after so long: a claim's lease must end sooner than that.
+    ///
+    /// # Errors
+    /// What does not fit, and what to do.
+    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError>;
+
+    /// Processes messages, in this order where they have the same order key, and says for each what became of it. Where a
+    /// message is to come again, later ones with the same order key are [`NotBegun`](Handled::NotBegun).
+    fn process(&self, messages: &[Arc<Message>]) -> impl Future<Output = Vec<Handled>> + Send;
+}
