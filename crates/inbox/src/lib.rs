@@ -9,6 +9,8 @@ mod handled;
 mod identity;
 mod inbox;
 mod message;
+#[cfg(feature = "postgres")]
+pub mod postgres;
 mod processor;
 mod source;
 
