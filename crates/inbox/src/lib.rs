@@ -76,6 +76,8 @@ mod inbox;
 mod message;
 mod processor;
 mod source;
+#[cfg(feature = "webhook")]
+pub mod webhook;
 
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};
