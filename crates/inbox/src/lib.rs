@@ -6,6 +6,8 @@ mod dead;
 mod handled;
 mod identity;
 mod message;
+#[cfg(feature = "nats")]
+pub mod nats;
 mod processor;
 mod source;
 
