@@ -74,6 +74,8 @@ mod handled;
 mod identity;
 mod inbox;
 mod message;
+#[cfg(feature = "nats")]
+pub mod nats;
 mod processor;
 mod source;
 #[cfg(feature = "webhook")]
