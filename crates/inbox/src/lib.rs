@@ -3,21 +3,23 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 #[cfg(feature = "amqp")]
-mod amqp;
+pub mod amqp;
+mod consumer;
 mod dead;
+mod event;
 mod handled;
 mod identity;
+mod inbox;
 mod message;
 mod processor;
 mod source;
 
-#[cfg(feature = "amqp")]
-pub use amqp::{AMQP_ORDER_KEY, AmqpBroker, AmqpDelivery, AmqpPublisher, AmqpSource};
+pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};
+pub use event::{Counts, Event, EventKind, Observer};
 pub use handled::{DeadReason, Failure, Handled, Settlement};
 pub use identity::{BadName, ConsumerName, Identity, MessageId, NoIdentity};
-#[cfg(feature = "amqp")]
-pub use lapin;
+pub use inbox::{Inbox, InboxProcessor};
 pub use message::{Ambiguous, Message};
 pub use processor::Processor;
 pub use source::{

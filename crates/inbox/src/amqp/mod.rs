@@ -5,6 +5,8 @@ mod fields;
 mod publisher;
 mod source;
 
+pub use lapin;
+
 pub use broker::AmqpBroker;
 pub use publisher::AmqpPublisher;
 pub use source::{AmqpDelivery, AmqpSource};
