@@ -67,6 +67,8 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+#[cfg(feature = "amqp")]
+pub mod amqp;
 mod consumer;
 mod dead;
 mod event;

@@ -7,6 +7,7 @@ mod pgbouncer;
 mod postgres;
 mod process;
 mod program;
+mod rabbitmq;
 mod redis;
 mod way;
 
@@ -14,5 +15,6 @@ pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
+pub use rabbitmq::{RabbitOptions, RabbitServer};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
 pub use way::{Break, Way};
