@@ -589,6 +589,73 @@ async fn a_processor_that_forgets_too_soon_is_refused() {
     assert!(options().with_header("a b").is_err());
 }
 
+/// Every value of every event that is traced on this thread.
+#[derive(Clone, Default)]
+struct Traces(Arc<Mutex<String>>);
+
+impl tracing::Subscriber for Traces {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, attributes: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        attributes.record(&mut self.clone());
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, values: &tracing::span::Record<'_>) {
+        values.record(&mut self.clone());
+    }
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut self.clone());
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+impl tracing::field::Visit for Traces {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        self.0.lock().unwrap().push_str(&format!("{field}={value:?}\n"));
+    }
+}
+
+#[tokio::test]
+async fn logs_tell_what_happened_and_no_secrets() {
+    let traces = Traces::default();
+    let _guard = tracing::subscriber::set_default(traces.clone());
+    let world = World::new();
+    let (address, _receiver) = world.serve(world.options().with_body_max(1000).unwrap()).await;
+    let of = |id: &str, at| Sending::standard(id, at, r#"{"card":"4242"}"#);
+    for (act, status) in [(Act::Retry, 500), (Act::Panic, 500), (Act::Succeed, 200), (Act::Succeed, 200)] {
+        world.act(act);
+        assert_eq!(of("msg_private", NOW).send(address, PATH).await.unwrap().status, status);
+    }
+    world.act(Act::Reject);
+    assert_eq!(of("msg_private_too", NOW).send(address, PATH).await.unwrap().status, 200);
+    assert_eq!(of("msg_private", 0).send(address, PATH).await.unwrap().status, 400);
+    let forged = of("msg_private", NOW).with("webhook-id", "msg_private_other");
+    assert_eq!(forged.send(address, PATH).await.unwrap().status, 400);
+    let long = Sending::standard("msg_private", NOW, "4242".repeat(1000));
+    assert_eq!(long.send(address, PATH).await.unwrap().status, 413);
+    world.faults.outage();
+    assert_eq!(of("msg_private", NOW).send(address, PATH).await.unwrap().status, 503);
+
+    let text = traces.0.lock().unwrap().clone();
+    for said in
+        ["signature-wrong", "timestamp-out-of-tolerance", "rejected", "too long", "duplicate", "sender"]
+    {
+        assert!(text.contains(said), "{said} is not in {text}");
+    }
+    for private in ["msg_private", "4242", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "v1,", "not now", "never"] {
+        assert!(!text.contains(private), "{private} is in {text}");
+    }
+}
+
 // ---- a receiver that is killed
 
 /// `examples/webhook.rs`, as its own process.
