@@ -212,10 +212,10 @@ impl Permit {
         }
     }
 
-    /// Ends an attempt that its steps leave [half-way](Attempt::is_half_way), so that what they recorded is there for the next one.
-    /// Under `reexecute` the key is free again for the same request, or the record is left to its lease, as
-    /// [`StepError::fate`](crate::StepError::fate) says of the step that it did not get past. Under `park` the outcome is unknown, and
-    /// so it is where that step is for an operator to see to.
+    /// Ends an attempt that its steps leave [half-way](Attempt::is_half_way), so that what they recorded is there for
+    /// the next one. Under `reexecute` the key is free again for the same request, or the record is left to its lease,
+    /// as [`StepError::fate`](crate::StepError::fate) says of the step that it did not get past. Under `park` the
+    /// outcome is unknown, and so it is where that step is for an operator to see to.
     ///
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
     pub async fn stop(mut self) -> Settled {
@@ -236,9 +236,9 @@ impl Permit {
         }
     }
 
-    /// Ends the attempt and frees the key. Only where it is certain that nothing was decided. Where a [step](Attempt::step) may have
-    /// taken place of which nothing is recorded, or under `reexecute` an attempt before this one was abandoned, the key stays taken,
-    /// and the record is left to its abandon policy.
+    /// Ends the attempt and frees the key. Only where it is certain that nothing was decided. Where a
+    /// [step](Attempt::step) may have taken place of which nothing is recorded, or under `reexecute` an attempt before
+    /// this one was abandoned, the key stays taken, and the record is left to its abandon policy.
     pub async fn release(mut self) -> Settled {
         match self.0.take() {
             Some(held) if held.attempt.seal().is_open => held.leave().await,
@@ -320,8 +320,8 @@ impl Held {
         }
     }
 
-    /// Ends an attempt of which it is not known what took effect. Where an operator is to say, that is known now; where it is to be
-    /// executed again, that comes after the lease, as after a crash.
+    /// Ends an attempt of which it is not known what took effect. Where an operator is to say, that is known now; where
+    /// it is to be executed again, that comes after the lease, as after a crash.
     async fn leave(self) -> Settled {
         if self.attempt.0.policy.on_abandoned == OnAbandoned::Park {
             return self.settle(Ending::Complete(Completion::Unknown)).await;

@@ -249,8 +249,8 @@ impl Attempt {
     }
 
     /// Whether its [steps](Self::step) leave the operation half-way: one of them did not come to its end, was cut off, or still
-    /// runs in a task of its own, and something was recorded or may have taken place. Not after [`StepError::Failed`], which is an
-    /// end.
+    /// runs in a task of its own, and something was recorded or may have taken place. Not after [`StepError::Failed`],
+    /// which is an end.
     ///
     /// To complete the record then would forget what was finished. [`Permit::stop`](crate::Permit::stop) does not.
     #[must_use]
