@@ -42,9 +42,7 @@ use async_nats::connection::State;
 use async_nats::header::{HeaderMap, HeaderName, HeaderValue, NATS_MESSAGE_ID};
 use async_nats::jetstream::consumer::pull::BatchConfig;
 use async_nats::jetstream::consumer::{AckPolicy, Config, PullConsumer};
-use async_nats::jetstream::context::{
-    ConsumerInfoErrorKind, GetStreamByNameErrorKind, PublishErrorKind,
-};
+use async_nats::jetstream::context::{ConsumerInfoErrorKind, GetStreamByNameErrorKind, PublishErrorKind};
 use async_nats::jetstream::{self, ErrorCode};
 use async_nats::{Client, Request, StatusCode, Subject, Subscriber};
 use bytes::Bytes;
@@ -648,8 +646,9 @@ impl NatsPublisher {
         if subject.split('.').any(|token| matches!(token, "*" | ">")) {
             return Err(PublishError::refused("a subject with a wildcard is no destination"));
         }
-        let publish =
-            jetstream::message::PublishMessage::build().payload(message.payload.clone()).headers(headers(message)?);
+        let publish = jetstream::message::PublishMessage::build()
+            .payload(message.payload.clone())
+            .headers(headers(message)?);
         let confirmed = match self.context.send_publish(subject, publish).await {
             Ok(confirmation) => confirmation.await,
             Err(error) => Err(error),
@@ -703,5 +702,26 @@ fn text(value: &[u8]) -> Result<HeaderValue, PublishError> {
 impl Publisher for NatsPublisher {
     fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
         Box::pin(self.send(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_earliest_redelivery_counts() {
+        let second = Duration::from_secs(1);
+        let config = Config { ack_wait: second * 30, ..Config::default() };
+        assert_eq!(redelivery(&config), second * 30);
+        let config = Config { backoff: vec![second * 9, second * 2, second * 60], ..config };
+        assert_eq!(redelivery(&config), second * 2);
+    }
+
+    #[test]
+    fn a_delay_is_in_nanoseconds() {
+        assert_eq!(nak(Duration::ZERO), "-NAK");
+        assert_eq!(nak(Duration::from_millis(1500)), "-NAK {\"delay\": 1500000000}");
+        assert_eq!(nak(Duration::MAX), "-NAK {\"delay\": 31536000000000000}");
     }
 }
