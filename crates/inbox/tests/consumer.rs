@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -345,11 +346,10 @@ fn id_of(message: &Message) -> String {
     String::from_utf8(message.header("id").unwrap().cloned().unwrap_or_default().to_vec()).unwrap()
 }
 
-fn noting<F, Fut>(
-    ledger: &Ledger,
-    and: F,
-) -> impl Fn(Attempt, Arc<Message>) -> std::pin::Pin<Box<dyn Future<Output = Result<(), Failure>> + Send>>
-+ use<F, Fut>
+/// What a handler comes to.
+type Said = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send>>;
+
+fn noting<F, Fut>(ledger: &Ledger, and: F) -> impl Fn(Attempt, Arc<Message>) -> Said + use<F, Fut>
 where
     F: Fn(Attempt, String) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = Result<(), Failure>> + Send + 'static,
