@@ -361,7 +361,7 @@ fn known(response: &StoredResponse) -> Handled {
 }
 
 /// Where the record of a dead letter is.
-fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
+pub(crate) fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
     let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), which];
     match IdempotencyKey::new(*id.as_bytes()) {
         Ok(key) => RecordId::derive(&Scope::single_tenant().within(&operation), &key),
@@ -370,7 +370,7 @@ fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
 }
 
 /// What a dead letter says of an error.
-fn said(failure: &Failure) -> String {
+pub(crate) fn said(failure: &Failure) -> String {
     let mut text = failure.to_string();
     let mut cause = failure.error().source();
     while let Some(error) = cause
