@@ -16,6 +16,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_redis()?;
     crate::valkey::prepare()?;
     prepare_faketime()?;
+    prepare_nats()?;
     prepare_rabbitmq()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
@@ -106,6 +107,11 @@ fn prepare_rabbitmq() -> Result<()> {
 /// What makes a process believe in another time: for sidecars whose clocks differ.
 fn prepare_faketime() -> Result<()> {
     if has("faketime", &["--version"]) { Ok(()) } else { install(&["faketime"]) }
+}
+
+/// A NATS server with JetStream; the tests start their own. The one that the package may start has its usual port.
+fn prepare_nats() -> Result<()> {
+    if has("nats-server", &["--version"]) { Ok(()) } else { install(&["nats-server"]) }
 }
 
 fn is_newer(made: &std::path::Path, from: &std::path::Path) -> bool {

@@ -2,6 +2,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod nats;
 mod pgbouncer;
 mod postgres;
 mod process;
@@ -10,6 +11,7 @@ mod rabbitmq;
 mod redis;
 mod way;
 
+pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
