@@ -18,8 +18,8 @@ use crate::process;
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct RabbitOptions {
-    /// Further lines of its configuration, such as `consumer_timeout = 2000`.
-    pub lines: Vec<String>,
+    /// Further settings, such as `consumer_timeout, 2000`, in the words of its advanced configuration.
+    pub settings: Vec<String>,
 }
 
 /// A broker with a node of its own, on loopback ports, without plugins. Its user is `guest`. Stopped and removed when dropped.
@@ -104,7 +104,34 @@ impl RabbitServer {
         if freeze { process::freeze(pid) } else { process::thaw(pid) }
     }
 
-    /// Ends it at once, as `kill -9` does. What it confirmed is there when it is started again.
+    /// Waits until the files of the broker name all of its quorum queues. It writes the name of a new one some seconds late
+    /// (3.10 does), and one that was killed before that does not know the queue's messages when it is started again.
+    ///
+    /// # Errors
+    /// Where that takes too long.
+    pub fn until_queues_are_written(&self) -> io::Result<()> {
+        let directory = self.path("data").join(self.node()).join("quorum").join(self.node());
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let names = fs::read(directory.join("names.dets"))?;
+            let mut queues = fs::read_dir(&directory)?.flatten().filter(|entry| entry.path().is_dir());
+            let is_named = |queue: fs::DirEntry| {
+                let name = queue.file_name();
+                let name = name.as_encoded_bytes();
+                names.windows(name.len()).any(|part| part == name)
+            };
+            if queues.all(is_named) {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(self.failed("does not write the names of its queues"));
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Ends it at once, as `kill -9` does. What it confirmed is there when it is started again, if its queues
+    /// [are](Self::until_queues_are_written).
     pub fn kill(&mut self) {
         end(&mut self.child);
     }
@@ -195,10 +222,8 @@ impl RabbitServer {
     fn configure(&self) -> io::Result<()> {
         let mut text = format!("listeners.tcp.default = 127.0.0.1:{}\n", self.ports.amqp);
         text += "log.file = false\nlog.console = true\nlog.console.level = warning\n";
-        for line in &self.options.lines {
-            text.push_str(line);
-            text.push('\n');
-        }
+        let settings: Vec<_> = self.options.settings.iter().map(|setting| format!("{{{setting}}}")).collect();
+        fs::write(self.path("advanced.config"), format!("[{{rabbit, [{}]}}].\n", settings.join(", ")))?;
         fs::write(self.path("rabbitmq.conf"), text)?;
         fs::write(self.path("enabled_plugins"), "[].\n")?;
         // Instead of the one in /etc.
@@ -217,6 +242,7 @@ impl RabbitServer {
         command.env("RABBITMQ_DIST_PORT", self.ports.nodes.to_string());
         command.env("RABBITMQ_CONF_ENV_FILE", self.path("env.conf"));
         command.env("RABBITMQ_CONFIG_FILE", self.path("rabbitmq.conf"));
+        command.env("RABBITMQ_ADVANCED_CONFIG_FILE", self.path("advanced.config"));
         command.env("RABBITMQ_ENABLED_PLUGINS_FILE", self.path("enabled_plugins"));
         command.env("RABBITMQ_MNESIA_BASE", self.path("data")).env("RABBITMQ_LOG_BASE", self.path("logs"));
         let erlang = "-start_epmd false +S 2:2 -kernel inet_dist_use_interface {127,0,0,1}";

@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldArray, FieldTable, ShortString};
 use serde_json::Value;
 
-use super::AMQP_ORDER_KEY;
+use super::ORDER_KEY;
 use crate::source::{MESSAGE_ID, Outgoing};
 
 /// How deep tables in tables are looked at.
@@ -152,7 +152,7 @@ pub(crate) fn properties(message: &Outgoing) -> Result<(BasicProperties, usize),
     let mut properties = BasicProperties::default().with_message_id(id).with_delivery_mode(PERSISTENT);
     let mut headers: BTreeMap<&str, Vec<&[u8]>> = BTreeMap::new();
     for (name, value) in &message.headers {
-        if is_one_of(&BROKERS_OWN, name) || is_one_of(&[MESSAGE_ID, AMQP_ORDER_KEY], name) {
+        if is_one_of(&BROKERS_OWN, name) || is_one_of(&[MESSAGE_ID, ORDER_KEY], name) {
             continue;
         }
         if is_property(&mut properties, name, value) {
@@ -163,7 +163,7 @@ pub(crate) fn properties(message: &Outgoing) -> Result<(BasicProperties, usize),
     }
     headers.insert(MESSAGE_ID, vec![message.id.as_bytes()]);
     if let Some(key) = &message.order_key {
-        headers.insert(AMQP_ORDER_KEY, vec![key]);
+        headers.insert(ORDER_KEY, vec![key]);
     }
     let mut table = FieldTable::default();
     for (name, values) in headers {

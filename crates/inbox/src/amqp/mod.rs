@@ -12,4 +12,4 @@ pub use publisher::AmqpPublisher;
 pub use source::{AmqpDelivery, AmqpSource};
 
 /// The header with the order key of a message that was published here.
-pub const AMQP_ORDER_KEY: &str = "oncegate-order-key";
+pub const ORDER_KEY: &str = "oncegate-order-key";

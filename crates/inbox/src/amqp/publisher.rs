@@ -40,7 +40,7 @@ const NOT_FOUND: u16 = 404;
 ///
 /// The topic of a message is its routing key; with the default exchange that is the name of a queue. It is persistent, and
 /// mandatory: one that no queue takes is refused. It has its identifier as `message-id` and as the header
-/// [`MESSAGE_ID`](crate::MESSAGE_ID), and its order key as the header [`AMQP_ORDER_KEY`](super::AMQP_ORDER_KEY).
+/// [`MESSAGE_ID`](crate::MESSAGE_ID), and its order key as the header [`ORDER_KEY`](super::ORDER_KEY).
 ///
 /// Each message that waits for the broker's word has a channel of its own meanwhile. So messages that are published at the same
 /// time are in no order; one that is to follow another is published when that one is confirmed.

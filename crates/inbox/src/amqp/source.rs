@@ -24,7 +24,7 @@ use crate::message::Message;
 use crate::source::{Delivery, Source, SourceError};
 
 /// How many messages the broker hands over before it hears of one.
-const PREFETCH: u16 = 256;
+const PREFETCH: u16 = 1000;
 
 /// What RabbitMQ waits for an acknowledgement.
 const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -102,7 +102,7 @@ impl AmqpSource {
         })
     }
 
-    /// How many messages the broker hands over before it hears of one: 256 where nothing is said. Those that wait to be given
+    /// How many messages the broker hands over before it hears of one: 1000 where nothing is said. Those that wait to be given
     /// back count among them. At least as many as the consumer holds at a time, or it never gets that many.
     ///
     /// # Errors
@@ -280,6 +280,8 @@ impl Source for AmqpSource {
                 }
             };
             match link.consumer.next().await {
+                // It was here already when the channel ended.
+                Some(Ok(delivery)) if delivery.poisoned() => {}
                 Some(Ok(delivery)) => {
                     self.failures = 0;
                     let gone = link.gone.clone();
