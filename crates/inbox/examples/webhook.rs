@@ -17,7 +17,7 @@ use std::time::Duration;
 use axum::Router;
 use oncegate_core::OnAbandoned;
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
-use oncegate_engine::{Attempt, Engine};
+use oncegate_engine::{Attempt, ConfigError, Engine};
 use oncegate_inbox::webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
 use oncegate_inbox::{
     ConsumerName, DeadLetter, DeadLetters, Failure, Identity, Inbox, Message, PublishError, PutFuture,
@@ -92,7 +92,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let data = Arc::new(Data { directory: directory.clone(), hang: std::env::var("HANG").ok() });
     let engine = Engine::new(Arc::new(EmbeddedStore::open(EmbeddedOptions::new(directory.join("records")))?));
 
-    let schemes: [(&str, &str, fn(&str) -> _); 3] = [
+    // A name, the variable with the secret, and how the sender signs.
+    type Sender = (&'static str, &'static str, fn(&str) -> Result<WebhookScheme, ConfigError>);
+    let schemes: [Sender; 3] = [
         ("standard", "STANDARD_SECRET", WebhookScheme::standard),
         ("stripe", "STRIPE_SECRET", WebhookScheme::stripe),
         ("github", "GITHUB_SECRET", WebhookScheme::github),
