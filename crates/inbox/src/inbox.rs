@@ -229,7 +229,11 @@ impl Inner {
             _ if attempts >= self.attempts_max => {
                 self.bury(permit, message, DeadReason::AttemptsExhausted, attempts, text).await
             }
-            failure => settled(permit.release().await, Handled::Failed { attempts, failure }),
+            failure => match permit.release().await {
+                // An attempt after one that was cut off leaves its record to its lease; it is tried again then.
+                Settled::Left => Handled::Failed { attempts, failure },
+                ended => settled(ended, Handled::Failed { attempts, failure }),
+            },
         }
     }
 
