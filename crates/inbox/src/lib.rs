@@ -78,6 +78,8 @@ mod inbox;
 mod message;
 #[cfg(feature = "nats")]
 pub mod nats;
+#[cfg(feature = "postgres")]
+pub mod postgres;
 mod processor;
 mod source;
 #[cfg(feature = "webhook")]

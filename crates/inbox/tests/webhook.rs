@@ -91,8 +91,7 @@ impl Sending {
 
     /// Sends it and reads the answer; `None` where the connection ended without one.
     async fn send(&self, to: SocketAddr, path: &str) -> Option<Answer> {
-        let stream = self.begin(to, path).await;
-        tokio::time::timeout(PATIENCE, Answer::read(stream)).await.expect("an answer in time")
+        Answer::read(self.begin(to, path).await).await
     }
 }
 
@@ -107,7 +106,8 @@ impl Answer {
     async fn read(mut stream: TcpStream) -> Option<Self> {
         let mut octets = Vec::new();
         // A reset behind a whole answer does not take it away.
-        let _end = stream.read_to_end(&mut octets).await;
+        let end = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut octets)).await;
+        let _end = end.expect("an answer in time");
         let text = String::from_utf8(octets).unwrap();
         let (head, body) = text.split_once("\r\n\r\n")?;
         let mut lines = head.lines();
