@@ -2,6 +2,7 @@
 
 mod consumer;
 mod line;
+mod processes;
 mod publisher;
 mod setting;
 mod source;
