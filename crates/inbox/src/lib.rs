@@ -13,6 +13,8 @@ mod message;
 pub mod nats;
 mod processor;
 mod source;
+#[cfg(feature = "sqs")]
+pub mod sqs;
 
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};

@@ -8,6 +8,7 @@ mod postgres;
 mod process;
 mod program;
 mod redis;
+mod sqs;
 mod way;
 
 pub use nats::NatsServer;
@@ -15,4 +16,5 @@ pub use pgbouncer::PgBouncer;
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
+pub use sqs::SqsServer;
 pub use way::{Break, Way};
