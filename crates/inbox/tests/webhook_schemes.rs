@@ -406,7 +406,7 @@ fn the_parts_of_what_is_signed_cannot_be_moved() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1024))]
+    #![proptest_config(ProptestConfig { cases: 1024, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Whatever single octet is another one, of what is signed or of the signature: it is refused.
     #[test]
