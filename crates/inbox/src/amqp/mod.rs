@@ -9,9 +9,9 @@
 //! # What a delivery says
 //! `topic` is the queue, or the routing key where that is chosen. There is no `broker_id`: messages are told by what their
 //! producer sets. `is_redelivered` is false only where the broker has not delivered the message before, and `deliveries` is
-//! known where a quorum queue counts them. Headers of the message are headers; properties are headers called `amqp-message-id`,
-//! `-correlation-id`, `-content-type`, `-content-encoding`, `-type`, `-app-id`, `-user-id`, `-reply-to`, `-expiration`, `-timestamp`,
-//! `-priority`; so are `amqp-exchange` and `amqp-routing-key`.
+//! known where a quorum queue counts them. Headers of the message are headers; properties are headers called
+//! `amqp-message-id`, `-correlation-id`, `-content-type`, `-content-encoding`, `-type`, `-app-id`, `-user-id`,
+//! `-reply-to`, `-expiration`, `-timestamp`, `-priority`; so are `amqp-exchange` and `amqp-routing-key`.
 //!
 //! # Time
 //! The broker waits for an acknowledgement, 30 minutes unless told otherwise, and cannot be asked for more. Then it ends the
