@@ -84,6 +84,8 @@ mod processor;
 mod source;
 #[cfg(feature = "webhook")]
 pub mod webhook;
+#[cfg(feature = "sqs")]
+pub mod sqs;
 
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};

@@ -235,7 +235,9 @@ $$;
 
 -- In a transaction of its own, before messages that may have been delivered before are processed: notes who begins them, so that
 -- one that ends its process is counted all the same. by: a number that each process draws when it starts. One that another
--- process began and said nothing of since was cut off, and counts as an attempt. Outcomes: process, processed, in-flight, dead.
+-- process began and said nothing of since was cut off, and counts as an attempt. Outcomes: process; processed; in-flight; dead;
+-- alone, where it was cut off or failed before and there are others in the batch: it is not begun, but to be begun by itself,
+-- so that it takes no other along.
 CREATE FUNCTION oncegate.begin_messages(ids bytea[], by bigint, retention_ms bigint)
 RETURNS TABLE (outcome text, attempts integer, reason text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -269,7 +271,7 @@ BEGIN
         RETURN;
     END IF;
     WITH held AS MATERIALIZED (
-        SELECT t.id, t.begun_by, CASE
+        SELECT t.id, CASE
                 WHEN clock >= t.expires_at THEN 0
                 WHEN t.begun_by <> begin_messages.by THEN least(t.attempts, 2147483646) + 1
                 ELSE t.attempts
@@ -278,14 +280,17 @@ BEGIN
         WHERE t.id = ANY (begin_messages.ids) AND (t.state = 'o' OR clock >= t.expires_at)
             AND pg_try_advisory_xact_lock(oncegate.message_lock(t.id))
         FOR UPDATE SKIP LOCKED
+    ), begun AS MATERIALIZED (
+        SELECT h.id, h.attempts, CASE WHEN h.attempts = 0 OR cardinality(begin_messages.ids) = 1 THEN begin_messages.by END AS by
+        FROM held AS h
     ), put AS (
         UPDATE oncegate.processed AS t SET
-                state = 'o', attempts = h.attempts, begun_by = begin_messages.by, reason = NULL, digest = NULL,
+                state = 'o', attempts = b.attempts, begun_by = b.by, reason = NULL, digest = NULL,
                 changed_at = clock, expires_at = ends, purge_at = oncegate.purge_at(t.purge_at, ends, clock)
-            FROM held AS h
-            WHERE t.id = h.id AND (t.state <> 'o' OR h.begun_by IS DISTINCT FROM begin_messages.by)
+            FROM begun AS b
+            WHERE t.id = b.id AND (t.state <> 'o' OR t.attempts <> b.attempts OR t.begun_by IS DISTINCT FROM b.by)
     )
-    SELECT array_agg(h.id), array_agg(h.attempts) INTO taken, taken_attempts FROM held AS h;
+    SELECT array_agg(b.id), array_agg(b.attempts) INTO taken, taken_attempts FROM begun AS b;
     -- Whether what is dead stays dead: a letter may be taken out just now.
     WITH held AS MATERIALIZED (
         SELECT t.id FROM oncegate.processed AS t
@@ -295,7 +300,10 @@ BEGIN
     SELECT array_agg(h.id) INTO buried FROM held AS h;
     RETURN QUERY
         SELECT CASE
-                WHEN a.id = ANY (inserted) OR a.id = ANY (taken) THEN 'process'
+                WHEN a.id = ANY (inserted) THEN 'process'
+                WHEN a.id = ANY (taken) THEN
+                    CASE WHEN cardinality(begin_messages.ids) = 1 OR taken_attempts[array_position(taken, a.id)] = 0
+                        THEN 'process' ELSE 'alone' END
                 WHEN l.state = 'p' THEN 'processed'
                 WHEN l.state = 'd' AND a.id = ANY (buried) THEN 'dead'
                 ELSE 'in-flight'

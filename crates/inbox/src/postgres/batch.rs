@@ -34,6 +34,8 @@ struct Slot<'m> {
     attempts: u32,
     /// It failed before, or cannot be in one transaction with others.
     is_alone: bool,
+    /// It is to be noted that it is begun, before it is.
+    is_to_begin: bool,
     handled: Option<Handled>,
 }
 
@@ -109,7 +111,7 @@ impl Inner {
             Err(why) => Err(why.to_string()),
         };
         let is_alone = receipt.is_err();
-        Slot { message, receipt, attempts: 0, is_alone, handled: None }
+        Slot { message, receipt, attempts: 0, is_alone, is_to_begin: false, handled: None }
     }
 
     async fn process_batch<W: Work>(&self, slots: &mut [Slot<'_>], work: &W, behind: &HashSet<OrderKey<'_>>) {
@@ -182,17 +184,21 @@ impl Inner {
         if ids.is_empty() {
             return Ok(());
         }
-        let compares = self.compares_payloads;
         let said = self.receipts.begin(ids).await?;
-        set(slots, &begun, said, |said| match said.what {
-            // Whether it is the same message is to be seen yet.
-            What::Processed | What::Dead(_) if compares => None,
-            _ => known(&said),
-        });
+        set(slots, &begun, said, |said| self.known_begun(&said));
         for slot in slots {
             slot.is_alone |= slot.attempts > 0;
         }
         Ok(())
+    }
+
+    /// What is known of a message when it is begun.
+    fn known_begun(&self, said: &Said) -> Option<Handled> {
+        match said.what {
+            // Whether it is the same message is to be seen yet.
+            What::Processed | What::Dead(_) if self.compares_payloads => None,
+            _ => known(said),
+        }
     }
 
     /// In a transaction of its own, with everything that follows from a failure.
@@ -205,6 +211,16 @@ impl Inner {
                 return self.bury(&receipt, slot.message, DeadReason::NoIdentity, 0, why.clone()).await;
             }
         };
+        if slot.is_to_begin {
+            match self.receipts.begin(vec![receipt.id.as_bytes().to_vec()]).await {
+                Ok(said) => {
+                    if let Some(handled) = said.first().and_then(|said| self.known_begun(said)) {
+                        return handled;
+                    }
+                }
+                Err(error) => return Handled::Unavailable(error),
+            }
+        }
         match self.until_known(&[slot], work).await {
             Known::Committed(said) => {
                 let attempts = said.first().map_or(0, |said| said.attempts);
@@ -291,11 +307,13 @@ impl Inner {
                 Tried::NotRun(said) => {
                     let is_open = said.iter().any(|said| said.what == What::InFlight);
                     if !(is_looking && is_open) {
-                        let was_sent = sent.is_some();
-                        let said = ours(said, sent.as_ref());
-                        let is_committed = was_sent
-                            && said.iter().all(|said| !matches!(said.what, What::InFlight | What::Reused));
-                        return if is_committed { Known::Committed(said) } else { Known::NotRun(said) };
+                        // All of it was committed by the transaction that was lost sight of, or by somebody else.
+                        let is_settled =
+                            said.iter().all(|said| matches!(said.what, What::Processed | What::Dead(_)));
+                        return match &sent {
+                            Some(_) if is_settled => Known::Committed(ours(said, sent.as_ref())),
+                            _ => Known::NotRun(said),
+                        };
                     }
                 }
                 Tried::Away(_) if is_looking => {}
@@ -455,15 +473,18 @@ fn known(said: &Said) -> Option<Handled> {
         What::Processed => Some(Handled::Duplicate),
         What::Dead(reason) => Some(Handled::Dead { reason, is_known: true }),
         What::InFlight => Some(Handled::InFlight { retry_after: ASK_AGAIN }),
-        What::Process | What::Reused | What::Failed | What::Written => None,
+        What::Process | What::Alone | What::Reused | What::Failed | What::Written => None,
     }
 }
 
 fn set(slots: &mut [Slot<'_>], at: &[usize], said: Vec<Said>, handled: impl Fn(Said) -> Option<Handled>) {
     for (at, said) in at.iter().zip(said) {
         if let Some(slot) = slots.get_mut(*at) {
-            slot.attempts = if said.what == What::Process { said.attempts } else { slot.attempts };
-            slot.is_alone |= said.what == What::Reused;
+            if matches!(said.what, What::Process | What::Alone) {
+                slot.attempts = said.attempts;
+            }
+            slot.is_alone |= matches!(said.what, What::Reused | What::Alone);
+            slot.is_to_begin = said.what == What::Alone;
             slot.handled = handled(said);
         }
     }

@@ -196,7 +196,8 @@ impl TransactionalInbox {
         self.with(|inner| inner.batch_max = messages.clamp(1, BATCH_MAX))
     }
 
-    /// Whether receipts whose retention is over are removed beside the work, once a minute. On by default; where it is off,
+    /// Whether receipts whose retention is over are removed beside the work, at first and once a minute. On by
+    /// default; where it is off,
     /// somebody else calls `oncegate.purge_processed`.
     #[must_use]
     pub fn with_purge(self, purges: bool) -> Self {

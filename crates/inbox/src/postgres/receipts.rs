@@ -45,7 +45,7 @@ pub(super) struct Receipts {
     pub(super) purges: bool,
     /// What this process notes that it has begun.
     by: i64,
-    /// When they were last purged, in milliseconds after `since`.
+    /// When they were last purged, in milliseconds after `since`; 0 is never.
     purged: Arc<AtomicU64>,
     since: Instant,
 }
@@ -61,6 +61,8 @@ pub(super) struct Said {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
     Process,
+    /// To be begun by itself.
+    Alone,
     Processed,
     InFlight,
     Dead(DeadReason),
@@ -194,10 +196,10 @@ impl Receipts {
 
     /// Removes them beside the work where it is time.
     pub(super) fn tidy(&self) {
-        let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX).max(1);
         let before = self.purged.load(Ordering::Relaxed);
         let every = u64::try_from(PURGE_EVERY.as_millis()).unwrap_or(u64::MAX);
-        if !self.purges || now.saturating_sub(before) < every {
+        if !self.purges || before > 0 && now.saturating_sub(before) < every {
             return;
         }
         if self.purged.compare_exchange(before, now, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
@@ -258,6 +260,7 @@ fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
     let attempts: i32 = row.try_get("attempts")?;
     let what = match outcome {
         "process" => What::Process,
+        "alone" => What::Alone,
         "processed" => What::Processed,
         "in-flight" => What::InFlight,
         "reused" => What::Reused,

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::{Handled, Message, Processor as _};
+use oncegate_inbox::{Consumer, Delivery, Handled, Message, Processor as _, Source, SourceError};
 use oncegate_postgres::sqlx;
 
-use crate::support::{Database, again, effect, inbox_of, new, ordered, run, words};
+use crate::support::{Database, again, effect, inbox_of, new, ordered, run, until, word, words};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_new_in_a_batch_is_one_transaction() {
@@ -138,6 +138,19 @@ async fn one_that_failed_before_is_in_nobodys_way() {
     let handled = inbox.process_batch(&batch, counted).await;
     assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate", "duplicate"]);
     assert_eq!(runs.load(Ordering::SeqCst), 5);
+    // Also where it is the only one that may have been delivered before.
+    assert_eq!(word(&inbox.process(&again("poison2"), effect).await), "failed 1");
+    let runs = Arc::new(AtomicU32::new(0));
+    let counted = {
+        let runs = runs.clone();
+        async move |connection: &mut sqlx::PgConnection, message: &Message| {
+            runs.fetch_add(1, Ordering::SeqCst);
+            effect(connection, message).await
+        }
+    };
+    let handled = inbox.process_batch(&[new("x"), again("poison2"), new("y")], counted).await;
+    assert_eq!(words(&handled), ["processed 1", "failed 2", "processed 1"]);
+    assert_eq!(runs.load(Ordering::SeqCst), 3, "each once");
     // What is without an identity, or has another one's, neither.
     let nameless = Arc::new(Message::new("orders", "who?").with_deliveries(Some(1), false));
     let handled = inbox.process_batch(&[new("e"), nameless, new("f")], effect).await;
@@ -149,7 +162,7 @@ async fn one_that_failed_before_is_in_nobodys_way() {
     let batch = [reused("1", "g"), reused("1", "other"), reused("1", "g"), reused("2", "h")];
     let handled = compares.process_batch(&batch, effect).await;
     assert_eq!(words(&handled), ["processed 1", "dead identity-reused", "duplicate", "processed 1"]);
-    assert_eq!(database.effects().await, ["a", "b", "c", "d", "nothing", "e", "f", "g", "h"]);
+    assert_eq!(database.effects().await, ["a", "b", "c", "d", "nothing", "x", "y", "e", "f", "g", "h"]);
 }
 
 /// Several consumers with overlapping batches in an order of their own, some of which fail now and then.
@@ -202,4 +215,98 @@ async fn batches_that_overlap_are_one_effect_each() {
     }
     assert_eq!(effects.len(), MESSAGES);
     assert!(effects.values().all(|count| *count == 1), "{effects:?}");
+}
+
+/// A broker of the simplest kind: what is not acknowledged comes again.
+struct Queue {
+    waiting: tokio::sync::mpsc::UnboundedReceiver<Arc<Message>>,
+    back: tokio::sync::mpsc::UnboundedSender<Arc<Message>>,
+    acknowledged: Arc<AtomicU32>,
+}
+
+struct Taken {
+    message: Arc<Message>,
+    back: tokio::sync::mpsc::UnboundedSender<Arc<Message>>,
+    acknowledged: Arc<AtomicU32>,
+}
+
+impl Source for Queue {
+    type Delivery = Taken;
+
+    fn redelivery(&self) -> Option<Duration> {
+        None
+    }
+
+    async fn next(&mut self) -> Result<Taken, SourceError> {
+        let message = self.waiting.recv().await.ok_or_else(|| SourceError::fatal("it is over"))?;
+        Ok(Taken { message, back: self.back.clone(), acknowledged: self.acknowledged.clone() })
+    }
+
+    async fn close(&mut self) -> Result<(), SourceError> {
+        Ok(())
+    }
+}
+
+impl Delivery for Taken {
+    const GIVES_BACK: bool = true;
+
+    fn message(&self) -> &Arc<Message> {
+        &self.message
+    }
+
+    async fn extend(&self) -> Result<(), SourceError> {
+        Ok(())
+    }
+
+    async fn ack(&self) -> Result<(), SourceError> {
+        self.acknowledged.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
+        tokio::time::sleep(after).await;
+        self.back.send(self.message.clone()).map_err(|_| SourceError::fatal("it is over"))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn consumers_of_one_queue_process_each_message_once_and_acknowledge_each_delivery() {
+    const MESSAGES: u32 = 2000;
+    let database = Database::fresh().await;
+    let acknowledged = Arc::new(AtomicU32::new(0));
+    let stop = tokio_util::sync::CancellationToken::new();
+    let mut tasks = Vec::new();
+    for consumer in 0..2 {
+        let (back, waiting) = tokio::sync::mpsc::unbounded_channel();
+        for n in 0..MESSAGES {
+            // Both get all of them; every tenth is poison, every other one has an order.
+            let id = if n % 10 == 3 { format!("poison{n}") } else { format!("m{n}") };
+            let message = if n % 2 == consumer { again(&id) } else { new(&id) };
+            let message = if n % 4 == 0 {
+                Message::clone(&message).with_order_key("k")
+            } else {
+                Message::clone(&message)
+            };
+            back.send(Arc::new(message)).unwrap();
+        }
+        let queue = Queue { waiting, back, acknowledged: acknowledged.clone() };
+        let inbox = database.inbox(5).await.with_attempts_max(2);
+        let loops = Consumer::new(queue, inbox.processor(effect)).with_concurrency(4);
+        let loops = loops.with_backoff(Duration::from_millis(1), Duration::from_millis(5));
+        let stop = stop.clone();
+        tasks.push(tokio::spawn(async move { loops.run(stop.cancelled_owned()).await }));
+    }
+    until("all are acknowledged", async || acknowledged.load(Ordering::SeqCst) >= 2 * MESSAGES).await;
+    stop.cancel();
+    for task in tasks {
+        task.await.unwrap().unwrap();
+    }
+    assert_eq!(acknowledged.load(Ordering::SeqCst), 2 * MESSAGES);
+    let effects = database.effects().await;
+    let different: std::collections::BTreeSet<_> = effects.iter().collect();
+    assert_eq!((effects.len(), different.len()), (1800, 1800));
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 200);
+    let ordered: Vec<u32> =
+        effects.iter().filter_map(|m| m[1..].parse().ok()).filter(|n| n % 4 == 0).collect();
+    assert!(ordered.is_sorted(), "{ordered:?}");
 }

@@ -1,0 +1,453 @@
+//! Connections that break, processes that end, servers that go away.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncegate_inbox::{Handled, Message};
+use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
+use oncegate_postgres::sqlx::{self, PgConnection};
+use oncegate_servers::{Break, PgBouncer, PostgresServer, Way, freeze, thaw};
+
+use crate::support::{
+    Database, LONG, again, effect, inbox, new, ordered, pool, prepare, run, until, word, words,
+};
+
+/// How often the handler ran, and what came of a batch whose COMMIT was broken so. `late`: it is let go on after a while.
+async fn broken(how: Break, is_late: bool, batch: &[Arc<Message>]) -> (Database, u32, Vec<String>) {
+    let database = Database::fresh().await;
+    let way = Way::to(database.server.port()).await.unwrap();
+    let inbox = inbox(pool(&database.url(), way.port(), 2).await);
+    way.arm(b"COMMIT", how);
+    let runs = Arc::new(AtomicU32::new(0));
+    let counted = {
+        let runs = runs.clone();
+        async move |connection: &mut PgConnection, message: &Message| {
+            runs.fetch_add(1, Ordering::SeqCst);
+            effect(connection, message).await
+        }
+    };
+    let release = async {
+        if is_late {
+            way.broken().await;
+            // Time to look for it a few times. The transaction is open all the while.
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            way.go_on();
+        }
+    };
+    let (handled, ()) = tokio::join!(inbox.process_batch(batch, counted), release);
+    let again = inbox.process_batch(batch, effect).await;
+    assert!(again.iter().all(|handled| matches!(handled, Handled::Duplicate)), "{how:?} {:?}", words(&again));
+    (database, runs.load(Ordering::SeqCst), words(&handled))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_commit_whose_answer_is_lost_is_found_out() {
+    for batch in [vec![new("a")], vec![again("a")], vec![new("a"), again("b"), new("c"), new("a")]] {
+        let different = batch.len().min(3);
+        let cases = [
+            (Break::After, false, 1),
+            (Break::Before, false, 2),
+            (Break::Late, true, 1),
+            (Break::LateEnd, true, 2),
+        ];
+        for (how, is_late, runs) in cases {
+            let (database, ran, said) = broken(how, is_late, &batch).await;
+            assert!(said[..different].iter().all(|word| word == "processed 1"), "{how:?} {said:?}");
+            assert_eq!(ran, runs * u32::try_from(different).unwrap(), "{how:?}");
+            assert_eq!(database.effects().await.len(), different, "{how:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
+    let database = Database::fresh().await;
+    let way = Way::to(database.server.port()).await.unwrap();
+    let inbox = inbox(pool(&database.url(), way.port(), 2).await).with_patience(Duration::from_secs(2));
+    way.arm(b"COMMIT", Break::Late);
+    let message = new("a");
+    assert_eq!(word(&inbox.process(&message, effect).await), "in-flight");
+    assert!(database.effects().await.is_empty());
+    way.go_on();
+    until("the commit", async || database.effects().await.len() == 1).await;
+    assert_eq!(word(&inbox.process(&message, effect).await), "duplicate");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_that_ends_in_the_handler_is_no_attempt() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(1);
+    let runs = Arc::new(AtomicU32::new(0));
+    let cut = {
+        let runs = runs.clone();
+        async move |connection: &mut PgConnection, message: &Message| {
+            effect(&mut *connection, message).await?;
+            if runs.fetch_add(1, Ordering::SeqCst) == 0 {
+                sqlx::query("SELECT pg_terminate_backend(pg_backend_pid())").execute(connection).await?;
+            }
+            Ok(())
+        }
+    };
+    assert_eq!(word(&inbox.process(&again("a"), cut.clone()).await), "processed 1");
+    runs.store(0, Ordering::SeqCst);
+    let handled = inbox.process_batch(&[new("b"), new("c")], cut).await;
+    assert_eq!(words(&handled), ["processed 1", "processed 1"]);
+    // One that does it every time is poison.
+    let always = async |connection: &mut PgConnection, _: &Message| {
+        sqlx::query("SELECT pg_terminate_backend(pg_backend_pid())").execute(connection).await?;
+        Ok(())
+    };
+    assert_eq!(word(&inbox.process(&new("d"), always).await), "dead attempts-exhausted");
+    assert_eq!(database.effects().await, ["a", "b", "c"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing() {
+    const MESSAGES: usize = 3000;
+    let mut server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let url = server.url();
+    prepare(&url).await;
+    let options = url.parse::<PgConnectOptions>().unwrap();
+    let short = PgPoolOptions::new().max_connections(8).acquire_timeout(Duration::from_millis(500));
+    let pool = short.connect_with(options).await.unwrap();
+    let done = Arc::new(AtomicU32::new(0));
+    let outages = Arc::new(AtomicU32::new(0));
+    let workers: Vec<_> = (0..4)
+        .map(|worker| {
+            let inbox = inbox(pool.clone()).with_batch_max(20).with_patience(Duration::from_secs(5));
+            let (done, outages) = (done.clone(), outages.clone());
+            tokio::spawn(async move {
+                // Every message comes to two of them.
+                let mut open: Vec<_> = (0..MESSAGES)
+                    .filter(|n| n % 4 == worker || (n + 1) % 4 == worker)
+                    .map(|n| if n % 2 == 0 { again(&format!("m{n}")) } else { new(&format!("m{n}")) })
+                    .collect();
+                while !open.is_empty() {
+                    let batch: Vec<_> = open.drain(..open.len().min(20)).collect();
+                    for (message, handled) in batch.iter().zip(inbox.process_batch(&batch, effect).await) {
+                        match handled {
+                            Handled::Processed { .. } | Handled::Duplicate => {
+                                done.fetch_add(1, Ordering::SeqCst);
+                            }
+                            Handled::InFlight { .. } | Handled::NotBegun | Handled::Failed { .. } => {
+                                open.push(message.clone());
+                            }
+                            Handled::Unavailable(_) => {
+                                outages.fetch_add(1, Ordering::SeqCst);
+                                open.push(message.clone());
+                                tokio::time::sleep(Duration::from_millis(50)).await;
+                            }
+                            other => panic!("{other:?}"),
+                        }
+                    }
+                }
+            })
+        })
+        .collect();
+    for outage in 1..=2 {
+        until("some work", async || done.load(Ordering::SeqCst) >= outage * 500).await;
+        server = tokio::task::spawn_blocking(move || {
+            server.stop_immediately().unwrap();
+            std::thread::sleep(Duration::from_millis(700));
+            server.start_again().unwrap();
+            server
+        })
+        .await
+        .unwrap();
+    }
+    for worker in workers {
+        worker.await.unwrap();
+    }
+    assert!(outages.load(Ordering::SeqCst) > 0, "nobody noticed");
+    let counts = sqlx::query_as::<_, (i64, i64)>("SELECT count(*), count(DISTINCT message) FROM effects");
+    let counts = counts.fetch_one(&pool).await.unwrap();
+    assert_eq!(counts, (MESSAGES as i64, MESSAGES as i64));
+}
+
+/// Not a test by itself: a consumer in a process of its own. Reads messages, one batch for each line, and writes what became of
+/// them. `abort…` ends the process in the handler, `wait…` says so and waits for another line before it goes on.
+#[tokio::test]
+async fn child() {
+    let Ok(url) = std::env::var(CHILD) else { return };
+    // Past the harness, which captures what is printed.
+    let say = |line: String| std::io::stdout().lock().write_all(line.as_bytes()).unwrap();
+    let options = url.parse::<PgConnectOptions>().unwrap();
+    let inbox = inbox(pool(&url, options.get_port(), 2).await).with_attempts_max(3);
+    let handler = async move |connection: &mut PgConnection, message: &Message| {
+        effect(connection, message).await?;
+        if message.payload.starts_with(b"abort") {
+            std::process::abort();
+        }
+        if message.payload.starts_with(b"wait") {
+            say("waits\n".to_owned());
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+        }
+        Ok(())
+    };
+    say("\nopen\n".to_owned());
+    let mut line = String::new();
+    while std::io::stdin().read_line(&mut line).unwrap() > 0 {
+        let batch: Vec<_> = line.split_whitespace().map(again).collect();
+        line.clear();
+        let handled = inbox.process_batch(&batch, handler).await;
+        say(format!("{}\n", words(&handled).join(", ")));
+    }
+}
+
+const CHILD: &str = "ONCEGATE_TEST_CHILD";
+
+struct Running {
+    child: Child,
+    to: ChildStdin,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Running {
+    fn start(url: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "faults::child", "--nocapture", "--test-threads", "1"])
+            .env(CHILD, url)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let mut running = Self { child, to, lines: BufReader::new(from) };
+        while running.line().expect("the child ended before it was open") != "open" {}
+        running
+    }
+
+    fn send(&mut self, line: &str) {
+        writeln!(self.to, "{line}").unwrap();
+    }
+
+    /// What it says next; `None` where it has ended.
+    fn line(&mut self) -> Option<String> {
+        let mut line = String::new();
+        (self.lines.read_line(&mut line).unwrap() > 0).then(|| line.trim_end().to_owned())
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ended = self.child.kill();
+        let _ended = self.child.wait();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_is_killed_before_or_after_its_commit_loses_and_repeats_nothing() {
+    let database = Database::fresh().await;
+    let url = database.url();
+    tokio::task::spawn_blocking(move || {
+        let mut first = Running::start(&url);
+        first.send("a b wait");
+        assert_eq!(first.line().unwrap(), "waits");
+        let mut second = Running::start(&url);
+        second.send("a b wait c");
+        // All of it is in the open transaction of the other one.
+        assert_eq!(second.line().unwrap(), "in-flight, in-flight, in-flight, processed 1");
+        first.kill();
+        // The server hears of it in its own time. The message that was begun counts as cut off, once.
+        let said = loop {
+            second.send("a b");
+            let said = second.line().unwrap();
+            if !said.contains("in-flight") {
+                break said;
+            }
+        };
+        assert_eq!(said, "processed 2, processed 2");
+        // After the commit, before any acknowledgement.
+        second.kill();
+        let mut third = Running::start(&url);
+        third.send("a b c");
+        assert_eq!(third.line().unwrap(), "duplicate, duplicate, duplicate");
+    })
+    .await
+    .unwrap();
+    assert_eq!(database.effects().await, ["c", "a", "b"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_ends_its_process_is_a_dead_letter_in_the_end_and_takes_no_other_along() {
+    let database = Database::fresh().await;
+    let url = database.url();
+    let (deaths, said) = tokio::task::spawn_blocking(move || {
+        let others: Vec<_> = (0..20).map(|n| format!("m{n}")).collect();
+        let batch = format!("{} abort {}", others[..10].join(" "), others[10..].join(" "));
+        for deaths in 0..100 {
+            let mut process = Running::start(&url);
+            process.send(&batch);
+            let mut said = process.line();
+            // Its transaction may be open for a moment yet.
+            while said.as_ref().is_some_and(|said| said.contains("in-flight")) {
+                process.send(&batch);
+                said = process.line();
+            }
+            if let Some(said) = said {
+                return (deaths, said);
+            }
+        }
+        panic!("it never ends");
+    })
+    .await
+    .unwrap();
+    assert_eq!(deaths, 3, "as often as attempts are allowed");
+    assert!(said.contains("dead attempts-exhausted"), "{said}");
+    let mut effects = database.effects().await;
+    effects.sort_by_key(|effect| effect[1..].parse::<u32>().unwrap());
+    assert_eq!(effects, (0..20).map(|n| format!("m{n}")).collect::<Vec<_>>());
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_stands_still_holds_its_messages_until_the_server_ends_its_session() {
+    let database = Database::fresh().await;
+    let url = database.url();
+    let name = database.name.clone();
+    let sql = format!("ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '3s'");
+    run(&mut database.connect().await, &sql).await;
+    tokio::task::spawn_blocking(move || {
+        let mut first = Running::start(&url);
+        first.send("wait b");
+        assert_eq!(first.line().unwrap(), "waits");
+        freeze(first.child.id()).unwrap();
+        let mut second = Running::start(&url);
+        second.send("b");
+        let mut said = second.line().unwrap();
+        assert_eq!(said, "in-flight");
+        while said == "in-flight" {
+            second.send("b");
+            said = second.line().unwrap();
+        }
+        assert_eq!(said, "processed 2");
+        // It goes on, and finds that its transaction is not there any more.
+        first.send("");
+        thaw(first.child.id()).unwrap();
+        assert_eq!(first.line().unwrap(), "waits", "it is run again");
+        first.send("");
+        assert_eq!(first.line().unwrap(), "processed 1, duplicate");
+    })
+    .await
+    .unwrap();
+    assert_eq!(database.effects().await, ["b", "wait"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_works_through_a_pooler_that_gives_each_transaction_another_session() {
+    let database = Database::fresh().await;
+    let server = database.server.clone();
+    let bouncer = tokio::task::spawn_blocking(move || PgBouncer::start(&server, 3)).await.unwrap().unwrap();
+    let options: PgConnectOptions = bouncer.url_of(&database.name).parse().unwrap();
+    let pool = PgPoolOptions::new().max_connections(12).acquire_timeout(LONG);
+    let pool = pool.connect_with(options.extra_float_digits(None)).await.unwrap();
+    let inbox = inbox(pool).with_transaction_pooler(true).with_attempts_max(2);
+    let tasks: Vec<_> = (0..12)
+        .map(|_| {
+            let inbox = inbox.clone();
+            tokio::spawn(async move {
+                let run = async |connection: &mut PgConnection, message: &Message| {
+                    let text = String::from_utf8_lossy(&message.payload).into_owned();
+                    let insert = sqlx::query("INSERT INTO effects (message) VALUES ($1)").persistent(false);
+                    insert.bind(&text).execute(connection).await?;
+                    match text.starts_with("poison") {
+                        true => Err(oncegate_inbox::Failure::retry("poison")),
+                        false => Ok(()),
+                    }
+                };
+                let mut open: Vec<_> = (0..50)
+                    .map(|n| if n % 2 == 0 { again(&format!("m{n}")) } else { new(&format!("m{n}")) })
+                    .collect();
+                open.insert(20, ordered("poison", "k"));
+                open.insert(30, ordered("behind", "k"));
+                while !open.is_empty() {
+                    let handled = inbox.process_batch(&open, run).await;
+                    let pairs = open.into_iter().zip(handled);
+                    open = pairs
+                        .filter_map(|(message, handled)| match handled {
+                            Handled::Processed { .. } | Handled::Duplicate | Handled::Dead { .. } => None,
+                            Handled::InFlight { .. } | Handled::Failed { .. } | Handled::NotBegun => {
+                                Some(message)
+                            }
+                            other => panic!("{other:?}"),
+                        })
+                        .collect();
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.unwrap();
+    }
+    let effects = database.effects().await;
+    let different: std::collections::BTreeSet<_> = effects.iter().collect();
+    assert_eq!((effects.len(), different.len()), (51, 51), "{effects:?}");
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(8).await.with_purge(false);
+    let batch = |from: usize, to: usize| (from..to).map(|n| again(&format!("m{n}"))).collect::<Vec<_>>();
+    assert!(
+        inbox
+            .process_batch(&batch(0, 3000), effect)
+            .await
+            .iter()
+            .all(|h| matches!(h, Handled::Processed { .. }))
+    );
+    assert_eq!(database.receipts().await, 3000, "one for each");
+    assert_eq!(inbox.purge().await.unwrap(), 0);
+    run(
+        &mut database.connect().await,
+        "UPDATE oncegate.processed SET expires_at = 1, purge_at = 1 WHERE ctid IN (SELECT ctid FROM oncegate.processed LIMIT 2500)",
+    )
+    .await;
+    // Somebody holds some of them, and nobody waits.
+    let mut elsewhere = database.connect().await;
+    run(&mut elsewhere, "BEGIN; SELECT FROM oncegate.processed WHERE expires_at = 1 LIMIT 10 FOR UPDATE")
+        .await;
+    let work = {
+        let inbox = inbox.clone();
+        let batch = batch(3000, 5000);
+        tokio::spawn(async move { inbox.process_batch(&batch, effect).await })
+    };
+    let purges: Vec<_> = (0..3)
+        .map(|_| {
+            let inbox = inbox.clone();
+            tokio::spawn(async move { inbox.purge().await.unwrap() })
+        })
+        .collect();
+    let mut purged = 0;
+    for purge in purges {
+        purged += purge.await.unwrap();
+    }
+    assert!(work.await.unwrap().iter().all(|handled| matches!(handled, Handled::Processed { .. })));
+    assert_eq!((purged, database.receipts().await), (2490, 2510));
+    run(&mut elsewhere, "COMMIT").await;
+    // What is forgotten is new, also while its row is still there.
+    let gone = "SELECT count(*) FROM oncegate.processed WHERE expires_at = 1";
+    assert_eq!(database.number(gone).await, 10);
+    let handled = inbox.process_batch(&batch(0, 3000), effect).await;
+    assert_eq!(
+        handled.iter().filter(|handled| matches!(handled, Handled::Processed { attempts: 1 })).count(),
+        2500
+    );
+    assert_eq!(database.number(gone).await, 0);
+
+    // By itself, too.
+    run(&mut elsewhere, "UPDATE oncegate.processed SET expires_at = 1, purge_at = 1").await;
+    assert_eq!(word(&database.inbox(2).await.process(&new("last"), effect).await), "processed 1");
+    until("the purge", async || database.receipts().await == 1).await;
+}
