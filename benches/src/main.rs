@@ -15,6 +15,7 @@
 //! oncegate-benches postgres               the store on PostgreSQL, batched against single rows
 //! oncegate-benches client                 a successful call through the client, against the bare HTTP client below it
 //! oncegate-benches journal DIR            a successful call with a journal there, against one without
+//! oncegate-benches inbox                  messages into PostgreSQL, against the same consumer without an inbox
 //! oncegate-benches transact               a business row in one transaction with its record, against a bare unique key
 //! oncegate-benches growth-postgres RECORDS RECORDS    cost of a small and a large table
 //! oncegate-benches hold ADDRESS COUNT     keeps so many idle connections until its standard input ends
@@ -24,6 +25,7 @@ mod caller;
 mod functions;
 mod growth;
 mod idle;
+mod inbox;
 mod journal;
 mod records;
 mod service;
@@ -74,6 +76,7 @@ async fn main() -> Result<()> {
         ["postgres"] => shared::on_postgres().await,
         ["client"] => caller::measure().await,
         ["journal", directory] => journal::measure(Path::new(directory)).await,
+        ["inbox"] => inbox::measure().await,
         ["transact"] => shared::same_transaction().await,
         ["growth-postgres", few, many] => shared::growth_on_postgres(few.parse()?, many.parse()?).await,
         ["hold", server, count] => idle::hold(server.parse()?, count.parse()?).await,

@@ -24,7 +24,7 @@ const PAY: &str = "INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURN
 /// Numbers of records that were not used yet.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-fn fresh(count: u64) -> u64 {
+pub(crate) fn fresh(count: u64) -> u64 {
     NEXT.fetch_add(count, Ordering::Relaxed)
 }
 
@@ -463,7 +463,7 @@ fn expect(row: &PgRow, outcome: &str) -> Result<()> {
     if found == outcome { Ok(()) } else { Err(format!("{found} and not {outcome}").into()) }
 }
 
-fn durable() -> oncegate_servers::PostgresOptions {
+pub(crate) fn durable() -> oncegate_servers::PostgresOptions {
     let mut options = oncegate_servers::PostgresOptions::default();
     options.fsync = true;
     options.settings =

@@ -73,6 +73,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
+            "oncegate-inbox",
             "oncegate-postgres",
             "oncegate-redis",
             "oncegate-servers",

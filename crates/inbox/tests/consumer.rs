@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -345,11 +346,10 @@ fn id_of(message: &Message) -> String {
     String::from_utf8(message.header("id").unwrap().cloned().unwrap_or_default().to_vec()).unwrap()
 }
 
-fn noting<F, Fut>(
-    ledger: &Ledger,
-    and: F,
-) -> impl Fn(Attempt, Arc<Message>) -> std::pin::Pin<Box<dyn Future<Output = Result<(), Failure>> + Send>>
-+ use<F, Fut>
+/// What a handler comes to.
+type Said = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send>>;
+
+fn noting<F, Fut>(ledger: &Ledger, and: F) -> impl Fn(Attempt, Arc<Message>) -> Said + use<F, Fut>
 where
     F: Fn(Attempt, String) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = Result<(), Failure>> + Send + 'static,
@@ -649,6 +649,7 @@ async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters(
     let other = Message::new("orders", "another").with_header("id", "a");
     world.broker.publish(other.clone());
     world.broker.publish(other);
+    world.broker.publish(Message::new("orders", "a third").with_header("id", "a"));
     world.broker.send("a");
     world.broker.is_empty_after(|| world.inbox(OnAbandoned::Park).with_payloads_compared(true), &world).await;
     assert_eq!(world.ledger.all(), ["a"]);
@@ -656,6 +657,7 @@ async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters(
     let expected = [
         ("who am I".to_owned(), DeadReason::NoIdentity, 0),
         ("another".to_owned(), DeadReason::IdentityReused, 0),
+        ("a third".to_owned(), DeadReason::IdentityReused, 0),
     ];
     assert_eq!(reasons, expected);
     let letters = world.letters.letters.lock().unwrap();
@@ -948,6 +950,94 @@ async fn without_a_loop_the_inbox_says_what_to_do_with_a_message() {
     assert!(matches!(first, Handled::Processed { attempts: 1 }), "{first:?}");
     let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
     assert!(matches!(again, Handled::Duplicate), "{again:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_duplicate_of_a_dead_letter_is_told_so() {
+    let world = World::new();
+    let inbox = world.inbox(OnAbandoned::Park);
+    let message = Arc::new(message("a"));
+    let first = inbox.process(&message, async |_, _| Err(Failure::reject("never"))).await;
+    assert!(matches!(first, Handled::Dead { reason: DeadReason::Rejected, is_known: false }), "{first:?}");
+    let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
+    assert!(matches!(again, Handled::Dead { reason: DeadReason::Rejected, is_known: true }), "{again:?}");
+}
+
+/// Processes up to ten together; the first time, the second of them fails.
+struct Batches {
+    name: ConsumerName,
+    ledger: Ledger,
+    has_failed: AtomicBool,
+}
+
+impl oncegate_inbox::Processor for Batches {
+    fn consumer(&self) -> &ConsumerName {
+        &self.name
+    }
+
+    fn batch_max(&self) -> usize {
+        10
+    }
+
+    fn retention(&self) -> Duration {
+        PATIENCE
+    }
+
+    fn check(&self, _: Option<Duration>) -> Result<(), oncegate_engine::ConfigError> {
+        Ok(())
+    }
+
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+        let mut handled: Vec<Handled> = Vec::new();
+        for message in messages {
+            handled.push(if handled.iter().any(|what| matches!(what, Handled::Failed { .. })) {
+                Handled::NotBegun
+            } else if handled.len() == 1 && !self.has_failed.swap(true, Ordering::SeqCst) {
+                Handled::Failed { attempts: 1, failure: Failure::retry("not yet") }
+            } else {
+                self.ledger.note(id_of(message));
+                Handled::Processed { attempts: 1 }
+            });
+        }
+        sleep(Duration::from_millis(1)).await;
+        handled
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_left_of_a_batch_keeps_its_order() {
+    for gives_back in [true, false] {
+        let (broker, ledger) = (Broker::default(), Ledger::default());
+        for n in 0..20 {
+            broker.publish(message(&format!("m{n:02}")).with_order_key("k"));
+        }
+        let processor =
+            Batches { name: consumer_name("b"), ledger: ledger.clone(), has_failed: AtomicBool::new(false) };
+        let subscription = Subscription::of(&broker);
+        let consumer = if gives_back {
+            run(Consumer::new(subscription, processor))
+        } else {
+            run(Consumer::new(Log(subscription), processor))
+        };
+        broker.is_empty().await;
+        consumer.stop().await;
+        assert_eq!(ledger.all(), (0..20).map(|n| format!("m{n:02}")).collect::<Vec<_>>());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_fails_while_the_consumer_comes_to_rest_is_given_back() {
+    let world = World::new();
+    world.broker.publish(message("a").with_order_key("k"));
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
+        sleep(Duration::from_secs(3)).await;
+        Err(Failure::retry("not yet"))
+    }));
+    world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
+    consumer.stop().await;
+    let now = Instant::now();
+    assert!(world.broker.with(|queue| queue.messages.values().all(|(_, at, _)| *at <= now)));
+    assert_eq!((world.seen(EventKind::Failed), world.seen(EventKind::GivenBack)), (1, 1));
 }
 
 #[test]

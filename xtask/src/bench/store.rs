@@ -22,7 +22,7 @@ pub(super) fn functions() -> Result<String> {
 /// The stores that machines share, against the bare engines. They start their own servers.
 pub(super) fn shared() -> Result<String> {
     let bench = |name| output(Command::new(program("oncegate-benches")).arg(name));
-    Ok(bench("redis")? + &bench("postgres")? + &bench("transact")?)
+    Ok(bench("redis")? + &bench("postgres")? + &bench("transact")? + &bench("inbox")?)
 }
 
 /// The client against the bare HTTP clients below it, on a service in the same process, and what its journal costs.
