@@ -5,6 +5,8 @@
 mod dead;
 mod handled;
 mod identity;
+#[cfg(feature = "kafka")]
+pub mod kafka;
 mod message;
 mod processor;
 mod source;
