@@ -69,6 +69,7 @@ mod event;
 mod flight;
 mod function;
 mod keeper;
+mod panic;
 mod policy;
 mod retract;
 pub mod step;
@@ -85,5 +86,6 @@ pub use function::{
     Call, Completer, CompleterRound, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError,
     KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, Stored, StoredErrors, UnknownErrors,
 };
+pub use panic::{Panicked, catch_panic};
 pub use policy::{ConfigError, Policy};
 pub use step::{Failure, StepCall, StepError};

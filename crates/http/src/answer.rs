@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use http::request::Parts;
 use oncegate_core::{Completion, IdempotencyKey, StoredResponse};
-use oncegate_engine::{Added, AnswerPermit};
+use oncegate_engine::{Added, AnswerPermit, catch_panic};
 
 use crate::context::IdempotencyContext;
-use crate::execute::{NOT_STORED, catch_panic};
+use crate::execute::NOT_STORED;
 use crate::reconcile::Reconciled;
 use crate::refusal::{Condition, Refusal};
 use crate::settings::Settings;

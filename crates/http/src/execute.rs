@@ -1,10 +1,8 @@
 //! One execution: runs the handler, decides what is kept of its answer, and keeps it before the client sees it.
 
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,7 +11,7 @@ use http::response::Parts;
 use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use oncegate_core::{Completion, IdempotencyKey, OnAbandoned, StoredResponse};
-use oncegate_engine::{Permit, Settled};
+use oncegate_engine::{Panicked, Permit, Settled, catch_panic};
 use tokio::sync::mpsc;
 use tower_service::Service;
 
@@ -339,22 +337,6 @@ async fn sleep_until(at: Option<tokio::time::Instant>) {
 
 async fn call<S: Service<R>, R>(mut inner: S, request: R) -> Result<S::Response, S::Error> {
     inner.call(request).await
-}
-
-/// The handler panicked; the panic hook has said where.
-pub(crate) struct Panicked;
-
-pub(crate) async fn catch_panic<F: Future>(future: F) -> Result<F::Output, Panicked> {
-    let mut future = Box::pin(future);
-    std::future::poll_fn(move |cx| {
-        // Nothing of the future is looked at after a panic.
-        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
-            Ok(Poll::Pending) => Poll::Pending,
-            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
-            Err(_) => Poll::Ready(Err(Panicked)),
-        }
-    })
-    .await
 }
 
 #[cfg(test)]

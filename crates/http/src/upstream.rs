@@ -10,14 +10,13 @@ use http::response::Parts;
 use http::{Response, StatusCode};
 use http_body::Body;
 use oncegate_core::{Completion, StoredResponse};
-use oncegate_engine::{Concluded, Said};
+use oncegate_engine::{Concluded, Panicked, Said, catch_panic};
 
 use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
 use crate::context::{Relayed, Unanswered};
 use crate::execute::{
-    Ended, Execution, FENCED, Fate, NOT_STORED, Panicked, cannot_be_stored, catch_panic, fate, marked,
-    stream, take_directive,
+    Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, fate, marked, stream, take_directive,
 };
 use crate::headers::{kept_trailers, restore};
 use crate::refusal::{Condition, Refusal};

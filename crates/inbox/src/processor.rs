@@ -20,6 +20,9 @@ pub trait Processor: Send + Sync + 'static {
         1
     }
 
+    /// How long is remembered that a message was processed: for so long its duplicates are known.
+    fn retention(&self) -> Duration;
+
     /// Whether it fits a broker that delivers again after so long: a claim's lease must end sooner than that.
     ///
     /// # Errors

@@ -1,7 +1,6 @@
 //! What one call comes to.
 
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::task::Poll;
 
@@ -16,6 +15,7 @@ use super::value::{self, NotJson, guarded};
 use super::{Call, Function};
 use crate::attempt::{Attempt, Permit, Settled};
 use crate::engine::{ClaimOutcome, ClaimRequest};
+use crate::panic::catch_panic;
 
 /// The status under which a value is stored, and any other of 200 to 299 with which an operator gives one.
 const VALUE: u16 = 200;
@@ -267,20 +267,4 @@ impl<P> Function<P> {
             .map_err(undecodable)?;
         Err(FunctionError::Failed { error, replayed: true })
     }
-}
-
-/// The function panicked; the panic hook has said where.
-struct Panicked;
-
-async fn catch_panic<F: Future>(future: F) -> Result<F::Output, Panicked> {
-    let mut future = Box::pin(future);
-    std::future::poll_fn(move |cx| {
-        // Nothing of the future is looked at after a panic.
-        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
-            Ok(Poll::Pending) => Poll::Pending,
-            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
-            Err(_) => Poll::Ready(Err(Panicked)),
-        }
-    })
-    .await
 }

@@ -1,0 +1,444 @@
+//! Claim, process, settle, on any store.
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::{
+    Completion, Fingerprint, IdempotencyKey, Label, OnAbandoned, RecordId, Scope, StoreError, StoredResponse,
+};
+use oncegate_engine::{
+    Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, Panicked, Permit, Policy, Settled, catch_panic,
+};
+
+use crate::dead::{DeadLetter, DeadLetters, ERROR_MAX};
+use crate::handled::{DeadReason, Failure, Handled};
+use crate::identity::{ConsumerName, Identity, MessageId};
+use crate::message::Message;
+use crate::processor::Processor;
+
+/// Processes each message once, for effects that are not in a transaction with the inbox: calls of other services, files,
+/// mails. Records are on any store. Cheap to clone.
+///
+/// For each message: claim its record; run the handler; write down that it is processed; only then say that the broker may
+/// forget it. What happens when that is cut in two:
+///
+/// - **The consumer died in the middle**, or lost its store: when its lease is over the message is somebody else's. Under
+///   [`OnAbandoned::Reexecute`] its handler runs again, and its effect takes place once if it is made under the
+///   [downstream key](Attempt::downstream_key), or in [steps](Attempt::step). Under [`OnAbandoned::Park`] the handler does not run again,
+///   and the message is a dead letter whose outcome is unknown.
+/// - **The acknowledgement is lost**: the message comes again, and is a duplicate.
+///
+/// Nothing of this knows what the effect is; where it is rows in PostgreSQL, a transactional inbox is simpler and stronger.
+#[derive(Clone)]
+pub struct Inbox {
+    inner: Arc<Inner>,
+}
+
+#[derive(Clone)]
+struct Inner {
+    engine: Engine,
+    consumer: ConsumerName,
+    identity: Identity,
+    policy: Policy,
+    attempts_max: u32,
+    compares_payloads: bool,
+    label: Label,
+    dead: Arc<dyn DeadLetters>,
+}
+
+/// How long a claim lasts unless told otherwise: less than brokers wait before they deliver again.
+const LEASE: Duration = Duration::from_secs(10);
+
+/// How long is remembered that a message was processed, unless told otherwise.
+const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+
+/// How often a message is tried, unless told otherwise.
+const ATTEMPTS_MAX: u32 = 5;
+
+/// What a record is completed with whose message was processed.
+const PROCESSED: u16 = 204;
+
+/// What a record is completed with whose message is a dead letter.
+const DEAD: u16 = 422;
+
+/// Where such a record says why.
+const REASON: &str = "oncegate-dead-reason";
+
+/// When to ask again after a message that somebody else is processing.
+const ASK_FIRST: Duration = Duration::from_millis(50);
+const ASK_LAST: Duration = Duration::from_secs(5);
+
+impl Inbox {
+    /// An inbox of this consumer, whose messages are told apart by `identity`. `on_abandoned` says whether a handler may run
+    /// again where nobody knows how far it came; `dead` is where messages go that are given up.
+    ///
+    /// A claim lasts 10 seconds and is renewed; receipts are kept for 7 days; a message is tried 5 times.
+    #[must_use]
+    pub fn new(
+        engine: Engine,
+        consumer: ConsumerName,
+        identity: Identity,
+        on_abandoned: OnAbandoned,
+        dead: impl DeadLetters,
+    ) -> Self {
+        let policy = Policy::default().with_on_abandoned(on_abandoned);
+        let policy = policy.with_lease(LEASE).and_then(|policy| policy.with_retention(RETENTION));
+        let label = Label::new(Default::default(), &format!("message {consumer}"));
+        let inner = Inner {
+            engine,
+            consumer,
+            identity,
+            // Both are within their bounds.
+            policy: policy.unwrap_or_default(),
+            attempts_max: ATTEMPTS_MAX,
+            compares_payloads: false,
+            label,
+            dead: Arc::new(dead),
+        };
+        Self { inner: Arc::new(inner) }
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Inner)) -> Self {
+        change(Arc::make_mut(&mut self.inner));
+        self
+    }
+
+    /// How long a claim lasts without being renewed: how long a message waits after its consumer died. It must be shorter than
+    /// the time after which the broker delivers again.
+    ///
+    /// # Errors
+    /// As [`Policy::with_lease`].
+    pub fn with_lease(self, lease: Duration) -> Result<Self, ConfigError> {
+        let policy = self.inner.policy.with_lease(lease)?;
+        Ok(self.with(|inner| inner.policy = policy))
+    }
+
+    /// How long is remembered that a message was processed. It should be longer than the broker keeps messages, and than
+    /// producers send them again.
+    ///
+    /// # Errors
+    /// As [`Policy::with_retention`].
+    pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
+        let policy = self.inner.policy.with_retention(retention)?;
+        Ok(self.with(|inner| inner.policy = policy))
+    }
+
+    /// How often a message is tried before it is a dead letter, from 1. Attempts that died count.
+    #[must_use]
+    pub fn with_attempts_max(self, attempts: u32) -> Self {
+        self.with(|inner| inner.attempts_max = attempts.max(1))
+    }
+
+    /// Whether a message with the identity of another one, and another payload, is a dead letter
+    /// ([`DeadReason::IdentityReused`]) instead of a duplicate. Off by default, because some producers write a
+    /// message anew when they send it again.
+    #[must_use]
+    pub fn with_payloads_compared(self, compares_payloads: bool) -> Self {
+        self.with(|inner| inner.compares_payloads = compares_payloads)
+    }
+
+    /// Processes a message, if nobody has and nobody is at it. The handler's future runs in place: dropping this leaves the
+    /// message to the time after the lease, as if the consumer had died.
+    pub async fn process<F, Fut>(&self, message: &Arc<Message>, run: F) -> Handled
+    where
+        F: FnOnce(Attempt, Arc<Message>) -> Fut,
+        Fut: Future<Output = Result<(), Failure>>,
+    {
+        let inner = &self.inner;
+        let id = match inner.identity.of(message) {
+            Ok(id) => id,
+            Err(why) => {
+                let id = MessageId::of_unidentified(message).record_id(&inner.consumer);
+                return inner.bury_beside(id, message, DeadReason::NoIdentity, 0, why.to_string()).await;
+            }
+        };
+        let id = id.record_id(&inner.consumer);
+        match inner.claim(id, inner.fingerprint(message)).await {
+            Ok(ClaimOutcome::Execute(permit)) => inner.attempt(permit, message, run).await,
+            Ok(ClaimOutcome::Replay(response)) => known(&response),
+            Ok(ClaimOutcome::Unreplayable) => Handled::Duplicate,
+            Ok(ClaimOutcome::InProgress { lease_left }) => {
+                Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
+            }
+            Ok(ClaimOutcome::Unknown) => {
+                let why = "an earlier attempt did not end, and may have taken effect".to_owned();
+                inner.bury_beside(id, message, DeadReason::OutcomeUnknown, 0, why).await
+            }
+            Ok(ClaimOutcome::Mismatch) => {
+                let digest = Fingerprint::of_parts("message", &[&message.payload]);
+                let id = letter_of(&inner.consumer, id, digest.digest());
+                let why = "another message has the same identity".to_owned();
+                inner.bury_beside(id, message, DeadReason::IdentityReused, 0, why).await
+            }
+            // Nobody asks for answers here; what is not known is asked again.
+            Ok(_) => Handled::InFlight { retry_after: ASK_LAST },
+            Err(error) => Handled::Unavailable(error),
+        }
+    }
+
+    /// A processor that handles each message with `run`.
+    pub fn processor<F, Fut>(self, run: F) -> InboxProcessor<F>
+    where
+        F: Fn(Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<(), Failure>> + Send,
+    {
+        InboxProcessor { inbox: self, run }
+    }
+}
+
+impl Inner {
+    fn fingerprint(&self, message: &Message) -> Fingerprint {
+        let parts: &[&[u8]] = if self.compares_payloads { &[&message.payload] } else { &[] };
+        Fingerprint::of_parts("message", parts)
+    }
+
+    async fn claim(&self, id: RecordId, fingerprint: Fingerprint) -> Result<ClaimOutcome, StoreError> {
+        self.engine
+            .claim(ClaimRequest { id, fingerprint, label: self.label.clone(), policy: self.policy })
+            .await
+    }
+
+    async fn attempt<F, Fut>(&self, permit: Permit, message: &Arc<Message>, run: F) -> Handled
+    where
+        F: FnOnce(Attempt, Arc<Message>) -> Fut,
+        Fut: Future<Output = Result<(), Failure>>,
+    {
+        let attempt = permit.attempt();
+        let attempts = attempt.number();
+        if attempts > self.attempts_max {
+            let why = "its last attempt did not end".to_owned();
+            return self.bury(permit, message, DeadReason::AttemptsExhausted, attempts - 1, why).await;
+        }
+        let message_of_run = message.clone();
+        let result = catch_panic(async move { run(attempt, message_of_run).await }).await;
+        let failure = match result {
+            Ok(Ok(())) => {
+                return settled(permit.complete(processed()).await, Handled::Processed { attempts });
+            }
+            Ok(Err(failure)) => failure,
+            Err(Panicked) => Failure::unsure("the handler panicked"),
+        };
+        let text = said(&failure);
+        match failure {
+            Failure::Reject(_) => self.bury(permit, message, DeadReason::Rejected, attempts, text).await,
+            Failure::Unsure(_) if self.policy.on_abandoned() == OnAbandoned::Park => {
+                self.park(permit, message, attempts, text).await
+            }
+            _ if attempts >= self.attempts_max => {
+                self.bury(permit, message, DeadReason::AttemptsExhausted, attempts, text).await
+            }
+            failure => settled(permit.release().await, Handled::Failed { attempts, failure }),
+        }
+    }
+
+    /// Gives a message up. Its own record says so after the letter is written, and only this attempt writes it.
+    async fn bury(
+        &self,
+        permit: Permit,
+        message: &Arc<Message>,
+        reason: DeadReason,
+        attempts: u32,
+        error: String,
+    ) -> Handled {
+        match self.write(permit.attempt().record_id(), message, reason, attempts, error).await {
+            Ok(()) => settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false }),
+            Err(error) => {
+                drop(permit.release().await);
+                Handled::Unavailable(error)
+            }
+        }
+    }
+
+    /// Gives a message up of which nobody knows whether it took effect. Its record stays unknown, for an operator.
+    async fn park(&self, permit: Permit, message: &Arc<Message>, attempts: u32, error: String) -> Handled {
+        let id = permit.attempt().record_id();
+        match permit.complete(Completion::Unknown).await {
+            Settled::Done => {}
+            Settled::Deferred(error) => return Handled::Unavailable(error),
+            _ => return Handled::InFlight { retry_after: ASK_FIRST },
+        }
+        self.bury_beside(id, message, DeadReason::OutcomeUnknown, attempts, error).await
+    }
+
+    /// Gives a message up whose own record cannot say so: a record of the letter does.
+    async fn bury_beside(
+        &self,
+        id: RecordId,
+        message: &Arc<Message>,
+        reason: DeadReason,
+        attempts: u32,
+        error: String,
+    ) -> Handled {
+        let letter = letter_of(&self.consumer, id, reason.as_str().as_bytes());
+        let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
+        let fingerprint = Fingerprint::of_parts("dead letter", &[]);
+        let request = ClaimRequest { id: letter, fingerprint, label: self.label.clone(), policy };
+        match self.engine.claim(request).await {
+            Ok(ClaimOutcome::Execute(permit)) => match self.write(id, message, reason, attempts, error).await
+            {
+                Ok(()) => {
+                    settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false })
+                }
+                Err(error) => {
+                    drop(permit.release().await);
+                    Handled::Unavailable(error)
+                }
+            },
+            Ok(ClaimOutcome::Replay(_) | ClaimOutcome::Unreplayable) => {
+                Handled::Dead { reason, is_known: true }
+            }
+            Ok(ClaimOutcome::InProgress { lease_left }) => {
+                Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
+            }
+            // An operator's word on a letter: it is not written again.
+            Ok(_) => Handled::Dead { reason, is_known: true },
+            Err(error) => Handled::Unavailable(error),
+        }
+    }
+
+    async fn write(
+        &self,
+        id: RecordId,
+        message: &Arc<Message>,
+        reason: DeadReason,
+        attempts: u32,
+        error: String,
+    ) -> Result<(), StoreError> {
+        let letter = DeadLetter {
+            id: id.downstream_key("dead-letter"),
+            consumer: self.consumer.clone(),
+            message: message.clone(),
+            reason,
+            attempts,
+            error,
+        };
+        match catch_panic(self.dead.put(&letter)).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => {
+                Err(StoreError::unavailable(format!("a dead letter could not be written: {error}")))
+            }
+            Err(Panicked) => {
+                Err(StoreError::unavailable("a dead letter could not be written: that panicked"))
+            }
+        }
+    }
+}
+
+/// What becomes of a delivery whose attempt ended so.
+fn settled(settled: Settled, handled: Handled) -> Handled {
+    match settled {
+        Settled::Done => handled,
+        Settled::Deferred(error) => Handled::Unavailable(error),
+        // Somebody else is at it, because our lease ended.
+        _ => Handled::InFlight { retry_after: ASK_FIRST },
+    }
+}
+
+fn processed() -> Completion {
+    StoredResponse::new(PROCESSED, &[], &[], &[]).map_or(Completion::Tombstone, Completion::Replayable)
+}
+
+fn dead(reason: DeadReason) -> Completion {
+    let why = [(REASON, reason.as_str().as_bytes())];
+    StoredResponse::new(DEAD, &why, &[], &[]).map_or(Completion::Tombstone, Completion::Replayable)
+}
+
+/// What a completed record says of its message.
+fn known(response: &StoredResponse) -> Handled {
+    if response.status() < 400 {
+        return Handled::Duplicate;
+    }
+    let reason = response.headers().find(|(name, _)| name.eq_ignore_ascii_case(REASON));
+    let reason = reason.and_then(|(_, value)| DeadReason::from_word(std::str::from_utf8(value).ok()?));
+    // An operator may have said that it failed.
+    Handled::Dead { reason: reason.unwrap_or(DeadReason::Rejected), is_known: true }
+}
+
+/// Where the record of a dead letter is.
+fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
+    let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), which];
+    match IdempotencyKey::new(*id.as_bytes()) {
+        Ok(key) => RecordId::derive(&Scope::single_tenant().within(&operation), &key),
+        Err(_) => unreachable!("an identifier has 32 octets"),
+    }
+}
+
+/// What a dead letter says of an error.
+fn said(failure: &Failure) -> String {
+    let mut text = failure.to_string();
+    let mut cause = failure.error().source();
+    while let Some(error) = cause
+        && text.len() < ERROR_MAX
+    {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text.truncate(text.floor_char_boundary(ERROR_MAX));
+    text
+}
+
+impl fmt::Debug for Inbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inbox")
+            .field("consumer", &self.inner.consumer)
+            .field("identity", &self.inner.identity)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An [`Inbox`] with its handler.
+pub struct InboxProcessor<F> {
+    inbox: Inbox,
+    run: F,
+}
+
+impl<F, Fut> Processor for InboxProcessor<F>
+where
+    F: Fn(Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<(), Failure>> + Send,
+{
+    fn consumer(&self) -> &ConsumerName {
+        &self.inbox.inner.consumer
+    }
+
+    fn retention(&self) -> Duration {
+        self.inbox.inner.policy.retention()
+    }
+
+    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError> {
+        let lease = self.inbox.inner.policy.lease();
+        match redelivery {
+            Some(redelivery) if lease >= redelivery => Err(ConfigError::new(format!(
+                "a claim lasts {lease:?}, and the broker delivers again after {redelivery:?}: make the lease shorter, \
+                 or that time longer"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+        let mut handled: Vec<Handled> = Vec::with_capacity(messages.len());
+        for message in messages {
+            let is_behind = messages.iter().zip(&handled).any(|(earlier, what)| {
+                earlier.order_key.is_some()
+                    && (&earlier.topic, &earlier.order_key) == (&message.topic, &message.order_key)
+                    && what.settlement(Duration::ZERO) != crate::Settlement::Acknowledge
+            });
+            handled.push(if is_behind {
+                Handled::NotBegun
+            } else {
+                self.inbox.process(message, &self.run).await
+            });
+        }
+        handled
+    }
+}
+
+impl<F> fmt::Debug for InboxProcessor<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("InboxProcessor").field(&self.inbox).finish()
+    }
+}
