@@ -31,7 +31,8 @@ impl Cluster {
         config(&self.mock.bootstrap_servers())
     }
 
-    /// A member of a group. It is thrown out after two seconds without a heartbeat.
+    /// A member of a group. It is thrown out after 4.5 s without a heartbeat, which is little more than the 3 s for which the cluster
+    /// waits for further members of a new group: one that is thrown out meanwhile hears nothing any more.
     pub(crate) fn member(&self, group: &str) -> ClientConfig {
         member(&self.mock.bootstrap_servers(), group)
     }
@@ -97,6 +98,6 @@ pub(crate) fn config(bootstrap: &str) -> ClientConfig {
 
 pub(crate) fn member(bootstrap: &str, group: &str) -> ClientConfig {
     let mut config = config(bootstrap);
-    config.set("group.id", group).set("session.timeout.ms", "2000").set("heartbeat.interval.ms", "300");
+    config.set("group.id", group).set("session.timeout.ms", "4500").set("heartbeat.interval.ms", "300");
     config
 }
