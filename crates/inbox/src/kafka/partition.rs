@@ -137,8 +137,8 @@ impl Track {
         Some(position)
     }
 
-    /// The broker did not commit what it was asked for.
-    pub(super) fn not_committed(&mut self) {
+    /// The broker did not commit what it was asked for, or nobody knows.
+    pub(super) fn commit_again(&mut self) {
         self.asked = None;
     }
 }
@@ -196,7 +196,7 @@ mod tests {
         partition.settle(3);
         assert_eq!(partition.track().next_commit(), Some(4));
         assert_eq!(partition.track().next_commit(), None);
-        partition.track().not_committed();
+        partition.track().commit_again();
         assert_eq!(partition.track().next_commit(), Some(4));
     }
 

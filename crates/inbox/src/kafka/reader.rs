@@ -40,6 +40,10 @@ const ASK: Duration = Duration::from_secs(5);
 /// How long after a question that was not answered it is asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
+/// After so many rounds of commits offsets are committed again that were asked for already. The client does not say what became of a
+/// commit that was only sent, and a group that is being rebalanced refuses it.
+const REPEAT: u64 = 5;
+
 /// How often the thread looks whether what it waits for on a revocation has ended.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -86,11 +90,17 @@ impl Reader {
         let mut commit_at = Instant::now() + self.shared.options.commit_interval;
         let mut ask_at = Instant::now();
         let mut full_since = None;
+        let mut rounds = 0_u64;
         while !self.shared.is_closing() && !self.shared.is_fatal() {
             let now = Instant::now();
             if now >= commit_at {
                 commit_at = now + self.shared.options.commit_interval;
-                if let Err(error) = commit(&self.consumer, &self.shared.assigned(), CommitMode::Async) {
+                let assigned = self.shared.assigned();
+                rounds += 1;
+                if rounds.is_multiple_of(REPEAT) {
+                    assigned.iter().for_each(|partition| partition.track().commit_again());
+                }
+                if let Err(error) = commit(&self.consumer, &assigned, CommitMode::Async) {
                     tracing::warn!(%error, "offsets were not committed; they are tried again");
                 }
             }
@@ -289,7 +299,7 @@ impl Reader {
     }
 }
 
-/// Commits what is settled of these partitions. Where a commit is only sent, the client says later whether it was done.
+/// Commits what is settled of these partitions. Where a commit is only sent, nobody says whether it was done.
 fn commit<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &[Arc<Partition>],
@@ -313,7 +323,7 @@ fn commit<C: ConsumerContext>(
     }
     let result = consumer.commit(&list, mode);
     if result.is_err() {
-        asked.iter().for_each(|partition| partition.track().not_committed());
+        asked.iter().for_each(|partition| partition.track().commit_again());
     }
     result
 }
@@ -402,19 +412,6 @@ impl ConsumerContext for Context {
             }
             Rebalance::Revoke(list) => self.revoke(consumer, list),
             Rebalance::Error(error) => tracing::warn!(%error, "the group was not rebalanced"),
-        }
-    }
-
-    fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
-        for element in offsets.elements() {
-            let partition = self.shared.partition(element.topic(), element.partition());
-            if let Err(error) = result.clone().and_then(|()| element.error()) {
-                let (topic, number) = (element.topic(), element.partition());
-                tracing::warn!(%error, topic, partition = number, "an offset was not committed");
-                if let Some(partition) = partition {
-                    partition.track().not_committed();
-                }
-            }
         }
     }
 }
