@@ -16,6 +16,8 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_redis()?;
     crate::valkey::prepare()?;
     prepare_faketime()?;
+    prepare_nats()?;
+    prepare_rabbitmq()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
@@ -93,9 +95,23 @@ fn prepare_redis() -> Result<()> {
     prepare_python("redis-contract", "crates/redis/tests/requirements.txt")
 }
 
+/// RabbitMQ, of which the tests start brokers of their own, on free ports; the one that the package starts on its own port is
+/// left alone.
+fn prepare_rabbitmq() -> Result<()> {
+    let versions = std::fs::read_dir("/usr/lib/rabbitmq/lib").into_iter().flatten().flatten();
+    let is_there =
+        versions.map(|version| version.path().join("sbin/rabbitmq-server")).any(|server| server.exists());
+    if is_there { Ok(()) } else { install(&["rabbitmq-server"]) }
+}
+
 /// What makes a process believe in another time: for sidecars whose clocks differ.
 fn prepare_faketime() -> Result<()> {
     if has("faketime", &["--version"]) { Ok(()) } else { install(&["faketime"]) }
+}
+
+/// A NATS server with JetStream; the tests start their own. The one that the package may start has its usual port.
+fn prepare_nats() -> Result<()> {
+    if has("nats-server", &["--version"]) { Ok(()) } else { install(&["nats-server"]) }
 }
 
 fn is_newer(made: &std::path::Path, from: &std::path::Path) -> bool {

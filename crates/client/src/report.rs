@@ -59,8 +59,9 @@ pub enum Why {
     /// It may have taken effect, and sending it again brings no certainty: the service says so (`outcome-unknown`), or
     /// nothing protects the request from taking effect twice. Somebody has to find out.
     Unknown,
-    /// The last attempt was turned away before the operation (401, 403, 404, …), and an earlier one may have taken effect.
-    /// The same intent can be sent again when the way is free, such as with new credentials.
+    /// The last attempt was turned away before the operation (401, 403, 404, …), or for what an earlier one may have done
+    /// (409, 410, 412; any refusal of a `PUT` or `DELETE`), and an earlier one may have taken effect. The same intent can be
+    /// sent again when the way is free, such as with new credentials.
     TurnedAway,
     /// It was sent as often as it may be.
     Attempts,

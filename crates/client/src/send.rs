@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use http::{Method, Response};
+use http::{HeaderMap, Method, Response, StatusCode};
 use http_body::Body;
 use oncegate_core::{Clock, Timestamp};
 use tokio::time::{Instant, sleep, timeout};
@@ -45,6 +45,20 @@ pub(crate) struct Ask {
     pub(crate) created_at: Option<Timestamp>,
     /// How long its key is good, where that is less than the policy says.
     pub(crate) key_lifetime: Option<Duration>,
+}
+
+impl Ask {
+    /// Whether what an earlier attempt did may be why this one is refused: 410 after it deleted, 412 after it changed, 409 after
+    /// it made what is there now. A replay is the answer of that attempt itself. Services that honour keys may look at none where
+    /// the method repeats by itself, as Oncegate does where it is not told otherwise; and some that know a key refuse what they
+    /// did under it, in place of answering again.
+    fn may_refuse_for_what_it_did(&self, status: StatusCode, headers: &HeaderMap) -> bool {
+        match self.standing {
+            Standing::Safe => false,
+            Standing::Keyed if hint::is_replay(headers) => false,
+            _ => is_repeatable(&self.method) || matches!(status.as_u16(), 409 | 410 | 412),
+        }
+    }
 }
 
 /// How far the clocks of two processes may differ before nothing is told of the age of a key.
@@ -232,10 +246,9 @@ impl Shared {
         let whole = body.whole().cloned().unwrap_or_default();
         let mut meaning = judge(ask.standing, self.policy.server_errors, head.status, &head.headers, &whole);
         if doubt
-            && ask.standing == Standing::Repeatable
+            && ask.may_refuse_for_what_it_did(head.status, &head.headers)
             && let Meaning::Definite(Verdict::Refused(advice)) = meaning
         {
-            // What an earlier attempt did may be why: 410 after it deleted, 412 after it changed.
             meaning = Meaning::TurnedAway(advice);
         }
         if head.extensions.get::<Elsewhere>().is_some() && meaning != Meaning::Definite(Verdict::Done) {

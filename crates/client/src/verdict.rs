@@ -96,10 +96,9 @@ pub(crate) fn judge(
     let keyed = standing == Standing::Keyed;
     match code {
         100..=299 | 303 => return Definite(Done),
-        301 | 302 | 304 if standing == Standing::Safe || keyed && hint::is_replay(headers) => {
-            return Definite(Done);
-        }
-        // After it was done, as old services say it; or in place of it: another scheme, another host, a page to sign in.
+        301 | 302 | 304 if standing == Standing::Safe => return Definite(Done),
+        // After it was done, as old services say it; or in place of it: another scheme, another host, a page to sign in. A replay
+        // says that it was the first answer, and not which of the two it was.
         301 | 302 | 304 => return Meaning::Unknown,
         300 | 305..=399 => return TurnedAway(Advice::FixRequest),
         _ => {}
@@ -110,8 +109,9 @@ pub(crate) fn judge(
     }
     let problem = hint::problem(headers, body);
     let doubt = match (problem.kind, code) {
-        (Kind::NotExecuted, _) | (_, 425 | 429) => Doubt::None,
+        // Also with a 429: this attempt did nothing, and the one that it speaks of may.
         (Kind::InProgress, _) => Doubt::InProgress,
+        (Kind::NotExecuted, _) | (_, 425 | 429) => Doubt::None,
         _ => Doubt::May,
     };
     match problem.retry {
@@ -226,7 +226,7 @@ mod tests {
             for status in 100..=599 {
                 let judged = meaning(Keyed, status, &headers, r#"{"retry":"same-key"}"#);
                 match (status, judged) {
-                    (100..300 | 301..=304, Definite(Done)) => {}
+                    (100..300 | 303, Definite(Done)) | (301 | 302 | 304, Unknown) => {}
                     (300..400, TurnedAway(_))
                     | (400..500, Definite(Refused(_)))
                     | (500.., Definite(Failed)) => {}
@@ -279,6 +279,7 @@ mod tests {
             ("key-reused", 422, "new-key", TurnedAway(Advice::NewKey)),
             ("request-in-progress", 409, "same-key", Again(InProgress)),
             ("request-in-progress", 504, "same-key", Again(InProgress)),
+            ("request-in-progress", 429, "same-key", Again(InProgress)),
             ("replay-unavailable", 422, "stop", Definite(Processed)),
             ("outcome-unknown", 500, "stop", Unknown),
             ("outcome-unknown", 504, "stop", Unknown),
@@ -312,6 +313,8 @@ mod tests {
             // Nothing names its kind: it may be in progress.
             (409, r#"{"error":"Conflict","message":"Request is being processed"}"#, Again(InProgress)),
             (409, r#"{"type":"about:blank","title":"Conflict"}"#, Again(InProgress)),
+            (429, r#"{"code":"idempotency_key_in_use"}"#, Again(InProgress)),
+            (429, r#"{"code":"rate_limit"}"#, Again(Doubt::None)),
             // Another kind of conflict is a refusal.
             (409, r#"{"type":"https://shop.example/problems/name-taken"}"#, Definite(Refused(FIX))),
             (409, r#"{"error":{"code":"version_conflict"}}"#, Definite(Refused(FIX))),

@@ -365,6 +365,56 @@ async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
     assert_eq!(resumed(&journal, "Bearer new").await.unwrap().verdict, Verdict::Done);
 }
 
+/// What was never sent may be sent by anybody; then it is theirs.
+#[tokio::test]
+async fn what_another_caller_took_up_is_that_callers_from_then_on() {
+    for resumes in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let service = Service::new(Act::Away);
+        let journal = open_journal(dir.path());
+        let with = |token: &str| payout("7").with_header("authorization", token.to_owned()).unwrap();
+        client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
+        assert!(!journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
+
+        service.now(Act::Loses);
+        if resumes {
+            let resume = journal.resume_pending(&client(&service, &journal)).await.unwrap();
+            let brought: HeaderMap =
+                [(AUTHORIZATION, HeaderValue::from_static("Bearer new"))].into_iter().collect();
+            let end = resume.with_fields(move |_| Ok(brought.clone())).next().await.unwrap().unwrap().end;
+            assert_eq!(why(&end.map(|answer| answer.verdict)), Why::Attempts);
+        } else {
+            client(&service, &journal).send(&with("Bearer new")).await.unwrap_err();
+        }
+        assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
+        service.now(Act::Answers(201));
+        // It would be executed for the old one, too.
+        let times = service.times();
+        let open = client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
+        assert_eq!((open.why(), service.times()), (Why::JournalConflict, times), "resumes: {resumes}");
+        let answer = client(&service, &journal).send(&with("Bearer new")).await.unwrap();
+        assert_eq!(answer.verdict, Verdict::Done);
+        assert!(journal.pending().await.unwrap().is_empty());
+        assert_eq!(std::fs::read_dir(journal.path()).unwrap().count(), 0);
+    }
+}
+
+/// Who was nobody and is somebody now is another caller.
+#[tokio::test]
+async fn what_may_have_been_sent_without_credentials_is_not_sent_with_some() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    service.now(Act::Answers(201));
+    for name in ["authorization", "cookie"] {
+        let known = payout("7").with_header(name, "secret").unwrap();
+        let open = client(&service, &journal).send(&known).await.unwrap_err();
+        assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1), "{name}");
+    }
+    assert_eq!(client(&service, &journal).send(&payout("7")).await.unwrap().verdict, Verdict::Done);
+}
+
 #[test]
 fn a_directory_that_others_may_write_to_is_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -353,6 +353,39 @@ async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
     assert_eq!(answer(&service, policy(), &pay()).await.verdict, Verdict::Refused(Advice::FixRequest));
 }
 
+/// GoCardless answers a key that it has seen with 409 `idempotent_creation_conflict`, many others by a constraint of their own;
+/// and Oncegate does not look at the key of a PUT or a DELETE where it is not told to.
+#[tokio::test(start_paused = true)]
+async fn a_refusal_under_a_key_that_an_earlier_attempt_may_have_brought_about_is_none() {
+    let conflict = r#"{"error":{"type":"invalid_state","code":409}}"#;
+    let json = || vec![("content-type", "application/json".to_owned())];
+    let table = [
+        (Method::POST, 409),
+        (Method::POST, 410),
+        (Method::POST, 412),
+        (Method::PUT, 412),
+        (Method::PUT, 422),
+        (Method::DELETE, 410),
+        (Method::DELETE, 400),
+    ];
+    for (method, status) in table {
+        let intent = Intent::new(method.clone(), "https://bank.example/payments/7").unwrap();
+        let intent = intent.with_created_at(Timestamp::from_millis(START));
+        let refusal = Act::Answers(status, json(), conflict);
+        let service = Service::new([Act::Fails(FailureKind::Doubtful), refusal.clone()]);
+        let doubtful = open(&service, policy(), &intent).await;
+        assert_eq!((doubtful.why(), doubtful.attempts()), (Why::TurnedAway, 2), "{method} {status}");
+        assert!(doubtful.may_have_taken_effect() && service.keys().iter().all(Option::is_some));
+        // As the first answer it is one, and so it is where the service says that it is the answer of that attempt.
+        let first = answer(&Service::new([refusal]), policy(), &intent).await;
+        assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest), "{method} {status}");
+        let replay = with(status, "idempotent-replayed", "true");
+        let service = Service::new([Act::Fails(FailureKind::Doubtful), replay]);
+        let replayed = answer(&service, policy(), &intent).await;
+        assert_eq!(replayed.verdict, Verdict::Refused(Advice::FixRequest), "{method} {status}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_unknown_outcome_is_an_error_of_its_own() {
     let problem = r#"{"type":"urn:oncegate:problem:outcome-unknown","retry":"stop"}"#;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, Outcome, Record, RecordId, Release, Store,
-    StoreError, limits,
+    Command, Complete, Completion, FencingToken, Grant, OnAbandoned, Outcome, Record, RecordId, Release,
+    Store, StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use tokio::time::{Duration, Instant};
 use crate::engine::Inner;
 use crate::event::{Event, EventKind};
 use crate::flight::{Landing, Leader, lock};
+use crate::function::ErrorFate;
 use crate::policy::Policy;
 use crate::step::Progress;
 
@@ -177,6 +178,9 @@ pub enum Settled {
     /// The store is out of reach. The engine goes on trying until the lease ends; if that fails too, the record ends as
     /// abandoned.
     Deferred(StoreError),
+    /// Something may have taken place of which nothing is recorded: a [step](Attempt::step) of this attempt, or what an abandoned
+    /// one did. So the key is not free, and the record is left to its lease, as after a crash.
+    Left,
 }
 
 impl Permit {
@@ -200,8 +204,28 @@ impl Permit {
     /// Run it where the caller's going away does not cancel it, such as in a task of its own.
     pub async fn complete(mut self, completion: Completion) -> Settled {
         match self.0.take() {
-            Some(held) => held.settle(Ending::Complete(completion)).await,
+            Some(held) => {
+                held.attempt.seal();
+                held.settle(Ending::Complete(completion)).await
+            }
             None => Settled::Fenced,
+        }
+    }
+
+    /// Ends an attempt that its steps leave [half-way](Attempt::is_half_way), so that what they recorded is there for
+    /// the next one. Under `reexecute` the key is free again for the same request, or the record is left to its lease,
+    /// as [`StepError::fate`](crate::StepError::fate) says of the step that it did not get past. Under `park` the
+    /// outcome is unknown, and so it is where that step is for an operator to see to.
+    ///
+    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    pub async fn stop(mut self) -> Settled {
+        let Some(held) = self.0.take() else { return Settled::Fenced };
+        let standing = held.attempt.seal();
+        let reexecutes = held.attempt.0.policy.on_abandoned == OnAbandoned::Reexecute;
+        match standing.half_way {
+            Some(ErrorFate::Park) => held.settle(Ending::Complete(Completion::Unknown)).await,
+            Some(ErrorFate::Release) if reexecutes && !standing.is_open => held.settle(Ending::Release).await,
+            _ => held.leave().await,
         }
     }
 
@@ -212,9 +236,12 @@ impl Permit {
         }
     }
 
-    /// Ends the attempt and frees the key. Only where it is certain that nothing was decided.
+    /// Ends the attempt and frees the key. Only where it is certain that nothing was decided. Where a
+    /// [step](Attempt::step) may have taken place of which nothing is recorded, or under `reexecute` an attempt before
+    /// this one was abandoned, the key stays taken, and the record is left to its abandon policy.
     pub async fn release(mut self) -> Settled {
         match self.0.take() {
+            Some(held) if held.attempt.seal().is_open => held.leave().await,
             Some(held) => held.settle(Ending::Release).await,
             None => Settled::Fenced,
         }
@@ -230,6 +257,7 @@ impl fmt::Debug for Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         if let Some(held) = self.0.take() {
+            held.attempt.seal();
             held.inner.keeper.forget(&held.attempt);
             held.emit(EventKind::Abandoned);
         }
@@ -290,6 +318,17 @@ impl Held {
                 self.emit(EventKind::ClaimCancelled);
             }
         }
+    }
+
+    /// Ends an attempt of which it is not known what took effect. Where an operator is to say, that is known now; where
+    /// it is to be executed again, that comes after the lease, as after a crash.
+    async fn leave(self) -> Settled {
+        if self.attempt.0.policy.on_abandoned == OnAbandoned::Park {
+            return self.settle(Ending::Complete(Completion::Unknown)).await;
+        }
+        self.inner.keeper.forget(&self.attempt);
+        self.emit(EventKind::Abandoned);
+        Settled::Left
     }
 
     async fn settle(self, ending: Ending) -> Settled {

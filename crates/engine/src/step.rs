@@ -29,7 +29,7 @@ use std::future::{Future, IntoFuture};
 use std::pin::Pin;
 
 use bytes::Bytes;
-use oncegate_core::{Command, Outcome, RecordStep, Step, StoreError, limits};
+use oncegate_core::{Command, OnAbandoned, Outcome, RecordStep, Step, StoreError, limits};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::time::{Duration, Instant};
@@ -196,8 +196,22 @@ pub(crate) struct Progress {
     undo: Vec<(String, Undo)>,
     /// Nothing more runs under this attempt.
     is_over: bool,
-    /// A step has begun and not ended.
-    is_running: bool,
+    /// The attempt has ended.
+    is_sealed: bool,
+    /// A step has begun, and nothing is recorded of how it ended.
+    is_open: bool,
+    /// What becomes of the record by the step that the attempt did not get past, if there is one.
+    stopped: Option<ErrorFate>,
+}
+
+/// How an attempt's steps stand when it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Standing {
+    /// Something may have taken place that no record tells of: the key must not be free.
+    pub(crate) is_open: bool,
+    /// The operation is not at its end, and what there is to go on from would be lost with a completion: what becomes of the
+    /// record then.
+    pub(crate) half_way: Option<ErrorFate>,
 }
 
 impl Attempt {
@@ -234,10 +248,30 @@ impl Attempt {
         Ok(input)
     }
 
-    /// Whether a step has begun and not ended: it was cut off, such as by a time-out around it, or still runs in a task of its
-    /// own. It may have taken place.
-    pub(crate) fn has_open_step(&self) -> bool {
-        self.0.progress.try_lock().map_or(true, |progress| progress.is_running)
+    /// Whether its [steps](Self::step) leave the operation half-way: one of them did not come to its end, was cut off, or still
+    /// runs in a task of its own, and something was recorded or may have taken place. Not after [`StepError::Failed`],
+    /// which is an end.
+    ///
+    /// To complete the record then would forget what was finished. [`Permit::stop`](crate::Permit::stop) does not.
+    #[must_use]
+    pub fn is_half_way(&self) -> bool {
+        self.standing(|progress| progress.standing(self)).half_way.is_some()
+    }
+
+    /// How its steps stand. No other one begins after this.
+    pub(crate) fn seal(&self) -> Standing {
+        self.standing(|progress| {
+            progress.is_sealed = true;
+            progress.standing(self)
+        })
+    }
+
+    fn standing(&self, look: impl FnOnce(&mut Progress) -> Standing) -> Standing {
+        match self.0.progress.try_lock() {
+            Ok(mut progress) => look(&mut progress),
+            // A step runs, in a task of its own. It is the last one: none begins that is not asked for by then.
+            Err(_) => Standing { is_open: true, half_way: Some(ErrorFate::Unknown) },
+        }
     }
 
     /// Whether an earlier attempt recorded what the operation is begun with, as far as can be told.
@@ -326,14 +360,38 @@ impl Progress {
         T: Serialize + DeserializeOwned,
         E: Serialize + DeserializeOwned,
     {
+        if self.is_sealed {
+            return Err(refused("its attempt has ended"));
+        }
         if self.is_over {
             return Err(refused("an earlier one did not succeed"));
         }
         // Also where this future is dropped in the middle: what comes after a step must not run without it.
         self.is_over = true;
+        self.stopped = Some(ErrorFate::Unknown);
         let result = self.try_step(attempt, name, run, undo).await;
         self.is_over = result.is_err();
+        self.stopped = result.as_ref().err().map(StepError::fate);
         result
+    }
+
+    fn standing(&self, attempt: &Attempt) -> Standing {
+        // What an earlier attempt began: recorded, or not to be told.
+        let was_begun = match self.is_loaded {
+            true => !self.recorded.is_empty(),
+            false => attempt.number() > 1,
+        };
+        // One that was abandoned may have taken effect, and what this one says of itself says nothing of it. A released key would
+        // forget that: the next attempt would take itself for one that follows nobody, and another request could have the key.
+        // Who is asked first (`reconcile`) has said what became of it.
+        let follows_somebody = attempt.is_after_abandoned()
+            && attempt.0.policy.on_abandoned == OnAbandoned::Reexecute
+            && self.recorded.is_empty();
+        let stopped = self.stopped.filter(|fate| *fate != ErrorFate::Store);
+        Standing {
+            is_open: self.is_open || follows_somebody,
+            half_way: stopped.filter(|_| self.is_open || was_begun),
+        }
     }
 
     async fn try_step<T, E>(
@@ -369,22 +427,25 @@ impl Progress {
                 let room = self.room_for(&name, undo.is_some()).ok_or_else(|| {
                     refused("the record has no room for it and for what may have to be taken back")
                 })?;
-                self.is_running = true;
-                let ran = Self::run(attempt, &name, run).await;
-                self.is_running = false;
-                let result = match ran? {
+                if !attempt.is_owner() {
+                    return Err(StepError::Fenced);
+                }
+                self.is_open = true;
+                let result = match Self::run(attempt, &name, run).await? {
                     Ok(value) => Ok(value),
                     Err(Failure::Final(error)) => Err(error),
                     Err(Failure::Unsure(error)) => {
                         if self.recorded.is_empty() {
                             self.record(attempt, BEGUN, Bytes::from_static(b"null")).await?;
                         }
+                        self.is_open = false;
                         return Err(StepError::Unsure(error));
                     }
                 };
                 let octets = value::encode(&result, room).map(Bytes::from);
                 let octets = octets.map_err(not_recorded)?;
                 self.record(attempt, &name, octets.clone()).await?;
+                self.is_open = false;
                 octets
             }
         };

@@ -258,25 +258,41 @@ async fn a_completer_runs_until_the_engine_ends() {
 
 #[tokio::test(start_paused = true)]
 async fn an_order_that_hangs_holds_up_no_other() {
+    hang_and_hold_up_no_other(1).await;
+}
+
+/// Also where there are more of them than are executed at a time.
+#[tokio::test(start_paused = true)]
+async fn many_orders_that_hang_hold_up_no_other() {
+    hang_and_hold_up_no_other(40).await;
+}
+
+async fn hang_and_hold_up_no_other(many: usize) {
     let scene = scene();
-    scene.stop_before("order-1", "pen").await;
-    scene.clock.advance(LEASE + Duration::from_millis(1));
-    // It stops there again.
+    *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
+    for number in 0..many {
+        assert!(scene.second.orders.run(format!("hangs-{number}").as_str(), &items()).await.is_err());
+    }
+    *scene.world.fail.lock().unwrap() = None;
+    *scene.world.stop_before.lock().unwrap() = Some("book".to_owned());
+    // It stops there.
     let third = machine(&scene.store, &scene.world, true);
     let _completer = third.orders.spawn_completer(Completer::default().with_after(Duration::ZERO));
-    let patience = Duration::from_secs(300);
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!(scene.world.stopped.load(Ordering::SeqCst), many.min(16));
+    let patience = Duration::from_secs(600);
     let hangs = async {
-        while scene.world.stopped.load(Ordering::SeqCst) < 2 {
+        while scene.world.stopped.load(Ordering::SeqCst) < many {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(patience, hangs).await.expect("it gets so far again");
+    tokio::time::timeout(patience, hangs).await.expect("they get so far");
     *scene.world.stop_before.lock().unwrap() = None;
     *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
     assert!(scene.second.orders.run("order-2", &items()).await.is_err());
     *scene.world.fail.lock().unwrap() = None;
     let goes_on = async {
-        while scene.effects().len() < 1 + items().len() {
+        while scene.effects().len() < items().len() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };

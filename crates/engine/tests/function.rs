@@ -16,10 +16,10 @@ use oncegate_core::{
     Resolution, Resolve, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
 };
 use oncegate_engine::{
-    Engine, ErrorFate, FateOf, Function, FunctionError, NotJson, Policy, ReleasedErrors, ReleasedIf, Stored,
-    StoredErrors,
+    Attempt, Engine, ErrorFate, FateOf, Function, FunctionError, NotJson, Policy, ReleasedErrors, ReleasedIf,
+    Stored, StoredErrors,
 };
-use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
@@ -596,4 +596,42 @@ async fn who_does_not_wait_hears_how_long_the_owner_has_left() {
     }
     gate.go_on.notify_one();
     owner.await.unwrap().unwrap();
+}
+
+/// The attempt that died may have taken effect. What the next one says of itself does not make the third one the first.
+#[tokio::test]
+async fn an_error_after_an_abandoned_attempt_does_not_forget_that_one() {
+    let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+    let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
+    let lease = Duration::from_secs(30);
+    let policy = Policy::default().with_lease(lease).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
+    let pay = engine.function("pay").with_policy(policy).with_errors(ReleasedErrors);
+    {
+        let dies = pay.run_in_place("k", "the input", async |_: Attempt| {
+            std::future::pending::<Result<(), &str>>().await
+        });
+        let mut dies = std::pin::pin!(dies);
+        std::future::poll_fn(|cx| {
+            assert!(dies.as_mut().poll(cx).is_pending());
+            std::task::Poll::Ready(())
+        })
+        .await;
+    }
+    for _ in 0..2 {
+        clock.advance(lease);
+        let said = pay
+            .run_in_place("k", "the input", async |attempt: Attempt| {
+                assert!(attempt.is_after_abandoned());
+                Err::<(), _>("the bank cannot be asked")
+            })
+            .await;
+        assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+        let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, &str>(())).await;
+        assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    }
+    clock.advance(lease);
+    let said = pay
+        .run_in_place("k", "the input", async |attempt: Attempt| Ok::<_, &str>(attempt.is_after_abandoned()))
+        .await;
+    assert!(said.unwrap());
 }

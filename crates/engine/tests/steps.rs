@@ -509,6 +509,52 @@ async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
     }
 }
 
+/// Whatever error the function makes of that.
+#[tokio::test]
+async fn a_step_that_is_not_recorded_does_not_free_its_key_by_another_error() {
+    for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
+        let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+        let engine = Engine::new(Arc::new(Forgetful(MemoryStore::new(clock))));
+        let pay = engine.function("pay").with_errors(ReleasedErrors);
+        let said = pay
+            .run_in_place("k", "the input", async |attempt: Attempt| {
+                let answer = failure.clone().map_or(Ok(1_u8), Err);
+                let charged = attempt.step("charge", async |_| answer).await;
+                charged.map_err(|_| "the bank is away")
+            })
+            .await;
+        assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
+        let other = pay.run_in_place("k", "another input", async |_: Attempt| Ok::<_, &str>(())).await;
+        assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
+    }
+}
+
+/// Somebody else may be at it by then, or it may be done.
+#[tokio::test]
+async fn no_step_begins_after_its_attempt_has_ended() {
+    let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
+    let pay = engine.function("pay").with_errors(ReleasedErrors);
+    for ends in [Ok(()), Err("no")] {
+        let mut kept = None;
+        let key = if ends.is_ok() { "done" } else { "free" };
+        let said = pay
+            .run_in_place(key, "the input", async |attempt: Attempt| {
+                kept = Some(attempt);
+                ends
+            })
+            .await;
+        assert_eq!(said.is_ok(), ends.is_ok());
+        let ran = AtomicUsize::new(0);
+        let late = kept.unwrap().step("charge", async |_| {
+            ran.fetch_add(1, Ordering::SeqCst);
+            Ok::<_, Failure<String>>(())
+        });
+        let late = late.await;
+        assert!(matches!(late, Err(StepError::Refused { .. })), "{late:?}");
+        assert_eq!(ran.load(Ordering::SeqCst), 0);
+    }
+}
+
 /// A time-out around a step says nothing of its effect, whatever becomes of the error that it is made of.
 #[tokio::test(start_paused = true)]
 async fn a_step_that_was_cut_off_does_not_free_its_key() {

@@ -50,6 +50,8 @@ pub(crate) enum Fate {
     Release,
     Tombstone,
     Unknown,
+    /// As the steps of the attempt say, which leave the operation half-way.
+    Stop,
 }
 
 impl Execution {
@@ -130,7 +132,12 @@ impl Execution {
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
-        let fate = fate(&self.settings, response.status(), directive);
+        let mut fate = fate(&self.settings, response.status(), directive);
+        let is_error = response.status().is_client_error() || response.status().is_server_error();
+        // Whatever error it was made of: kept as the answer, it would be the end of an operation that was begun.
+        if fate == Fate::Replay && directive.is_none() && is_error && self.permit.attempt().is_half_way() {
+            fate = Fate::Stop;
+        }
         let (parts, body) = response.into_parts();
         // Only what will be replayed needs to be read before the client gets it.
         if fate != Fate::Replay {
@@ -177,6 +184,7 @@ impl Execution {
             Fate::Release => self.permit.release().await,
             Fate::Unknown => self.permit.complete(Completion::Unknown).await,
             Fate::Tombstone | Fate::Replay => self.permit.complete(Completion::Tombstone).await,
+            Fate::Stop => self.permit.stop().await,
         };
         if body.is_end_stream() {
             // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.

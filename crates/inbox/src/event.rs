@@ -61,11 +61,15 @@ pub enum EventKind {
     SourceFailed,
     /// What processes messages panicked.
     Panicked,
+    /// A request was refused: it is no webhook of its sender's, or it did not arrive whole.
+    Refused,
+    /// A webhook was sent away, because as many as may are being processed.
+    Overloaded,
 }
 
 impl EventKind {
     /// All of them.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::Processed,
         Self::Duplicate,
         Self::InFlight,
@@ -84,6 +88,8 @@ impl EventKind {
         Self::ExtensionFailed,
         Self::SourceFailed,
         Self::Panicked,
+        Self::Refused,
+        Self::Overloaded,
     ];
 
     /// What a handled delivery is as an event.
@@ -118,6 +124,8 @@ impl EventKind {
             Self::ExtensionFailed => "extension-failed",
             Self::SourceFailed => "source-failed",
             Self::Panicked => "panicked",
+            Self::Refused => "refused",
+            Self::Overloaded => "overloaded",
         }
     }
 

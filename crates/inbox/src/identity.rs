@@ -321,3 +321,126 @@ impl fmt::Display for BadName {
 }
 
 impl std::error::Error for BadName {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pointer(text: &str) -> JsonPointer {
+        JsonPointer::parse(text).unwrap()
+    }
+
+    fn record(identity: &Identity, message: &Message) -> Option<RecordId> {
+        Some(identity.of(message).ok()?.record_id(&ConsumerName::new("billing").unwrap()))
+    }
+
+    fn json(payload: &str) -> Message {
+        Message::new("orders", payload.to_owned())
+    }
+
+    #[test]
+    fn what_a_message_is_told_by() {
+        let empty = || Message::new("orders", "");
+        let natural = NaturalKey::new(vec![pointer("/a"), pointer("/b")]).unwrap();
+        let cases = [
+            ("broker", Identity::broker(), empty().with_broker_id("orders/0/17"), Some("orders/0/17")),
+            ("no broker's", Identity::broker(), empty(), None),
+            ("header", Identity::header("X-Id"), empty().with_header("x-id", "7"), Some("7")),
+            ("empty", Identity::header("X-Id"), empty().with_header("x-id", ""), None),
+            (
+                "twice the same",
+                Identity::header("i"),
+                empty().with_header("i", "7").with_header("I", "7"),
+                Some("7"),
+            ),
+            ("twice", Identity::header("i"), empty().with_header("i", "7").with_header("i", "8"), None),
+            ("ours", Identity::message_id(), empty().with_header("Oncegate-Message-Id", "7"), Some("7")),
+            (
+                "webhook",
+                Identity::standard_webhooks(),
+                empty().with_header("webhook-id", "msg_1"),
+                Some("msg_1"),
+            ),
+            ("svix", Identity::standard_webhooks(), empty().with_header("svix-id", "msg_1"), Some("msg_1")),
+            ("string", Identity::json(pointer("/e/id")), json(r#"{"e":{"id":"x1"}}"#), Some("x1")),
+            ("number", Identity::json(pointer("/id")), json(r#"{"id":41}"#), Some("41")),
+            ("fraction", Identity::json(pointer("/id")), json(r#"{"id":4.5}"#), None),
+            ("object", Identity::json(pointer("/id")), json(r#"{"id":{}}"#), None),
+            ("null", Identity::json(pointer("/id")), json(r#"{"id":null}"#), None),
+            ("missing", Identity::json(pointer("/id")), json("{}"), None),
+            ("no JSON", Identity::json(pointer("/id")), json("id"), None),
+            ("half a natural key", Identity::natural(natural), json(r#"{"a":1}"#), None),
+            ("own", Identity::with(|m| Some(m.topic.clone())), empty(), Some("orders")),
+            ("none of its own", Identity::with(|_| None), empty(), None),
+        ];
+        for (what, identity, message, expected) in cases {
+            let id = identity.of(&message).map(|id| id.key().as_bytes().to_vec());
+            assert_eq!(id.ok(), expected.map(|text| text.as_bytes().to_vec()), "{what}");
+        }
+    }
+
+    #[test]
+    fn a_cloud_event_is_told_by_its_source_and_its_id_wherever_they_stand() {
+        let of = |message: Message| record(&Identity::cloud_events(), &message);
+        let event = |source: &str, id: &str| {
+            of(json(&format!(r#"{{"specversion":"1.0","source":"{source}","id":"{id}","type":"t"}}"#)))
+        };
+        let one = event("/shop", "1");
+        assert!(one.is_some());
+        for prefix in ["ce-", "ce_", "Ce-", "cloudEvents:", "cloudEvents_"] {
+            let message = json("x").with_header(format!("{prefix}id"), "1");
+            assert_eq!(of(message.clone()), None, "half of {prefix}");
+            assert_eq!(of(message.with_header(format!("{prefix}source"), "/shop")), one, "{prefix}");
+        }
+        assert_ne!(event("/shop", "2"), one);
+        assert_ne!(event("/other", "1"), one);
+        assert_ne!(event("/sho", "p1"), one);
+        for none in [r#"{"source":"/shop","id":"1"}"#, r#"{"specversion":"1.0","id":"1"}"#, "[]", "x"] {
+            assert_eq!(of(json(none)), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn no_two_identities_consumers_or_topics_meet() {
+        let message = |topic: &str| {
+            Message::new(topic, r#"{"id":"1","n":1}"#)
+                .with_header("id", "1")
+                .with_broker_id("1")
+                .with_header("webhook-id", "1")
+        };
+        let identities = [
+            Identity::broker(),
+            Identity::header("id"),
+            Identity::standard_webhooks(),
+            Identity::json(pointer("/id")),
+            Identity::json(pointer("/n")),
+            Identity::natural(NaturalKey::new(vec![pointer("/id")]).unwrap()),
+            Identity::payload(),
+            Identity::with(|_| Some("1".to_owned())),
+            Identity::header("id").within_topic(true),
+        ];
+        let mut seen = std::collections::HashSet::new();
+        for identity in &identities {
+            let id = identity.of(&message("orders")).unwrap();
+            for consumer in ["billing", "stock"] {
+                assert!(seen.insert(id.record_id(&ConsumerName::new(consumer).unwrap())), "{identity:?}");
+            }
+        }
+        // What is taken out of the content is told apart by topics, what producers give is not.
+        let differs = identities.map(|i| record(&i, &message("orders")) != record(&i, &message("paid")));
+        assert_eq!(differs, [true, false, false, true, true, true, true, false, true]);
+    }
+
+    #[test]
+    fn an_identity_may_have_any_length() {
+        let of =
+            |text: String| record(&Identity::header("id"), &Message::new("t", "").with_header("id", text));
+        let long = "x".repeat(300);
+        assert!(of(long.clone()).is_some());
+        assert_ne!(of(long.clone()), of(format!("{long}y")));
+        let digest = Identity::header("id").of(&Message::new("t", "").with_header("id", long)).unwrap();
+        let digest = String::from_utf8(digest.key().as_bytes().to_vec()).unwrap();
+        assert_eq!(digest.len(), 64);
+        assert_ne!(of(digest), of("x".repeat(300)), "nobody can pretend to be a digest");
+    }
+}

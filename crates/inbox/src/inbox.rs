@@ -229,7 +229,11 @@ impl Inner {
             _ if attempts >= self.attempts_max => {
                 self.bury(permit, message, DeadReason::AttemptsExhausted, attempts, text).await
             }
-            failure => settled(permit.release().await, Handled::Failed { attempts, failure }),
+            failure => match permit.release().await {
+                // An attempt after one that was cut off leaves its record to its lease; it is tried again then.
+                Settled::Left => Handled::Failed { attempts, failure },
+                ended => settled(ended, Handled::Failed { attempts, failure }),
+            },
         }
     }
 
@@ -357,7 +361,7 @@ fn known(response: &StoredResponse) -> Handled {
 }
 
 /// Where the record of a dead letter is.
-fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
+pub(crate) fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
     let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), which];
     match IdempotencyKey::new(*id.as_bytes()) {
         Ok(key) => RecordId::derive(&Scope::single_tenant().within(&operation), &key),
@@ -366,7 +370,7 @@ fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
 }
 
 /// What a dead letter says of an error.
-fn said(failure: &Failure) -> String {
+pub(crate) fn said(failure: &Failure) -> String {
     let mut text = failure.to_string();
     let mut cause = failure.error().source();
     while let Some(error) = cause

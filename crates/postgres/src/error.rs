@@ -147,8 +147,9 @@ fn extent(code: &str) -> Extent {
     }
 }
 
-/// What a caller can do about it.
-pub(crate) fn store_error(error: &Error) -> StoreError {
+/// What a caller can do about an error, in words that hold nothing of what was sent.
+#[must_use]
+pub fn store_error(error: &Error) -> StoreError {
     let words = in_words(error);
     match error {
         Error::Database(error) => {

@@ -81,6 +81,7 @@ mod record;
 pub mod schema;
 mod store;
 mod transact;
+pub mod transaction;
 mod version;
 mod watch;
 
@@ -89,7 +90,7 @@ pub use once::{Once, OnceError, Statement, insert_once};
 pub use options::PostgresOptions;
 pub use store::PostgresStore;
 pub use transact::{
-    Claimed, Guard, GuardError, HeaderError, Isolation, RunError, RunOn, TransactError, Transacted,
+    Claimed, Guard, GuardError, HeaderError, Isolation, RunError, RunOn, RunWith, TransactError, Transacted,
     Transactor,
 };
 pub use version::{Update, update_latest, update_version};

@@ -6,18 +6,21 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// The next pause.
-pub(crate) struct Pause {
+#[derive(Debug)]
+pub struct Pause {
     most: Duration,
     longest: Duration,
 }
 
 impl Pause {
-    pub(crate) const fn new(first: Duration, longest: Duration) -> Self {
+    /// Pauses that begin with this one; each is twice as long as the one before, up to the longest.
+    #[must_use]
+    pub const fn new(first: Duration, longest: Duration) -> Self {
         Self { most: first, longest }
     }
 
     /// Sleeps for a random part of the pause, not beyond `until`; the next pause is twice as long.
-    pub(crate) async fn sleep(&mut self, until: Option<Instant>) {
+    pub async fn sleep(&mut self, until: Option<Instant>) {
         let at = Instant::now() + self.most.mul_f64(0.5 + random_fraction() / 2.0);
         self.most = (self.most * 2).min(self.longest);
         tokio::time::sleep_until(until.map_or(at, |until| at.min(until))).await;

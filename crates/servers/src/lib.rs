@@ -2,15 +2,19 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod nats;
 mod pgbouncer;
 mod postgres;
 mod process;
 mod program;
+mod rabbitmq;
 mod redis;
 mod way;
 
+pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
+pub use rabbitmq::{RabbitOptions, RabbitServer};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
 pub use way::{Break, Way};

@@ -14,9 +14,7 @@ use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 use oncegate_core::Timestamp;
 
-use super::entry::{
-    self, Credentials, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name,
-};
+use super::entry::{self, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name};
 use super::files::Files;
 use super::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
 use crate::client::Transport;
@@ -133,7 +131,6 @@ pub struct Pending {
     pub in_flight: bool,
     /// Fields that were left out, and that are needed to send it.
     pub left_out: Vec<HeaderName>,
-    pub(super) credentials: Option<Credentials>,
 }
 
 /// A file that should hold an intent, and does not. It stays where it is.
@@ -168,6 +165,23 @@ impl std::error::Error for Damaged {}
 impl fmt::Debug for JournalDir {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("JournalDir").field(&self.0.path).finish()
+    }
+}
+
+/// Why an intent of a listing is not sent.
+pub(super) enum NotTaken {
+    /// It is not there any more.
+    Gone,
+    /// These fields are missing.
+    Fields(Vec<HeaderName>),
+    /// It may have been sent under other credentials.
+    OtherCredentials,
+    NotOpened(NotOpened),
+}
+
+impl From<NotOpened> for NotTaken {
+    fn from(why: NotOpened) -> Self {
+        Self::NotOpened(why)
     }
 }
 
@@ -239,17 +253,6 @@ impl JournalDir {
         Self(Arc::new(inner))
     }
 
-    /// Whether these fields are not those that the intent was sent with, though that matters.
-    pub(super) fn is_another_caller(
-        &self,
-        maybe_sent: bool,
-        credentials: Option<&Credentials>,
-        left_out: &[HeaderName],
-        headers: &HeaderMap,
-    ) -> bool {
-        self.0.is_another_caller(maybe_sent, credentials, left_out, headers)
-    }
-
     /// The directory.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -266,15 +269,11 @@ impl JournalDir {
         blocking(move || inner.pending()).await.unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
-    /// The entry in this file, locked; `None` where it is gone.
-    pub(super) async fn take(&self, path: PathBuf) -> Result<Option<(Intent, Opened)>, NotOpened> {
+    /// The intent in this file with the fields that it lacks, locked, to be sent.
+    pub(super) async fn take(&self, path: PathBuf, brought: HeaderMap) -> Result<(Intent, Opened), NotTaken> {
         let inner = Arc::clone(&self.0);
-        let taken = blocking(move || inner.take_up(&path, true)).await;
-        let taken = taken.map_err(NotOpened::Conflict)??;
-        Ok(taken.map(|(entry, locked)| {
-            let opened = locked.again(&entry);
-            (entry.intent, opened)
-        }))
+        let taken = blocking(move || inner.take(&path, &brought)).await;
+        taken.unwrap_or_else(|error| Err(NotTaken::NotOpened(NotOpened::Conflict(error))))
     }
 
     /// Sends again what has no definite answer, under its keys: what a program does when it starts, before anything new.
@@ -332,16 +331,34 @@ impl Locked {
 }
 
 impl Inner {
-    fn is_another_caller(
-        &self,
-        maybe_sent: bool,
-        credentials: Option<&Credentials>,
-        left_out: &[HeaderName],
-        headers: &HeaderMap,
-    ) -> bool {
-        maybe_sent
-            && !self.other_credentials
-            && credentials.is_some_and(|known| !known.are(left_out, headers))
+    /// Whether these fields are not those that the intent was sent with, though that matters.
+    fn is_another_caller(&self, entry: &Entry, headers: &HeaderMap) -> bool {
+        entry.maybe_sent && !self.other_credentials && !entry.is_of(headers)
+    }
+
+    fn take(self: &Arc<Self>, path: &Path, brought: &HeaderMap) -> Result<(Intent, Opened), NotTaken> {
+        let Some((entry, locked)) = self.take_up(path)? else { return Err(NotTaken::Gone) };
+        let missing = entry.left_out.iter().filter(|name| !brought.contains_key(*name));
+        let missing: Vec<HeaderName> = missing.cloned().collect();
+        if !missing.is_empty() {
+            return Err(NotTaken::Fields(missing));
+        }
+        let mut headers = entry.intent.headers().clone();
+        // Nothing but what is missing: the others of the directory may go elsewhere, and what is brought may be a credential.
+        for name in &entry.left_out {
+            headers.remove(name);
+            for value in brought.get_all(name) {
+                let mut value = value.clone();
+                value.set_sensitive(true);
+                headers.append(name.clone(), value);
+            }
+        }
+        if self.is_another_caller(&entry, &headers) {
+            return Err(NotTaken::OtherCredentials);
+        }
+        let intent = entry.intent.clone().with_headers(headers);
+        let opened = self.to_be_sent(locked, &entry, &intent)?;
+        Ok((intent, opened))
     }
 
     fn open(self: &Arc<Self>, intent: &Intent) -> Result<Opened, NotOpened> {
@@ -363,7 +380,7 @@ impl Inner {
         }
         let path = self.path.join(file_name(intent.key()));
         for _ in 0..ROUNDS {
-            if let Some((entry, locked)) = self.take_up(&path, false)? {
+            if let Some((entry, locked)) = self.take_up(&path)? {
                 if let Some(part) = difference(&entry.intent, intent) {
                     return Err(conflict(format!(
                         "{}: another request under the same key has no definite answer yet; its {part} differs",
@@ -377,13 +394,11 @@ impl Inner {
                         "{path}: it was sent with the field {name}, which is missing"
                     )));
                 }
-                let Entry { maybe_sent, ref left_out, ref credentials, .. } = entry;
-                if self.is_another_caller(maybe_sent, credentials.as_ref(), left_out, intent.headers()) {
+                if self.is_another_caller(&entry, intent.headers()) {
                     let path = path.display();
                     return Err(conflict(format!("{path}: {OTHER_CREDENTIALS}")));
                 }
-                self.note_sending(&locked, &entry)?;
-                return Ok(locked.again(&entry));
+                return self.to_be_sent(locked, &entry, intent);
             }
             if let Some(locked) = self.write_down(intent, &path).map_err(not_written)? {
                 return Ok(Opened::new(Box::new(locked)));
@@ -393,7 +408,7 @@ impl Inner {
     }
 
     /// The entry of this name, locked and read, if there is one.
-    fn take_up(self: &Arc<Self>, path: &Path, to_send: bool) -> Result<Option<(Entry, Locked)>, NotOpened> {
+    fn take_up(self: &Arc<Self>, path: &Path) -> Result<Option<(Entry, Locked)>, NotOpened> {
         for _ in 0..ROUNDS {
             let file = match self.files.open(path) {
                 Ok(file) => file,
@@ -415,12 +430,58 @@ impl Inner {
             let entry = decode(&octets).and_then(|entry| named(path, entry));
             let entry = entry.map_err(|what| conflict(Damaged { path: path.to_owned(), what }))?;
             let locked = Locked { inner: Arc::clone(self), path: path.to_owned(), file };
-            if to_send {
-                self.note_sending(&locked, &entry)?;
-            }
             return Ok(Some((entry, locked)));
         }
         Err(NotOpened::InFlight)
+    }
+
+    /// The entry, as the intent that is sent now.
+    fn to_be_sent(
+        self: &Arc<Self>,
+        locked: Locked,
+        entry: &Entry,
+        intent: &Intent,
+    ) -> Result<Opened, NotOpened> {
+        // What nobody has had may go out for another caller. From then on it is that one's, and must not look like the first's.
+        let locked = if entry.maybe_sent || entry.is_of(intent.headers()) {
+            locked
+        } else {
+            self.write_anew(locked, entry, intent).map_err(not_written)?
+        };
+        self.note_sending(&locked, entry)?;
+        Ok(locked.again(entry))
+    }
+
+    /// Puts a file with these fields in the place of one that was never sent. What else it says stays.
+    fn write_anew(self: &Arc<Self>, locked: Locked, entry: &Entry, intent: &Intent) -> io::Result<Locked> {
+        let octets = encode(&entry.intent.clone().with_headers(intent.headers().clone()));
+        let (new, file) = self.create_new(&octets)?;
+        let written = || {
+            if !self.files.lock(&file)? {
+                return Err(io::Error::other("somebody has taken the new file"));
+            }
+            self.files.write(&file, 0, &octets)?;
+            self.files.write(&file, STATE_AT, NEVER_SENT)?;
+            self.files.sync(&file)?;
+            self.files.rename(&new, &locked.path)
+        };
+        if let Err(error) = written() {
+            let _left_behind = self.files.remove(&new);
+            return Err(error);
+        }
+        Ok(Locked { inner: Arc::clone(self), path: locked.path, file })
+    }
+
+    /// A file for these octets, under a name that is none of an intent's.
+    fn create_new(&self, octets: &[u8]) -> io::Result<(PathBuf, File)> {
+        if octets.len() as u64 > ENTRY_MAX {
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, "the intent is too large for a journal"));
+        }
+        let random = random_bits().map_err(io::Error::other)?;
+        let new =
+            self.path.join(format!("{NEW}{random:032x}-{}", self.count.fetch_add(1, Ordering::Relaxed)));
+        let file = self.files.create(&new)?;
+        Ok((new, file))
     }
 
     /// From now on it may have been sent, and it is there after a crash: who wrote it down may have died before its name
@@ -439,17 +500,11 @@ impl Inner {
     /// Writes the intent down. `None` where somebody else was faster.
     fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<Locked>> {
         let octets = encode(intent);
-        if octets.len() as u64 > ENTRY_MAX {
-            return Err(io::Error::new(io::ErrorKind::FileTooLarge, "the intent is too large for a journal"));
-        }
         if fs::read_dir(&self.path)?.count() >= self.intents_max {
             let many = format!("there are {} intents without a definite answer", self.intents_max);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, many));
         }
-        let random = random_bits().map_err(io::Error::other)?;
-        let new =
-            self.path.join(format!("{NEW}{random:032x}-{}", self.count.fetch_add(1, Ordering::Relaxed)));
-        let file = self.files.create(&new)?;
+        let (new, file) = self.create_new(&octets)?;
         let written = self.link_up(&file, &new, path, &octets);
         if !matches!(written, Ok(true)) {
             let _left_behind = self.files.remove(&new); // it never was an intent
@@ -515,7 +570,7 @@ impl Inner {
                 continue;
             }
             drop(file);
-            let Entry { intent, maybe_sent, left_out, credentials } =
+            let Entry { intent, maybe_sent, left_out, .. } =
                 decode(&octets).and_then(|entry| named(path, entry))?;
             return Ok(Some(Pending {
                 path: path.to_owned(),
@@ -527,7 +582,6 @@ impl Inner {
                 maybe_sent,
                 in_flight,
                 left_out,
-                credentials,
             }));
         }
         Err("it is never the file of its name".to_owned())

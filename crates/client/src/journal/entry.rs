@@ -73,7 +73,7 @@ impl Credentials {
     }
 
     /// Whether these are the fields of these names that it was made of.
-    pub(super) fn are(&self, names: &[HeaderName], headers: &HeaderMap) -> bool {
+    fn are(&self, names: &[HeaderName], headers: &HeaderMap) -> bool {
         *self == Self::of(self.salt, names, headers)
     }
 
@@ -84,6 +84,14 @@ impl Credentials {
         };
         let (salt, digest) = text.split_at_checked(32)?;
         Some(Self { salt: octets(salt)?.try_into().ok()?, digest: octets(digest)?.try_into().ok()? })
+    }
+}
+
+impl Entry {
+    /// Whether these fields are those of the caller that it was written down for: the same secrets, and no others beside them.
+    pub(super) fn is_of(&self, headers: &HeaderMap) -> bool {
+        headers.iter().all(|(name, value)| !is_secret(name, value) || self.left_out.contains(name))
+            && self.credentials.is_none_or(|known| known.are(&self.left_out, headers))
     }
 }
 

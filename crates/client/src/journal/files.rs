@@ -13,6 +13,7 @@ pub(super) enum Step<'a> {
     Write { file: &'a File, at: u64, octets: &'a [u8] },
     Sync,
     Link,
+    Rename,
     Remove,
     SyncDir,
 }
@@ -97,6 +98,12 @@ impl Files {
     pub(super) fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
         self.before(Step::Link)?;
         fs::hard_link(from, to)
+    }
+
+    /// Puts the file in the place of the one that has this name.
+    pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.before(Step::Rename)?;
+        fs::rename(from, to)
     }
 
     pub(super) fn remove(&self, path: &Path) -> io::Result<()> {

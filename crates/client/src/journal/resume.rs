@@ -7,7 +7,7 @@ use std::sync::Arc;
 use http::header::{HeaderMap, HeaderName};
 use tokio::task::JoinSet;
 
-use super::directory::{Damaged, JournalDir, OTHER_CREDENTIALS, Pending};
+use super::directory::{Damaged, JournalDir, NotTaken, OTHER_CREDENTIALS, Pending};
 use crate::client::{Client, Transport};
 use crate::failure::BoxError;
 use crate::report::{Answer, Unfinished};
@@ -139,28 +139,14 @@ async fn send<T: Transport>(
         Some(fields) => fields(pending).map_err(NotResumed::NoFields)?,
         None => HeaderMap::new(),
     };
-    let missing = pending.left_out.iter().filter(|name| !brought.contains_key(*name));
-    let missing: Vec<HeaderName> = missing.cloned().collect();
-    if !missing.is_empty() {
-        return Err(NotResumed::Fields(missing));
-    }
-    let Pending { maybe_sent, ref left_out, ref credentials, .. } = *pending;
-    if journal.is_another_caller(maybe_sent, credentials.as_ref(), left_out, &brought) {
-        return Err(NotResumed::OtherCredentials);
-    }
-    // What is there, and nothing new: somebody else may have closed it since it was listed.
-    let taken = journal.take(pending.path.clone()).await;
-    let taken = taken.map_err(|why| NotResumed::Unfinished(why.unfinished(pending.maybe_sent)))?;
-    let Some((intent, opened)) = taken else { return Err(NotResumed::Gone) };
-    let mut headers = intent.headers().clone();
-    // Nothing but what is missing: the others of the directory may go elsewhere, and what is brought may be a credential.
-    for name in &pending.left_out {
-        headers.remove(name);
-        for value in brought.get_all(name) {
-            headers.append(name.clone(), value.clone());
-        }
-    }
-    let intent = intent.with_headers(headers);
+    // What is there, and nothing new: since it was listed somebody else may have closed it, or sent it.
+    let taken = journal.take(pending.path.clone(), brought).await;
+    let (intent, opened) = taken.map_err(|why| match why {
+        NotTaken::Gone => NotResumed::Gone,
+        NotTaken::Fields(names) => NotResumed::Fields(names),
+        NotTaken::OtherCredentials => NotResumed::OtherCredentials,
+        NotTaken::NotOpened(why) => NotResumed::Unfinished(why.unfinished(pending.maybe_sent)),
+    })?;
     client.send_opened(&intent, Some(opened)).await.map_err(NotResumed::Unfinished)
 }
 

@@ -100,7 +100,7 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
         match step {
             Step::Write { .. } => state.data = true,
             Step::Sync => state.data = false,
-            Step::Link => {
+            Step::Link | Step::Rename => {
                 assert!(!state.data, "a name for what a power cut empties");
                 state.names = true;
             }
@@ -136,6 +136,13 @@ async fn nothing_is_sent_before_all_is_where_a_power_cut_does_not_reach_it() {
 
 #[tokio::test]
 async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
+    whichever_step_fails(|_| intent()).await;
+    // Each sending is another caller's.
+    whichever_step_fails(|number| intent().with_header("authorization", format!("Bearer {number}")).unwrap())
+        .await;
+}
+
+async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
     let mut failures = 0;
     for fails in 0.. {
         let dir = tempfile::tempdir().unwrap();
@@ -158,10 +165,10 @@ async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
             continue;
         };
         let ledger = Ledger::new(dir.path(), 1);
-        for _ in 0..3 {
+        for number in 0..3 {
             let before = ledger.lines().len();
             let intents = intents(broken.path());
-            match client(&ledger, &broken).send(&intent()).await {
+            match client(&ledger, &broken).send(&intent(number)).await {
                 Ok(_) => assert_eq!(ledger.lines().len(), before + 1),
                 Err(open) if open.why() == Why::Attempts => assert_eq!(ledger.lines().len(), before),
                 Err(open) => {
@@ -180,9 +187,11 @@ async fn whichever_step_fails_nothing_is_sent_that_is_not_written_down() {
         }
         failures += 1;
         // With room again, what is there is whole or is said to be not, and nothing is left over.
-        let journal = JournalDir::open(dir.path().join("journal")).unwrap();
+        let journal = JournalDir::open(dir.path().join("journal")).unwrap().with_other_credentials();
         let ledger = Ledger::new(dir.path(), 0);
-        let mut resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
+        let resume = journal.resume_pending(&client(&ledger, &journal)).await.unwrap();
+        let credentials = intent(1).headers().clone();
+        let mut resume = resume.with_fields(move |_| Ok(credentials.clone()));
         let mut damaged = 0;
         while let Some(end) = resume.next().await {
             match end {

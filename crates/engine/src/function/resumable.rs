@@ -12,6 +12,7 @@ use oncegate_core::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::errors::{ErrorPolicy, FunctionError};
@@ -37,8 +38,45 @@ pub struct Resumable<I, T, E, P> {
 type Run<I, T, E> =
     Arc<dyn Fn(Attempt, I) -> Pin<Box<dyn Future<Output = Result<T, E>> + Send>> + Send + Sync>;
 
-/// How many calls a completer executes at a time. So many that hang are more than it gets past.
+/// How many calls a completer executes at a time.
 const AT_ONCE: usize = 16;
+
+/// For how long a call that it executes has one of these places. One that hangs does not keep others from being completed.
+const PLACE_FOR: Duration = Duration::from_secs(60);
+
+/// How many it has under way at the most, with those that take longer.
+const UNDER_WAY: usize = 1024;
+
+/// What a completer has under way.
+struct UnderWay {
+    calls: JoinSet<()>,
+    places: Arc<Semaphore>,
+}
+
+impl UnderWay {
+    fn new() -> Self {
+        Self { calls: JoinSet::new(), places: Arc::new(Semaphore::new(AT_ONCE)) }
+    }
+
+    /// Waits for a place, and so long as there are too many calls in all.
+    async fn place(&mut self) -> Option<OwnedSemaphorePermit> {
+        while self.calls.try_join_next().is_some() {}
+        while self.calls.len() >= UNDER_WAY {
+            self.calls.join_next().await;
+        }
+        self.places.clone().acquire_owned().await.ok() // nobody closes it
+    }
+
+    fn add<R: Send + 'static>(&mut self, call: JoinHandle<R>, place: Option<OwnedSemaphorePermit>) {
+        self.calls.spawn(async move {
+            let mut call = call;
+            if tokio::time::timeout(PLACE_FOR, &mut call).await.is_err() {
+                drop(place);
+                drop(call.await);
+            }
+        });
+    }
+}
 
 /// How a [completer](Resumable::complete) goes about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,14 +237,14 @@ where
     /// # Errors
     /// What the store said.
     pub async fn complete(&self, how: Completer) -> Result<CompleterRound, StoreError> {
-        let mut running = JoinSet::new();
-        let round = self.round(how, &mut running).await?;
-        while running.join_next().await.is_some() {}
+        let mut under_way = UnderWay::new();
+        let round = self.round(how, &mut under_way).await?;
+        while under_way.calls.join_next().await.is_some() {}
         Ok(round)
     }
 
-    /// As [`complete`](Self::complete), and leaves behind what still runs. To drop `running` stops none of it.
-    async fn round(&self, how: Completer, running: &mut JoinSet<()>) -> Result<CompleterRound, StoreError> {
+    /// As [`complete`](Self::complete), and leaves behind what still runs. To drop what is under way stops none of it.
+    async fn round(&self, how: Completer, under_way: &mut UnderWay) -> Result<CompleterRound, StoreError> {
         let mut round = CompleterRound::default();
         for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
             let mut query = ListQuery::default();
@@ -228,6 +266,8 @@ where
                         round.left += 1;
                         continue;
                     }
+                    // Before the claim: what is claimed is executed at once.
+                    let place = under_way.place().await;
                     if let Some(permit) = self.claim(id, &record).await? {
                         // It was listed a while ago. Since then it may have come to its end and been forgotten, and then
                         // this would begin it once more.
@@ -236,11 +276,7 @@ where
                             continue;
                         }
                         round.executed += 1;
-                        let call = self.spawn(permit, json);
-                        running.spawn(async move { drop(call.await) });
-                    }
-                    while running.len() >= AT_ONCE {
-                        running.join_next().await;
+                        under_way.add(self.spawn(permit, json), place);
                     }
                 }
                 query.after = page.next;
@@ -260,14 +296,13 @@ where
         self.function.settings.engine.spawn(async move {
             let function = this.function.settings.name.clone();
             // One that takes long holds up no later round.
-            let mut running = JoinSet::new();
+            let mut under_way = UnderWay::new();
             let mut left = 0;
             loop {
-                while running.try_join_next().is_some() {}
                 tokio::select! {
                     biased;
                     () = engine.closing() => return,
-                    round = this.round(how, &mut running) => match round {
+                    round = this.round(how, &mut under_way) => match round {
                         Ok(round) => {
                             if round.executed > 0 {
                                 tracing::info!(%function, executed = round.executed, "goes on with what was abandoned");

@@ -178,7 +178,7 @@ impl<P> Function<P> {
         P: ErrorPolicy<E>,
     {
         let attempt = permit.attempt();
-        let (id, number, seen) = (attempt.record_id(), attempt.number(), attempt.clone());
+        let (id, number) = (attempt.record_id(), attempt.number());
         // Also what `run` does before its future is there belongs to the run.
         let Ok(result) = catch_panic(async move { run(attempt).await }).await else {
             self.end_unknown(permit).await;
@@ -194,8 +194,6 @@ impl<P> Function<P> {
                 // A policy that panics says nothing.
                 match guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown) {
                     ErrorEnd::Store(json) => drop(self.store(permit, id, ERROR, json).await),
-                    // Whatever the error says: what was begun may have taken place.
-                    ErrorEnd::Release if seen.has_open_step() => self.end_unknown(permit).await,
                     ErrorEnd::Release => drop(self.settle(permit.release()).await),
                     ErrorEnd::Unknown => self.end_unknown(permit).await,
                     ErrorEnd::Park => drop(self.settle(permit.complete(Completion::Unknown)).await),
@@ -228,7 +226,7 @@ impl<P> Function<P> {
         match self.settle(permit.complete(completion)).await {
             Some(Settled::Done) => stored,
             Some(Settled::Fenced) => Stored::Fenced,
-            Some(Settled::Deferred(_)) | None => Stored::Deferred,
+            Some(Settled::Deferred(_) | Settled::Left) | None => Stored::Deferred,
         }
     }
 

@@ -34,26 +34,49 @@ impl RunError {
 
     /// Whether the database says that the same transaction may be run again: serialization failure, deadlock.
     pub(crate) fn is_conflict(&self) -> bool {
-        let mut next: Option<&(dyn StdError + 'static)> = Some(&*self.0);
-        while let Some(error) = next {
-            let code = match (error.downcast_ref::<sqlx::Error>(), error.downcast_ref::<PgDatabaseError>()) {
-                (Some(sqlx), _) => return is_conflict(sqlx),
-                (_, Some(database)) => Some(database.code()),
-                _ => error
-                    .downcast_ref::<Box<dyn sqlx::error::DatabaseError>>()
-                    .and_then(|database| database.try_downcast_ref::<PgDatabaseError>())
-                    .map(PgDatabaseError::code),
-            };
-            if let Some(code) = code {
-                return is_conflict_code(code);
-            }
-            next = error.source();
-        }
-        false
+        is_conflict_in(&*self.0)
     }
 }
 
-pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {
+/// Whether an error of a run is one by which the database says that the same transaction may be run again: a serialization
+/// failure (SQLSTATE 40001) or a deadlock (40P01). It is looked for behind whatever it was made into.
+#[must_use]
+pub fn is_conflict_in(error: &(dyn StdError + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        let code = match (error.downcast_ref::<sqlx::Error>(), error.downcast_ref::<PgDatabaseError>()) {
+            (Some(sqlx), _) => return is_conflict(sqlx),
+            (_, Some(database)) => Some(database.code()),
+            _ => error
+                .downcast_ref::<Box<dyn sqlx::error::DatabaseError>>()
+                .and_then(|database| database.try_downcast_ref::<PgDatabaseError>())
+                .map(PgDatabaseError::code),
+        };
+        if let Some(code) = code {
+            return is_conflict_code(code);
+        }
+        next = error.source();
+    }
+    false
+}
+
+/// Whether an error of a run says that its connection ended, or the server with it. It is looked for behind whatever it was
+/// made into.
+#[must_use]
+pub fn is_lost_in(error: &(dyn StdError + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(sqlx) = error.downcast_ref::<sqlx::Error>() {
+            return crate::error::is_lost(sqlx) && !is_conflict(sqlx);
+        }
+        next = error.source();
+    }
+    false
+}
+
+/// Whether the database says that the same transaction may be run again.
+#[must_use]
+pub fn is_conflict(error: &sqlx::Error) -> bool {
     sqlstate(error).is_some_and(|code| is_conflict_code(&code))
 }
 
@@ -67,7 +90,8 @@ pub(crate) fn sqlstate(error: &sqlx::Error) -> Option<String> {
 
 /// Whether a COMMIT that was answered so has certainly been rolled back. Everything else may have been committed: a connection
 /// that ended, a server that shuts down, a pooler that lost its server.
-pub(crate) fn is_rolled_back(error: &sqlx::Error) -> bool {
+#[must_use]
+pub fn is_rolled_back(error: &sqlx::Error) -> bool {
     sqlstate(error).is_some_and(|code| {
         // 40003 says itself that it does not know. XX and P0 are what triggers that were put off raise, and others.
         code != "40003"

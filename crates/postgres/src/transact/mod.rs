@@ -20,13 +20,12 @@ use serde::de::DeserializeOwned;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use tokio::time::Instant;
 
-pub use self::error::{RunError, TransactError};
-use self::error::{is_conflict, is_rolled_back};
+pub use self::error::{RunError, TransactError, is_conflict, is_conflict_in, is_lost_in, is_rolled_back};
 pub use self::guard::{Claimed, Guard, GuardError, HeaderError};
 use self::json::EncodeError;
-use self::open::{Held, Open, StepError};
+pub use self::open::{Held, Open, StepError};
 use self::reserved::{Inserted, Reserved};
-pub use self::run::RunOn;
+pub use self::run::{RunOn, RunWith};
 use crate::call::{Arg, Call};
 use crate::error::store_error;
 use crate::pause::{Pause, random_bits};
@@ -639,12 +638,18 @@ impl Transactor {
     }
 
     const fn begin(&self) -> &'static str {
-        match self.isolation {
-            None => "BEGIN",
-            Some(Isolation::ReadCommitted) => "BEGIN ISOLATION LEVEL READ COMMITTED",
-            Some(Isolation::RepeatableRead) => "BEGIN ISOLATION LEVEL REPEATABLE READ",
-            Some(Isolation::Serializable) => "BEGIN ISOLATION LEVEL SERIALIZABLE",
-        }
+        begin(self.isolation)
+    }
+}
+
+/// The statement that begins a transaction; `None` is what the connection or the server says.
+#[must_use]
+pub const fn begin(isolation: Option<Isolation>) -> &'static str {
+    match isolation {
+        None => "BEGIN",
+        Some(Isolation::ReadCommitted) => "BEGIN ISOLATION LEVEL READ COMMITTED",
+        Some(Isolation::RepeatableRead) => "BEGIN ISOLATION LEVEL REPEATABLE READ",
+        Some(Isolation::Serializable) => "BEGIN ISOLATION LEVEL SERIALIZABLE",
     }
 }
 

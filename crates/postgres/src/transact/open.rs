@@ -1,5 +1,6 @@
 //! A transaction on a connection of the application's pool, which never goes back to the pool open.
 
+use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
@@ -11,19 +12,20 @@ use sqlx::{Connection as _, Error, PgTransaction, Postgres};
 use crate::error::store_error;
 
 /// A connection of the pool. Where it is not known how its last transaction stands it is closed, and does not go back.
-pub(crate) struct Held {
+pub struct Held {
     connection: PoolConnection<Postgres>,
     is_doubtful: bool,
 }
 
 /// An open transaction. Dropped before its end it is rolled back.
-pub(crate) struct Open<'c> {
+pub struct Open<'c> {
     transaction: PgTransaction<'c>,
     is_doubtful: &'c mut bool,
 }
 
 /// Why a step of a transaction has no answer.
-pub(crate) enum StepError {
+#[derive(Debug)]
+pub enum StepError {
     /// The server or the driver says so.
     Refused(Error),
     /// The server did not answer in time. The connection is given up.
@@ -39,24 +41,58 @@ impl From<StepError> for StoreError {
     }
 }
 
+impl fmt::Debug for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Held").field("is_doubtful", &self.is_doubtful).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Open<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Open").field("is_doubtful", &self.is_doubtful).finish_non_exhaustive()
+    }
+}
+
 impl Held {
     /// Takes a connection, which waits for as long as the pool says.
-    pub(crate) async fn acquire(pool: &PgPool) -> Result<Self, StepError> {
+    ///
+    /// # Errors
+    /// [`StepError::Refused`], of the pool or of the server.
+    pub async fn acquire(pool: &PgPool) -> Result<Self, StepError> {
         let connection = pool.acquire().await.map_err(StepError::Refused)?;
         Ok(Self { connection, is_doubtful: false })
     }
 
-    pub(crate) async fn begin(
-        &mut self,
-        begin: &'static str,
-        patience: Duration,
-    ) -> Result<Open<'_>, StepError> {
+    /// Begins a transaction by this statement, which takes no longer than `patience`.
+    ///
+    /// # Errors
+    /// [`StepError`]; the connection is given up where it was not answered.
+    pub async fn begin(&mut self, begin: &'static str, patience: Duration) -> Result<Open<'_>, StepError> {
         let Self { connection, is_doubtful } = self;
         // Dropped in here, the driver would not roll back: it counts a transaction only when BEGIN is answered.
         *is_doubtful = true;
         let transaction = within(patience, connection.begin_with(begin)).await?;
         *is_doubtful = false;
         Ok(Open { transaction, is_doubtful })
+    }
+}
+
+impl Held {
+    /// One statement of ours outside of a transaction. Where the server does not answer within `patience`, or this
+    /// is dropped, the
+    /// connection is given up.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub async fn alone<T>(
+        &mut self,
+        patience: Duration,
+        step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, Error>,
+    ) -> Result<T, StepError> {
+        self.is_doubtful = true;
+        let result = within(patience, step(&mut self.connection)).await;
+        self.is_doubtful = matches!(result, Err(StepError::TimedOut));
+        result
     }
 }
 
@@ -69,12 +105,16 @@ impl Drop for Held {
 }
 
 impl Open<'_> {
-    pub(crate) fn connection(&mut self) -> &mut PgConnection {
+    /// The connection that the transaction is open on.
+    pub fn connection(&mut self) -> &mut PgConnection {
         &mut self.transaction
     }
 
-    /// One statement of ours. Where the server does not answer, the connection is given up.
-    pub(crate) async fn step<T>(
+    /// One statement of ours. Where the server does not answer within `patience`, the connection is given up.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub async fn step<T>(
         &mut self,
         patience: Duration,
         step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, Error>,
@@ -84,8 +124,13 @@ impl Open<'_> {
         result
     }
 
-    /// Sends COMMIT. On an error it may have been carried out; the connection is given up then.
-    pub(crate) async fn commit(self, patience: Duration) -> Result<(), StepError> {
+    /// Sends COMMIT. On an error it may have been carried out, unless
+    /// [`is_rolled_back`](super::error::is_rolled_back) says otherwise; the
+    /// connection is given up then.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub async fn commit(self, patience: Duration) -> Result<(), StepError> {
         let Self { transaction, is_doubtful } = self;
         let result = within(patience, transaction.commit()).await;
         *is_doubtful = result.is_err();
@@ -94,7 +139,7 @@ impl Open<'_> {
 
     /// Waits until everything that the transaction wrote and held is gone. Where that cannot be said, the connection is
     /// given up, and the server finds that out by itself.
-    pub(crate) async fn rollback(self, patience: Duration) {
+    pub async fn rollback(self, patience: Duration) {
         let Self { transaction, is_doubtful } = self;
         if !*is_doubtful {
             *is_doubtful = within(patience, transaction.rollback()).await.is_err();

@@ -32,3 +32,8 @@ async fn a_service_in_python_needs_nothing_but_the_functions() {
 async fn and_so_does_one_with_asyncpg() {
     run("contract_asyncpg.py").await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_consumer_in_python_processes_each_message_once() {
+    run("messages.py").await;
+}

@@ -1,0 +1,503 @@
+//! Messages through transactions: all that are new in one, or each in its own.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{Fingerprint, StoreError};
+use oncegate_engine::{Panicked, catch_panic};
+use oncegate_postgres::transaction::{
+    Held, Open, Pause, StepError, begin, is_conflict, is_conflict_in, is_lost_in, is_rolled_back, store_error,
+};
+use tokio::time::Instant;
+
+use super::Inner;
+use super::receipts::{Receipt, Said, What};
+use super::streams::StreamBusy;
+use super::work::Work;
+use crate::dead::DeadLetter;
+use crate::handled::{DeadReason, Failure, Handled, Settlement};
+use crate::identity::MessageId;
+use crate::inbox::{letter_of, said};
+use crate::message::Message;
+
+/// When to ask again after a message that another transaction has.
+const ASK_AGAIN: Duration = Duration::from_millis(250);
+
+/// What one message has come to so far.
+struct Slot<'m> {
+    message: &'m Message,
+    /// Where its receipt is, or why it has none.
+    receipt: Result<Receipt, String>,
+    /// Attempts that failed or died, as far as is known.
+    attempts: u32,
+    /// It failed before, or cannot be in one transaction with others.
+    is_alone: bool,
+    handled: Option<Handled>,
+}
+
+/// What must stay in order.
+type OrderKey<'m> = (&'m str, &'m Bytes);
+
+impl<'m> Slot<'m> {
+    fn key(&self) -> Option<OrderKey<'m>> {
+        self.message.order_key.as_ref().map(|key| (self.message.topic.as_str(), key))
+    }
+
+    /// Whether it is certain that it need not come again.
+    fn is_done(&self) -> bool {
+        self.handled
+            .as_ref()
+            .is_some_and(|handled| handled.settlement(Duration::ZERO) == Settlement::Acknowledge)
+    }
+}
+
+/// What one transaction came to.
+enum Tried {
+    Committed(Vec<Said>),
+    /// Nothing was run: there is nothing new, or not all of it may be run together.
+    NotRun(Vec<Said>),
+    /// The handler failed, or COMMIT did. Rolled back.
+    Failed(Failure),
+    /// Rolled back before or after the handler, and worth another run.
+    Again(StoreError),
+    /// COMMIT was sent, and its answer lost.
+    Lost(Vec<Said>),
+    Away(StoreError),
+}
+
+/// The same, when it is known.
+enum Known {
+    Committed(Vec<Said>),
+    NotRun(Vec<Said>),
+    Failed(Failure),
+    Away(StoreError),
+}
+
+impl Inner {
+    /// As many as there are, in batches.
+    pub(super) async fn process_all<W: Work>(&self, messages: &[Arc<Message>], work: &W) -> Vec<Handled> {
+        let messages: Vec<&Message> = messages.iter().map(|message| &**message).collect();
+        self.process(&messages, work).await
+    }
+
+    /// Says for each message what became of it, in their order.
+    pub(super) async fn process<W: Work>(&self, messages: &[&Message], work: &W) -> Vec<Handled> {
+        let mut handled = Vec::with_capacity(messages.len());
+        let mut behind = HashSet::new();
+        for messages in messages.chunks(self.batch_max) {
+            let mut slots: Vec<Slot<'_>> = messages.iter().map(|message| self.slot(message)).collect();
+            self.process_batch(&mut slots, work, &behind).await;
+            for slot in slots {
+                if !slot.is_done()
+                    && let Some(key) = slot.key()
+                {
+                    behind.insert(key);
+                }
+                handled.push(slot.handled.unwrap_or(Handled::NotBegun));
+            }
+        }
+        self.receipts.tidy();
+        handled
+    }
+
+    fn slot<'m>(&self, message: &'m Message) -> Slot<'m> {
+        let digest = self.compares_payloads.then(|| digest(message));
+        let receipt = match self.identity.of(message) {
+            Ok(id) => Ok(Receipt { id: id.record_id(&self.consumer), digest }),
+            Err(why) => Err(why.to_string()),
+        };
+        let is_alone = receipt.is_err();
+        Slot { message, receipt, attempts: 0, is_alone, handled: None }
+    }
+
+    async fn process_batch<W: Work>(&self, slots: &mut [Slot<'_>], work: &W, behind: &HashSet<OrderKey<'_>>) {
+        if let Err(error) = self.begin(slots).await {
+            return away(slots, error);
+        }
+        // Each turn takes out at least one of those that cannot be run with the others.
+        for _ in 0..=slots.len() {
+            let batch = together(slots, behind);
+            if batch.len() < 2 {
+                break;
+            }
+            let asked: Vec<&Slot<'_>> = batch.iter().filter_map(|at| slots.get(*at)).collect();
+            match self.until_known(&asked, work).await {
+                Known::Committed(said) => {
+                    set(slots, &batch, said, |said| match said.what {
+                        What::Process => Some(Handled::Processed { attempts: said.attempts + 1 }),
+                        _ => known(&said),
+                    });
+                    break;
+                }
+                Known::NotRun(said) => {
+                    let max = self.attempts_max;
+                    set(slots, &batch, said, |said| known(&said));
+                    for at in batch {
+                        let slot = slots.get_mut(at).filter(|slot| slot.handled.is_none());
+                        if let Some(slot) = slot {
+                            slot.is_alone |= slot.attempts >= max;
+                        }
+                    }
+                }
+                // Each alone will tell which one it is.
+                Known::Failed(_) => break,
+                Known::Away(error) => return away(slots, error),
+            }
+        }
+        for at in 0..slots.len() {
+            let (earlier, rest) = slots.split_at_mut(at);
+            let Some(slot) = rest.first_mut().filter(|slot| slot.handled.is_none()) else { continue };
+            let key = slot.key();
+            let is_behind = key.is_some_and(|key| {
+                behind.contains(&key) || earlier.iter().any(|slot| slot.key() == Some(key) && !slot.is_done())
+            });
+            slot.handled = Some(match twin(earlier, slot) {
+                _ if is_behind => Handled::NotBegun,
+                Some(handled) => handled,
+                None => self.process_alone(slot, work).await,
+            });
+            if matches!(slot.handled, Some(Handled::Unavailable(_))) {
+                // What is out of reach is not tried for each of the others.
+                return;
+            }
+        }
+    }
+
+    /// Notes that those that may have been delivered before are begun, and sets apart what is known of them.
+    async fn begin(&self, slots: &mut [Slot<'_>]) -> Result<(), StoreError> {
+        let may_be_known = |message: &Message| message.is_redelivered && message.deliveries != Some(1);
+        let mut begun = Vec::new();
+        let mut ids = Vec::new();
+        for (at, slot) in slots.iter().enumerate() {
+            if let Ok(receipt) = &slot.receipt
+                && self.counts_crashes
+                && may_be_known(slot.message)
+            {
+                begun.push(at);
+                ids.push(receipt.id.as_bytes().to_vec());
+            }
+        }
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let compares = self.compares_payloads;
+        let said = self.receipts.begin(ids).await?;
+        set(slots, &begun, said, |said| match said.what {
+            // Whether it is the same message is to be seen yet.
+            What::Processed | What::Dead(_) if compares => None,
+            _ => known(&said),
+        });
+        for slot in slots {
+            slot.is_alone |= slot.attempts > 0;
+        }
+        Ok(())
+    }
+
+    /// In a transaction of its own, with everything that follows from a failure.
+    async fn process_alone<W: Work>(&self, slot: &Slot<'_>, work: &W) -> Handled {
+        let receipt = match &slot.receipt {
+            Ok(receipt) => receipt,
+            Err(why) => {
+                let id = MessageId::of_unidentified(slot.message).record_id(&self.consumer);
+                let receipt = Receipt { id, digest: None };
+                return self.bury(&receipt, slot.message, DeadReason::NoIdentity, 0, why.clone()).await;
+            }
+        };
+        match self.until_known(&[slot], work).await {
+            Known::Committed(said) => {
+                let attempts = said.first().map_or(0, |said| said.attempts);
+                Handled::Processed { attempts: attempts.saturating_add(1) }
+            }
+            Known::NotRun(said) => match said.first() {
+                Some(Said { what: What::Process, attempts }) => {
+                    let why = "its last attempt did not end".to_owned();
+                    self.bury(receipt, slot.message, DeadReason::AttemptsExhausted, *attempts, why).await
+                }
+                Some(Said { what: What::Reused, .. }) => {
+                    let id = letter_of(&self.consumer, receipt.id, &digest(slot.message));
+                    let beside = Receipt { id, digest: None };
+                    let why = "another message has the same identity".to_owned();
+                    self.bury(&beside, slot.message, DeadReason::IdentityReused, 0, why).await
+                }
+                said => said.and_then(known).unwrap_or(Handled::NotBegun),
+            },
+            Known::Failed(failure) => self.failed(receipt, slot.message, failure).await,
+            Known::Away(error) => Handled::Unavailable(error),
+        }
+    }
+
+    /// After the transaction was rolled back.
+    async fn failed(&self, receipt: &Receipt, message: &Message, failure: Failure) -> Handled {
+        if failure.error().is::<StreamBusy>() {
+            return Handled::InFlight { retry_after: ASK_AGAIN };
+        }
+        let counted = match self.receipts.failed(receipt.id).await {
+            Ok(counted) => counted,
+            Err(error) => return Handled::Unavailable(error),
+        };
+        let attempts = counted.attempts;
+        let reason = match failure {
+            _ if counted.what != What::Failed => {
+                return known(&counted).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN });
+            }
+            Failure::Reject(_) => DeadReason::Rejected,
+            _ if attempts >= self.attempts_max => DeadReason::AttemptsExhausted,
+            failure => return Handled::Failed { attempts, failure },
+        };
+        self.bury(receipt, message, reason, attempts, said(&failure)).await
+    }
+
+    /// Gives a message up.
+    async fn bury(
+        &self,
+        receipt: &Receipt,
+        message: &Message,
+        reason: DeadReason,
+        attempts: u32,
+        error: String,
+    ) -> Handled {
+        let letter = DeadLetter {
+            id: receipt.id.downstream_key("dead-letter"),
+            consumer: self.consumer.clone(),
+            message: Arc::new(message.clone()),
+            reason,
+            attempts,
+            error,
+        };
+        match self.receipts.dead(receipt, &letter).await {
+            Ok(Said { what: What::Written, .. }) => Handled::Dead { reason, is_known: false },
+            Ok(Said { what: What::Dead(_), .. }) => Handled::Dead { reason, is_known: true },
+            Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
+            Err(error) => Handled::Unavailable(error),
+        }
+    }
+
+    /// Runs the transaction as often as it is worth, and finds out what became of a COMMIT whose answer was lost: the next try is
+    /// told so. A message is in flight as long as the old transaction is open, and processed or new after it.
+    async fn until_known<W: Work>(&self, slots: &[&Slot<'_>], work: &W) -> Known {
+        let is_alone = slots.len() == 1;
+        let mut runs_left = self.runs;
+        let mut was_cut = false;
+        // What may have been committed, and until when that is looked for.
+        let mut sent: Option<(Vec<Said>, Instant)> = None;
+        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        loop {
+            let tried = self.try_once(slots, work).await;
+            let is_looking = sent.as_ref().is_some_and(|(_, until)| Instant::now() < *until);
+            match tried {
+                Tried::Committed(said) => return Known::Committed(ours(said, sent.as_ref())),
+                Tried::NotRun(said) => {
+                    let is_open = said.iter().any(|said| said.what == What::InFlight);
+                    if !(is_looking && is_open) {
+                        let was_sent = sent.is_some();
+                        let said = ours(said, sent.as_ref());
+                        let is_committed = was_sent
+                            && said.iter().all(|said| !matches!(said.what, What::InFlight | What::Reused));
+                        return if is_committed { Known::Committed(said) } else { Known::NotRun(said) };
+                    }
+                }
+                Tried::Away(_) if is_looking => {}
+                Tried::Away(error) => return Known::Away(error),
+                Tried::Again(error) if !is_alone || runs_left <= 1 => {
+                    return Known::Failed(Failure::retry(error));
+                }
+                Tried::Again(_) => runs_left -= 1,
+                Tried::Failed(failure) => {
+                    let error = failure.error();
+                    let is_again = is_alone && runs_left > 1 && is_conflict_in(error);
+                    let is_cut = is_alone && !was_cut && is_lost_in(error);
+                    if !is_again && !is_cut {
+                        return Known::Failed(failure);
+                    }
+                    was_cut |= is_cut;
+                    runs_left -= u32::from(is_again);
+                }
+                Tried::Lost(said) => {
+                    tracing::warn!("the answer to COMMIT was lost; finding out what became of it");
+                    if runs_left <= 1 {
+                        return Known::Away(StoreError::unavailable(
+                            "the connection to PostgreSQL ended during COMMIT, again and again",
+                        ));
+                    }
+                    runs_left -= 1;
+                    sent = Some((said, Instant::now() + self.receipts.patience));
+                    continue;
+                }
+            }
+            pause.sleep(sent.as_ref().map(|(_, until)| *until)).await;
+        }
+    }
+
+    async fn try_once<W: Work>(&self, slots: &[&Slot<'_>], work: &W) -> Tried {
+        let patience = self.receipts.patience;
+        let mut held = match Held::acquire(&self.receipts.pool).await {
+            Ok(held) => held,
+            Err(error) => return Tried::Away(error.into()),
+        };
+        let mut open = match held.begin(begin(self.isolation), patience).await {
+            Ok(open) => open,
+            Err(error) => return Tried::Away(error.into()),
+        };
+        let tried = self.run_on(&mut open, slots, work).await;
+        let said = match tried {
+            Ok(said) => said,
+            Err(tried) => {
+                open.rollback(patience).await;
+                return tried;
+            }
+        };
+        match open.commit(patience).await {
+            Ok(()) => Tried::Committed(said),
+            Err(StepError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
+            // Such as a constraint that is checked at the end.
+            Err(StepError::Refused(error)) if is_rolled_back(&error) => Tried::Failed(Failure::unsure(error)),
+            Err(_) => Tried::Lost(said),
+        }
+    }
+
+    /// Takes the messages, and runs what is new; it may be committed then.
+    async fn run_on<W: Work>(
+        &self,
+        open: &mut Open<'_>,
+        slots: &[&Slot<'_>],
+        work: &W,
+    ) -> Result<Vec<Said>, Tried> {
+        let receipts: Vec<Receipt> = slots.iter().filter_map(|slot| slot.receipt.clone().ok()).collect();
+        let (said, transaction) = match self.receipts.receive(open, &receipts).await {
+            // The table of locks is full: each takes only one place.
+            Err(StepError::Refused(error)) if slots.len() > 1 && has_code(&error, "53200") => {
+                return Err(Tried::Again(store_error(&error)));
+            }
+            received => received.map_err(without_run)?,
+        };
+        let is_new = |said: &Said| said.what == What::Process;
+        if !said.iter().any(is_new) || !self.may_run(slots, &said) {
+            return Err(Tried::NotRun(said));
+        }
+        let new: Vec<&Message> =
+            slots.iter().zip(&said).filter(|(_, said)| is_new(said)).map(|(slot, _)| slot.message).collect();
+        match catch_panic(work.run(open.connection(), &new)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(failure)) => return Err(Tried::Failed(failure)),
+            Err(Panicked) => return Err(Tried::Failed(Failure::unsure("the handler panicked"))),
+        }
+        // A COMMIT of a transaction in which a statement had failed says that all is well, and rolls back.
+        match self.receipts.is_still(open, transaction).await {
+            Ok(true) => Ok(said),
+            Ok(false) => Err(Tried::Failed(Failure::unsure("the handler ended the transaction itself"))),
+            // A statement was refused because one before it had failed.
+            Err(StepError::Refused(error)) if has_code(&error, "25P02") => {
+                Err(Tried::Failed(Failure::unsure(
+                    "a statement of the handler had failed, and the handler passed over its error",
+                )))
+            }
+            Err(error) => Err(without_run(error)),
+        }
+    }
+
+    /// Whether what is new may be run in one transaction: nothing of it is behind a message that somebody else has, or was
+    /// tried too often.
+    fn may_run(&self, slots: &[&Slot<'_>], said: &[Said]) -> bool {
+        let mut waiting = HashSet::new();
+        for (slot, said) in slots.iter().zip(said) {
+            let key = slot.key();
+            match said.what {
+                What::Process if said.attempts >= self.attempts_max => return false,
+                What::Process if key.is_some_and(|key| waiting.contains(&key)) => return false,
+                What::Reused => return false,
+                What::InFlight => waiting.extend(key),
+                _ => {}
+            }
+        }
+        true
+    }
+}
+
+/// Those that may be run in one transaction: none that is to be alone, none that is behind one of these, none twice.
+fn together(slots: &[Slot<'_>], behind: &HashSet<OrderKey<'_>>) -> Vec<usize> {
+    let mut waiting: HashSet<OrderKey<'_>> = HashSet::new();
+    let mut ids = HashSet::new();
+    let mut batch = Vec::new();
+    for (at, slot) in slots.iter().enumerate() {
+        let key = slot.key();
+        let is_behind = key.is_some_and(|key| waiting.contains(&key) || behind.contains(&key));
+        match &slot.receipt {
+            Ok(receipt) if slot.handled.is_none() && !slot.is_alone && !is_behind => {
+                if ids.insert(receipt.id) {
+                    batch.push(at);
+                }
+            }
+            _ if slot.is_done() => {}
+            _ => waiting.extend(key),
+        }
+    }
+    batch
+}
+
+/// What becomes of a message whose like was in the batch before it.
+fn twin(earlier: &[Slot<'_>], slot: &Slot<'_>) -> Option<Handled> {
+    let receipt = slot.receipt.as_ref().ok()?;
+    let twin = earlier.iter().find(|earlier| {
+        earlier.receipt.as_ref().is_ok_and(|r| r.id == receipt.id && r.digest == receipt.digest)
+    })?;
+    Some(match twin.handled.as_ref()? {
+        Handled::Processed { .. } | Handled::Duplicate => Handled::Duplicate,
+        Handled::Dead { reason, .. } => Handled::Dead { reason: *reason, is_known: true },
+        _ => Handled::InFlight { retry_after: ASK_AGAIN },
+    })
+}
+
+/// What is known of a message without running it.
+fn known(said: &Said) -> Option<Handled> {
+    match said.what {
+        What::Processed => Some(Handled::Duplicate),
+        What::Dead(reason) => Some(Handled::Dead { reason, is_known: true }),
+        What::InFlight => Some(Handled::InFlight { retry_after: ASK_AGAIN }),
+        What::Process | What::Reused | What::Failed | What::Written => None,
+    }
+}
+
+fn set(slots: &mut [Slot<'_>], at: &[usize], said: Vec<Said>, handled: impl Fn(Said) -> Option<Handled>) {
+    for (at, said) in at.iter().zip(said) {
+        if let Some(slot) = slots.get_mut(*at) {
+            slot.attempts = if said.what == What::Process { said.attempts } else { slot.attempts };
+            slot.is_alone |= said.what == What::Reused;
+            slot.handled = handled(said);
+        }
+    }
+}
+
+/// Nothing is known of those that are left.
+fn away(slots: &mut [Slot<'_>], error: StoreError) {
+    let mut error = Some(error);
+    for slot in slots.iter_mut().filter(|slot| slot.handled.is_none()) {
+        slot.handled = Some(error.take().map_or(Handled::NotBegun, Handled::Unavailable));
+    }
+}
+
+/// What was processed by the transaction whose COMMIT was lost was not processed before it.
+fn ours(mut said: Vec<Said>, sent: Option<&(Vec<Said>, Instant)>) -> Vec<Said> {
+    for (now, then) in said.iter_mut().zip(sent.map_or(&[][..], |(sent, _)| sent)) {
+        if now.what == What::Processed && then.what == What::Process {
+            *now = then.clone();
+        }
+    }
+    said
+}
+
+fn without_run(error: StepError) -> Tried {
+    match error {
+        StepError::Refused(error) if is_conflict(&error) => Tried::Again(store_error(&error)),
+        error => Tried::Away(error.into()),
+    }
+}
+
+fn has_code(error: &oncegate_postgres::sqlx::Error, code: &str) -> bool {
+    error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
+}
+
+fn digest(message: &Message) -> [u8; 32] {
+    *Fingerprint::of_parts("message", &[&message.payload]).digest()
+}

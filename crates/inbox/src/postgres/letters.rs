@@ -1,0 +1,171 @@
+//! Dead letters in the database, for operators.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{RecordId, StoreError, Timestamp};
+use oncegate_postgres::RunWith;
+use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
+use oncegate_postgres::sqlx::{self, Row as _};
+use oncegate_postgres::transaction::{Held, StepError};
+
+use super::PATIENCE;
+use super::receipts::{alone, refused};
+use crate::dead::DeadLetter;
+use crate::handled::{DeadReason, Failure};
+use crate::identity::ConsumerName;
+use crate::message::Message;
+
+const LIST: &str = "SELECT d.* FROM oncegate.list_dead_letters($1, $2, $3) AS d";
+const REQUEUE: &str = "SELECT d.* FROM oncegate.requeue_dead_letter($1) AS d";
+const DELETE: &str = "SELECT oncegate.delete_dead_letter($1) AS was_there";
+
+/// The dead letters of all [`TransactionalInbox`](super::TransactionalInbox)es of a database.
+#[derive(Clone)]
+pub struct DeadLetterTable {
+    pool: PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+}
+
+/// A dead letter that is in the table.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct KeptLetter {
+    /// What it is told by here.
+    pub number: u64,
+    /// When it was written.
+    pub at: Timestamp,
+    /// The letter.
+    pub letter: DeadLetter,
+}
+
+impl DeadLetterTable {
+    /// The table in the database of this pool.
+    #[must_use]
+    pub const fn new(pool: PgPool) -> Self {
+        Self { pool, patience: PATIENCE, transaction_pooler: false }
+    }
+
+    /// The pool goes through a pooler that gives each transaction another session.
+    #[must_use]
+    pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
+        Self { transaction_pooler: through_pooler, ..self }
+    }
+
+    /// Letters in the order in which they were written, after the one with this number: of one consumer, or of all; at most so
+    /// many, 1000, and 8 MiB. There are no more where there is none.
+    ///
+    /// # Errors
+    /// [`StoreError`] where the database is out of reach or refuses.
+    pub async fn list(
+        &self,
+        consumer: Option<&ConsumerName>,
+        after: Option<u64>,
+        most: usize,
+    ) -> Result<Vec<KeptLetter>, StoreError> {
+        let query = sqlx::query(LIST)
+            .persistent(!self.transaction_pooler)
+            .bind(consumer.map(ToString::to_string))
+            .bind(after.map(number))
+            .bind(i32::try_from(most).unwrap_or(i32::MAX));
+        let rows = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+            query.fetch_all(connection).await
+        });
+        rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
+    }
+
+    /// Takes a letter out, so that its message may be processed again: runs `run`, which sends it again or processes it, and
+    /// then commits. Says whether there was such a letter. Until the commit every consumer is told that the message is in
+    /// flight. Where `run` fails, or the process ends, the letter is still there; the message may have been sent all the same,
+    /// and is dead as before.
+    ///
+    /// Send it under its identity. A broker that drops what it has seen (the window of NATS, a FIFO queue of SQS) drops
+    /// it within that time if its publisher's identifier is the same, too.
+    ///
+    /// # Errors
+    /// What `run` says; an error of the database.
+    pub async fn requeue<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
+    where
+        T: Send,
+        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
+    {
+        let unavailable = |error: StepError| Failure::retry(StoreError::from(error));
+        let mut held = Held::acquire(&self.pool).await.map_err(unavailable)?;
+        let mut open = held.begin("BEGIN", self.patience).await.map_err(unavailable)?;
+        let query = sqlx::query(REQUEUE).persistent(!self.transaction_pooler).bind(number(letter));
+        let row = open.step(self.patience, async |connection| query.fetch_optional(connection).await).await;
+        let done = match row {
+            Ok(None) => Ok(None),
+            Ok(Some(row)) => match message(&row) {
+                Ok(message) => run(open.connection(), Arc::new(message)).await.map(Some),
+                Err(error) => Err(Failure::retry(refused(error))),
+            },
+            Err(error) => Err(unavailable(error)),
+        };
+        if !matches!(done, Ok(Some(_))) {
+            open.rollback(self.patience).await;
+            return done;
+        }
+        open.commit(self.patience).await.map_err(unavailable)?;
+        done
+    }
+
+    /// Deletes a letter. Says whether there was one. Its message stays dead for as long as its receipt is kept.
+    ///
+    /// # Errors
+    /// [`StoreError`] where the database is out of reach or refuses.
+    pub async fn delete(&self, letter: u64) -> Result<bool, StoreError> {
+        let query = sqlx::query(DELETE).persistent(!self.transaction_pooler).bind(number(letter));
+        let row = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+            query.fetch_one(connection).await
+        });
+        row.await?.try_get("was_there").map_err(refused)
+    }
+}
+
+fn number(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn kept(row: &PgRow) -> Result<KeptLetter, sqlx::Error> {
+    let strange = |what: &str| sqlx::Error::Decode(what.into());
+    let unsigned = |column: &str| row.try_get::<i64, _>(column).map(i64::unsigned_abs);
+    let id: Vec<u8> = row.try_get("id")?;
+    let id: [u8; 32] = id.try_into().map_err(|_| strange("an identifier without 32 octets"))?;
+    let consumer: &str = row.try_get("consumer")?;
+    let reason: &str = row.try_get("reason")?;
+    let attempts: i32 = row.try_get("attempts")?;
+    Ok(KeptLetter {
+        number: unsigned("number")?,
+        at: Timestamp::from_millis(unsigned("at")?),
+        letter: DeadLetter {
+            id: RecordId::from_bytes(id).downstream_key("dead-letter"),
+            consumer: ConsumerName::new(consumer).map_err(|_| strange("no name of a consumer"))?,
+            message: Arc::new(message(row)?),
+            // Other programs have words of their own.
+            reason: DeadReason::from_word(reason).unwrap_or(DeadReason::Rejected),
+            attempts: attempts.unsigned_abs(),
+            error: row.try_get("error")?,
+        },
+    })
+}
+
+fn message(row: &PgRow) -> Result<Message, sqlx::Error> {
+    let names: Vec<String> = row.try_get("header_names")?;
+    let values: Vec<Vec<u8>> = row.try_get("header_values")?;
+    let payload: Vec<u8> = row.try_get("payload")?;
+    let mut message = Message::new(row.try_get::<String, _>("topic")?, payload);
+    message.headers = names.into_iter().zip(values.into_iter().map(Bytes::from)).collect();
+    message.broker_id = row.try_get("broker_id")?;
+    message.order_key = row.try_get::<Option<Vec<u8>>, _>("order_key")?.map(Bytes::from);
+    Ok(message)
+}
+
+impl fmt::Debug for DeadLetterTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeadLetterTable").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,279 @@
+//! The calls of the contract: what each says, and nothing of what follows from it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{RecordId, StoreError};
+use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
+use oncegate_postgres::sqlx::query::Query;
+use oncegate_postgres::sqlx::{self, Postgres, Row as _};
+use oncegate_postgres::transaction::{Held, Open, StepError};
+use tracing::debug;
+
+use crate::dead::DeadLetter;
+use crate::handled::DeadReason;
+
+/// How often receipts whose retention is over are removed beside the work.
+const PURGE_EVERY: Duration = Duration::from_secs(60);
+
+/// How many at a time.
+const PURGE_BATCH: i32 = 1000;
+
+const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current() AS transaction \
+     FROM oncegate.receive_many($1, $2, $3) AS r";
+
+/// A count that a crash of the server loses does no harm, so its commit does not wait for the disk.
+const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
+     FROM oncegate.begin_messages($1, $2, $3) AS b";
+
+const FAILED: &str =
+    "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
+
+const DEAD: &str = "SELECT d.outcome, 0 AS attempts, NULL::text AS reason \
+     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) AS d";
+
+const PURGE: &str = "SELECT oncegate.purge_processed($1) AS purged";
+
+/// Receipts in the database of a pool.
+#[derive(Clone)]
+pub(super) struct Receipts {
+    pub(super) pool: PgPool,
+    pub(super) retention: Duration,
+    pub(super) patience: Duration,
+    pub(super) transaction_pooler: bool,
+    pub(super) purges: bool,
+    /// What this process notes that it has begun.
+    by: i64,
+    /// When they were last purged, in milliseconds after `since`.
+    purged: Arc<AtomicU64>,
+    since: Instant,
+}
+
+/// What a function says of a message.
+#[derive(Clone, Debug)]
+pub(super) struct Said {
+    pub(super) what: What,
+    /// How many attempts failed before.
+    pub(super) attempts: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    Process,
+    Processed,
+    InFlight,
+    Dead(DeadReason),
+    Reused,
+    /// The attempt was counted.
+    Failed,
+    /// The dead letter was written.
+    Written,
+}
+
+/// A message as its receipt knows it.
+#[derive(Clone, Debug)]
+pub(super) struct Receipt {
+    pub(super) id: RecordId,
+    pub(super) digest: Option<[u8; 32]>,
+}
+
+type Ask<'q> = Query<'q, Postgres, PgArguments>;
+
+impl Receipts {
+    pub(super) fn new(pool: PgPool, retention: Duration, patience: Duration) -> Self {
+        let mut by = [0; 8];
+        // Without random numbers the time is as good.
+        if getrandom::fill(&mut by).is_err() {
+            let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+            by = (now.as_nanos() as u64).to_ne_bytes();
+        }
+        Self {
+            pool,
+            retention,
+            patience,
+            transaction_pooler: false,
+            purges: true,
+            by: i64::from_ne_bytes(by),
+            purged: Arc::new(AtomicU64::new(0)),
+            since: Instant::now(),
+        }
+    }
+
+    fn ask(&self, sql: &'static str) -> Ask<'static> {
+        sqlx::query(sql).persistent(!self.transaction_pooler)
+    }
+
+    fn retention_ms(&self) -> i64 {
+        i64::try_from(self.retention.as_millis()).unwrap_or(i64::MAX)
+    }
+
+    /// Takes messages in this transaction, whose number is given, too.
+    pub(super) async fn receive(
+        &self,
+        open: &mut Open<'_>,
+        receipts: &[Receipt],
+    ) -> Result<(Vec<Said>, i64), StepError> {
+        let ids: Vec<Vec<u8>> = receipts.iter().map(|receipt| receipt.id.as_bytes().to_vec()).collect();
+        let digests: Option<Vec<Vec<u8>>> =
+            receipts.iter().map(|receipt| receipt.digest.map(|digest| digest.to_vec())).collect();
+        let query = self.ask(RECEIVE).bind(ids).bind(self.retention_ms()).bind(digests);
+        let rows = open.step(self.patience, async |connection| query.fetch_all(connection).await).await?;
+        let transaction = match rows.first() {
+            Some(row) => row.try_get("transaction").map_err(StepError::Refused)?,
+            None => 0,
+        };
+        Ok((all(&rows, receipts.len()).map_err(StepError::Refused)?, transaction))
+    }
+
+    /// Whether this transaction is still the one with that number, and may commit.
+    pub(super) async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<bool, StepError> {
+        let query = self.ask("SELECT txid_current_if_assigned() AS transaction");
+        let row = open.step(self.patience, async |connection| query.fetch_one(connection).await).await?;
+        let now: Option<i64> = row.try_get("transaction").map_err(StepError::Refused)?;
+        Ok(now == Some(transaction))
+    }
+
+    /// Notes that messages are begun.
+    pub(super) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StoreError> {
+        let count = ids.len();
+        let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
+        let rows = self.alone(query).await?;
+        all(&rows, count).map_err(|error| StepError::Refused(error).into())
+    }
+
+    /// Counts an attempt that failed.
+    pub(super) async fn failed(&self, id: RecordId) -> Result<Said, StoreError> {
+        let query = self.ask(FAILED).bind(id.as_bytes().to_vec()).bind(self.retention_ms());
+        one(&self.alone(query).await?)
+    }
+
+    /// Writes a dead letter, and that its message is dead.
+    pub(super) async fn dead(&self, receipt: &Receipt, letter: &DeadLetter) -> Result<Said, StoreError> {
+        let message = &letter.message;
+        let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
+        let values: Vec<Vec<u8>> = message.headers.iter().map(|(_, value)| value.to_vec()).collect();
+        let query = self
+            .ask(DEAD)
+            .bind(receipt.id.as_bytes().to_vec())
+            .bind(letter.consumer.to_string())
+            .bind(letter.reason.as_str())
+            .bind(i32::try_from(letter.attempts).unwrap_or(i32::MAX))
+            .bind(text(&letter.error))
+            .bind(text(&message.topic))
+            .bind(message.broker_id.as_deref().map(text))
+            .bind(message.order_key.as_ref().map(|key| key.to_vec()))
+            .bind(names)
+            .bind(values)
+            .bind(message.payload.to_vec())
+            .bind(self.retention_ms())
+            .bind(receipt.digest.map(|digest| digest.to_vec()));
+        one(&self.alone(query).await?)
+    }
+
+    /// One statement in a transaction of its own.
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StoreError> {
+        alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+            query.fetch_all(connection).await
+        })
+        .await
+    }
+
+    /// Removes receipts whose retention is over, until there are none left.
+    pub(super) async fn purge(&self) -> Result<u64, StoreError> {
+        let mut purged = 0;
+        loop {
+            let rows = self.alone(self.ask(PURGE).bind(PURGE_BATCH)).await?;
+            let gone: i32 = rows.first().map_or(Ok(0), |row| row.try_get("purged")).map_err(refused)?;
+            purged += u64::from(gone.unsigned_abs());
+            if gone < PURGE_BATCH {
+                return Ok(purged);
+            }
+        }
+    }
+
+    /// Removes them beside the work where it is time.
+    pub(super) fn tidy(&self) {
+        let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let before = self.purged.load(Ordering::Relaxed);
+        let every = u64::try_from(PURGE_EVERY.as_millis()).unwrap_or(u64::MAX);
+        if !self.purges || now.saturating_sub(before) < every {
+            return;
+        }
+        if self.purged.compare_exchange(before, now, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            let receipts = self.clone();
+            tokio::spawn(async move {
+                if let Err(error) = receipts.purge().await {
+                    debug!(%error, "receipts whose retention is over were not removed; it is tried again");
+                }
+            });
+        }
+    }
+}
+
+/// One statement in a transaction of its own. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared
+/// where it is carried out.
+pub(super) async fn alone<T>(
+    pool: &PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+    step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+) -> Result<T, StoreError> {
+    let mut held = Held::acquire(pool).await?;
+    if !transaction_pooler {
+        return Ok(held.alone(patience, step).await?);
+    }
+    let mut open = held.begin("BEGIN", patience).await?;
+    match open.step(patience, step).await {
+        Ok(done) => {
+            open.commit(patience).await?;
+            Ok(done)
+        }
+        Err(error) => {
+            open.rollback(patience).await;
+            Err(error.into())
+        }
+    }
+}
+
+pub(super) fn refused(error: sqlx::Error) -> StoreError {
+    StepError::Refused(error).into()
+}
+
+fn one(rows: &[PgRow]) -> Result<Said, StoreError> {
+    let said = all(rows, 1).map_err(refused)?;
+    said.into_iter().next().ok_or_else(|| refused(sqlx::Error::RowNotFound))
+}
+
+/// What was said of as many messages.
+fn all(rows: &[PgRow], count: usize) -> Result<Vec<Said>, sqlx::Error> {
+    if rows.len() != count {
+        return Err(sqlx::Error::RowNotFound);
+    }
+    rows.iter().map(said).collect()
+}
+
+fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
+    let outcome: &str = row.try_get("outcome")?;
+    let attempts: i32 = row.try_get("attempts")?;
+    let what = match outcome {
+        "process" => What::Process,
+        "processed" => What::Processed,
+        "in-flight" => What::InFlight,
+        "reused" => What::Reused,
+        "failed" => What::Failed,
+        "written" => What::Written,
+        "dead" => {
+            let reason: Option<&str> = row.try_get("reason")?;
+            // Other programs have words of their own.
+            What::Dead(reason.and_then(DeadReason::from_word).unwrap_or(DeadReason::Rejected))
+        }
+        _ => return Err(sqlx::Error::Decode("an outcome that this program does not know".into())),
+    };
+    Ok(Said { what, attempts: attempts.unsigned_abs() })
+}
+
+/// As the database takes it: a text there has no NUL.
+pub(super) fn text(text: &str) -> String {
+    text.replace('\0', "␀")
+}

@@ -1,0 +1,1058 @@
+//! The loop and the inbox behind it, against a broker in memory that delivers again what it does not hear of. Time is
+//! tokio's, and stands still unless all wait for it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::{Clock, MemoryStore, OnAbandoned, Store, Timestamp};
+use oncegate_engine::{Attempt, Engine};
+use oncegate_inbox::{
+    Consumer, ConsumerError, ConsumerName, Counts, DeadLetter, DeadLetterTopic, DeadLetters, DeadReason,
+    Delivery, EventKind, Failure, Handled, Identity, Inbox, Message, Order, Outgoing, PublishError,
+    PublishFuture, Publisher, PutFuture, Source, SourceError,
+};
+use oncegate_testkit::FaultyStore;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+const VISIBLE_AFTER: Duration = Duration::from_secs(30);
+
+/// Nothing here takes longer, by the time of the tests.
+const PATIENCE: Duration = Duration::from_secs(3600);
+
+// ---- a broker in memory
+
+#[derive(Clone, Default)]
+struct Broker(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    changed: Notify,
+    is_gone: AtomicBool,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// Number, message, when it can be delivered, how often it was.
+    messages: BTreeMap<u64, (Message, Instant, u32)>,
+    next: u64,
+    acknowledged: Vec<String>,
+    extended: usize,
+    /// The next calls of `next` fail like this.
+    errors: VecDeque<SourceError>,
+    is_closed: bool,
+}
+
+impl Broker {
+    fn with<T>(&self, act: impl FnOnce(&mut Queue) -> T) -> T {
+        let result = act(&mut self.0.queue.lock().unwrap());
+        self.0.changed.notify_waiters();
+        result
+    }
+
+    fn publish(&self, message: Message) {
+        self.with(|queue| {
+            queue.messages.insert(queue.next, (message, Instant::now(), 0));
+            queue.next += 1;
+        });
+    }
+
+    fn send(&self, id: &str) {
+        self.publish(message(id));
+    }
+
+    async fn until(&self, what: &str, is_so: impl Fn(&Queue) -> bool) {
+        let waiting = async {
+            loop {
+                let changed = self.0.changed.notified();
+                if is_so(&self.0.queue.lock().unwrap()) {
+                    return;
+                }
+                tokio::select! { () = changed => {}, () = sleep(Duration::from_millis(500)) => {} }
+            }
+        };
+        assert!(timeout(PATIENCE, waiting).await.is_ok(), "not in time: {what}");
+    }
+
+    async fn is_empty(&self) {
+        self.until("everything is acknowledged", |queue| queue.messages.is_empty()).await;
+    }
+
+    fn acknowledged(&self) -> usize {
+        self.with(|queue| queue.acknowledged.len())
+    }
+
+    fn deliveries(&self) -> Vec<u32> {
+        self.with(|queue| queue.messages.values().map(|(_, _, times)| *times).collect())
+    }
+}
+
+fn message(id: &str) -> Message {
+    Message::new("orders", format!("{{\"id\":\"{id}\"}}")).with_header("id", id.to_owned())
+}
+
+/// A queue whose messages are seen by nobody else for a time after they were delivered.
+struct Subscription {
+    broker: Broker,
+    redelivery: Option<Duration>,
+}
+
+struct Delivered<const GIVES_BACK: bool> {
+    broker: Broker,
+    number: u64,
+    message: Arc<Message>,
+}
+
+impl Subscription {
+    fn of(broker: &Broker) -> Self {
+        Self { broker: broker.clone(), redelivery: Some(VISIBLE_AFTER) }
+    }
+
+    async fn next<const GIVES_BACK: bool>(&self) -> Result<Delivered<GIVES_BACK>, SourceError> {
+        loop {
+            let changed = self.broker.0.changed.notified();
+            let soonest = {
+                let mut queue = self.broker.0.queue.lock().unwrap();
+                if let Some(error) = queue.errors.pop_front() {
+                    return Err(error);
+                }
+                let now = Instant::now();
+                let due = queue.messages.iter_mut().find(|(_, (_, at, _))| *at <= now);
+                if let Some((number, (message, at, times))) = due {
+                    *at = now + VISIBLE_AFTER;
+                    *times += 1;
+                    let message = message.clone().with_deliveries(Some(*times), *times > 1);
+                    let (broker, number) = (self.broker.clone(), *number);
+                    return Ok(Delivered { broker, number, message: Arc::new(message) });
+                }
+                queue.messages.values().map(|(_, at, _)| *at).min()
+            };
+            let soonest = soonest.unwrap_or_else(|| Instant::now() + PATIENCE);
+            tokio::select! { () = changed => {}, () = tokio::time::sleep_until(soonest) => {} }
+        }
+    }
+}
+
+impl Source for Subscription {
+    type Delivery = Delivered<true>;
+
+    fn redelivery(&self) -> Option<Duration> {
+        self.redelivery
+    }
+
+    async fn next(&mut self) -> Result<Self::Delivery, SourceError> {
+        Subscription::next(self).await
+    }
+
+    async fn close(&mut self) -> Result<(), SourceError> {
+        self.broker.with(|queue| queue.is_closed = true);
+        Ok(())
+    }
+}
+
+/// The same as a log: what is not acknowledged does not come again.
+struct Log(Subscription);
+
+impl Source for Log {
+    type Delivery = Delivered<false>;
+
+    fn redelivery(&self) -> Option<Duration> {
+        None
+    }
+
+    async fn next(&mut self) -> Result<Self::Delivery, SourceError> {
+        self.0.next().await
+    }
+
+    async fn close(&mut self) -> Result<(), SourceError> {
+        Ok(())
+    }
+}
+
+impl<const GIVES_BACK: bool> Delivery for Delivered<GIVES_BACK> {
+    const GIVES_BACK: bool = GIVES_BACK;
+
+    fn message(&self) -> &Arc<Message> {
+        &self.message
+    }
+
+    fn is_lost(&self) -> bool {
+        self.broker.0.is_gone.load(Ordering::SeqCst)
+    }
+
+    async fn extend(&self) -> Result<(), SourceError> {
+        self.broker.with(|queue| {
+            queue.extended += 1;
+            if let Some((_, at, _)) = queue.messages.get_mut(&self.number) {
+                *at = Instant::now() + VISIBLE_AFTER;
+            }
+        });
+        Ok(())
+    }
+
+    async fn ack(&self) -> Result<(), SourceError> {
+        self.broker.with(|queue| {
+            if let Some((message, _, _)) = queue.messages.remove(&self.number) {
+                let id = message.header("id").unwrap().cloned().unwrap_or_default();
+                queue.acknowledged.push(String::from_utf8(id.to_vec()).unwrap());
+            }
+        });
+        Ok(())
+    }
+
+    async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
+        assert!(GIVES_BACK, "a log takes nothing back");
+        self.broker.with(|queue| {
+            if let Some((_, at, _)) = queue.messages.get_mut(&self.number) {
+                *at = Instant::now() + after;
+            }
+        });
+        Ok(())
+    }
+}
+
+// ---- effects and letters
+
+#[derive(Clone, Default)]
+struct Ledger(Arc<Mutex<Vec<String>>>);
+
+impl Ledger {
+    fn note(&self, what: impl Into<String>) {
+        self.0.lock().unwrap().push(what.into());
+    }
+
+    fn all(&self) -> Vec<String> {
+        self.0.lock().unwrap().clone()
+    }
+
+    fn count(&self, what: &str) -> usize {
+        self.all().iter().filter(|one| *one == what).count()
+    }
+
+    fn sorted(&self) -> Vec<String> {
+        let mut all = self.all();
+        all.sort();
+        all
+    }
+}
+
+#[derive(Clone, Default)]
+struct Letters {
+    letters: Arc<Mutex<Vec<DeadLetter>>>,
+    /// The next ones are not taken; or taken, and their confirmation lost.
+    refuse: Arc<AtomicUsize>,
+    lose: Arc<AtomicUsize>,
+}
+
+fn count_down(left: &AtomicUsize) -> bool {
+    left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
+}
+
+impl DeadLetters for Letters {
+    fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
+        Box::pin(async move {
+            if count_down(&self.refuse) {
+                return Err(PublishError::unconfirmed("nobody is there"));
+            }
+            self.letters.lock().unwrap().push(letter.clone());
+            if count_down(&self.lose) {
+                return Err(PublishError::unconfirmed("the answer is lost"));
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Letters {
+    fn reasons(&self) -> Vec<(String, DeadReason, u32)> {
+        let letters = self.letters.lock().unwrap();
+        let id = |letter: &DeadLetter| String::from_utf8_lossy(&letter.message.payload).into_owned();
+        letters.iter().map(|letter| (id(letter), letter.reason, letter.attempts)).collect()
+    }
+}
+
+struct TokioClock(Instant);
+
+impl Clock for TokioClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
+    }
+}
+
+fn store() -> Arc<dyn Store> {
+    Arc::new(MemoryStore::new(TokioClock(Instant::now())))
+}
+
+fn consumer_name(name: &str) -> ConsumerName {
+    ConsumerName::new(name).unwrap()
+}
+
+/// A broker, a store, and what came of the messages.
+struct World {
+    broker: Broker,
+    store: Arc<dyn Store>,
+    ledger: Ledger,
+    letters: Letters,
+    counts: Counts,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            broker: Broker::default(),
+            store: store(),
+            ledger: Ledger::default(),
+            letters: Letters::default(),
+            counts: Counts::default(),
+        }
+    }
+
+    fn inbox(&self, on_abandoned: OnAbandoned) -> Inbox {
+        self.inbox_of("billing", on_abandoned)
+    }
+
+    fn inbox_of(&self, name: &str, on_abandoned: OnAbandoned) -> Inbox {
+        let (engine, letters) = (Engine::new(self.store.clone()), self.letters.clone());
+        Inbox::new(engine, consumer_name(name), Identity::header("id"), on_abandoned, letters)
+    }
+
+    /// A consumer whose handler notes the message and then does `and`.
+    fn consumer<F, Fut>(
+        &self,
+        inbox: Inbox,
+        and: F,
+    ) -> Consumer<Subscription, impl oncegate_inbox::Processor + use<F, Fut>>
+    where
+        F: Fn(Attempt, String) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<(), Failure>> + Send + 'static,
+    {
+        let processor = inbox.processor(noting(&self.ledger, and));
+        Consumer::new(Subscription::of(&self.broker), processor).with_observer(self.counts.clone())
+    }
+
+    fn seen(&self, kind: EventKind) -> u64 {
+        self.counts.get(kind)
+    }
+}
+
+fn id_of(message: &Message) -> String {
+    String::from_utf8(message.header("id").unwrap().cloned().unwrap_or_default().to_vec()).unwrap()
+}
+
+/// What a handler comes to.
+type Said = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send>>;
+
+fn noting<F, Fut>(ledger: &Ledger, and: F) -> impl Fn(Attempt, Arc<Message>) -> Said + use<F, Fut>
+where
+    F: Fn(Attempt, String) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = Result<(), Failure>> + Send + 'static,
+{
+    let (ledger, and) = (ledger.clone(), Arc::new(and));
+    move |attempt, message| {
+        let (ledger, and, id) = (ledger.clone(), and.clone(), id_of(&message));
+        Box::pin(async move {
+            ledger.note(id.clone());
+            and(attempt, id).await
+        })
+    }
+}
+
+/// A consumer that runs until it is stopped.
+struct Running {
+    task: JoinHandle<Result<(), ConsumerError>>,
+    stop: oneshot::Sender<()>,
+}
+
+fn run<S: Source, P: oncegate_inbox::Processor>(consumer: Consumer<S, P>) -> Running {
+    let (stop, stopped) = oneshot::channel();
+    let task = tokio::spawn(consumer.run(async { drop(stopped.await) }));
+    Running { task, stop }
+}
+
+impl Running {
+    async fn stop(self) {
+        self.stop.send(()).unwrap();
+        self.task.await.unwrap().unwrap();
+    }
+
+    /// As if the process died.
+    async fn kill(self) {
+        self.task.abort();
+        drop(self.task.await);
+    }
+}
+
+async fn fine(_: Attempt, _: String) -> Result<(), Failure> {
+    Ok(())
+}
+
+// ---- tests
+
+#[tokio::test(start_paused = true)]
+async fn each_message_has_one_effect_however_often_it_comes_and_everything_is_acknowledged() {
+    let world = World::new();
+    for n in 0..200 {
+        world.broker.send(&format!("m{n:03}"));
+        world.broker.send(&format!("m{n:03}"));
+    }
+    let consumers: Vec<_> =
+        (0..2).map(|_| run(world.consumer(world.inbox(OnAbandoned::Park), fine))).collect();
+    world.broker.is_empty().await;
+    for consumer in consumers {
+        consumer.stop().await;
+    }
+    let expected: Vec<_> = (0..200).map(|n| format!("m{n:03}")).collect();
+    assert_eq!(world.ledger.sorted(), expected);
+    assert_eq!(world.broker.acknowledged(), 400);
+    assert_eq!(world.seen(EventKind::Processed), 200);
+    assert_eq!(world.seen(EventKind::Acknowledged), 400);
+    assert_eq!(world.letters.reasons(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_duplicate_of_one_in_flight_is_not_acknowledged_and_comes_back() {
+    let world = World::new();
+    world.broker.send("a");
+    world.broker.send("a");
+    let gate = Arc::new(Notify::new());
+    let held = gate.clone();
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), move |_, _| {
+        let held = held.clone();
+        async move {
+            held.notified().await;
+            Ok(())
+        }
+    }));
+    world
+        .broker
+        .until("the duplicate was turned away", |queue| {
+            queue.messages.values().any(|(_, _, times)| *times >= 3)
+        })
+        .await;
+    assert_eq!(world.broker.acknowledged(), 0);
+    assert!(world.seen(EventKind::InFlight) >= 2);
+    gate.notify_one();
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert_eq!(world.ledger.all(), ["a"]);
+    assert_eq!(world.seen(EventKind::Duplicate), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_consumers_do_not_silence_each_other() {
+    let world = World::new();
+    let other = Broker::default();
+    for n in 0..20 {
+        world.broker.send(&format!("m{n}"));
+        other.send(&format!("m{n}"));
+    }
+    let billing = run(world.consumer(world.inbox(OnAbandoned::Park), fine));
+    let stock = world.inbox_of("stock", OnAbandoned::Park).processor(noting(&world.ledger, fine));
+    let stock = run(Consumer::new(Subscription::of(&other), stock));
+    world.broker.is_empty().await;
+    other.is_empty().await;
+    billing.stop().await;
+    stock.stop().await;
+    assert_eq!(world.ledger.all().len(), 40);
+}
+
+#[tokio::test(start_paused = true)]
+async fn messages_of_one_key_stay_in_order_while_one_of_them_fails_and_others_go_on() {
+    let world = World::new();
+    for n in 0..10 {
+        for key in ["a", "b", "c"] {
+            world.broker.publish(message(&format!("{key}{n}")).with_order_key(key));
+        }
+    }
+    let failed = Arc::new(AtomicUsize::new(0));
+    let times = failed.clone();
+    let others_were_done = Arc::new(AtomicBool::new(false));
+    let (ledger, seen) = (world.ledger.clone(), others_were_done.clone());
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), move |_, id| {
+        let (times, ledger, seen) = (times.clone(), ledger.clone(), seen.clone());
+        async move {
+            sleep(Duration::from_millis(10)).await;
+            if id == "b4" && times.fetch_add(1, Ordering::SeqCst) < 3 {
+                return Err(Failure::retry("not yet"));
+            }
+            if id == "b4" {
+                seen.store(ledger.count("a9") == 1 && ledger.count("c9") == 1, Ordering::SeqCst);
+            }
+            Ok(())
+        }
+    }));
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    let mut all = world.ledger.all();
+    assert!(others_were_done.load(Ordering::SeqCst), "other keys waited for this one: {all:?}");
+    assert_eq!(all.iter().filter(|id| *id == "b4").count(), 4);
+    all.dedup();
+    for key in ["a", "b", "c"] {
+        let mut of_key: Vec<_> = all.iter().filter(|id| id.starts_with(key)).cloned().collect();
+        of_key.dedup();
+        assert_eq!(of_key, (0..10).map(|n| format!("{key}{n}")).collect::<Vec<_>>());
+    }
+    assert_eq!(world.broker.acknowledged(), 30);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_that_fails_comes_back_later_and_after_the_last_attempt_is_one_dead_letter() {
+    for (in_order, on_abandoned) in
+        [(true, OnAbandoned::Park), (false, OnAbandoned::Park), (false, OnAbandoned::Reexecute)]
+    {
+        let world = World::new();
+        let poison = message("poison");
+        world.broker.publish(if in_order { poison.with_order_key("k") } else { poison });
+        // Sent twice by its producer.
+        world.broker.send("poison");
+        world.broker.send("good");
+        let began = Instant::now();
+        let inbox = world.inbox(on_abandoned).with_attempts_max(3);
+        let consumer = run(world.consumer(inbox, |_, id| async move {
+            if id == "poison" { Err(Failure::retry("no such customer")) } else { Ok(()) }
+        }));
+        world.broker.is_empty().await;
+        consumer.stop().await;
+        assert!(began.elapsed() >= Duration::from_millis(50), "there was a pause");
+        assert_eq!(world.ledger.count("poison"), 3);
+        assert_eq!(world.ledger.count("good"), 1);
+        let letter = ("{\"id\":\"poison\"}".to_owned(), DeadReason::AttemptsExhausted, 3);
+        assert_eq!(world.letters.reasons(), [letter]);
+        assert_eq!(world.letters.letters.lock().unwrap()[0].error, "no such customer");
+        assert_eq!(world.seen(EventKind::Failed), 2);
+        assert!(world.seen(EventKind::Dead(DeadReason::AttemptsExhausted)) >= 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_that_died_counts() {
+    let world = World::new();
+    world.broker.send("kills");
+    for attempt in 1..=3 {
+        let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3);
+        let tell = Arc::new(Notify::new());
+        let telling = tell.clone();
+        let consumer = run(world.consumer(inbox, move |seen, _| {
+            let telling = telling.clone();
+            async move {
+                assert_eq!(seen.number(), attempt);
+                telling.notify_one();
+                std::future::pending().await
+            }
+        }));
+        tell.notified().await;
+        consumer.kill().await;
+    }
+    let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3);
+    let consumer = run(world.consumer(inbox, fine));
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert_eq!(world.ledger.count("kills"), 3, "it is not run a fourth time");
+    assert_eq!(world.letters.reasons()[0].1, DeadReason::AttemptsExhausted);
+    assert_eq!(world.letters.reasons().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_cut_off_runs_again_under_its_downstream_key_or_is_a_letter_that_says_unknown() {
+    for on_abandoned in [OnAbandoned::Reexecute, OnAbandoned::Park] {
+        let world = World::new();
+        world.broker.send("a");
+        let keys = Ledger::default();
+        let began = Arc::new(Notify::new());
+        let (noted, telling) = (keys.clone(), began.clone());
+        let first = run(world.consumer(world.inbox(on_abandoned), move |attempt, _| {
+            noted.note(attempt.downstream_key("charge"));
+            let telling = telling.clone();
+            async move {
+                telling.notify_one();
+                std::future::pending().await
+            }
+        }));
+        began.notified().await;
+        first.kill().await;
+        assert_eq!(world.broker.acknowledged(), 0);
+
+        let noted = keys.clone();
+        let second = run(world.consumer(world.inbox(on_abandoned), move |attempt, _| {
+            noted.note(attempt.downstream_key("charge"));
+            assert!(attempt.is_after_abandoned());
+            async { Ok(()) }
+        }));
+        world.broker.is_empty().await;
+        world.broker.send("a");
+        world.broker.is_empty().await;
+        second.stop().await;
+        if on_abandoned == OnAbandoned::Reexecute {
+            assert_eq!(keys.all().len(), 2);
+            assert_eq!(keys.all()[0], keys.all()[1]);
+            assert_eq!(world.letters.reasons(), []);
+        } else {
+            assert_eq!(keys.all().len(), 1, "nobody knows whether it charged, so nobody does it again");
+            let reasons = world.letters.reasons();
+            assert_eq!(reasons.len(), 1, "one letter, however often the message comes: {reasons:?}");
+            assert_eq!(reasons[0].1, DeadReason::OutcomeUnknown);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_handler_says_decides() {
+    type Say = fn() -> Result<(), Failure>;
+    let question_mark: Say = || {
+        "x".parse::<i32>()?;
+        Ok(())
+    };
+    let panics: Say = || panic!("in the handler");
+    // Under which policy, what it says, how often it runs, the letter.
+    let cases: [(OnAbandoned, Say, usize, Option<DeadReason>); 9] = [
+        (OnAbandoned::Park, || Ok(()), 1, None),
+        (OnAbandoned::Park, || Err(Failure::retry("again")), 2, Some(DeadReason::AttemptsExhausted)),
+        (OnAbandoned::Park, || Err(Failure::reject("never")), 1, Some(DeadReason::Rejected)),
+        (OnAbandoned::Park, question_mark, 1, Some(DeadReason::OutcomeUnknown)),
+        (OnAbandoned::Park, panics, 1, Some(DeadReason::OutcomeUnknown)),
+        (OnAbandoned::Reexecute, || Err(Failure::reject("never")), 1, Some(DeadReason::Rejected)),
+        (OnAbandoned::Reexecute, question_mark, 2, Some(DeadReason::AttemptsExhausted)),
+        (OnAbandoned::Reexecute, panics, 2, Some(DeadReason::AttemptsExhausted)),
+        (OnAbandoned::Reexecute, || Err(Failure::unsure("maybe")), 2, Some(DeadReason::AttemptsExhausted)),
+    ];
+    for (number, (on_abandoned, say, runs, letter)) in cases.into_iter().enumerate() {
+        let world = World::new();
+        world.broker.send("a");
+        world.broker.send("a");
+        let inbox = world.inbox(on_abandoned).with_attempts_max(2);
+        let consumer = run(world.consumer(inbox, move |_, _| async move { say() }));
+        world.broker.is_empty().await;
+        world.broker.send("a");
+        world.broker.is_empty().await;
+        consumer.stop().await;
+        assert_eq!(world.ledger.count("a"), runs, "case {number}");
+        let reasons: Vec<_> = world.letters.reasons().into_iter().map(|(_, reason, _)| reason).collect();
+        assert_eq!(reasons, letter.into_iter().collect::<Vec<_>>(), "case {number}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters() {
+    let world = World::new();
+    let anonymous = || Message::new("orders", "who am I");
+    world.broker.publish(anonymous());
+    world.broker.publish(anonymous());
+    world.broker.send("a");
+    world.broker.is_empty_after(|| world.inbox(OnAbandoned::Park).with_payloads_compared(true), &world).await;
+    let other = Message::new("orders", "another").with_header("id", "a");
+    world.broker.publish(other.clone());
+    world.broker.publish(other);
+    world.broker.publish(Message::new("orders", "a third").with_header("id", "a"));
+    world.broker.send("a");
+    world.broker.is_empty_after(|| world.inbox(OnAbandoned::Park).with_payloads_compared(true), &world).await;
+    assert_eq!(world.ledger.all(), ["a"]);
+    let reasons = world.letters.reasons();
+    let expected = [
+        ("who am I".to_owned(), DeadReason::NoIdentity, 0),
+        ("another".to_owned(), DeadReason::IdentityReused, 0),
+        ("a third".to_owned(), DeadReason::IdentityReused, 0),
+    ];
+    assert_eq!(reasons, expected);
+    let letters = world.letters.letters.lock().unwrap();
+    assert_ne!(letters[0].id, letters[1].id);
+    assert_eq!(letters[0].error, "the message has no header id");
+}
+
+impl Broker {
+    /// Consumes with such an inbox until nothing is left.
+    async fn is_empty_after(&self, inbox: impl Fn() -> Inbox, world: &World) {
+        let consumer = run(world.consumer(inbox(), fine));
+        self.is_empty().await;
+        consumer.stop().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirmation_is_lost_has_one_identifier()
+ {
+    for (refused, lost) in [(4, 0), (0, 2)] {
+        let world = World::new();
+        world.letters.refuse.store(refused, Ordering::SeqCst);
+        world.letters.lose.store(lost, Ordering::SeqCst);
+        world.broker.send("a");
+        let inbox = world.inbox(OnAbandoned::Park).with_attempts_max(1);
+        let consumer = run(world.consumer(inbox, |_, _| async { Err(Failure::retry("no")) }));
+        world.broker.is_empty().await;
+        consumer.stop().await;
+        assert_eq!(world.seen(EventKind::Unavailable), (refused + lost) as u64);
+        assert_eq!(world.ledger.count("a"), 1, "attempts are over");
+        let letters = world.letters.letters.lock().unwrap();
+        assert_eq!(letters.len(), 1 + lost);
+        assert!(letters.iter().all(|letter| letter.id == letters[0].id));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_letter_says_what_happened_in_its_headers() {
+    #[derive(Clone, Default)]
+    struct Topic(Arc<Mutex<Vec<Outgoing>>>);
+    impl Publisher for Topic {
+        fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
+            self.0.lock().unwrap().push(message.clone());
+            Box::pin(async { Ok(()) })
+        }
+    }
+    let (world, topic) = (World::new(), Topic::default());
+    world
+        .broker
+        .publish(message("a").with_header("trace", "t1").with_header("Oncegate-Dead-Reason", "before"));
+    let inbox = Inbox::new(
+        Engine::new(world.store.clone()),
+        consumer_name("billing"),
+        Identity::header("id"),
+        OnAbandoned::Park,
+        DeadLetterTopic::new(topic.clone(), "orders.dead"),
+    );
+    let consumer = run(world.consumer(inbox, |_, _| async { Err(Failure::reject("two\nlines")) }));
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    let letters = topic.0.lock().unwrap();
+    let letter = &letters[0];
+    assert_eq!((letter.topic.as_str(), &letter.payload[..]), ("orders.dead", &b"{\"id\":\"a\"}"[..]));
+    let header = |name: &str| {
+        let values: Vec<_> = letter.headers.iter().filter(|(n, _)| n.eq_ignore_ascii_case(name)).collect();
+        assert_eq!(values.len(), 1, "{name}");
+        String::from_utf8(values[0].1.to_vec()).unwrap()
+    };
+    assert_eq!(header("oncegate-dead-reason"), "rejected");
+    assert_eq!(header("oncegate-dead-consumer"), "billing");
+    assert_eq!(header("oncegate-dead-topic"), "orders");
+    assert_eq!(header("oncegate-dead-attempts"), "1");
+    assert_eq!(header("oncegate-dead-error"), "two lines");
+    assert_eq!(header("trace"), "t1");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_takes_long_is_extended_and_not_delivered_again() {
+    let world = World::new();
+    world.broker.send("slow");
+    world.broker.publish(message("behind").with_order_key("k"));
+    world.broker.publish(message("last").with_order_key("k"));
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, id| async move {
+        if id != "last" {
+            sleep(VISIBLE_AFTER * 5).await;
+        }
+        Ok(())
+    }));
+    world.broker.until("all were delivered", |queue| queue.messages.values().all(|(_, _, n)| *n > 0)).await;
+    sleep(VISIBLE_AFTER * 4).await;
+    assert_eq!(world.broker.deliveries(), [1, 1, 1]);
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert!(world.broker.with(|queue| queue.extended) >= 30, "each of three, every ten seconds");
+    assert_eq!(world.seen(EventKind::Processed), 3);
+    assert_eq!(world.seen(EventKind::Duplicate), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stop_ends_what_runs_gives_back_the_rest_and_loses_nothing() {
+    let world = World::new();
+    for n in 0..20 {
+        world.broker.send(&format!("m{n}"));
+    }
+    let consumer = world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
+        sleep(Duration::from_secs(5)).await;
+        Ok(())
+    });
+    let consumer = run(consumer.with_concurrency(4).with_held_max(10));
+    world
+        .broker
+        .until("ten are held", |queue| {
+            queue.messages.values().filter(|(_, _, times)| *times > 0).count() == 10
+        })
+        .await;
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(world.broker.deliveries().iter().sum::<u32>(), 10, "no more than may be held");
+    let began = Instant::now();
+    consumer.stop().await;
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(world.broker.with(|queue| queue.is_closed));
+    assert_eq!(world.broker.acknowledged(), 4);
+    assert_eq!(world.ledger.all().len(), 4);
+    let now = Instant::now();
+    let left = world.broker.with(|queue| queue.messages.values().filter(|(_, at, _)| *at <= now).count());
+    assert_eq!(left, 16, "they can be delivered to somebody else at once");
+    let next = run(world.consumer(world.inbox(OnAbandoned::Park), fine));
+    world.broker.is_empty().await;
+    next.stop().await;
+    assert_eq!(world.ledger.all().len(), 20);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_does_not_end_in_time_is_cut_off_and_comes_again() {
+    let world = World::new();
+    world.broker.send("hangs");
+    let consumer = world.consumer(world.inbox(OnAbandoned::Reexecute), |_, _| std::future::pending());
+    let consumer = run(consumer.with_patience(Duration::from_secs(7)));
+    world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
+    let began = Instant::now();
+    consumer.stop().await;
+    assert!(began.elapsed() >= Duration::from_secs(7) && began.elapsed() < Duration::from_secs(8));
+    assert_eq!(world.broker.acknowledged(), 0);
+    let next = run(world.consumer(world.inbox(OnAbandoned::Reexecute), fine));
+    world.broker.is_empty().await;
+    next.stop().await;
+    assert_eq!(world.ledger.count("hangs"), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_the_store_is_away_messages_are_held_and_neither_given_back_nor_counted() {
+    let mut world = World::new();
+    let (faulty, faults) = FaultyStore::new(world.store.clone());
+    world.store = Arc::new(faulty);
+    faults.outage();
+    for n in 0..10 {
+        world.broker.send(&format!("m{n}"));
+    }
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park).with_attempts_max(1), fine));
+    sleep(Duration::from_secs(300)).await;
+    assert_eq!(world.broker.acknowledged(), 0);
+    assert_eq!(world.broker.deliveries(), [1; 10]);
+    assert!(world.seen(EventKind::Unavailable) < 2_000, "it is not asked all the time");
+    faults.heal();
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert_eq!(world.ledger.all().len(), 10);
+    assert_eq!(world.letters.reasons(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_another_consumer_has_by_now_is_not_begun() {
+    let world = World::new();
+    for n in 0..5 {
+        world.broker.publish(message(&format!("m{n}")).with_order_key("k"));
+    }
+    let gone = world.broker.clone();
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), move |_, _| {
+        let gone = gone.clone();
+        async move {
+            gone.0.is_gone.store(true, Ordering::SeqCst);
+            Ok(())
+        }
+    }));
+    while world.seen(EventKind::Lost) < 5 {
+        sleep(Duration::from_millis(10)).await;
+    }
+    consumer.stop().await;
+    assert_eq!(world.ledger.all(), ["m0"]);
+    assert_eq!(world.broker.acknowledged(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_log_that_takes_nothing_back_has_its_messages_tried_again_in_place() {
+    for order in [Order::PerKey, Order::None] {
+        let world = World::new();
+        for n in 0..5 {
+            world.broker.send(&format!("m{n}"));
+        }
+        let times = Arc::new(AtomicUsize::new(0));
+        let processor = world.inbox(OnAbandoned::Park).processor(noting(&world.ledger, move |_, id| {
+            let times = times.clone();
+            async move {
+                if id == "m2" && times.fetch_add(1, Ordering::SeqCst) < 2 {
+                    return Err(Failure::retry("not yet"));
+                }
+                Ok(())
+            }
+        }));
+        let log = Log(Subscription::of(&world.broker));
+        let consumer =
+            run(Consumer::new(log, processor).with_order(order).with_observer(world.counts.clone()));
+        world.broker.is_empty().await;
+        consumer.stop().await;
+        assert_eq!((world.ledger.all().len(), world.ledger.count("m2")), (7, 3));
+        assert_eq!(world.seen(EventKind::GivenBack), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn settings_that_do_not_fit_are_refused_before_anything_is_consumed() {
+    let world = World::new();
+    world.broker.send("a");
+    for lease in [VISIBLE_AFTER, VISIBLE_AFTER * 2] {
+        let inbox = world.inbox(OnAbandoned::Park).with_lease(lease).unwrap();
+        let refused = world.consumer(inbox, fine).run(std::future::pending()).await.unwrap_err();
+        assert!(matches!(refused, ConsumerError::Config(_)));
+        assert!(refused.to_string().contains("make the lease shorter"), "{refused}");
+    }
+    assert_eq!(world.broker.deliveries(), [0]);
+    assert!(world.inbox(OnAbandoned::Park).with_lease(Duration::ZERO).is_err());
+    assert!(world.inbox(OnAbandoned::Park).with_retention(Duration::ZERO).is_err());
+    for name in ["", "two words", "zwölf", &"x".repeat(101)] {
+        assert!(ConsumerName::new(name).is_err(), "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_fails_is_asked_again_and_one_that_is_gone_ends_the_consumer_in_good_order() {
+    let world = World::new();
+    world.broker.with(|queue| {
+        queue.errors.extend((0..5).map(|_| SourceError::passing("no connection")));
+    });
+    world.broker.send("a");
+    let broker = world.broker.clone();
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), move |_, _| {
+        broker.with(|queue| queue.errors.push_back(SourceError::fatal("the queue is deleted")));
+        async {
+            sleep(Duration::from_secs(2)).await;
+            Ok(())
+        }
+    }));
+    let ended = timeout(PATIENCE, consumer.task).await.unwrap().unwrap().unwrap_err();
+    assert!(matches!(&ended, ConsumerError::Source(error) if error.is_fatal()), "{ended}");
+    assert!(ended.to_string().contains("the queue is deleted"));
+    assert_eq!(world.seen(EventKind::SourceFailed), 6);
+    assert_eq!(world.broker.acknowledged(), 1, "what ran was ended and acknowledged");
+}
+
+#[tokio::test(start_paused = true)]
+async fn octets_are_bounded_too_and_one_message_is_taken_whatever_its_size() {
+    let world = World::new();
+    for n in 0..6 {
+        let large = Message::new("orders", Bytes::from(vec![b'x'; 1000])).with_header("id", format!("m{n}"));
+        world.broker.publish(large);
+    }
+    let consumer = world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
+        sleep(Duration::from_secs(3)).await;
+        Ok(())
+    });
+    let consumer = run(consumer.with_octets_max(3000));
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(world.broker.deliveries().iter().sum::<u32>(), 3);
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    let tiny = World::new();
+    tiny.broker.send("a");
+    tiny.broker.send("b");
+    let consumer = run(tiny.consumer(tiny.inbox(OnAbandoned::Park), fine).with_octets_max(1));
+    tiny.broker.is_empty().await;
+    consumer.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_loop_the_inbox_says_what_to_do_with_a_message() {
+    let world = World::new();
+    let inbox = world.inbox(OnAbandoned::Park);
+    let message = Arc::new(message("a"));
+    let first = inbox.process(&message, async |_, _| Ok(())).await;
+    assert!(matches!(first, Handled::Processed { attempts: 1 }), "{first:?}");
+    let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
+    assert!(matches!(again, Handled::Duplicate), "{again:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_duplicate_of_a_dead_letter_is_told_so() {
+    let world = World::new();
+    let inbox = world.inbox(OnAbandoned::Park);
+    let message = Arc::new(message("a"));
+    let first = inbox.process(&message, async |_, _| Err(Failure::reject("never"))).await;
+    assert!(matches!(first, Handled::Dead { reason: DeadReason::Rejected, is_known: false }), "{first:?}");
+    let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
+    assert!(matches!(again, Handled::Dead { reason: DeadReason::Rejected, is_known: true }), "{again:?}");
+}
+
+/// Processes up to ten together; the first time, the second of them fails.
+struct Batches {
+    name: ConsumerName,
+    ledger: Ledger,
+    has_failed: AtomicBool,
+}
+
+impl oncegate_inbox::Processor for Batches {
+    fn consumer(&self) -> &ConsumerName {
+        &self.name
+    }
+
+    fn batch_max(&self) -> usize {
+        10
+    }
+
+    fn retention(&self) -> Duration {
+        PATIENCE
+    }
+
+    fn check(&self, _: Option<Duration>) -> Result<(), oncegate_engine::ConfigError> {
+        Ok(())
+    }
+
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+        let mut handled: Vec<Handled> = Vec::new();
+        for message in messages {
+            handled.push(if handled.iter().any(|what| matches!(what, Handled::Failed { .. })) {
+                Handled::NotBegun
+            } else if handled.len() == 1 && !self.has_failed.swap(true, Ordering::SeqCst) {
+                Handled::Failed { attempts: 1, failure: Failure::retry("not yet") }
+            } else {
+                self.ledger.note(id_of(message));
+                Handled::Processed { attempts: 1 }
+            });
+        }
+        sleep(Duration::from_millis(1)).await;
+        handled
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_left_of_a_batch_keeps_its_order() {
+    for gives_back in [true, false] {
+        let (broker, ledger) = (Broker::default(), Ledger::default());
+        for n in 0..20 {
+            broker.publish(message(&format!("m{n:02}")).with_order_key("k"));
+        }
+        let processor =
+            Batches { name: consumer_name("b"), ledger: ledger.clone(), has_failed: AtomicBool::new(false) };
+        let subscription = Subscription::of(&broker);
+        let consumer = if gives_back {
+            run(Consumer::new(subscription, processor))
+        } else {
+            run(Consumer::new(Log(subscription), processor))
+        };
+        broker.is_empty().await;
+        consumer.stop().await;
+        assert_eq!(ledger.all(), (0..20).map(|n| format!("m{n:02}")).collect::<Vec<_>>());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_fails_while_the_consumer_comes_to_rest_is_given_back() {
+    let world = World::new();
+    world.broker.publish(message("a").with_order_key("k"));
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
+        sleep(Duration::from_secs(3)).await;
+        Err(Failure::retry("not yet"))
+    }));
+    world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
+    consumer.stop().await;
+    let now = Instant::now();
+    assert!(world.broker.with(|queue| queue.messages.values().all(|(_, at, _)| *at <= now)));
+    assert_eq!((world.seen(EventKind::Failed), world.seen(EventKind::GivenBack)), (1, 1));
+}
+
+#[test]
+fn counts_are_written_for_prometheus() {
+    let counts = Counts::default();
+    let event = |kind| oncegate_inbox::Event::new("billing", "orders", kind, Duration::ZERO);
+    for kind in [EventKind::Processed, EventKind::Processed, EventKind::Dead(DeadReason::Rejected)] {
+        oncegate_inbox::Observer::observe(&counts, &event(kind));
+    }
+    let text = counts.to_prometheus(&consumer_name("billing"));
+    let line = |event: &str, reason: &str, n: u64| {
+        format!("oncegate_messages_total{{consumer=\"billing\",event=\"{event}\",reason=\"{reason}\"}} {n}\n")
+    };
+    assert!(text.contains(&line("processed", "", 2)), "{text}");
+    assert!(text.contains(&line("dead", "rejected", 1)), "{text}");
+    assert!(text.contains(&line("dead", "no-identity", 0)), "{text}");
+    assert_eq!(text.lines().count(), 2 + EventKind::ALL.len());
+}

@@ -1,0 +1,205 @@
+//! Many messages in one transaction.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncegate_inbox::{Handled, Message, Processor as _};
+use oncegate_postgres::sqlx;
+
+use crate::support::{Database, again, effect, inbox_of, new, ordered, run, words};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_new_in_a_batch_is_one_transaction() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await;
+    let batch = [new("a"), again("b"), new("c"), new("a"), again("b")];
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["processed 1", "processed 1", "processed 1", "duplicate", "duplicate"]);
+    let more = [new("d"), new("a"), new("e")];
+    assert_eq!(words(&inbox.process_batch(&more, effect).await), ["processed 1", "duplicate", "processed 1"]);
+    assert_eq!(words(&inbox.process_batch(&more, effect).await), ["duplicate"; 3]);
+    assert_eq!(database.effects().await, ["a", "b", "c", "d", "e"]);
+    assert_eq!(database.number("SELECT count(DISTINCT transaction) FROM effects").await, 2);
+    assert!(inbox.process_batch(&[], effect).await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_that_is_new_is_given_to_a_handler_at_once() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(1);
+    assert_eq!(words(&[inbox.process(&new("b"), effect).await]), ["processed 1"]);
+    let calls = Arc::new(AtomicU32::new(0));
+    let processor = inbox.batch_processor({
+        let calls = calls.clone();
+        async move |connection: &mut sqlx::PgConnection, messages: &[&Message]| {
+            calls.fetch_add(1, Ordering::SeqCst);
+            let all: Vec<_> =
+                messages.iter().map(|m| String::from_utf8_lossy(&m.payload).into_owned()).collect();
+            sqlx::query("INSERT INTO effects (message) SELECT unnest($1::text[])")
+                .bind(all)
+                .execute(connection)
+                .await?;
+            match messages.iter().any(|message| message.payload.starts_with(b"poison")) {
+                true => Err(oncegate_inbox::Failure::retry("poison")),
+                false => Ok(()),
+            }
+        }
+    });
+    assert_eq!(processor.batch_max(), 100);
+    let handled = processor.process(&[new("a"), new("b"), new("c")]).await;
+    assert_eq!(words(&handled), ["processed 1", "duplicate", "processed 1"]);
+    assert_eq!(calls.load(Ordering::SeqCst), 1);
+    let handled = processor.process(&[new("d"), new("poison"), new("e")]).await;
+    assert_eq!(words(&handled), ["processed 1", "dead attempts-exhausted", "processed 1"]);
+    assert_eq!(calls.load(Ordering::SeqCst), 5);
+    assert_eq!(database.effects().await, ["b", "a", "c", "d", "e"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_fails_holds_up_its_order_key_and_nothing_else() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(3).with_batch_max(4);
+    let batch = [
+        ordered("k1", "k"),
+        ordered("poison", "k"),
+        ordered("l1", "l"),
+        ordered("k2", "k"),
+        // The next batch.
+        new("free"),
+        ordered("k3", "k"),
+        ordered("l2", "l"),
+    ];
+    let first = inbox.process_batch(&batch, effect).await;
+    let expected =
+        ["processed 1", "failed 1", "processed 1", "not begun", "processed 1", "not begun", "processed 1"];
+    assert_eq!(words(&first), expected);
+    let second = inbox.process_batch(&batch, effect).await;
+    let expected = ["duplicate", "failed 2", "duplicate", "not begun", "duplicate", "not begun", "duplicate"];
+    assert_eq!(words(&second), expected);
+    // Given up, it holds up nothing any more.
+    let third = inbox.process_batch(&batch, effect).await;
+    assert_eq!(third.iter().filter(|handled| matches!(handled, Handled::Processed { .. })).count(), 2);
+    assert_eq!(words(&third)[1], "dead attempts-exhausted");
+    assert_eq!(database.effects().await, ["k1", "l1", "free", "l2", "k2", "k3"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_somebody_else_has_holds_up_its_order_key_and_nothing_else() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await;
+    let batch = [
+        ordered("k1", "k"),
+        ordered("k2", "k"),
+        ordered("k3", "k"),
+        ordered("l1", "l"),
+        new("free"),
+        new("free"),
+    ];
+    let mut elsewhere = database.connect().await;
+    let id = "oncegate.message_record('billing', 'k2', ARRAY['header', 'event-id'])";
+    run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
+    let handled = inbox.process_batch(&batch, effect).await;
+    let expected = ["processed 1", "in-flight", "not begun", "processed 1", "processed 1", "duplicate"];
+    assert_eq!(words(&handled), expected);
+    // Also where that is seen before the transaction.
+    let batch: Vec<_> =
+        batch.iter().map(|m| Arc::new(Message::clone(m).with_deliveries(Some(2), true))).collect();
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(
+        words(&handled),
+        ["duplicate", "in-flight", "not begun", "duplicate", "duplicate", "duplicate"]
+    );
+    run(&mut elsewhere, "COMMIT").await;
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled)[1..3], ["duplicate", "processed 1"]);
+    assert_eq!(database.effects().await, ["k1", "l1", "free", "k3"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_failed_before_is_in_nobodys_way() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(3);
+    let batch = [again("a"), again("poison"), again("b")];
+    assert_eq!(words(&inbox.process_batch(&batch, effect).await), ["processed 1", "failed 1", "processed 1"]);
+    let runs = Arc::new(AtomicU32::new(0));
+    let counted = {
+        let runs = runs.clone();
+        async move |connection: &mut sqlx::PgConnection, message: &Message| {
+            runs.fetch_add(1, Ordering::SeqCst);
+            effect(connection, message).await
+        }
+    };
+    let batch = [again("c"), again("poison"), again("d"), again("nothing")];
+    let handled = inbox.process_batch(&batch, counted.clone()).await;
+    assert_eq!(words(&handled), ["processed 1", "failed 2", "processed 1", "processed 1"]);
+    assert_eq!(runs.load(Ordering::SeqCst), 4, "each once");
+    let handled = inbox.process_batch(&batch, counted).await;
+    assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate", "duplicate"]);
+    assert_eq!(runs.load(Ordering::SeqCst), 5);
+    // What is without an identity, or has another one's, neither.
+    let nameless = Arc::new(Message::new("orders", "who?").with_deliveries(Some(1), false));
+    let handled = inbox.process_batch(&[new("e"), nameless, new("f")], effect).await;
+    assert_eq!(words(&handled), ["processed 1", "dead no-identity", "processed 1"]);
+    let compares = inbox_of(database.pool(2).await, "compares").with_payloads_compared(true);
+    let reused = |id: &'static str, text: &'static str| {
+        Arc::new(Message::new("orders", text).with_header("event-id", id).with_deliveries(Some(1), false))
+    };
+    let batch = [reused("1", "g"), reused("1", "other"), reused("1", "g"), reused("2", "h")];
+    let handled = compares.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["processed 1", "dead identity-reused", "duplicate", "processed 1"]);
+    assert_eq!(database.effects().await, ["a", "b", "c", "d", "nothing", "e", "f", "g", "h"]);
+}
+
+/// Several consumers with overlapping batches in an order of their own, some of which fail now and then.
+#[tokio::test(flavor = "multi_thread")]
+async fn batches_that_overlap_are_one_effect_each() {
+    const MESSAGES: usize = 400;
+    let database = Database::fresh().await;
+    let pool = database.pool(8).await;
+    let tasks: Vec<_> = (0..8_usize)
+        .map(|task| {
+            let inbox = crate::support::inbox(pool.clone()).with_batch_max(1 + task * 12);
+            tokio::spawn(async move {
+                let mut open: Vec<_> = (0..MESSAGES)
+                    .map(|n| (n * (2 * task + 7) + task * 50) % MESSAGES)
+                    .map(|n| if n % 3 == 0 { again(&format!("m{n}")) } else { new(&format!("m{n}")) })
+                    .collect();
+                let failures = Arc::new(AtomicU32::new(0));
+                while !open.is_empty() {
+                    let failures = failures.clone();
+                    let run = async move |connection: &mut sqlx::PgConnection, message: &Message| {
+                        effect(connection, message).await?;
+                        match failures.fetch_add(1, Ordering::SeqCst) % 97 {
+                            96 => Err(oncegate_inbox::Failure::retry("now and then")),
+                            _ => Ok(()),
+                        }
+                    };
+                    let handled = inbox.process_batch(&open, run).await;
+                    let mut left = Vec::new();
+                    for (message, handled) in open.into_iter().zip(handled) {
+                        match handled {
+                            Handled::Processed { .. } | Handled::Duplicate => {}
+                            Handled::InFlight { .. } | Handled::Failed { .. } | Handled::NotBegun => {
+                                left.push(message)
+                            }
+                            other => panic!("{other:?}"),
+                        }
+                    }
+                    open = left;
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.unwrap();
+    }
+    let mut effects: BTreeMap<String, u32> = BTreeMap::new();
+    for effect in database.effects().await {
+        *effects.entry(effect).or_default() += 1;
+    }
+    assert_eq!(effects.len(), MESSAGES);
+    assert!(effects.values().all(|count| *count == 1), "{effects:?}");
+}

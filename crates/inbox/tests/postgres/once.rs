@@ -1,0 +1,311 @@
+//! One message: processed once, whatever happens to its attempts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncegate_inbox::postgres::DeadLetterTable;
+use oncegate_inbox::{DeadReason, Failure, Handled, Message};
+use oncegate_postgres::Isolation;
+use oncegate_postgres::sqlx::{self, Connection as _};
+
+use crate::support::{Database, again, effect, inbox, inbox_of, new, run, until, word};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_is_processed_once_by_each_consumer() {
+    let database = Database::fresh().await;
+    let pool = database.pool(2).await;
+    let (billing, shipping) = (inbox(pool.clone()), inbox_of(pool, "shipping"));
+    for message in [new("a"), again("b")] {
+        assert_eq!(word(&billing.process(&message, effect).await), "processed 1");
+        assert_eq!(word(&billing.process(&message, effect).await), "duplicate");
+        assert_eq!(word(&shipping.process(&message, effect).await), "processed 1");
+        // Somebody else's process.
+        assert_eq!(word(&database.inbox(1).await.process(&message, effect).await), "duplicate");
+    }
+    assert_eq!(database.effects().await, ["a", "a", "b", "b"]);
+    assert_eq!(database.receipts().await, 4);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hundred_duplicates_at_once_are_one_effect() {
+    for isolation in [Isolation::ReadCommitted, Isolation::RepeatableRead, Isolation::Serializable] {
+        let database = Database::fresh().await;
+        let inbox = database.inbox(20).await.with_isolation(isolation);
+        for message in [new("a"), again("b")] {
+            let tasks: Vec<_> = (0..100)
+                .map(|_| {
+                    let (inbox, message) = (inbox.clone(), message.clone());
+                    tokio::spawn(async move {
+                        loop {
+                            match inbox.process(&message, effect).await {
+                                Handled::InFlight { .. } => {
+                                    tokio::time::sleep(Duration::from_millis(5)).await
+                                }
+                                handled => break word(&handled),
+                            }
+                        }
+                    })
+                })
+                .collect();
+            let mut outcomes = Vec::new();
+            for task in tasks {
+                outcomes.push(task.await.unwrap());
+            }
+            let processed = outcomes.iter().filter(|outcome| outcome.starts_with("processed")).count();
+            let duplicates = outcomes.iter().filter(|outcome| *outcome == "duplicate").count();
+            assert_eq!((processed, duplicates), (1, 99), "{isolation:?} {outcomes:?}");
+        }
+        assert_eq!(database.effects().await, ["a", "b"], "{isolation:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_another_transaction_has_is_in_flight_and_nobody_waits() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await;
+    let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
+    let mut elsewhere = database.connect().await;
+    for (message, end) in [(new("a"), "ROLLBACK"), (again("a"), "ROLLBACK"), (again("a"), "COMMIT")] {
+        run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
+        let began = std::time::Instant::now();
+        for _ in 0..3 {
+            assert_eq!(word(&inbox.process(&message, effect).await), "in-flight");
+        }
+        assert!(began.elapsed() < Duration::from_secs(15), "a call waited for a lock");
+        run(&mut elsewhere, end).await;
+    }
+    assert_eq!(
+        word(&inbox.process(&new("a"), effect).await),
+        "duplicate",
+        "its receipt is that of plain SQL"
+    );
+    assert!(database.effects().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_fails_too_often_is_one_dead_letter() {
+    let database = Database::fresh().await;
+    let pool = database.pool(2).await;
+    let inbox = inbox(pool.clone()).with_attempts_max(3);
+    let message = Message::new("orders", "poison\0")
+        .with_header("event-id", "p")
+        .with_header("trace\0", &b"\x00\xff"[..])
+        .with_broker_id("orders/1")
+        .with_order_key("k");
+    let mut outcomes = Vec::new();
+    for _ in 0..4 {
+        let handled = inbox.process(&message, async |_, _| Err(Failure::retry("no\0 card"))).await;
+        outcomes.push(word(&handled));
+    }
+    let expected = ["failed 1", "failed 2", "dead attempts-exhausted", "dead attempts-exhausted known"];
+    assert_eq!(outcomes, expected);
+    assert!(database.effects().await.is_empty());
+
+    let letters = DeadLetterTable::new(pool);
+    let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
+    let letter = &kept.letter;
+    assert_eq!(
+        (letter.consumer.as_str(), letter.reason, letter.attempts),
+        ("billing", DeadReason::AttemptsExhausted, 3)
+    );
+    assert_eq!(letter.error, "no␀ card");
+    assert_eq!(letter.message.payload, "poison\0");
+    assert_eq!(letter.message.header("event-id"), Ok(Some(&"p".into())));
+    assert_eq!(letter.message.header("trace␀").unwrap().unwrap(), &b"\x00\xff"[..]);
+    assert_eq!(letter.message.broker_id.as_deref(), Some("orders/1"));
+    assert_eq!(letter.message.order_key.as_deref(), Some(&b"k"[..]));
+
+    // An operator has it processed again, once.
+    let failed = letters.requeue(kept.number, async |_, _| Err::<(), _>(Failure::retry("no broker"))).await;
+    assert!(failed.is_err());
+    assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted known");
+    let again = inbox.clone();
+    let sent = letters.requeue(kept.number, async |connection, message| {
+        assert_eq!(message.payload, "poison\0");
+        // A copy that comes before the commit is not acknowledged as one that is dead.
+        for message in [&*message, &Message::clone(&message).with_deliveries(Some(1), false)] {
+            assert_eq!(word(&again.process(message, effect).await), "in-flight");
+        }
+        sqlx::query("INSERT INTO effects (message) VALUES ('sent')").execute(connection).await?;
+        Ok(7)
+    });
+    assert_eq!(sent.await.unwrap(), Some(7));
+    assert_eq!(letters.requeue(kept.number, async |_, _| Ok(())).await.unwrap(), None);
+    let handled = inbox.process(&message, async |connection, _| {
+        sqlx::query("INSERT INTO effects (message) VALUES ('mended')").execute(connection).await?;
+        Ok(())
+    });
+    assert_eq!(word(&handled.await), "processed 1");
+    assert_eq!(database.effects().await, ["sent", "mended"]);
+    assert!(letters.list(None, None, 10).await.unwrap().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_rejected_or_has_no_identity_or_another_ones_is_a_dead_letter_at_once() {
+    let database = Database::fresh().await;
+    let pool = database.pool(2).await;
+    let inbox = inbox(pool.clone()).with_payloads_compared(true);
+    let twice = async |message: &Message| {
+        let run = async |_: &mut _, _: &Message| Err(Failure::reject("no such order"));
+        [word(&inbox.process(message, run).await), word(&inbox.process(message, run).await)]
+    };
+    assert_eq!(twice(&again("a")).await, ["dead rejected", "dead rejected known"]);
+    let nameless = Message::new("orders", "who?");
+    assert_eq!(twice(&nameless).await, ["dead no-identity", "dead no-identity known"]);
+
+    assert_eq!(word(&inbox.process(&new("b"), effect).await), "processed 1");
+    for message in [new("b"), again("b")] {
+        assert_eq!(word(&inbox.process(&message, effect).await), "duplicate");
+    }
+    let other = Message::new("orders", "another").with_header("event-id", "b");
+    assert_eq!(twice(&other).await, ["dead identity-reused", "dead identity-reused known"]);
+    // Of what is dead, too.
+    let other = Message::new("orders", "another").with_header("event-id", "a");
+    assert_eq!(twice(&other).await, ["dead identity-reused", "dead identity-reused known"]);
+    assert_eq!(database.effects().await, ["b"]);
+
+    let letters = DeadLetterTable::new(pool);
+    let first = letters.list(Some(inbox.consumer()), None, 2).await.unwrap();
+    let rest = letters.list(Some(inbox.consumer()), Some(first[1].number), 10).await.unwrap();
+    let reasons: Vec<_> = first.iter().chain(&rest).map(|kept| kept.letter.reason.as_str()).collect();
+    assert_eq!(reasons, ["rejected", "no-identity", "identity-reused", "identity-reused"]);
+    assert!(letters.delete(first[0].number).await.unwrap());
+    assert!(!letters.delete(first[0].number).await.unwrap());
+    assert_eq!(word(&inbox.process(&again("a"), effect).await), "dead rejected known");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_process_has_is_not() {
+    let database = Database::fresh().await;
+    let message = again("a");
+    for crashes in 0..3 {
+        // A process that ends in the middle is one whose inbox is dropped there. The next one has another number.
+        let inbox = database.inbox(2).await.with_attempts_max(3);
+        let (began, begins) = tokio::sync::oneshot::channel();
+        let began = Arc::new(std::sync::Mutex::new(Some(began)));
+        let task = tokio::spawn({
+            let (inbox, message) = (inbox.clone(), message.clone());
+            async move {
+                let run = async |connection: &mut _, message: &Message| {
+                    effect(connection, message).await?;
+                    began.lock().unwrap().take().unwrap().send(()).unwrap();
+                    std::future::pending::<Result<(), Failure>>().await
+                };
+                inbox.process(&message, run).await
+            }
+        });
+        begins.await.unwrap();
+        let other = database.inbox(1).await.with_attempts_max(3);
+        for _ in 0..5 {
+            assert_eq!(word(&other.process(&message, effect).await), "in-flight", "after {crashes} crashes");
+        }
+        task.abort();
+        assert!(task.await.unwrap_err().is_cancelled());
+        // The server has heard of it.
+        until("the end of the transaction", async || {
+            let locks = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'";
+            database.number(locks).await == 0
+        })
+        .await;
+        // Its own process does not count what was cut off by itself.
+        let attempts = "SELECT sum(attempts)::bigint FROM oncegate.processed";
+        assert_eq!(database.number(attempts).await, crashes);
+    }
+    let inbox = database.inbox(1).await.with_attempts_max(3);
+    assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted");
+    assert!(database.effects().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(100);
+    let (a, b) = (again("a"), again("b"));
+    let undone = |sql: &'static str| {
+        let (inbox, a) = (inbox.clone(), a.clone());
+        async move {
+            let handled = inbox.process(&a, async move |connection, message| {
+                effect(connection, message).await?;
+                let _passed_over = sqlx::raw_sql(sql).execute(&mut *connection).await;
+                Ok(())
+            });
+            word(&handled.await)
+        }
+    };
+    assert_eq!(undone("SELECT 1 / 0").await, "failed 1");
+    assert_eq!(undone("ROLLBACK").await, "failed 2");
+    assert_eq!(undone("ROLLBACK; BEGIN; SELECT txid_current()").await, "failed 3");
+    let panics = inbox.process(&a, async |connection, message| {
+        effect(connection, message).await?;
+        panic!("on purpose")
+    });
+    assert_eq!(word(&panics.await), "failed 4");
+    assert!(database.effects().await.is_empty());
+    // What it committed itself is committed with its receipt.
+    assert_eq!(undone("COMMIT").await, "duplicate");
+    assert_eq!(database.effects().await, ["a"]);
+    // A savepoint is its own affair.
+    let handled = inbox.process(&b, async |connection, message| {
+        let mut savepoint = connection.begin().await?;
+        effect(&mut savepoint, message).await?;
+        savepoint.rollback().await?;
+        effect(connection, message).await
+    });
+    assert_eq!(word(&handled.await), "processed 1");
+    assert_eq!(database.effects().await, ["a", "b"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_database_says_may_be_run_again_is_run_again_and_counts_once() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_runs(3);
+    let conflict = "DO $$ BEGIN RAISE EXCEPTION 'busy' USING ERRCODE = '40001'; END $$";
+    let runs = Arc::new(AtomicU32::new(0));
+    let conflicts = |times: u32| {
+        let runs = runs.clone();
+        runs.store(0, Ordering::SeqCst);
+        async move |connection: &mut sqlx::PgConnection, message: &Message| {
+            effect(connection, message).await?;
+            if runs.fetch_add(1, Ordering::SeqCst) < times {
+                sqlx::raw_sql(conflict).execute(&mut *connection).await?;
+            }
+            Ok(())
+        }
+    };
+    assert_eq!(word(&inbox.process(&new("a"), conflicts(2)).await), "processed 1");
+    assert_eq!(runs.load(Ordering::SeqCst), 3);
+    assert_eq!(word(&inbox.process(&new("b"), conflicts(100)).await), "failed 1");
+    assert_eq!(runs.load(Ordering::SeqCst), 3);
+    // A constraint that is checked at COMMIT.
+    run(
+        &mut database.connect().await,
+        "CREATE TABLE parents (id int PRIMARY KEY); \
+         CREATE TABLE children (parent int REFERENCES parents DEFERRABLE INITIALLY DEFERRED)",
+    )
+    .await;
+    let message = new("c");
+    let handled = inbox.process(&message, async |connection, _| {
+        sqlx::query("INSERT INTO children VALUES (1)").execute(connection).await?;
+        Ok(())
+    });
+    assert_eq!(word(&handled.await), "failed 1");
+    assert_eq!(database.effects().await, ["a"]);
+}
+
+/// A snapshot that is older than somebody else's receipt never lets a message through.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_old_snapshot_is_told_to_run_again() {
+    let database = Database::fresh().await;
+    let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
+    for (level, before) in [("REPEATABLE READ", new("a")), ("SERIALIZABLE", new("a"))] {
+        run(&mut database.connect().await, "DELETE FROM oncegate.processed").await;
+        let mut old = database.connect().await;
+        run(&mut old, &format!("BEGIN ISOLATION LEVEL {level}; SELECT count(*) FROM effects")).await;
+        assert_eq!(word(&database.inbox(1).await.process(&before, effect).await), "processed 1");
+        let received = sqlx::raw_sql(sqlx::AssertSqlSafe(format!("SELECT * FROM oncegate.receive({id})")));
+        let error = received.execute(&mut old).await.unwrap_err();
+        let code = error.as_database_error().and_then(|error| error.code().map(|code| code.into_owned()));
+        assert_eq!(code.as_deref(), Some("40001"), "{level}");
+    }
+}

@@ -1,0 +1,167 @@
+//! A server for all tests of this program, a database for each, and effects that are counted without the inbox.
+
+use std::str::FromStr as _;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use oncegate_inbox::postgres::TransactionalInbox;
+use oncegate_inbox::{ConsumerName, Failure, Handled, Identity, Message};
+use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
+use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
+use oncegate_postgres::{PostgresOptions, schema};
+use oncegate_servers::PostgresServer;
+
+/// Machines of tests are busy.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+static SERVER: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
+static NUMBER: AtomicU32 = AtomicU32::new(0);
+
+fn server() -> Arc<PostgresServer> {
+    let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+    shared.upgrade().unwrap_or_else(|| {
+        let server = Arc::new(PostgresServer::start().unwrap());
+        *shared = Arc::downgrade(&server);
+        server
+    })
+}
+
+/// A database with the contract and a table of effects.
+pub(crate) struct Database {
+    pub(crate) server: Arc<PostgresServer>,
+    pub(crate) name: String,
+}
+
+impl Database {
+    pub(crate) async fn fresh() -> Self {
+        let server = tokio::task::spawn_blocking(server).await.unwrap();
+        let name = format!("test_{}", NUMBER.fetch_add(1, Ordering::SeqCst));
+        let mut connection = PgConnection::connect(&server.url()).await.unwrap();
+        run(&mut connection, &format!("CREATE DATABASE {name}")).await;
+        let database = Self { server, name };
+        prepare(&database.url()).await;
+        database
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.server.url_of(&self.name)
+    }
+
+    pub(crate) async fn connect(&self) -> PgConnection {
+        let mut connection = PgConnection::connect(&self.url()).await.unwrap();
+        // Whoever waits for a lock where nobody should is an error and no standstill.
+        run(&mut connection, "SET statement_timeout = '20s'").await;
+        connection
+    }
+
+    pub(crate) async fn pool(&self, connections: u32) -> PgPool {
+        pool(&self.url(), self.server.port(), connections).await
+    }
+
+    pub(crate) async fn inbox(&self, connections: u32) -> TransactionalInbox {
+        inbox(self.pool(connections).await)
+    }
+
+    /// What took effect, in order of commit as far as one consumer is concerned.
+    pub(crate) async fn effects(&self) -> Vec<String> {
+        let effects = sqlx::query_scalar("SELECT message FROM effects ORDER BY number");
+        effects.fetch_all(&mut self.connect().await).await.unwrap()
+    }
+
+    pub(crate) async fn number(&self, sql: &str) -> i64 {
+        let number = sqlx::query_scalar(AssertSqlSafe(sql.to_owned()));
+        number.fetch_one(&mut self.connect().await).await.unwrap()
+    }
+
+    pub(crate) async fn receipts(&self) -> i64 {
+        self.number("SELECT count(*) FROM oncegate.processed").await
+    }
+}
+
+/// The contract, and a table of effects without a unique key: it is the ledger, which is counted at the end.
+pub(crate) async fn prepare(url: &str) {
+    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(LONG);
+    schema::apply(&options).await.unwrap();
+    let table = "CREATE TABLE effects (number bigserial, message text NOT NULL, transaction bigint DEFAULT txid_current())";
+    run(&mut PgConnection::connect(url).await.unwrap(), table).await;
+}
+
+/// A pool such as an application has, perhaps through somebody in between.
+pub(crate) async fn pool(url: &str, port: u16, connections: u32) -> PgPool {
+    let options = PgConnectOptions::from_str(url).unwrap();
+    let pool = PgPoolOptions::new().max_connections(connections).acquire_timeout(LONG);
+    pool.connect_with(options.port(port).ssl_mode(PgSslMode::Disable)).await.unwrap()
+}
+
+pub(crate) fn inbox(pool: PgPool) -> TransactionalInbox {
+    inbox_of(pool, "billing")
+}
+
+pub(crate) fn inbox_of(pool: PgPool, consumer: &str) -> TransactionalInbox {
+    let consumer = ConsumerName::new(consumer).unwrap();
+    TransactionalInbox::new(pool, consumer, Identity::header("event-id")).with_patience(LONG)
+}
+
+/// A message that is delivered for the first time, for certain.
+pub(crate) fn new(id: &str) -> Arc<Message> {
+    Arc::new(
+        Message::new("orders", id.to_owned())
+            .with_header("event-id", id.to_owned())
+            .with_deliveries(Some(1), false),
+    )
+}
+
+/// A message that may have been delivered before.
+pub(crate) fn again(id: &str) -> Arc<Message> {
+    Arc::new(Message::clone(&new(id)).with_deliveries(None, true))
+}
+
+/// The same in order with others.
+pub(crate) fn ordered(id: &str, key: &'static str) -> Arc<Message> {
+    Arc::new(Message::clone(&new(id)).with_order_key(key))
+}
+
+/// A handler: the effect is a row with what the message says. `poison…` says that it fails, after the effect.
+pub(crate) async fn effect(connection: &mut PgConnection, message: &Message) -> Result<(), Failure> {
+    let text = std::str::from_utf8(&message.payload)?;
+    sqlx::query("INSERT INTO effects (message) VALUES ($1)").bind(text).execute(connection).await?;
+    if text.starts_with("poison") {
+        return Err(Failure::retry("it is poison"));
+    }
+    Ok(())
+}
+
+/// As an outcome in one word.
+pub(crate) fn word(handled: &Handled) -> String {
+    match handled {
+        Handled::Processed { attempts } => format!("processed {attempts}"),
+        Handled::Duplicate => "duplicate".to_owned(),
+        Handled::InFlight { .. } => "in-flight".to_owned(),
+        Handled::Failed { attempts, .. } => format!("failed {attempts}"),
+        Handled::Dead { reason, is_known } => {
+            format!("dead {reason}{}", if *is_known { " known" } else { "" })
+        }
+        Handled::Unavailable(error) => format!("unavailable: {error}"),
+        Handled::NotBegun => "not begun".to_owned(),
+        other => format!("{other:?}"),
+    }
+}
+
+pub(crate) fn words(handled: &[Handled]) -> Vec<String> {
+    handled.iter().map(word).collect()
+}
+
+/// Runs statements of the test's own.
+pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.unwrap();
+}
+
+/// Waits for a condition.
+pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + LONG;
+    while !is_so().await {
+        assert!(tokio::time::Instant::now() < deadline, "{what} did not come about");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
