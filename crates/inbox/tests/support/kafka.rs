@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use oncegate_inbox::MESSAGE_ID;
 use oncegate_inbox::kafka::rdkafka::consumer::{BaseConsumer, Consumer as _};
 use oncegate_inbox::kafka::rdkafka::message::{Header, OwnedHeaders};
 use oncegate_inbox::kafka::rdkafka::mocking::MockCluster;
@@ -37,18 +38,16 @@ impl Cluster {
         member(&self.mock.bootstrap_servers(), group)
     }
 
-    /// Publishes these payloads under these keys, with the identifier `id` in a header, in this order.
-    pub(crate) fn produce<'a>(
+    /// Publishes messages: a key, an identifier and a payload each, in this order.
+    pub(crate) fn produce<T: AsRef<str>>(
         &self,
         topic: &str,
-        messages: impl IntoIterator<Item = (&'a str, &'a str, String)>,
+        messages: impl IntoIterator<Item = (T, T, String)>,
     ) {
-        let mut config = self.config();
-        config.set("enable.idempotence", "true").set("linger.ms", "5").set("batch.num.messages", "2000");
-        let producer: ThreadedProducer<DefaultProducerContext> = config.create().unwrap();
+        let producer = self.producer();
         for (key, id, payload) in messages {
-            let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(id) });
-            let mut record = BaseRecord::to(topic).key(key).payload(&payload).headers(headers);
+            let headers = OwnedHeaders::new().insert(Header { key: MESSAGE_ID, value: Some(id.as_ref()) });
+            let mut record = BaseRecord::to(topic).key(key.as_ref()).payload(&payload).headers(headers);
             while let Err((_, again)) = producer.send(record) {
                 record = again;
                 std::thread::sleep(Duration::from_millis(5));
@@ -57,12 +56,25 @@ impl Cluster {
         producer.flush(super::PATIENCE).unwrap();
     }
 
+    /// Publishes a message without an identifier.
+    pub(crate) fn produce_without_id(&self, topic: &str) {
+        let producer = self.producer();
+        producer
+            .send(BaseRecord::to(topic).key("nobody").payload("nothing"))
+            .map_err(|(error, _)| error)
+            .unwrap();
+        producer.flush(super::PATIENCE).unwrap();
+    }
+
+    fn producer(&self) -> ThreadedProducer<DefaultProducerContext> {
+        let mut config = self.config();
+        config.set("enable.idempotence", "true").set("linger.ms", "5").set("batch.num.messages", "2000");
+        config.create().unwrap()
+    }
+
     /// So many messages with a key each, `m0` and so on.
     pub(crate) fn produce_some(&self, topic: &str, count: usize) {
-        for chunk in (0..count).collect::<Vec<_>>().chunks(10_000) {
-            let ids: Vec<String> = chunk.iter().map(|n| format!("m{n}")).collect();
-            self.produce(topic, ids.iter().map(|id| (id.as_str(), id.as_str(), id.clone())));
-        }
+        self.produce(topic, (0..count).map(|n| (format!("m{n}"), format!("m{n}"), format!("m{n}"))));
     }
 
     /// What the group has committed in each partition of the topic; -1 where nothing.

@@ -1,41 +1,44 @@
-//! What took effect, written down beside everything that is tested.
+//! What took effect, in a table without any key: nothing there hides a second effect.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+#![cfg(feature = "postgres")]
 
-/// What took effect in this process, in order.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Ledger(Arc<Mutex<Vec<String>>>);
+use oncegate_postgres::{PostgresOptions, schema};
+use oncegate_servers::{PostgresOptions as ServerOptions, PostgresServer};
+
+/// A server with the contract, and a table `ledger (id text)`.
+pub(crate) struct Ledger {
+    pub(crate) server: PostgresServer,
+}
 
 impl Ledger {
-    pub(crate) fn write(&self, entry: impl Into<String>) {
-        self.0.lock().unwrap().push(entry.into());
+    pub(crate) async fn start() -> Self {
+        let start = || {
+            let mut options = ServerOptions::default();
+            options.trust = true;
+            PostgresServer::start_with(options).unwrap()
+        };
+        let server = tokio::task::spawn_blocking(start).await.unwrap();
+        schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
+        server.sql("CREATE TABLE ledger (id text NOT NULL)").unwrap();
+        Self { server }
     }
 
-    pub(crate) fn entries(&self) -> Vec<String> {
-        self.0.lock().unwrap().clone()
+    pub(crate) fn url(&self) -> String {
+        self.server.url()
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.0.lock().unwrap().len()
+    /// How many effects there are. `None` while the server is away.
+    pub(crate) fn len(&self) -> Option<usize> {
+        self.server.sql("SELECT count(*) FROM ledger").ok()?.parse().ok()
     }
 
-    /// How often each entry is there.
-    pub(crate) fn counts(&self) -> BTreeMap<String, usize> {
-        let mut counts = BTreeMap::new();
-        for entry in self.entries() {
-            *counts.entry(entry).or_default() += 1;
-        }
-        counts
-    }
-
-    /// That these are there, each once, and nothing else.
-    pub(crate) fn has_once(&self, expected: impl IntoIterator<Item = String>) {
-        let expected: BTreeMap<String, usize> = expected.into_iter().map(|entry| (entry, 1)).collect();
-        let counts = self.counts();
-        let wrong: Vec<_> =
-            counts.iter().filter(|(entry, count)| expected.get(*entry) != Some(count)).collect();
-        let missing: Vec<_> = expected.keys().filter(|entry| !counts.contains_key(*entry)).collect();
-        assert!(wrong.is_empty() && missing.is_empty(), "too often: {wrong:?}; missing: {missing:?}");
+    /// That each of `prefix0` to `prefix{count - 1}` took effect once, and nothing else did.
+    pub(crate) fn has_once(&self, prefix: &str, count: usize) {
+        let told = self.server.sql(&format!(
+            "SELECT (SELECT count(*) FROM ledger), (SELECT count(DISTINCT id) FROM ledger), \
+             (SELECT count(*) FROM generate_series(0, {count} - 1) n \
+              WHERE NOT EXISTS (SELECT FROM ledger WHERE id = '{prefix}' || n))"
+        ));
+        assert_eq!(told.unwrap(), format!("{count}|{count}|0"), "effects, different ones, missing ones");
     }
 }
