@@ -75,6 +75,8 @@ mod event;
 mod handled;
 mod identity;
 mod inbox;
+#[cfg(feature = "kafka")]
+pub mod kafka;
 mod message;
 #[cfg(feature = "nats")]
 pub mod nats;
