@@ -1,0 +1,11 @@
+//! The adapter for Kafka, on the cluster that librdkafka has for tests.
+
+#[path = "../support/suite.rs"]
+mod suite;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod consumer;
+#[cfg(feature = "postgres")]
+mod processes;
+mod source;

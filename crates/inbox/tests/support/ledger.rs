@@ -1,0 +1,44 @@
+//! What took effect, in a table without any key: nothing there hides a second effect.
+
+#![cfg(feature = "postgres")]
+
+use oncegate_postgres::{PostgresOptions, schema};
+use oncegate_servers::{PostgresOptions as ServerOptions, PostgresServer};
+
+/// A server with the contract, and a table `ledger (id text)`.
+pub(crate) struct Ledger {
+    pub(crate) server: PostgresServer,
+}
+
+impl Ledger {
+    pub(crate) async fn start() -> Self {
+        let start = || {
+            let mut options = ServerOptions::default();
+            options.trust = true;
+            PostgresServer::start_with(options).unwrap()
+        };
+        let server = tokio::task::spawn_blocking(start).await.unwrap();
+        schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
+        server.sql("CREATE TABLE ledger (id text NOT NULL)").unwrap();
+        Self { server }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.server.url()
+    }
+
+    /// How many effects there are. `None` while the server is away.
+    pub(crate) fn len(&self) -> Option<usize> {
+        self.server.sql("SELECT count(*) FROM ledger").ok()?.parse().ok()
+    }
+
+    /// That each of `prefix0` to `prefix{count - 1}` took effect once, and nothing else did.
+    pub(crate) fn has_once(&self, prefix: &str, count: usize) {
+        let told = self.server.sql(&format!(
+            "SELECT (SELECT count(*) FROM ledger), (SELECT count(DISTINCT id) FROM ledger), \
+             (SELECT count(*) FROM generate_series(0, {count} - 1) n \
+              WHERE NOT EXISTS (SELECT FROM ledger WHERE id = '{prefix}' || n))"
+        ));
+        assert_eq!(told.unwrap(), format!("{count}|{count}|0"), "effects, different ones, missing ones");
+    }
+}
