@@ -53,7 +53,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
                 message.header(MESSAGE_ID).ok().flatten().ok_or_else(|| Failure::reject("no identifier"))?;
             ids.push(String::from_utf8(id.to_vec())?);
         }
-        sqlx::query("INSERT INTO ledger SELECT unnest($1::text[])").bind(ids).execute(connection).await?;
+        sqlx::query("INSERT INTO ledger (id) SELECT unnest($1::text[])")
+            .bind(ids)
+            .execute(connection)
+            .await?;
         before_commit.at("before-commit", messages.len() as u64);
         Ok(())
     });

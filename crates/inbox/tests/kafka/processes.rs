@@ -13,13 +13,17 @@ use crate::support::until;
 const TOPIC: &str = "orders";
 
 fn consumer(cluster: &Cluster, ledger: &Ledger, further: &[(&str, String)]) -> Child {
+    named("consumer", cluster, ledger, further)
+}
+
+fn named(who: &str, cluster: &Cluster, ledger: &Ledger, further: &[(&str, String)]) -> Child {
     let settings = "session.timeout.ms=4500,heartbeat.interval.ms=300,fetch.wait.max.ms=50";
     let mut variables = vec![
         ("KAFKA_BROKERS", cluster.mock.bootstrap_servers()),
         ("KAFKA_TOPIC", TOPIC.to_owned()),
         ("KAFKA_GROUP", "g".to_owned()),
         ("KAFKA_CONFIG", settings.to_owned()),
-        ("DATABASE_URL", ledger.url()),
+        ("DATABASE_URL", ledger.url(who)),
     ];
     variables.extend_from_slice(further);
     Child::example("kafka", &variables)
@@ -68,16 +72,28 @@ async fn a_process_dies_before_it_acknowledges() {
 async fn a_process_stands_still_until_the_group_has_forgotten_it() {
     let ledger = Ledger::start().await;
     let cluster = Cluster::start(TOPIC, 4);
-    let mut both = [consumer(&cluster, &ledger, &[]), consumer(&cluster, &ledger, &[])];
-    cluster.produce_some(TOPIC, 20_000);
-    effects(&ledger, 100).await;
+    let mut both = [named("one", &cluster, &ledger, &[]), named("other", &cluster, &ledger, &[])];
+    let mut count = 0;
+    let mut produce = |some: usize| {
+        let ids = (count..count + some).map(|n| (format!("m{n}"), format!("m{n}"), String::new()));
+        cluster.produce(TOPIC, ids);
+        count += some;
+        count
+    };
+    until("both take part", async || {
+        produce(200);
+        ledger.of("one") > 0 && ledger.of("other") > 0
+    })
+    .await;
+    produce(5000);
     freeze(both[0].pid()).unwrap();
+    produce(1000);
     // The other one gets everything, when the time of the session is over.
     all_committed(&cluster, 4).await;
     thaw(both[0].pid()).unwrap();
-    cluster.produce(TOPIC, (20_000..22_000).map(|n| (format!("m{n}"), format!("m{n}"), String::new())));
+    let count = produce(1000);
     all_committed(&cluster, 4).await;
-    ledger.has_once("m", 22_000);
+    ledger.has_once("m", count);
     for child in &mut both {
         child.stop().unwrap();
     }

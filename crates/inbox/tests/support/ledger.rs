@@ -1,11 +1,11 @@
-//! What took effect, in a table without any key: nothing there hides a second effect.
+//! What took effect, and by whom, in a table without any key: nothing there hides a second effect.
 
 #![cfg(feature = "postgres")]
 
 use oncegate_postgres::{PostgresOptions, schema};
 use oncegate_servers::{PostgresOptions as ServerOptions, PostgresServer};
 
-/// A server with the contract, and a table `ledger (id text)`.
+/// A server with the contract, and a table `ledger (id)`, which notes the name of the connection by itself.
 pub(crate) struct Ledger {
     pub(crate) server: PostgresServer,
 }
@@ -19,12 +19,18 @@ impl Ledger {
         };
         let server = tokio::task::spawn_blocking(start).await.unwrap();
         schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
-        server.sql("CREATE TABLE ledger (id text NOT NULL)").unwrap();
+        server.sql("CREATE TABLE ledger (id text NOT NULL, who text DEFAULT current_setting('application_name'))").unwrap();
         Self { server }
     }
 
-    pub(crate) fn url(&self) -> String {
-        self.server.url()
+    /// How a consumer of this name reaches it.
+    pub(crate) fn url(&self, who: &str) -> String {
+        format!("{}?application_name={who}", self.server.url())
+    }
+
+    /// How many effects this one has.
+    pub(crate) fn of(&self, who: &str) -> usize {
+        self.server.sql(&format!("SELECT count(*) FROM ledger WHERE who = '{who}'")).unwrap().parse().unwrap()
     }
 
     /// How many effects there are. `None` while the server is away.
