@@ -84,10 +84,6 @@ pub mod nats;
 pub mod postgres;
 mod processor;
 mod source;
-#[cfg(feature = "webhook")]
-pub mod webhook;
-#[cfg(feature = "sqs")]
-pub mod sqs;
 #[cfg(feature = "sqs")]
 pub mod sqs;
 #[cfg(feature = "webhook")]
