@@ -1,5 +1,4 @@
 //! What an adapter is tried with, whatever its broker.
-#![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
