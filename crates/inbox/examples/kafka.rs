@@ -6,9 +6,9 @@
 //!     cargo run -p oncegate-inbox --features kafka,postgres --example kafka
 //! ```
 //!
-//! Messages are told apart by the header `oncegate-message-id`, as `KafkaPublisher` writes it. `KAFKA_CONFIG` has further settings of the
-//! client, `name=value` with commas between them. With `DIE=before-commit` or `DIE=before-ack` the process kills itself in the middle of
-//! the message whose number `DIE_AT` says: start it again, and count.
+//! Messages are told apart by the header `oncegate-message-id`, as `KafkaPublisher` writes it. `KAFKA_CONFIG` has further
+//! settings of the client, `name=value` with commas between them. With `DIE=before-commit` or `DIE=before-ack` the process
+//! kills itself in the middle of the message whose number `DIE_AT` says: start it again, and count.
 
 use std::env;
 use std::error::Error;

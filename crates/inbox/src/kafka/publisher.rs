@@ -23,8 +23,8 @@ const SLACK: Duration = Duration::from_secs(10);
 
 /// Publishes to topics, each message confirmed by all replicas that are in sync.
 ///
-/// The producer is idempotent: what it sends again itself is not there twice. What is published again after an error, or by another
-/// process, is there twice, under one identifier, which is the header [`MESSAGE_ID`]; consumers go by it.
+/// The producer is idempotent: what it sends again itself is not there twice. What is published again after an error, or by
+/// another process, is there twice, under one identifier, which is the header [`MESSAGE_ID`]; consumers go by it.
 #[derive(Debug)]
 pub struct KafkaPublisher {
     config: ClientConfig,
@@ -43,8 +43,8 @@ impl std::fmt::Debug for Live {
 }
 
 impl KafkaPublisher {
-    /// A publisher with these settings of the client. `acks` is `all` and `enable.idempotence` is on, and cannot be changed. A
-    /// message is given up after `message.timeout.ms`, 30 s if nobody says otherwise. It does not wait for the broker.
+    /// A publisher with these settings of the client. `acks` is `all` and `enable.idempotence` is on, and cannot be changed.
+    /// A message is given up after `message.timeout.ms`, 30 s if nobody says otherwise. It does not wait for the broker.
     ///
     /// Which partition a key goes to is the client's `partitioner`; that of Java's clients is `murmur2_random`.
     ///

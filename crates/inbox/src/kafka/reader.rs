@@ -24,14 +24,17 @@ use super::shared::Shared;
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE};
 use crate::message::Message;
 
+/// How many messages are read before the thread looks after anything else.
+const AT_ONCE: usize = 256;
+
 /// How long one poll waits for a message. It is also how late a commit, or the end, may be seen.
 const POLL: Duration = Duration::from_millis(100);
 
 /// The same where nothing is read, because there is no room.
 const POLL_PAUSED: Duration = Duration::from_millis(20);
 
-/// How long the thread waits for room before it pauses its partitions. What the client has read ahead is thrown away by a pause,
-/// so it is for those who stopped asking, and not for those who are merely slower than the broker.
+/// How long the thread waits for room before it pauses its partitions. What the client has read ahead is thrown away by a
+/// pause, so it is for those who stopped asking, and not for those who are merely slower than the broker.
 const WAIT_FOR_ROOM: Duration = Duration::from_millis(500);
 
 /// How long one question to the broker may take.
@@ -40,8 +43,8 @@ const ASK: Duration = Duration::from_secs(5);
 /// How long after a question that was not answered it is asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
-/// After so many rounds of commits offsets are committed again that were asked for already. The client does not say what became of a
-/// commit that was only sent, and a group that is being rebalanced refuses it.
+/// After so many rounds of commits offsets are committed again that were asked for already. The client does not say what
+/// became of a commit that was only sent, and a group that is being rebalanced refuses it.
 const REPEAT: u64 = 5;
 
 /// How often the thread looks whether what it waits for on a revocation has ended.
@@ -127,19 +130,31 @@ impl Reader {
         committed.map_err(|error| error.to_string())
     }
 
+    /// Reads what is there, or waits for it.
     fn poll(&self, at_most: Duration) {
-        match self.consumer.poll(at_most) {
-            None | Some(Err(KafkaError::PartitionEOF(_))) => {}
-            Some(Ok(record)) => self.put(&record),
-            Some(Err(error)) => self.failed(&error),
+        let mut at_most = at_most;
+        for _ in 0..AT_ONCE {
+            let goes_on = match self.consumer.poll(at_most) {
+                None => false,
+                Some(Ok(record)) => self.put(&record),
+                Some(Err(error)) => {
+                    self.failed(&error);
+                    false
+                }
+            };
+            if !goes_on {
+                return;
+            }
+            at_most = Duration::ZERO;
         }
     }
 
-    fn put(&self, record: &BorrowedMessage<'_>) {
+    /// Whether another message may be read.
+    fn put(&self, record: &BorrowedMessage<'_>) -> bool {
         // It may have been on its way when its partition was revoked.
-        let Some(partition) = self.shared.partition(record.topic(), record.partition()) else { return };
+        let Some(partition) = self.shared.partition(record.topic(), record.partition()) else { return true };
         let message = message(record, self.shared.options.order);
-        self.shared.put(message, record.offset(), &partition);
+        self.shared.put(message, record.offset(), &partition)
     }
 
     fn failed(&self, error: &KafkaError) {

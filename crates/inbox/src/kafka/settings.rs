@@ -18,8 +18,8 @@ pub enum KafkaOrder {
     None,
 }
 
-/// What is done where a partition's log no longer has the message that comes next: it was deleted before it was read, or the log
-/// lost its end.
+/// What is done where a partition's log no longer has the message that comes next: it was deleted before it was read, or the
+/// log lost its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Truncated {
@@ -87,8 +87,9 @@ impl KafkaOptions {
         Ok(Self { buffer_messages: messages, buffer_octets: octets, ..self })
     }
 
-    /// How many messages of one partition are read from the lowest one on that is not settled. It bounds what is processed again
-    /// after a crash, and what is remembered. A message that is tried again for long holds its partition up after so many.
+    /// How many messages of one partition are read from the lowest one on that is not settled. It bounds what is processed
+    /// again after a crash, and what is remembered. A message that is tried again for long holds its partition up after so
+    /// many.
     ///
     /// # Errors
     /// Outside 1 to 1 000 000.
@@ -106,8 +107,8 @@ impl KafkaOptions {
         Ok(Self { commit_interval: interval, ..self })
     }
 
-    /// How long what was begun has to end when its partition is revoked, so that it is committed before somebody else reads it. The
-    /// whole group waits meanwhile.
+    /// How long what was begun has to end when its partition is revoked, so that it is committed before somebody else reads
+    /// it. The whole group waits meanwhile.
     ///
     /// # Errors
     /// More than 60 s.
@@ -116,8 +117,8 @@ impl KafkaOptions {
         Ok(Self { revoke_patience: patience, ..self })
     }
 
-    /// How long [`close`](crate::Source::close) waits for the last commit and for leaving the group. Without an answer it returns an
-    /// error, and what was not committed comes again.
+    /// How long [`close`](crate::Source::close) waits for the last commit and for leaving the group. Without an answer it
+    /// returns an error, and what was not committed comes again.
     ///
     /// # Errors
     /// Outside 100 ms to 10 minutes.

@@ -49,7 +49,8 @@ struct State {
     errors: VecDeque<SourceError>,
     fatal: Option<String>,
     is_closing: bool,
-    assigned: BTreeMap<(Arc<str>, i32), Arc<Partition>>,
+    /// By topic and number.
+    assigned: BTreeMap<Arc<str>, BTreeMap<i32, Arc<Partition>>>,
 }
 
 /// What [`Shared::take`] found.
@@ -105,17 +106,20 @@ impl Shared {
         self.arrived.notified()
     }
 
-    /// A message that was read. Nothing happens where it was read before, or its partition is not assigned.
-    pub(super) fn put(&self, message: Message, offset: i64, partition: &Arc<Partition>) {
+    /// A message that was read. Nothing happens where it was read before, or its partition is not assigned. Whether another
+    /// one may be read.
+    pub(super) fn put(&self, message: Message, offset: i64, partition: &Arc<Partition>) -> bool {
         let mut state = self.state();
         if partition.is_lost() || !partition.track().read(offset) {
-            return;
+            return self.has_room(&state);
         }
         let held = Held { message: Arc::new(message), partition: Arc::clone(partition), offset };
         state.octets = state.octets.saturating_add(held.octets());
         state.ready.push_back(held);
+        let has_room = self.has_room(&state);
         drop(state);
         self.arrived.notify_one();
+        has_room && partition.track().window() < self.options.window
     }
 
     /// It was not processed and is to be taken again, from then on.
@@ -187,25 +191,27 @@ impl Shared {
     /// The partition is assigned from now on. What was known of it before counts no more.
     pub(super) fn assign(&self, partition: Partition) {
         let mut state = self.state();
-        let place = (Arc::clone(&partition.topic), partition.number);
-        if let Some(before) = state.assigned.insert(place, Arc::new(partition)) {
+        let of_topic = state.assigned.entry(Arc::clone(&partition.topic)).or_default();
+        if let Some(before) = of_topic.insert(partition.number, Arc::new(partition)) {
             before.lose();
             state.forget(&before);
         }
     }
 
     pub(super) fn assigned(&self) -> Vec<Arc<Partition>> {
-        self.state().assigned.values().cloned().collect()
+        self.state().assigned.values().flat_map(BTreeMap::values).cloned().collect()
     }
 
     pub(super) fn partition(&self, topic: &str, number: i32) -> Option<Arc<Partition>> {
-        self.state().assigned.get(&(Arc::from(topic), number)).cloned()
+        self.state().assigned.get(topic)?.get(&number).cloned()
     }
 
     /// The partition is about to go. What nobody has in hand is dropped; what is in hand may still be settled.
     pub(super) fn release(&self, partition: &Arc<Partition>) {
         let mut state = self.state();
-        state.assigned.remove(&(Arc::clone(&partition.topic), partition.number));
+        if let Some(of_topic) = state.assigned.get_mut(&partition.topic) {
+            of_topic.remove(&partition.number);
+        }
         state.forget(partition);
     }
 }

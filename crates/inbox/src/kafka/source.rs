@@ -16,9 +16,9 @@ use crate::source::{Delivery, Source, SourceError};
 
 /// A member of a consumer group that reads topics.
 ///
-/// A thread of its own polls the client, so that the group has its heartbeats and nobody is thrown out of it while nothing is asked
-/// for; what does not fit into the buffer then stays with the broker. Dropped without [`close`](Source::close) it commits and leaves
-/// the group all the same, and nobody waits for that.
+/// A thread of its own polls the client, so that the group has its heartbeats and nobody is thrown out of it while nothing
+/// is asked for; what does not fit into the buffer then stays with the broker. Dropped without [`close`](Source::close) it
+/// commits and leaves the group all the same, and nobody waits for that.
 #[derive(Debug)]
 pub struct KafkaSource {
     shared: Arc<Shared>,
@@ -28,10 +28,10 @@ pub struct KafkaSource {
 
 impl KafkaSource {
     /// A member of the group that `config` names, for these topics; one that begins with `^` is a regular expression. Of the
-    /// client's settings, `enable.auto.commit` and `enable.auto.offset.store` are off and cannot be turned on. `auto.offset.reset`
-    /// says where a group begins that has committed nothing, and nothing else: `earliest` if nobody says otherwise, so that nothing
-    /// is lost; `latest`, which skips what is there already; `error`, which is fatal then. Where the log is truncated,
-    /// [`KafkaOptions::with_truncated`] counts.
+    /// client's settings, `enable.auto.commit` and `enable.auto.offset.store` are off and cannot be turned on.
+    /// `auto.offset.reset` says where a group begins that has committed nothing, and nothing else: `earliest` if nobody says
+    /// otherwise, so that nothing is lost; `latest`, which skips what is there already; `error`, which is fatal then. Where
+    /// the log is truncated, [`KafkaOptions::with_truncated`] counts.
     ///
     /// It does not wait for the broker. Errors on the way there come from [`next`](Source::next), and pass.
     ///
@@ -77,8 +77,10 @@ impl Source for KafkaSource {
 
     async fn close(&mut self) -> Result<(), SourceError> {
         self.shared.close();
-        let Some(left) = self.left.take() else { return Ok(()) };
-        match tokio::time::timeout(self.shared.options.close_patience, left).await {
+        let Some(left) = self.left.as_mut() else { return Ok(()) };
+        let told = tokio::time::timeout(self.shared.options.close_patience, left).await;
+        self.left = None;
+        match told {
             Ok(Ok(Ok(()))) => Ok(()),
             Ok(Ok(Err(what))) => {
                 Err(SourceError::passing(format!("the last offsets were not committed: {what}")))

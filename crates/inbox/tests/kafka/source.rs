@@ -200,7 +200,8 @@ async fn a_partition_that_moves(strategy: &str) -> bool {
         until("a partition moves", async || taken.iter().any(KafkaDelivery::is_lost)).await;
     });
     let moved = got.partition();
-    // The cluster of the tests refuses commits while it waits for members to join, as real ones do not: then the eleventh comes again.
+    // The cluster of the tests refuses commits while it waits for members to join, as real ones do not: then the eleventh
+    // comes again.
     assert!(matches!(got.offset(), 10 | 11), "{}", got.offset());
     let was_committed = got.offset() == 11;
     for delivery in &taken {

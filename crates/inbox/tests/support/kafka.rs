@@ -1,5 +1,5 @@
-//! The cluster that librdkafka has for tests: brokers in this process that speak the protocol on loopback, with groups, offsets
-//! and faults.
+//! The cluster that librdkafka has for tests: brokers in this process that speak the protocol on loopback, with groups,
+//! offsets and faults.
 
 #![cfg(feature = "kafka")]
 
@@ -32,8 +32,8 @@ impl Cluster {
         config(&self.mock.bootstrap_servers())
     }
 
-    /// A member of a group. It is thrown out after 4.5 s without a heartbeat, which is little more than the 3 s for which the cluster
-    /// waits for further members of a new group: one that is thrown out meanwhile hears nothing any more.
+    /// A member of a group. It is thrown out after 4.5 s without a heartbeat, which is little more than the 3 s for which
+    /// the cluster waits for further members of a new group: one that is thrown out meanwhile hears nothing any more.
     pub(crate) fn member(&self, group: &str) -> ClientConfig {
         member(&self.mock.bootstrap_servers(), group)
     }

@@ -15,6 +15,8 @@ impl Ledger {
         let start = || {
             let mut options = ServerOptions::default();
             options.trust = true;
+            // A process that stands still in the middle of a transaction holds its messages until then.
+            options.settings = vec!["idle_in_transaction_session_timeout=3s".to_owned()];
             PostgresServer::start_with(options).unwrap()
         };
         let server = tokio::task::spawn_blocking(start).await.unwrap();
