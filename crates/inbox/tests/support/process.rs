@@ -81,6 +81,10 @@ impl Drop for Child {
 fn example(name: &str) -> PathBuf {
     let here = std::env::current_exe().unwrap();
     let path = here.parent().and_then(|deps| deps.parent()).unwrap().join("examples").join(name);
-    assert!(path.exists(), "{} is missing: cargo build -p oncegate-inbox --all-features --examples", path.display());
+    assert!(
+        path.exists(),
+        "{} is missing: cargo build -p oncegate-inbox --all-features --examples",
+        path.display()
+    );
     path
 }
