@@ -24,7 +24,7 @@ pub(crate) trait Consumed: Broker {
 
 fn consumer(broker: &impl Consumed, ledger: &Ledger, further: &[(&str, String)]) -> Child {
     let (name, mut variables) = broker.example();
-    variables.push(("DATABASE_URL", ledger.url()));
+    variables.push(("DATABASE_URL", ledger.url("consumer")));
     variables.push(("REDELIVERY", super::suite::SOON.as_secs().to_string()));
     variables.extend_from_slice(further);
     Child::example(name, &variables)
