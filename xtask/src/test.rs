@@ -10,6 +10,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_node("examples/express-orders")?;
     prepare_node("crates/postgres/tests/node")?;
     prepare_node("crates/redis/tests/node")?;
+    prepare_node("crates/servers/sqs")?;
     prepare_fastapi()?;
     prepare_postgres()?;
     prepare_psycopg()?;

@@ -75,6 +75,8 @@ mod event;
 mod handled;
 mod identity;
 mod inbox;
+#[cfg(feature = "kafka")]
+pub mod kafka;
 mod message;
 #[cfg(feature = "nats")]
 pub mod nats;
@@ -82,6 +84,8 @@ pub mod nats;
 pub mod postgres;
 mod processor;
 mod source;
+#[cfg(feature = "sqs")]
+pub mod sqs;
 #[cfg(feature = "webhook")]
 pub mod webhook;
 

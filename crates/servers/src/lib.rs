@@ -9,6 +9,7 @@ mod process;
 mod program;
 mod rabbitmq;
 mod redis;
+mod sqs;
 mod way;
 
 pub use nats::NatsServer;
@@ -17,4 +18,5 @@ pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
 pub use rabbitmq::{RabbitOptions, RabbitServer};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
+pub use sqs::SqsServer;
 pub use way::{Break, Way};

@@ -24,7 +24,7 @@ use crate::message::Message;
 use crate::source::{Delivery, Source, SourceError};
 
 /// How many messages the broker hands over before it hears of one.
-const PREFETCH: u16 = 1000;
+const PREFETCH: u16 = 256;
 
 /// What RabbitMQ waits for an acknowledgement.
 const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -35,6 +35,9 @@ const CONSUMER_TIMEOUT_MIN: Duration = Duration::from_secs(1);
 /// Between two attempts to connect.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
+
+/// How long a message in order is held that is given back at once: longer than a consumer takes to stop.
+const STOPPING: Duration = Duration::from_secs(60);
 
 /// A queue of RabbitMQ, read with acknowledgements.
 ///
@@ -102,7 +105,7 @@ impl AmqpSource {
         })
     }
 
-    /// How many messages the broker hands over before it hears of one: 1000 where nothing is said. Those that wait to be given
+    /// How many messages the broker hands over before it hears of one: 256 where nothing is said. Those that wait to be given
     /// back count among them. At least as many as the consumer holds at a time, or it never gets that many.
     ///
     /// # Errors
@@ -386,8 +389,13 @@ impl Delivery for AmqpDelivery {
 
     /// A queue has no delay, and would deliver it again at once. So it is held here that long, at most a quarter of the
     /// consumer's time-out, and then given back; until then it counts as one of those handed over.
+    ///
+    /// One that has an order key and is given back at once, as by a consumer that stops, is held until the source is closed,
+    /// or for a minute. A quorum queue delivers what was given back in the order in which it heard of it; what comes back with
+    /// the end of a channel it delivers in its old order.
     async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
         self.is_settled.store(true, Ordering::Relaxed);
+        let after = if after.is_zero() && self.message.order_key.is_some() { STOPPING } else { after };
         let after = self.hold_max.map_or(after, |most| after.min(most));
         if after.is_zero() {
             return said(self.acker.nack(REQUEUE).await);

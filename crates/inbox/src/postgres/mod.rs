@@ -1,7 +1,8 @@
-//! Effect and receipt in one transaction of PostgreSQL.
+//! Effect and receipt in one transaction of PostgreSQL; messages that are written in the transaction that they are about.
 
 mod batch;
 mod letters;
+mod outbox;
 mod receipts;
 mod streams;
 mod work;
@@ -23,6 +24,9 @@ use crate::message::Message;
 use crate::processor::Processor;
 
 pub use self::letters::{DeadLetterTable, KeptLetter};
+pub use self::outbox::{
+    OnRefused, Outbox, OutboxDeadLetters, OutboxStatus, Relay, RelayEvent, RelayEventKind, RelayWaker,
+};
 pub use self::streams::{Applied, StreamBusy, StreamEvent, StreamGap, Streams};
 
 /// Processes each message once where its effect is rows in PostgreSQL: the receipt commits with the effect, or neither does.

@@ -1,0 +1,90 @@
+//! A server that speaks the protocol of Amazon SQS.
+
+use std::fs::{self, File};
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// How long a server may take until it answers.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server in Node, which keeps its queues in memory: they are gone when it ends. Its packages are those that `cargo xtask test`
+/// puts beside it.
+#[derive(Debug)]
+pub struct SqsServer {
+    child: Child,
+    port: u16,
+    dir: TempDir,
+}
+
+impl SqsServer {
+    /// Starts a server, and waits until it answers.
+    ///
+    /// # Errors
+    /// Where there is no `node`, its packages are not there, or it does not answer in time.
+    pub fn start() -> io::Result<Self> {
+        let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("sqs");
+        if !place.join("node_modules").exists() {
+            return Err(io::Error::other("run `cargo xtask test`, or `npm ci` in crates/servers/sqs"));
+        }
+        // Between the moment that a port is found free and the one that the server takes it, somebody else may.
+        let mut last = io::Error::other("not tried");
+        for _ in 0..5 {
+            let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+            let dir = tempfile::Builder::new().prefix("oncegate-sqs-").tempdir()?;
+            let child = Command::new("node")
+                .arg(place.join("server.js"))
+                .arg(port.to_string())
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(File::create(dir.path().join("log"))?)
+                .spawn()
+                .map_err(|error| io::Error::other(format!("node: {error}")))?;
+            match (Self { child, port, dir }).answering() {
+                Ok(server) => return Ok(server),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    fn answering(mut self) -> io::Result<Self> {
+        let deadline = Instant::now() + PATIENCE;
+        while TcpStream::connect(("127.0.0.1", self.port)).is_err() {
+            if self.child.try_wait()?.is_some() || Instant::now() > deadline {
+                let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+                return Err(io::Error::other(format!("the SQS server does not answer: {log}")));
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        // Somebody else's, on the same port, while ours has just failed.
+        match self.child.try_wait()? {
+            Some(status) => Err(io::Error::other(format!("the SQS server has ended: {status}"))),
+            None => Ok(self),
+        }
+    }
+
+    /// Whose process it is.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Where it is: `http://127.0.0.1:PORT`.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+}
+
+impl Drop for SqsServer {
+    fn drop(&mut self) {
+        let _gone_already = self.child.kill();
+        let _status = self.child.wait();
+    }
+}
