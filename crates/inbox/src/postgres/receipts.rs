@@ -147,11 +147,11 @@ impl Receipts {
     }
 
     /// Notes that messages are begun.
-    pub(super) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StoreError> {
+    pub(super) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
         let count = ids.len();
         let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
         let rows = self.alone(query).await?;
-        all(&rows, count).map_err(|error| StepError::Refused(error).into())
+        all(&rows, count).map_err(StepError::Refused)
     }
 
     /// Whether there is everything that is called here.
@@ -199,7 +199,7 @@ impl Receipts {
     }
 
     /// One statement in a transaction of its own.
-    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StoreError> {
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
         alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
@@ -245,10 +245,10 @@ pub(super) async fn alone<T>(
     patience: Duration,
     transaction_pooler: bool,
     step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
-) -> Result<T, StoreError> {
+) -> Result<T, StepError> {
     let mut held = Held::acquire(pool).await?;
     if !transaction_pooler {
-        return Ok(held.alone(patience, step).await?);
+        return held.alone(patience, step).await;
     }
     let mut open = held.begin("BEGIN", patience).await?;
     match open.step(patience, step).await {
@@ -258,7 +258,7 @@ pub(super) async fn alone<T>(
         }
         Err(error) => {
             open.rollback(patience).await;
-            Err(error.into())
+            Err(error)
         }
     }
 }
