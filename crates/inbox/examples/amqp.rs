@@ -22,7 +22,7 @@ use oncegate_postgres::sqlx::query;
 use tokio::signal::unix::{SignalKind, signal};
 
 #[tokio::main]
-pub(crate) async fn main() -> Result<(), Box<dyn Error>> {
+async fn main() -> Result<(), Box<dyn Error>> {
     let queue = env::var("QUEUE").unwrap_or_else(|_| "orders".to_owned());
     let mut source = AmqpSource::new(AmqpBroker::new(&env::var("AMQP_URL")?)?, queue)?;
     // Here somebody sees what is wrong.

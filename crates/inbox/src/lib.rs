@@ -75,6 +75,8 @@ mod event;
 mod handled;
 mod identity;
 mod inbox;
+#[cfg(feature = "kafka")]
+pub mod kafka;
 mod message;
 #[cfg(feature = "nats")]
 pub mod nats;
@@ -82,10 +84,10 @@ pub mod nats;
 pub mod postgres;
 mod processor;
 mod source;
-#[cfg(feature = "webhook")]
-pub mod webhook;
 #[cfg(feature = "sqs")]
 pub mod sqs;
+#[cfg(feature = "webhook")]
+pub mod webhook;
 
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};

@@ -87,7 +87,8 @@ pub(crate) fn deliveries(properties: &BasicProperties, is_redelivered: bool) -> 
         Some(AMQPValue::ShortShortInt(count)) => u32::try_from(*count).ok(),
         _ => (!is_redelivered).then_some(0),
     };
-    before.map(|before| before.saturating_add(1))
+    // From 4.0 on what was given back is not counted.
+    before.filter(|before| *before > 0 || !is_redelivered).map(|before| before.saturating_add(1))
 }
 
 /// A value as octets: text and octets as they are, numbers in decimal digits, arrays and tables as JSON.

@@ -215,6 +215,15 @@ impl TransactionalInbox {
         &self.inner.consumer
     }
 
+    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a program
+    /// starts. Without, each message is [`Unavailable`](Handled::Unavailable) for as long as that is so.
+    ///
+    /// # Errors
+    /// [`StoreError`](oncegate_core::StoreError) that says what is missing, or that the database is out of reach.
+    pub async fn check(&self) -> Result<(), oncegate_core::StoreError> {
+        self.inner.receipts.check().await
+    }
+
     /// Processes a message, if nobody has and nobody is at it, in a transaction of its own.
     ///
     /// `run` is an async closure of this shape, `async |connection, message| { …; Ok(()) }`, and is cloned for each time that

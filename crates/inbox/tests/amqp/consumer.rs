@@ -1,6 +1,6 @@
 //! The inbox and its loop on RabbitMQ, broken in every way that it can be.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use lapin::BasicProperties;
@@ -30,10 +30,28 @@ impl Rabbit {
     /// A broker of its own.
     async fn start(kind: Kind) -> Self {
         let server = tokio::task::spawn_blocking(RabbitServer::start).await.unwrap().unwrap();
-        let url = server.url();
-        Queue::new(&url, "orders", kind).await;
-        let server = Arc::new(Mutex::new(server));
-        Self { server, name: "orders".to_owned(), url: url.clone(), url_of_publisher: url, has_order: true }
+        Self::on(Arc::new(Mutex::new(server)), "orders", kind).await
+    }
+
+    /// A queue on the broker of all tests that do it no harm.
+    async fn queue(name: &str, kind: Kind) -> Self {
+        static ALL: Mutex<Weak<Mutex<RabbitServer>>> = Mutex::new(Weak::new());
+        let start = || {
+            let mut all = ALL.lock().unwrap();
+            all.upgrade().unwrap_or_else(|| {
+                let server = Arc::new(Mutex::new(RabbitServer::start().unwrap()));
+                *all = Arc::downgrade(&server);
+                server
+            })
+        };
+        let server = tokio::task::spawn_blocking(start).await.unwrap();
+        Self::on(server, &format!("{name}-{kind:?}"), kind).await
+    }
+
+    async fn on(server: Arc<Mutex<RabbitServer>>, name: &str, kind: Kind) -> Self {
+        let url = server.lock().unwrap().url();
+        Queue::new(&url, name, kind).await;
+        Self { server, name: name.to_owned(), url: url.clone(), url_of_publisher: url, has_order: true }
     }
 
     /// Does something to the broker, which takes its time.
@@ -95,7 +113,7 @@ impl Broker for Rabbit {
 #[tokio::test(flavor = "multi_thread")]
 async fn everything_comes_again() {
     for kind in [Kind::Quorum, Kind::Classic] {
-        let mut rabbit = Rabbit::start(kind).await;
+        let mut rabbit = Rabbit::queue("everything_comes_again", kind).await;
         rabbit.has_order = false;
         suite::everything_comes_again(rabbit).await;
     }
@@ -104,40 +122,40 @@ async fn everything_comes_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn order_holds() {
     for kind in [Kind::Quorum, Kind::Classic] {
-        suite::order_holds(Rabbit::start(kind).await).await;
+        suite::order_holds(Rabbit::queue("order_holds", kind).await).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn poison_in_order() {
-    let rabbit = Rabbit::start(Kind::Quorum).await;
+    let rabbit = Rabbit::queue("poison_in_order", Kind::Quorum).await;
     let unidentified = rabbit.unidentified();
     suite::poison(rabbit, Order::PerKey, unidentified).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn poison_without_order() {
-    let rabbit = Rabbit::start(Kind::Quorum).await;
+    let rabbit = Rabbit::queue("poison_without_order", Kind::Quorum).await;
     let unidentified = rabbit.unidentified();
     suite::poison(rabbit, Order::None, unidentified).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stopping_loses_nothing() {
-    suite::stopping_loses_nothing(Rabbit::start(Kind::Quorum).await).await;
+    suite::stopping_loses_nothing(Rabbit::queue("stopping_loses_nothing", Kind::Quorum).await).await;
 }
 
 /// Connections are given up after two seconds of silence.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_buffer() {
-    let mut rabbit = Rabbit::start(Kind::Quorum).await;
+    let mut rabbit = Rabbit::queue("a_full_buffer", Kind::Quorum).await;
     rabbit.url += "?heartbeat=1";
     suite::a_full_buffer(rabbit).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn one_of_two_dies() {
-    suite::one_of_two_dies(Rabbit::start(Kind::Quorum).await).await;
+    suite::one_of_two_dies(Rabbit::queue("one_of_two_dies", Kind::Quorum).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +178,7 @@ async fn the_broker_is_killed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn connections_are_cut() {
-    let mut rabbit = Rabbit::start(Kind::Quorum).await;
+    let mut rabbit = Rabbit::queue("connections_are_cut", Kind::Quorum).await;
     let port = rabbit.server.lock().unwrap().port();
     let line = Line::to(port).await.unwrap();
     rabbit.url = rabbit.server.lock().unwrap().url_at(line.port());
@@ -176,7 +194,7 @@ async fn connections_are_cut() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_database_is_restarted() {
-    let rabbit = Rabbit::start(Kind::Quorum).await;
+    let rabbit = Rabbit::queue("the_database_is_restarted", Kind::Quorum).await;
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     let options = PostgresOptions::new(&server.url()).unwrap();
     oncegate_postgres::schema::apply(&options).await.unwrap();

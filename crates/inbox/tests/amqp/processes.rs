@@ -1,6 +1,7 @@
 //! Processes that consume, and die. What took effect is counted in a table without any key.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -11,26 +12,20 @@ use tokio::time::{Instant, sleep};
 
 use crate::setting::{Kind, Queue, until};
 
-/// The consumer is the example, in a process that is this test's program.
-#[path = "../../examples/amqp.rs"]
-mod example;
-
-/// Not a test: what [`Consumer`] runs.
-#[test]
-#[ignore = "a process of other tests"]
-fn consume() {
-    if std::env::var("AMQP_URL").is_ok() {
-        example::main().unwrap();
-    }
+/// Beside this test, where the example is built.
+fn example() -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    let program = here.parent().unwrap().parent().unwrap().join("examples/amqp");
+    assert!(program.exists(), "cargo build -p oncegate-inbox --features amqp,postgres --example amqp");
+    program
 }
 
-/// A process that consumes. It is killed when it is dropped.
+/// `examples/amqp.rs`, as its own process. It is killed when it is dropped.
 struct Consumer(Child);
 
 impl Consumer {
     fn start(world: &World, die: &str) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "processes::consume", "--ignored", "--nocapture"]);
+        let mut command = Command::new(example());
         command.env("AMQP_URL", world.rabbit.url()).env("QUEUE", &world.queue.name);
         command.env("DATABASE_URL", world.database.url()).env("DIE", die);
         Self(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())

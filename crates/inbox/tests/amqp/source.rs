@@ -162,7 +162,7 @@ async fn what_was_acknowledged_is_known_to_the_broker_when_the_source_is_closed(
     for kind in [Kind::Quorum, Kind::Classic] {
         let queue = Queue::new(&server.url(), &format!("closed-{kind:?}"), kind).await;
         queue.send(numbers("m", 500)).await;
-        let mut source = queue.source();
+        let mut source = queue.source().with_prefetch(400).unwrap();
         for delivery in take(&mut source, 300).await {
             delivery.ack().await.unwrap();
         }

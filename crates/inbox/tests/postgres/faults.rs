@@ -399,7 +399,11 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
 async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     let database = Database::fresh().await;
     let inbox = database.inbox(8).await.with_purge(false);
-    let batch = |from: usize, to: usize| (from..to).map(|n| again(&format!("m{n}"))).collect::<Vec<_>>();
+    let batch = |from: usize, to: usize| {
+        let message =
+            |n: usize| if n.is_multiple_of(2) { again(&format!("m{n}")) } else { new(&format!("m{n}")) };
+        (from..to).map(message).collect::<Vec<_>>()
+    };
     assert!(
         inbox
             .process_batch(&batch(0, 3000), effect)
