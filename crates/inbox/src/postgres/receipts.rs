@@ -200,7 +200,7 @@ impl Receipts {
 
     /// One statement in a transaction of its own.
     async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
-        alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+        try_alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
         .await
@@ -238,9 +238,19 @@ impl Receipts {
     }
 }
 
-/// One statement in a transaction of its own. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared
-/// where it is carried out.
+/// One statement in a transaction of its own.
 pub(super) async fn alone<T>(
+    pool: &PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+    step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+) -> Result<T, StoreError> {
+    Ok(try_alone(pool, patience, transaction_pooler, step).await?)
+}
+
+/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared where it
+/// is carried out.
+async fn try_alone<T>(
     pool: &PgPool,
     patience: Duration,
     transaction_pooler: bool,
