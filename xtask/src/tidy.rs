@@ -80,6 +80,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("axum-payments", &["oncegate"]),
+    ("order-pipeline", &["oncegate", "oncegate-inbox"]),
     ("order-saga", &["oncegate"]),
     ("xtask", &[]),
 ];

@@ -1,7 +1,15 @@
 //! NATS JetStream: a real server, broken in every way that it can be.
 
-#[path = "support/suite.rs"]
-mod suite;
+/// What the tests of all adapters share.
+#[allow(dead_code, reason = "each test uses a part of it")]
+mod support {
+    pub(crate) mod ledger;
+    pub(crate) mod process;
+    pub(crate) mod processes;
+    pub(crate) mod suite;
+
+    pub(crate) use suite::PATIENCE;
+}
 
 use std::future::Future;
 use std::sync::{Arc, Mutex};
@@ -22,7 +30,7 @@ use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_servers::{NatsServer, PostgresServer};
 use tokio::time::{Instant, sleep, timeout};
 
-use suite::{Broker, LATE, PATIENCE, SOON, all_ids, until};
+use support::suite::{self, Broker, LATE, PATIENCE, SOON, all_ids, until};
 
 /// A server with a stream and a durable consumer of it.
 struct Nats {
@@ -410,4 +418,58 @@ async fn dead_letters_are_messages() {
     let exhausted = DeadReason::AttemptsExhausted.as_str().to_owned();
     let rejected = DeadReason::Rejected.as_str().to_owned();
     assert_eq!(found, [(exhausted, topic(), "5".to_owned()), (rejected, topic(), "1".to_owned())]);
+}
+
+#[cfg(feature = "postgres")]
+mod processes {
+    use std::time::Duration;
+
+    use oncegate_inbox::MESSAGE_ID;
+    use oncegate_inbox::nats::async_nats::HeaderMap;
+
+    use super::support::processes::{Consumed, among_kills, dies, stands_still};
+    use super::{Nats, SOON};
+
+    impl Consumed for Nats {
+        fn example(&self) -> (&'static str, Vec<(&'static str, String)>) {
+            let url = self.server.lock().unwrap().url();
+            ("nats", vec![("NATS_URL", url), ("NATS_STREAM", "ORDERS".to_owned())])
+        }
+
+        async fn publish_each(&self, ids: Vec<String>) {
+            // Without `Nats-Msg-Id`, by which the stream would find duplicates.
+            for ids in ids.chunks(1000) {
+                let mut confirmations = Vec::new();
+                for id in ids {
+                    let mut headers = HeaderMap::new();
+                    headers.insert(MESSAGE_ID, id.as_str());
+                    let sent = self.context.publish_with_headers("orders.k", headers, "order".into());
+                    confirmations.push(sent.await.unwrap());
+                }
+                for confirmation in confirmations {
+                    confirmation.await.unwrap();
+                }
+            }
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_dies_before_it_commits() {
+        dies(Nats::start(SOON).await, "before-commit").await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_dies_before_it_acknowledges() {
+        dies(Nats::start(SOON).await, "before-ack").await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_stands_still() {
+        stands_still(Nats::start(SOON).await, 20_000).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_hundred_thousand_messages_among_kills() {
+        among_kills(Nats::start(SOON).await, 100_000, Duration::from_secs(300)).await;
+    }
 }

@@ -1,7 +1,15 @@
 //! Amazon SQS: standard and FIFO queues of a server that speaks its protocol.
 
-#[path = "support/suite.rs"]
-mod suite;
+/// What the tests of all adapters share.
+#[allow(dead_code, reason = "each test uses a part of it")]
+mod support {
+    pub(crate) mod ledger;
+    pub(crate) mod process;
+    pub(crate) mod processes;
+    pub(crate) mod suite;
+
+    pub(crate) use suite::PATIENCE;
+}
 
 use std::future::Future;
 use std::sync::{Arc, Mutex};
@@ -21,7 +29,7 @@ use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_servers::{PostgresServer, SqsServer, freeze, thaw};
 use tokio::time::{Instant, timeout};
 
-use suite::{Broker, LATE, PATIENCE, SOON, all_ids, until};
+use support::suite::{self, Broker, LATE, PATIENCE, SOON, all_ids, until};
 
 /// A server with a queue.
 struct Sqs {
@@ -367,4 +375,64 @@ async fn dead_letters_are_messages() {
         assert_eq!(&header(name), value);
     }
     assert_eq!(letter.payload, message.payload);
+}
+
+#[cfg(feature = "postgres")]
+mod processes {
+    use std::time::Duration;
+
+    use oncegate_inbox::MESSAGE_ID;
+    use oncegate_inbox::sqs::aws_sdk_sqs::types::{MessageAttributeValue, SendMessageBatchRequestEntry};
+    use tokio::task::JoinSet;
+
+    use super::support::processes::{Consumed, among_kills, dies, stands_still};
+    use super::{SOON, Sqs};
+
+    impl Consumed for Sqs {
+        fn example(&self) -> (&'static str, Vec<(&'static str, String)>) {
+            ("sqs", vec![("SQS_URL", self.server.url()), ("SQS_QUEUE", self.queue.clone())])
+        }
+
+        async fn publish_each(&self, ids: Vec<String>) {
+            let mut sending = JoinSet::new();
+            for ids in ids.chunks(10) {
+                let entry = |(number, id): (usize, &String)| {
+                    let id = MessageAttributeValue::builder().data_type("String").string_value(id);
+                    let entry =
+                        SendMessageBatchRequestEntry::builder().id(number.to_string()).message_body("order");
+                    entry.message_attributes(MESSAGE_ID, id.build().unwrap()).build().unwrap()
+                };
+                let entries = ids.iter().enumerate().map(entry).collect();
+                let send = self.client.send_message_batch().queue_url(&self.queue).set_entries(Some(entries));
+                if sending.len() >= 8 {
+                    sending.join_next().await.unwrap().unwrap();
+                }
+                sending.spawn(async move {
+                    let answer = send.send().await.unwrap();
+                    assert!(answer.failed.is_empty(), "{:?}", answer.failed);
+                });
+            }
+            sending.join_all().await;
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_dies_before_it_commits() {
+        dies(Sqs::standard(SOON).await, "before-commit").await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_dies_before_it_acknowledges() {
+        dies(Sqs::standard(SOON).await, "before-ack").await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_stands_still() {
+        stands_still(Sqs::standard(SOON).await, 5_000).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_hundred_thousand_messages_among_kills() {
+        among_kills(Sqs::standard(SOON).await, 100_000, Duration::from_secs(600)).await;
+    }
 }

@@ -7,13 +7,14 @@ use crate::error::{OpenError, in_words};
 use crate::options::PostgresOptions;
 
 /// The version of the contract that this program needs.
-pub const VERSION: i32 = 3;
+pub const VERSION: i32 = 4;
 
 /// What brings a database from one version to the next. What was released is never changed.
 const MIGRATIONS: &[(i32, &str)] = &[
     (1, include_str!("../sql/0001_contract.sql")),
     (2, include_str!("../sql/0002_steps_and_reservations.sql")),
     (3, include_str!("../sql/0003_inbox.sql")),
+    (4, include_str!("../sql/0004_outbox.sql")),
 ];
 
 /// Everything that brings an empty database to [`VERSION`], to be run by `psql -v ON_ERROR_STOP=1`.

@@ -36,7 +36,7 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(!ok && text.contains("error store postgres://oncegate@127.0.0.1:"), "{text}");
     assert!(!run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("now has version 3"), "{text}");
+    assert!(ok && text.contains("now has version 4"), "{text}");
     let (ok, text) = run(&["schema", "apply", "postgres"]);
     assert!(ok && text.contains("nothing was changed"), "{text}");
     assert!(run(&["schema", "status", "postgres"]).0);

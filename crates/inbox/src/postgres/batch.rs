@@ -25,6 +25,9 @@ use crate::message::Message;
 /// When to ask again after a message that another transaction has.
 const ASK_AGAIN: Duration = Duration::from_millis(250);
 
+/// What the server says where its table of locks is full. A message by itself takes only one place.
+const TOO_MANY_LOCKS: &str = "53200";
+
 /// What one message has come to so far.
 struct Slot<'m> {
     message: &'m Message,
@@ -184,7 +187,18 @@ impl Inner {
         if ids.is_empty() {
             return Ok(());
         }
-        let said = self.receipts.begin(ids).await?;
+        let said = match self.receipts.begin(ids).await {
+            Err(StepError::Refused(error)) if begun.len() > 1 && has_code(&error, TOO_MANY_LOCKS) => {
+                for at in begun {
+                    if let Some(slot) = slots.get_mut(at) {
+                        slot.is_alone = true;
+                        slot.is_to_begin = true;
+                    }
+                }
+                return Ok(());
+            }
+            said => said?,
+        };
         set(slots, &begun, said, |said| self.known_begun(&said));
         for slot in slots {
             slot.is_alone |= slot.attempts > 0;
@@ -218,7 +232,7 @@ impl Inner {
                         return handled;
                     }
                 }
-                Err(error) => return Handled::Unavailable(error),
+                Err(error) => return Handled::Unavailable(error.into()),
             }
         }
         match self.until_known(&[slot], work).await {
@@ -384,8 +398,7 @@ impl Inner {
     ) -> Result<Vec<Said>, Tried> {
         let receipts: Vec<Receipt> = slots.iter().filter_map(|slot| slot.receipt.clone().ok()).collect();
         let (said, transaction) = match self.receipts.receive(open, &receipts).await {
-            // The table of locks is full: each takes only one place.
-            Err(StepError::Refused(error)) if slots.len() > 1 && has_code(&error, "53200") => {
+            Err(StepError::Refused(error)) if slots.len() > 1 && has_code(&error, TOO_MANY_LOCKS) => {
                 return Err(Tried::Again(store_error(&error)));
             }
             received => received.map_err(without_run)?,

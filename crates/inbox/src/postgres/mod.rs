@@ -1,7 +1,8 @@
-//! Effect and receipt in one transaction of PostgreSQL.
+//! Effect and receipt in one transaction of PostgreSQL; messages that are written in the transaction that they are about.
 
 mod batch;
 mod letters;
+mod outbox;
 mod receipts;
 mod streams;
 mod work;
@@ -23,6 +24,9 @@ use crate::message::Message;
 use crate::processor::Processor;
 
 pub use self::letters::{DeadLetterTable, KeptLetter};
+pub use self::outbox::{
+    OnRefused, Outbox, OutboxDeadLetters, OutboxStatus, Relay, RelayEvent, RelayEventKind, RelayWaker,
+};
 pub use self::streams::{Applied, StreamBusy, StreamEvent, StreamGap, Streams};
 
 /// Processes each message once where its effect is rows in PostgreSQL: the receipt commits with the effect, or neither does.
@@ -208,6 +212,15 @@ impl TransactionalInbox {
     #[must_use]
     pub fn consumer(&self) -> &ConsumerName {
         &self.inner.consumer
+    }
+
+    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a program
+    /// starts. Without, each message is [`Unavailable`](Handled::Unavailable) for as long as that is so.
+    ///
+    /// # Errors
+    /// [`StoreError`](oncegate_core::StoreError) that says what is missing, or that the database is out of reach.
+    pub async fn check(&self) -> Result<(), oncegate_core::StoreError> {
+        self.inner.receipts.check().await
     }
 
     /// Processes a message, if nobody has and nobody is at it, in a transaction of its own.

@@ -20,7 +20,7 @@ const PURGE_EVERY: Duration = Duration::from_secs(60);
 /// How many at a time.
 const PURGE_BATCH: i32 = 1000;
 
-const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current() AS transaction \
+const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current_if_assigned() AS transaction \
      FROM oncegate.receive_many($1, $2, $3) AS r";
 
 /// A count that a crash of the server loses does no harm, so its commit does not wait for the disk.
@@ -32,6 +32,11 @@ const FAILED: &str =
 
 const DEAD: &str = "SELECT d.outcome, 0 AS attempts, NULL::text AS reason \
      FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) AS d";
+
+const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing FROM unnest($1::text[]) AS a (name) \
+     WHERE NOT EXISTS (SELECT FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace \
+     WHERE n.nspname = 'oncegate' AND p.proname = a.name AND has_function_privilege(p.oid, 'EXECUTE') \
+     AND has_schema_privilege(n.oid, 'USAGE'))";
 
 const PURGE: &str = "SELECT oncegate.purge_processed($1) AS purged";
 
@@ -115,33 +120,53 @@ impl Receipts {
         &self,
         open: &mut Open<'_>,
         receipts: &[Receipt],
-    ) -> Result<(Vec<Said>, i64), StepError> {
+    ) -> Result<(Vec<Said>, Option<i64>), StepError> {
         let ids: Vec<Vec<u8>> = receipts.iter().map(|receipt| receipt.id.as_bytes().to_vec()).collect();
         let digests: Option<Vec<Vec<u8>>> =
             receipts.iter().map(|receipt| receipt.digest.map(|digest| digest.to_vec())).collect();
         let query = self.ask(RECEIVE).bind(ids).bind(self.retention_ms()).bind(digests);
         let rows = open.step(self.patience, async |connection| query.fetch_all(connection).await).await?;
+        // It has a number where something was written.
         let transaction = match rows.first() {
             Some(row) => row.try_get("transaction").map_err(StepError::Refused)?,
-            None => 0,
+            None => None,
         };
         Ok((all(&rows, receipts.len()).map_err(StepError::Refused)?, transaction))
     }
 
     /// Whether this transaction is still the one with that number, and may commit.
-    pub(super) async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<bool, StepError> {
+    pub(super) async fn is_still(
+        &self,
+        open: &mut Open<'_>,
+        transaction: Option<i64>,
+    ) -> Result<bool, StepError> {
         let query = self.ask("SELECT txid_current_if_assigned() AS transaction");
         let row = open.step(self.patience, async |connection| query.fetch_one(connection).await).await?;
         let now: Option<i64> = row.try_get("transaction").map_err(StepError::Refused)?;
-        Ok(now == Some(transaction))
+        Ok(now.is_some() && now == transaction)
     }
 
     /// Notes that messages are begun.
-    pub(super) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StoreError> {
+    pub(super) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
         let count = ids.len();
         let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
         let rows = self.alone(query).await?;
-        all(&rows, count).map_err(|error| StepError::Refused(error).into())
+        all(&rows, count).map_err(StepError::Refused)
+    }
+
+    /// Whether there is everything that is called here.
+    pub(super) async fn check(&self) -> Result<(), StoreError> {
+        let mut names = vec!["receive_many", "begin_messages", "message_failed", "message_dead"];
+        names.extend(self.purges.then_some("purge_processed"));
+        let rows = self.alone(self.ask(MISSING).bind(names)).await?;
+        let missing: Option<String> =
+            rows.first().map_or(Ok(None), |row| row.try_get("missing")).map_err(refused)?;
+        missing.map_or(Ok(()), |missing| {
+            Err(StoreError::invalid(format!(
+                "the database has not, or the role may not call: {missing}; `oncegate schema apply postgres` \
+                 brings it there, and docs/reference/messages-postgres.md says what to grant"
+            )))
+        })
     }
 
     /// Counts an attempt that failed.
@@ -174,7 +199,7 @@ impl Receipts {
     }
 
     /// One statement in a transaction of its own.
-    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StoreError> {
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
         alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
@@ -220,10 +245,10 @@ pub(super) async fn alone<T>(
     patience: Duration,
     transaction_pooler: bool,
     step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
-) -> Result<T, StoreError> {
+) -> Result<T, StepError> {
     let mut held = Held::acquire(pool).await?;
     if !transaction_pooler {
-        return Ok(held.alone(patience, step).await?);
+        return held.alone(patience, step).await;
     }
     let mut open = held.begin("BEGIN", patience).await?;
     match open.step(patience, step).await {
@@ -233,7 +258,7 @@ pub(super) async fn alone<T>(
         }
         Err(error) => {
             open.rollback(patience).await;
-            Err(error.into())
+            Err(error)
         }
     }
 }

@@ -179,11 +179,7 @@ impl Streams {
     where
         F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
     {
-        match self.ask(connection, stream, sequence, None).await? {
-            Said::Apply { is_more } => self.run(connection, stream, sequence, event, is_more, &apply).await,
-            Said::Before => Ok(Applied::Before),
-            Said::Gap { expected } | Said::Parked { expected } => Ok(Applied::Gap { expected }),
-        }
+        self.run(connection, stream, sequence, event, false, &apply).await
     }
 
     /// As [`apply`](Self::apply); an event that comes too early is kept in the database in this transaction, and applied when
@@ -202,11 +198,9 @@ impl Streams {
     where
         F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
     {
-        match self.ask(connection, stream, sequence, Some(event)).await? {
-            Said::Apply { is_more } => self.run(connection, stream, sequence, event, is_more, &apply).await,
-            Said::Before => Ok(Applied::Before),
-            Said::Parked { expected } => Ok(Applied::Parked { expected }),
-            Said::Gap { expected } => Err(Failure::retry(StreamGap { expected })),
+        match self.run(connection, stream, sequence, event, true, &apply).await? {
+            Applied::Gap { expected } => Err(Failure::retry(StreamGap { expected })),
+            applied => Ok(applied),
         }
     }
 
@@ -230,12 +224,9 @@ impl Streams {
         G: FnOnce(Range<u64>) -> Fut + Send,
         Fut: Future<Output = Result<Vec<Bytes>, Failure>> + Send,
     {
-        let expected = match self.ask(connection, stream, sequence, None).await? {
-            Said::Apply { is_more } => {
-                return self.run(connection, stream, sequence, event, is_more, &apply).await;
-            }
-            Said::Before => return Ok(Applied::Before),
-            Said::Gap { expected } | Said::Parked { expected } => expected,
+        let expected = match self.run(connection, stream, sequence, event, false, &apply).await? {
+            Applied::Gap { expected } => expected,
+            applied => return Ok(applied),
         };
         let missing = sequence.saturating_sub(expected);
         if missing > u64::from(self.parked_max) {
@@ -258,21 +249,29 @@ impl Streams {
         Ok(Applied::Now { events })
     }
 
+    /// Applies it if it is its turn, and those that are parked behind it.
     async fn run<F>(
         &self,
         connection: &mut PgConnection,
         stream: &str,
         sequence: u64,
         event: &[u8],
-        is_more: bool,
+        parks: bool,
         apply: &F,
     ) -> Result<Applied, Failure>
     where
         F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
     {
-        apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
-        let parked = if is_more { self.run_parked(connection, stream, apply).await? } else { 0 };
-        Ok(Applied::Now { events: 1 + parked })
+        match self.ask(connection, stream, sequence, parks.then_some(event)).await? {
+            Said::Apply { is_more } => {
+                apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
+                let parked = if is_more { self.run_parked(connection, stream, apply).await? } else { 0 };
+                Ok(Applied::Now { events: 1 + parked })
+            }
+            Said::Before => Ok(Applied::Before),
+            Said::Parked { expected } => Ok(Applied::Parked { expected }),
+            Said::Gap { expected } => Ok(Applied::Gap { expected }),
+        }
     }
 
     /// Applies what is parked, as far as it is the next one.

@@ -147,8 +147,8 @@ impl WebhookOptions {
         Self { clock: Arc::new(clock), ..self }
     }
 
-    /// Tells it what becomes of each request: [`Refused`](EventKind::Refused) or [`Overloaded`](EventKind::Overloaded), or what became of
-    /// the message.
+    /// Tells it what becomes of each request: [`Refused`](EventKind::Refused), [`Overloaded`](EventKind::Overloaded), or what
+    /// became of the message.
     #[must_use]
     pub fn with_observer(self, observer: impl Observer) -> Self {
         Self { observer: Arc::new(observer), ..self }

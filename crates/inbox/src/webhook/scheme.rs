@@ -161,9 +161,9 @@ impl WebhookScheme {
 
     /// The request as a message, if it is signed as it should be, at a time that fits `now`.
     ///
-    /// The message has the identifier that the sender gives it as its [`broker_id`](Message::broker_id): `webhook-id`, the `id` of
-    /// Stripe's event, or `X-GitHub-Delivery`. Of the headers it has what describes the payload, and those of the scheme but
-    /// for signatures.
+    /// The message has the identifier that the sender gives it as its [`broker_id`](Message::broker_id): `webhook-id`, the `id`
+    /// of Stripe's event, or `X-GitHub-Delivery`. Of the headers it has what describes the payload, and those of the scheme
+    /// but for signatures.
     ///
     /// # Errors
     /// Why it is not taken. Nothing of it may be recorded then.

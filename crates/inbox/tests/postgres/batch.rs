@@ -17,6 +17,9 @@ async fn what_is_new_in_a_batch_is_one_transaction() {
     let batch = [new("a"), again("b"), new("c"), new("a"), again("b")];
     let handled = inbox.process_batch(&batch, effect).await;
     assert_eq!(words(&handled), ["processed 1", "processed 1", "processed 1", "duplicate", "duplicate"]);
+    // One that fails has failed once, however often it is in the batch.
+    let handled = inbox.process_batch(&[again("poison"), again("poison")], effect).await;
+    assert_eq!(words(&handled), ["failed 1", "in-flight"]);
     let more = [new("d"), new("a"), new("e")];
     assert_eq!(words(&inbox.process_batch(&more, effect).await), ["processed 1", "duplicate", "processed 1"]);
     assert_eq!(words(&inbox.process_batch(&more, effect).await), ["duplicate"; 3]);

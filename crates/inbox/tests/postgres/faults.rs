@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use oncegate_inbox::{Handled, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
-use oncegate_postgres::sqlx::{self, PgConnection};
+use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 use oncegate_servers::{Break, PgBouncer, PostgresServer, Way, freeze, thaw};
 
 use crate::support::{
@@ -399,7 +399,11 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
 async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     let database = Database::fresh().await;
     let inbox = database.inbox(8).await.with_purge(false);
-    let batch = |from: usize, to: usize| (from..to).map(|n| again(&format!("m{n}"))).collect::<Vec<_>>();
+    let batch = |from: usize, to: usize| {
+        let message =
+            |n: usize| if n.is_multiple_of(2) { again(&format!("m{n}")) } else { new(&format!("m{n}")) };
+        (from..to).map(message).collect::<Vec<_>>()
+    };
     assert!(
         inbox
             .process_batch(&batch(0, 3000), effect)
@@ -450,4 +454,35 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     run(&mut elsewhere, "UPDATE oncegate.processed SET expires_at = 1, purge_at = 1").await;
     assert_eq!(word(&database.inbox(2).await.process(&new("last"), effect).await), "processed 1");
     until("the purge", async || database.receipts().await == 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_batch_that_finds_the_table_of_locks_full_is_processed_one_by_one() {
+    let mut options = oncegate_servers::PostgresOptions::default();
+    options.settings.push("max_locks_per_transaction=10".to_owned());
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start_with(options).unwrap()).await.unwrap();
+    prepare(&server.url()).await;
+    let inbox = inbox(pool(&server.url(), server.port(), 2).await);
+    assert_eq!(word(&inbox.process(&again("first"), effect).await), "processed 1");
+    let mut hoarder = PgConnection::connect(&server.url()).await.unwrap();
+    let hoard = "DO $$ BEGIN FOR n IN 0..100000 LOOP BEGIN PERFORM pg_advisory_lock(n); EXCEPTION WHEN out_of_memory THEN \
+                 EXIT; END; END LOOP; FOR n IN 0..59 LOOP PERFORM pg_advisory_unlock(n); END LOOP; END $$";
+    run(&mut hoarder, hoard).await;
+    let batch: Vec<_> = (0..150).map(|n| new(&format!("n{n}"))).collect();
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert!(
+        handled.iter().all(|handled| matches!(handled, Handled::Processed { attempts: 1 })),
+        "{:?}",
+        words(&handled)
+    );
+    let batch: Vec<_> = (0..150).map(|n| again(&format!("a{n}"))).collect();
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert!(
+        handled.iter().all(|handled| matches!(handled, Handled::Processed { attempts: 1 })),
+        "{:?}",
+        words(&handled)
+    );
+    let count =
+        sqlx::query_scalar::<_, i64>("SELECT count(*) FROM effects").fetch_one(&mut hoarder).await.unwrap();
+    assert_eq!(count, 301);
 }

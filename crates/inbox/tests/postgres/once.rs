@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::postgres::DeadLetterTable;
-use oncegate_inbox::{DeadReason, Failure, Handled, Message};
+use oncegate_inbox::postgres::{DeadLetterTable, Streams};
+use oncegate_inbox::{ConsumerName, DeadReason, Failure, Handled, Identity, Message};
 use oncegate_postgres::Isolation;
 use oncegate_postgres::sqlx::{self, Connection as _};
 
@@ -307,5 +307,116 @@ async fn an_old_snapshot_is_told_to_run_again() {
         let error = received.execute(&mut old).await.unwrap_err();
         let code = error.as_database_error().and_then(|error| error.code().map(|code| code.into_owned()));
         assert_eq!(code.as_deref(), Some("40001"), "{level}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_role_needs_what_the_page_says_and_nothing_else() {
+    let database = Database::fresh().await;
+    let page = include_str!("../../../../docs/reference/messages-postgres.md");
+    let grants: String =
+        page.split("## Grants").nth(1).unwrap().split("```").nth(1).unwrap().trim_start_matches("sql").into();
+    let (consumer, operator) = (format!("c_{}", database.name), format!("o_{}", database.name));
+    let grants = grants
+        .replace("TO consumer", &format!("TO {consumer}"))
+        .replace("TO operator", &format!("TO {operator}"));
+    let mut owner = database.connect().await;
+    run(&mut owner, &format!("CREATE ROLE {consumer}; CREATE ROLE {operator}")).await;
+    run(
+        &mut owner,
+        &format!(
+            "GRANT INSERT ON effects TO {consumer}; GRANT USAGE ON SEQUENCE effects_number_seq TO {consumer}"
+        ),
+    )
+    .await;
+    let pool_as = |role: String| {
+        let set = Arc::new(format!("SET ROLE {role}"));
+        let options =
+            sqlx::postgres::PgPoolOptions::new().max_connections(2).acquire_timeout(crate::support::LONG);
+        let options = options.after_connect(move |connection, _| {
+            let set = set.clone();
+            Box::pin(async move {
+                run(connection, &set).await;
+                Ok(())
+            })
+        });
+        options.connect_lazy(&database.url()).unwrap()
+    };
+    let pool = pool_as(consumer);
+    let inbox = inbox(pool.clone()).with_attempts_max(1);
+    let missing = inbox.check().await.unwrap_err().to_string();
+    assert!(
+        missing.contains("oncegate.receive_many") && missing.contains("oncegate.purge_processed"),
+        "{missing}"
+    );
+    assert!(word(&inbox.process(&again("a"), effect).await).starts_with("unavailable"));
+    run(&mut owner, &grants).await;
+    inbox.check().await.unwrap();
+    let streams = Streams::new(inbox.consumer().clone());
+    let handler = async |connection: &mut sqlx::PgConnection, message: &Message| {
+        let sequence = u64::from(message.payload.len() as u32);
+        let applied =
+            streams.apply_or_park(&mut *connection, "s", sequence, &message.payload, async |_, _| Ok(()));
+        applied.await?.or_again()?;
+        effect(connection, message).await
+    };
+    for (id, expected) in [
+        ("bb", "processed 1"),
+        ("a", "processed 1"),
+        ("a", "duplicate"),
+        ("poison", "dead attempts-exhausted"),
+    ] {
+        let outcome = word(&inbox.process(&again(id), handler).await);
+        let said = "SELECT string_agg(error, '; ') FROM oncegate.dead_letters";
+        let said: Option<String> = sqlx::query_scalar(said).fetch_one(&mut owner).await.unwrap();
+        assert_eq!(outcome, expected, "{id} {said:?}");
+    }
+    assert_eq!(inbox.purge().await.unwrap(), 0);
+    let letters = DeadLetterTable::new(pool);
+    assert!(letters.list(None, None, 1).await.is_err(), "that is for operators");
+    let letters = DeadLetterTable::new(pool_as(operator));
+    let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
+    assert_eq!(letters.requeue(kept.number, async |_, _| Ok(())).await.unwrap(), Some(()));
+    assert!(!letters.delete(kept.number).await.unwrap());
+}
+
+/// SQL tells a message by the same octets as Rust does.
+#[tokio::test(flavor = "multi_thread")]
+async fn other_languages_have_the_same_receipts() {
+    let database = Database::fresh().await;
+    let mut connection = database.connect().await;
+    let consumer = ConsumerName::new("billing").unwrap();
+    let long = "ü".repeat(200);
+    let message = |id: &str| {
+        Message::new("orders", format!("{{\"id\":\"{id}\"}}"))
+            .with_header("Event-ID", id.to_owned())
+            .with_header("webhook-id", id.to_owned())
+            .with_header("ce-source", "/shop")
+            .with_header("ce-id", id.to_owned())
+            .with_broker_id(id)
+    };
+    for id in ["evt_1", "é\u{1f600}'", &long] {
+        let cases = [
+            (Identity::header("event-id"), &["header", "event-id"][..], ""),
+            (Identity::standard_webhooks(), &["webhook-id"], ""),
+            (Identity::cloud_events(), &["cloud-events", "/shop"], ""),
+            (Identity::broker(), &["broker"], "orders"),
+            (Identity::json("/id".parse().unwrap()), &["json", "/id"], "orders"),
+            (
+                Identity::with({
+                    let id = id.to_owned();
+                    move |_| Some(id.clone())
+                }),
+                &["own"],
+                "",
+            ),
+        ];
+        for (identity, kind, topic) in cases {
+            let sql = "SELECT oncegate.message_record('billing', $1, $2, $3)";
+            let record = sqlx::query_scalar::<_, Vec<u8>>(sql).bind(id).bind(kind).bind(topic);
+            let record = record.fetch_one(&mut connection).await.unwrap();
+            let expected = identity.of(&message(id)).unwrap().record_id(&consumer);
+            assert_eq!(record, expected.as_bytes(), "{identity:?} {id}");
+        }
     }
 }

@@ -83,7 +83,7 @@ impl Database {
 pub(crate) async fn prepare(url: &str) {
     let options = PostgresOptions::new(url).unwrap().with_connect_timeout(LONG);
     schema::apply(&options).await.unwrap();
-    let table = "CREATE TABLE effects (number bigserial, message text NOT NULL, transaction bigint DEFAULT txid_current())";
+    let table = "CREATE TABLE public.effects (number bigserial, message text NOT NULL, transaction bigint DEFAULT txid_current())";
     run(&mut PgConnection::connect(url).await.unwrap(), table).await;
 }
 

@@ -87,6 +87,12 @@ def main(url):
             assert attempts == crash, attempts
         assert handle(db, me, "evt_4", "20", insert)
         assert one(db, "SELECT outcome FROM oncegate.receive(%s)", record) == "dead"
+        # Whoever gives it up again writes no second letter; what was processed is not given up.
+        assert give_up(db, record, "20", "rejected", 1, "again")
+        assert give_up(db, one(db, "SELECT oncegate.message_record('billing', 'evt_1')"), "17", "rejected", 1, "no")
+        assert one(db, "SELECT count(*) FROM oncegate.dead_letters") == 1
+        failed = db.execute("SELECT * FROM oncegate.message_failed(%s, %s)", (record, KEPT)).fetchone()
+        assert failed == ("dead", MAX), failed
 
         # Many in one statement, in their order.
         sql = "SELECT array_agg(oncegate.message_record('billing', m)) FROM unnest(%s::text[]) AS u (m)"

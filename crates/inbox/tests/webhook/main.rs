@@ -1,15 +1,18 @@
 //! A receiver of webhooks over real sockets: what it answers, what it records, and what it does not.
 
+#[cfg(feature = "postgres")]
+mod postgres;
+mod schemes;
+mod sender;
+
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use axum::Router;
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use oncegate_core::{Clock, MemoryStore, OnAbandoned};
 use oncegate_embedded::SystemClock;
@@ -21,111 +24,11 @@ use oncegate_inbox::{
 };
 use oncegate_testkit::{Faults, FaultyStore, ManualClock};
 use sha2::Sha256;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-/// Nothing here takes so long.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-// ---- a sender
-
-const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-
-/// One sending of a webhook.
-#[derive(Clone, Debug)]
-struct Sending {
-    method: &'static str,
-    headers: Vec<(String, String)>,
-    payload: Vec<u8>,
-}
-
-impl Sending {
-    /// Signed as Standard Webhooks has it, at that second.
-    fn standard(id: &str, at: u64, payload: impl Into<Vec<u8>>) -> Self {
-        let payload = payload.into();
-        let secret = STANDARD.decode(SECRET.trim_start_matches("whsec_")).unwrap();
-        let mut mac = Hmac::<Sha256>::new_from_slice(&secret).unwrap();
-        mac.update(format!("{id}.{at}.").as_bytes());
-        mac.update(&payload);
-        let signature = format!("v1,{}", STANDARD.encode(mac.finalize().into_bytes()));
-        Self::of(
-            &[("webhook-id", id), ("webhook-timestamp", &at.to_string()), ("webhook-signature", &signature)],
-            payload,
-        )
-    }
-
-    fn of(headers: &[(&str, &str)], payload: impl Into<Vec<u8>>) -> Self {
-        let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-        Self { method: "POST", headers, payload: payload.into() }
-    }
-
-    fn with(mut self, name: &str, value: &str) -> Self {
-        self = self.without(name);
-        self.headers.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    fn without(mut self, name: &str) -> Self {
-        self.headers.retain(|(n, _)| n != name);
-        self
-    }
-
-    fn head(&self, path: &str, length: usize) -> String {
-        let mut head = format!("{} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n", self.method);
-        for (name, value) in &self.headers {
-            head.push_str(&format!("{name}: {value}\r\n"));
-        }
-        head.push_str(&format!("content-length: {length}\r\n\r\n"));
-        head
-    }
-
-    /// Sends it, and does not wait for an answer.
-    async fn begin(&self, to: SocketAddr, path: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(to).await.unwrap();
-        stream.write_all(self.head(path, self.payload.len()).as_bytes()).await.unwrap();
-        // The other side may have refused it by now.
-        let _sent = stream.write_all(&self.payload).await;
-        stream
-    }
-
-    /// Sends it and reads the answer; `None` where the connection ended without one.
-    async fn send(&self, to: SocketAddr, path: &str) -> Option<Answer> {
-        Answer::read(self.begin(to, path).await).await
-    }
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Answer {
-    status: u16,
-    headers: Vec<(String, String)>,
-    body: String,
-}
-
-impl Answer {
-    async fn read(mut stream: TcpStream) -> Option<Self> {
-        let mut octets = Vec::new();
-        // A reset behind a whole answer does not take it away.
-        let end = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut octets)).await;
-        let _end = end.expect("an answer in time");
-        let text = String::from_utf8(octets).unwrap();
-        let (head, body) = text.split_once("\r\n\r\n")?;
-        let mut lines = head.lines();
-        let status = lines.next()?.split(' ').nth(1)?.parse().ok()?;
-        let headers = lines.filter_map(|line| line.split_once(": "));
-        let headers = headers.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-        Some(Self { status, headers, body: body.to_owned() })
-    }
-
-    fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())
-    }
-
-    fn problem(&self) -> &str {
-        let (_, rest) = self.body.split_once("urn:oncegate:problem:").expect("a problem");
-        rest.split('"').next().unwrap()
-    }
-}
+use self::sender::{Answer, PATIENCE, SECRET, Sending, now};
 
 // ---- a receiver in this process
 
@@ -697,10 +600,6 @@ impl Drop for Service {
         let _killed = self.process.kill();
         let _waited = self.process.wait();
     }
-}
-
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
 }
 
 /// How many payments the bank has, and how many attempts there were.

@@ -1,0 +1,209 @@
+//! What is known of a partition while it is assigned to this member.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A partition for as long as it is assigned. If it is revoked and comes back later, it is another one.
+#[derive(Debug)]
+pub(super) struct Partition {
+    pub(super) topic: Arc<str>,
+    pub(super) number: i32,
+    is_lost: AtomicBool,
+    /// Whether the client was told not to read on. Only the reading thread asks.
+    is_paused: AtomicBool,
+    track: Mutex<Track>,
+}
+
+impl Partition {
+    pub(super) fn new(topic: Arc<str>, number: i32, next: Option<i64>) -> Self {
+        let track = Mutex::new(Track::new(next));
+        Self { topic, number, is_lost: AtomicBool::new(false), is_paused: AtomicBool::new(false), track }
+    }
+
+    pub(super) fn is_paused(&self) -> bool {
+        self.is_paused.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_paused(&self, is_paused: bool) {
+        self.is_paused.store(is_paused, Ordering::Relaxed);
+    }
+
+    /// Whether somebody else may read it by now.
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.load(Ordering::Acquire)
+    }
+
+    /// What was settled of it. From [`lose`](Self::lose) on this does not change.
+    pub(super) fn track(&self) -> MutexGuard<'_, Track> {
+        self.track.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on nothing of it is settled any more.
+    pub(super) fn lose(&self) {
+        let _track = self.track();
+        self.is_lost.store(true, Ordering::Release);
+    }
+
+    /// The broker may forget this offset.
+    pub(super) fn settle(&self, offset: i64) {
+        let mut track = self.track();
+        // Looked at under the lock, so that nothing is settled after the last commit was read.
+        if !self.is_lost() {
+            track.settle(offset);
+        }
+    }
+}
+
+/// Which offsets were read and not settled. Bounded by who reads: it stops at the window.
+#[derive(Debug)]
+pub(super) struct Track {
+    /// The lowest offset that was not read. `None` while nobody knows.
+    next: Option<i64>,
+    /// From the lowest offset on that is not settled: what was read, and whether it is settled.
+    open: VecDeque<(i64, bool)>,
+    /// What is with the consumer now: handed over, and neither settled nor given back.
+    in_hand: usize,
+    /// What the broker was last asked to commit.
+    asked: Option<i64>,
+}
+
+impl Track {
+    pub(super) const fn new(next: Option<i64>) -> Self {
+        Self { next, open: VecDeque::new(), in_hand: 0, asked: None }
+    }
+
+    /// The offset from which to read.
+    pub(super) const fn next(&self) -> Option<i64> {
+        self.next
+    }
+
+    /// It is read from here on, if nothing is known yet.
+    pub(super) fn begin(&mut self, next: i64) {
+        self.next = Some(self.next.map_or(next, |known| known.max(next)));
+    }
+
+    /// It was read. `false` where that is not the first time.
+    pub(super) fn read(&mut self, offset: i64) -> bool {
+        if self.next.is_some_and(|next| offset < next) {
+            return false;
+        }
+        self.next = Some(offset.saturating_add(1));
+        self.open.push_back((offset, false));
+        true
+    }
+
+    /// How many messages there are from the lowest one on that is not settled.
+    pub(super) fn window(&self) -> usize {
+        self.open.len()
+    }
+
+    pub(super) const fn in_hand(&self) -> usize {
+        self.in_hand
+    }
+
+    pub(super) fn hand_over(&mut self) {
+        self.in_hand += 1;
+    }
+
+    pub(super) fn take_back(&mut self) {
+        self.in_hand = self.in_hand.saturating_sub(1);
+    }
+
+    fn settle(&mut self, offset: i64) {
+        self.take_back();
+        if let Ok(at) = self.open.binary_search_by_key(&offset, |(offset, _)| *offset)
+            && let Some((_, is_settled)) = self.open.get_mut(at)
+        {
+            *is_settled = true;
+        }
+        while self.open.front().is_some_and(|(_, is_settled)| *is_settled) {
+            self.open.pop_front();
+        }
+    }
+
+    /// What may be committed: everything before it is settled.
+    pub(super) fn position(&self) -> Option<i64> {
+        self.open.front().map(|(offset, _)| *offset).or(self.next)
+    }
+
+    /// What is to be committed now, if that is something new. From here on it counts as asked for.
+    pub(super) fn next_commit(&mut self) -> Option<i64> {
+        let position = self.position()?;
+        if self.asked.is_some_and(|asked| asked >= position) {
+            return None;
+        }
+        self.asked = Some(position);
+        Some(position)
+    }
+
+    /// The broker did not commit what it was asked for, or nobody knows.
+    pub(super) fn commit_again(&mut self) {
+        self.asked = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn partition(offsets: &[i64]) -> Partition {
+        let partition = Partition::new("t".into(), 0, None);
+        for offset in offsets {
+            assert!(partition.track().read(*offset));
+            partition.track().hand_over();
+        }
+        partition
+    }
+
+    #[test]
+    fn nothing_is_committed_beyond_what_is_not_settled() {
+        // The log has gaps of its own: markers of transactions, and what compaction removed.
+        let partition = partition(&[3, 4, 9, 10]);
+        assert_eq!(partition.track().next_commit(), Some(3));
+        partition.settle(4);
+        partition.settle(10);
+        assert_eq!(partition.track().next_commit(), None);
+        partition.settle(3);
+        assert_eq!(partition.track().next_commit(), Some(9));
+        assert_eq!(partition.track().window(), 2);
+        partition.settle(9);
+        assert_eq!(partition.track().next_commit(), Some(11));
+        assert_eq!((partition.track().window(), partition.track().in_hand()), (0, 0));
+    }
+
+    #[test]
+    fn what_was_read_is_not_read_again() {
+        let partition = partition(&[3, 4]);
+        assert!(!partition.track().read(3) && !partition.track().read(4));
+        assert!(partition.track().read(5));
+        assert_eq!(partition.track().next(), Some(6));
+    }
+
+    #[test]
+    fn what_is_settled_after_the_revocation_counts_for_nothing() {
+        let partition = partition(&[3, 4]);
+        partition.settle(3);
+        partition.lose();
+        partition.settle(4);
+        assert_eq!(partition.track().position(), Some(4));
+        assert_eq!(partition.track().in_hand(), 1);
+    }
+
+    #[test]
+    fn a_commit_that_failed_is_asked_for_again() {
+        let partition = partition(&[3]);
+        partition.settle(3);
+        assert_eq!(partition.track().next_commit(), Some(4));
+        assert_eq!(partition.track().next_commit(), None);
+        partition.track().commit_again();
+        assert_eq!(partition.track().next_commit(), Some(4));
+    }
+
+    #[test]
+    fn an_unknown_offset_is_settled_without_harm() {
+        let partition = partition(&[3, 4]);
+        partition.settle(7);
+        assert_eq!(partition.track().position(), Some(3));
+    }
+}

@@ -1,0 +1,10 @@
+//! The outbox and its relays, on a PostgreSQL server of the tests' own, against a broker that fails in every way.
+
+mod broker;
+mod contract;
+mod database;
+mod faults;
+mod messages;
+mod order;
+mod processes;
+mod refused;

@@ -1,0 +1,456 @@
+-- Oncegate, contract version 4 for PostgreSQL 14 and later: version 3, and an outbox.
+--
+-- A message is a row that the business transaction writes; relays publish what was committed. Nobody ever waits for a lock that
+-- outlives a call:
+--   * to send is to insert a row, and nothing else;
+--   * a relay takes rows with FOR UPDATE SKIP LOCKED and holds them by a lease; no transaction is open while it publishes.
+--
+-- Rows stand in lines. Those of one topic with one order key are a line, in the order of their seq; a row without an order key is
+-- a line by itself. A line belongs to whoever holds the lease of its first row, and what it publishes is a run: the first row,
+-- and those behind it. Each is published after the one before was confirmed. Rows are deleted when they are confirmed, so that the
+-- first row that is there is the next one, whatever its seq: none is ever skipped because a smaller seq was committed later.
+-- To be run in one transaction.
+
+DO $$
+BEGIN
+    PERFORM pg_catalog.pg_advisory_xact_lock(7956004179840295781);
+    IF oncegate.contract_version() IS DISTINCT FROM 3 THEN
+        RAISE EXCEPTION 'oncegate: the contract is not of version 3, and only that becomes version 4' USING ERRCODE = '42P06';
+    END IF;
+END
+$$;
+
+-- Without a cache: of two transactions that ran one after the other, the later one has the greater numbers.
+CREATE SEQUENCE oncegate.outbox_seq AS bigint MINVALUE 0 START 0 CACHE 1;
+
+-- The greater of two leases of one line is the later one.
+CREATE SEQUENCE oncegate.outbox_token AS bigint CACHE 1;
+
+-- Every row is inserted once, changed perhaps, and deleted. A change leaves the indexes alone unless the row is refused. No vacuum takes
+-- the lock that it takes to give pages back: the pages are used again.
+CREATE TABLE oncegate.outbox (
+    seq bigint NOT NULL,
+    -- Below 0: what a topic and an order key are hashed to. Otherwise the seq.
+    line bigint NOT NULL,
+    created_at bigint NOT NULL,
+    -- Not to be taken before: by a lease where there is a token, after a failure where there is none.
+    free_at bigint NOT NULL DEFAULT 0,
+    token bigint,
+    refused_at bigint,
+    attempts integer NOT NULL DEFAULT 0,
+    -- Refused, and nobody waits behind it.
+    is_aside boolean NOT NULL DEFAULT false,
+    id text NOT NULL,
+    topic text NOT NULL,
+    order_key bytea,
+    header_names text[] NOT NULL,
+    header_values bytea[] NOT NULL,
+    payload bytea NOT NULL,
+    -- What the last attempt failed of.
+    error text,
+    CONSTRAINT outbox_pkey PRIMARY KEY (is_aside, line, seq)
+) WITH (
+    fillfactor = 80,
+    vacuum_truncate = false,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 2000,
+    autovacuum_vacuum_insert_scale_factor = 0.2,
+    autovacuum_analyze_scale_factor = 0.2,
+    autovacuum_analyze_threshold = 2000,
+    autovacuum_vacuum_cost_delay = 0,
+    toast.vacuum_truncate = false,
+    toast.autovacuum_vacuum_scale_factor = 0,
+    toast.autovacuum_vacuum_threshold = 2000,
+    toast.autovacuum_vacuum_cost_delay = 0
+);
+CREATE INDEX outbox_refused ON oncegate.outbox (seq) WHERE refused_at IS NOT NULL;
+
+-- A UUID of version 7: 48 bits of time, and 74 random ones.
+CREATE FUNCTION oncegate.message_id(clock bigint) RETURNS text
+LANGUAGE sql VOLATILE PARALLEL SAFE
+RETURN encode(overlay(uuid_send(gen_random_uuid()) PLACING substring(int8send(message_id.clock) FROM 3)
+    || set_byte('\x00', 0, floor(random() * 16)::integer + 112) FROM 1), 'hex')::uuid::text;
+
+CREATE FUNCTION oncegate.outbox_line(topic text, order_key bytea, seq bigint) RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE WHEN outbox_line.order_key IS NULL THEN outbox_line.seq
+    ELSE hashtextextended(encode(outbox_line.order_key, 'hex'), hashtextextended(outbox_line.topic, 1869968496))
+        | (-9223372036854775808)::bigint END;
+
+-- Writes a message that is published if the transaction commits. Says its identifier, which is one that was given, or a new one.
+CREATE FUNCTION oncegate.send(
+    topic text,
+    payload bytea,
+    order_key bytea DEFAULT NULL,
+    header_names text[] DEFAULT NULL,
+    header_values bytea[] DEFAULT NULL,
+    id text DEFAULT NULL
+) RETURNS text
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    clock CONSTANT bigint := oncegate.now_ms();
+    number CONSTANT bigint := nextval('oncegate.outbox_seq');
+    message_id CONSTANT text := coalesce(send.id, oncegate.message_id(clock));
+    names CONSTANT text[] := coalesce(send.header_names, '{}');
+    contents CONSTANT bytea[] := coalesce(send.header_values, '{}');
+BEGIN
+    IF (octet_length(send.topic) BETWEEN 1 AND 1024 AND send.topic !~ '[[:cntrl:]]') IS NOT TRUE THEN
+        RAISE EXCEPTION 'oncegate: topic must have 1 to 1024 octets, and no control characters' USING ERRCODE = '22023';
+    END IF;
+    IF (octet_length(send.payload) <= 67108864) IS NOT TRUE THEN
+        RAISE EXCEPTION 'oncegate: payload must be there, and have 64 MiB at most' USING ERRCODE = '22023';
+    END IF;
+    IF octet_length(send.order_key) > 1024 THEN
+        RAISE EXCEPTION 'oncegate: order_key must have 1024 octets at most' USING ERRCODE = '22023';
+    END IF;
+    IF octet_length(message_id) NOT BETWEEN 1 AND 255 OR octet_length(message_id) <> length(message_id)
+        OR message_id ~ '[[:cntrl:]]'
+    THEN
+        RAISE EXCEPTION 'oncegate: id must have 1 to 255 octets of printable ASCII' USING ERRCODE = '22023';
+    END IF;
+    IF cardinality(names) <> cardinality(contents) OR cardinality(names) > 1000 OR coalesce(array_ndims(names), 1) > 1
+        OR coalesce(array_ndims(contents), 1) > 1 OR array_position(names, NULL) IS NOT NULL OR array_position(names, '') IS NOT NULL
+        OR array_position(contents, NULL) IS NOT NULL OR pg_column_size(names) + pg_column_size(contents) > 1048576
+    THEN
+        RAISE EXCEPTION 'oncegate: header_names and header_values must be as many, 1000 and 1 MiB at most, and none of them null'
+            USING ERRCODE = '22023';
+    END IF;
+    INSERT INTO oncegate.outbox (seq, line, created_at, id, topic, order_key, header_names, header_values, payload)
+        VALUES (number, oncegate.outbox_line(send.topic, send.order_key, number), clock, message_id, send.topic, send.order_key,
+            names, contents, send.payload);
+    RETURN message_id;
+END
+$$;
+
+-- The same for text, such as JSON, with headers as an object of JSON whose members are strings.
+CREATE FUNCTION oncegate.send_text(
+    topic text,
+    payload text,
+    order_key text DEFAULT NULL,
+    headers jsonb DEFAULT NULL,
+    id text DEFAULT NULL
+) RETURNS text
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    names text[];
+    contents bytea[];
+BEGIN
+    IF send_text.headers IS NOT NULL THEN
+        IF jsonb_typeof(send_text.headers) <> 'object'
+            OR EXISTS (SELECT FROM jsonb_each(send_text.headers) AS h WHERE jsonb_typeof(h.value) <> 'string')
+        THEN
+            RAISE EXCEPTION 'oncegate: headers must be an object whose members are strings' USING ERRCODE = '22023';
+        END IF;
+        SELECT array_agg(h.key), array_agg(convert_to(h.value, 'UTF8')) INTO names, contents
+            FROM jsonb_each_text(send_text.headers) AS h;
+    END IF;
+    RETURN oncegate.send(send_text.topic, convert_to(send_text.payload, 'UTF8'), convert_to(send_text.order_key, 'UTF8'),
+        names, contents, send_text.id);
+END
+$$;
+
+-- For relays: the runs of lines that nobody holds, those after `after` (null: from the first one), under one token and for so long.
+-- The rows of a run are told one after the other; the lease is the first one's. Looks at 1000 lines at the most. A last row whose
+-- seq is null is no message: there may be more after its line. Without it, this was the end.
+CREATE FUNCTION oncegate.outbox_take(
+    after bigint,
+    most_rows integer,
+    most_octets bigint,
+    run integer,
+    lease_ms bigint
+) RETURNS TABLE (
+    token bigint,
+    line bigint,
+    seq bigint,
+    id text,
+    topic text,
+    order_key bytea,
+    header_names text[],
+    header_values bytea[],
+    payload bytea,
+    created_at bigint,
+    attempts integer
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    clock CONSTANT bigint := oncegate.now_ms();
+    -- Where the next line is looked for.
+    place bigint := coalesce(outbox_take.after + 1, (-9223372036854775808)::bigint);
+    looked integer := 0;
+    rows_left integer := outbox_take.most_rows;
+    octets_left bigint := outbox_take.most_octets;
+    is_full boolean := false;
+    lines bigint[] := '{}';
+    seqs bigint[] := '{}';
+    taken bigint;
+    h record;
+    m record;
+    n integer;
+    size bigint;
+    upto bigint;
+BEGIN
+    IF (outbox_take.most_rows BETWEEN 1 AND 10000 AND outbox_take.run BETWEEN 1 AND 10000 AND outbox_take.most_octets > 0) IS NOT TRUE
+    THEN
+        RAISE EXCEPTION 'oncegate: most_rows and run must be from 1 to 10000, and most_octets more than 0' USING ERRCODE = '22023';
+    END IF;
+    PERFORM oncegate.check_duration('lease_ms', outbox_take.lease_ms, 3600000);
+
+    -- Lines of several rows, one by one.
+    WHILE place < 0 AND looked < 1000 AND NOT is_full LOOP
+        SELECT o.line, o.seq, o.free_at, o.refused_at INTO h FROM oncegate.outbox AS o
+            WHERE o.is_aside = false AND o.line >= place AND o.line < 0 ORDER BY o.line, o.seq LIMIT 1;
+        IF NOT FOUND THEN
+            place := 0;
+            EXIT;
+        END IF;
+        looked := looked + 1;
+        IF h.free_at <= clock AND h.refused_at IS NULL THEN
+            SELECT o.seq INTO h.seq FROM oncegate.outbox AS o
+                WHERE o.is_aside = false AND o.line = h.line AND o.seq = h.seq AND o.free_at <= clock AND o.refused_at IS NULL
+                FOR UPDATE SKIP LOCKED;
+            IF FOUND THEN
+                -- Read after the lock: whatever the one before deleted is gone. Where a smaller seq was committed meanwhile, the
+                -- locked row is not the first one, and rows behind it may have to wait for the new one: next time.
+                n := 0;
+                FOR m IN
+                    SELECT o.*, octet_length(o.payload) + pg_column_size(o.header_values) + pg_column_size(o.header_names) AS size
+                    FROM oncegate.outbox AS o WHERE o.is_aside = false AND o.line = h.line ORDER BY o.seq LIMIT outbox_take.run
+                LOOP
+                    EXIT WHEN n = 0 AND m.seq <> h.seq;
+                    -- What was held, failed or refused by itself begins a run of its own.
+                    EXIT WHEN n > 0 AND (m.token IS NOT NULL OR m.free_at > clock OR m.refused_at IS NOT NULL);
+                    IF rows_left = 0 OR m.size > octets_left AND rows_left < outbox_take.most_rows THEN
+                        is_full := true;
+                        EXIT;
+                    END IF;
+                    IF n = 0 THEN
+                        taken := coalesce(taken, nextval('oncegate.outbox_token'));
+                        lines := lines || m.line;
+                        seqs := seqs || m.seq;
+                    END IF;
+                    n := n + 1;
+                    rows_left := rows_left - 1;
+                    octets_left := octets_left - m.size;
+                    token := taken;
+                    line := m.line;
+                    seq := m.seq;
+                    id := m.id;
+                    topic := m.topic;
+                    order_key := m.order_key;
+                    header_names := m.header_names;
+                    header_values := m.header_values;
+                    payload := m.payload;
+                    created_at := m.created_at;
+                    attempts := m.attempts;
+                    RETURN NEXT;
+                END LOOP;
+                EXIT WHEN is_full AND n = 0;
+            END IF;
+        END IF;
+        place := h.line + 1;
+    END LOOP;
+
+    -- Lines of one row, together.
+    IF place >= 0 AND looked < 1000 AND NOT is_full THEN
+        SELECT max(o.line), count(*) INTO upto, n FROM (
+            SELECT o.line FROM oncegate.outbox AS o WHERE o.is_aside = false AND o.line >= place ORDER BY o.line
+            LIMIT 1000 - looked
+        ) AS o;
+        looked := looked + n;
+        FOR m IN
+            SELECT o.*, octet_length(o.payload) + pg_column_size(o.header_values) + pg_column_size(o.header_names) AS size
+            FROM oncegate.outbox AS o
+            WHERE o.is_aside = false AND o.line >= place AND o.line <= upto AND o.free_at <= clock AND o.refused_at IS NULL
+            ORDER BY o.line, o.seq LIMIT rows_left + 1
+            FOR UPDATE SKIP LOCKED
+        LOOP
+            IF rows_left = 0 OR m.size > octets_left AND rows_left < outbox_take.most_rows THEN
+                is_full := true;
+                EXIT;
+            END IF;
+            taken := coalesce(taken, nextval('oncegate.outbox_token'));
+            lines := lines || m.line;
+            seqs := seqs || m.seq;
+            rows_left := rows_left - 1;
+            octets_left := octets_left - m.size;
+            place := m.line + 1;
+            token := taken;
+            line := m.line;
+            seq := m.seq;
+            id := m.id;
+            topic := m.topic;
+            order_key := NULL;
+            header_names := m.header_names;
+            header_values := m.header_values;
+            payload := m.payload;
+            created_at := m.created_at;
+            attempts := m.attempts;
+            RETURN NEXT;
+        END LOOP;
+        place := CASE WHEN is_full THEN place ELSE coalesce(upto + 1, place) END;
+    END IF;
+
+    IF taken IS NOT NULL THEN
+        UPDATE oncegate.outbox AS o SET token = taken, free_at = clock + outbox_take.lease_ms
+            FROM unnest(lines, seqs) AS k (line, seq)
+            WHERE o.is_aside = false AND o.line = k.line AND o.seq = k.seq;
+    END IF;
+    IF is_full OR looked >= 1000 THEN
+        token := NULL;
+        line := place - 1;
+        seq := NULL;
+        id := NULL;
+        topic := NULL;
+        order_key := NULL;
+        header_names := NULL;
+        header_values := NULL;
+        payload := NULL;
+        created_at := NULL;
+        attempts := NULL;
+        RETURN NEXT;
+    END IF;
+END
+$$;
+
+-- For relays: more time for runs, each told by its token and its first row. Says which lines are still theirs.
+CREATE FUNCTION oncegate.outbox_renew(tokens bigint[], lines bigint[], seqs bigint[], lease_ms bigint) RETURNS SETOF bigint
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    clock CONSTANT bigint := oncegate.now_ms();
+BEGIN
+    PERFORM oncegate.check_duration('lease_ms', outbox_renew.lease_ms, 3600000);
+    RETURN QUERY UPDATE oncegate.outbox AS o SET free_at = clock + outbox_renew.lease_ms
+        FROM unnest(outbox_renew.tokens, outbox_renew.lines, outbox_renew.seqs) AS k (token, line, seq)
+        WHERE o.is_aside = false AND o.line = k.line AND o.seq = k.seq AND o.token = k.token
+        RETURNING o.line;
+END
+$$;
+
+-- For relays: what became of runs, each told by its token and its first row, and of their rows. An outcome is `confirmed`; `again`,
+-- after a delay and with an error; `refused`, with an error: the line waits; or `aside`, refused and the line goes on. Rows without
+-- an outcome are as they were. The lines are free then. Says which were still the relay's; of any other nothing was changed.
+CREATE FUNCTION oncegate.outbox_settle(
+    tokens bigint[],
+    lines bigint[],
+    seqs bigint[],
+    row_lines bigint[],
+    row_seqs bigint[],
+    outcomes text[],
+    delays_ms bigint[],
+    errors text[]
+) RETURNS SETOF bigint
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    clock CONSTANT bigint := oncegate.now_ms();
+    held bigint[];
+BEGIN
+    IF EXISTS (SELECT FROM unnest(outbox_settle.outcomes) AS o WHERE o IS NULL OR o NOT IN ('confirmed', 'again', 'refused', 'aside'))
+    THEN
+        RAISE EXCEPTION 'oncegate: an outcome is confirmed, again, refused or aside' USING ERRCODE = '22023';
+    END IF;
+    -- The token, and not the time, says whose they are: a lease that nobody else took is as good as a fresh one.
+    SELECT array_agg(o.line) INTO held FROM (
+        SELECT o.line FROM unnest(outbox_settle.tokens, outbox_settle.lines, outbox_settle.seqs) AS k (token, line, seq)
+            JOIN oncegate.outbox AS o ON o.is_aside = false AND o.line = k.line AND o.seq = k.seq AND o.token = k.token
+            ORDER BY o.line FOR UPDATE OF o
+    ) AS o;
+    IF held IS NULL THEN
+        RETURN;
+    END IF;
+    DELETE FROM oncegate.outbox AS o
+        USING unnest(outbox_settle.row_lines, outbox_settle.row_seqs, outbox_settle.outcomes) AS k (line, seq, outcome)
+        WHERE k.outcome = 'confirmed' AND o.is_aside = false AND o.line = k.line AND o.seq = k.seq AND o.line = ANY (held);
+    UPDATE oncegate.outbox AS o SET
+            attempts = least(o.attempts::bigint + 1, 2147483647)::integer,
+            token = NULL,
+            error = left(k.error, 1000),
+            free_at = CASE WHEN k.outcome = 'again' THEN clock + least(greatest(coalesce(k.delay_ms, 0), 0), 3600000) ELSE 0 END,
+            refused_at = CASE WHEN k.outcome <> 'again' THEN clock END,
+            -- Nobody waits behind a row without an order.
+            is_aside = k.outcome = 'aside' OR k.outcome = 'refused' AND o.line >= 0
+        FROM unnest(outbox_settle.row_lines, outbox_settle.row_seqs, outbox_settle.outcomes, outbox_settle.delays_ms,
+            outbox_settle.errors) AS k (line, seq, outcome, delay_ms, error)
+        WHERE k.outcome <> 'confirmed' AND o.is_aside = false AND o.line = k.line AND o.seq = k.seq AND o.line = ANY (held);
+    -- First rows that nothing was said of.
+    UPDATE oncegate.outbox AS o SET token = NULL, free_at = 0
+        FROM unnest(outbox_settle.tokens, outbox_settle.lines, outbox_settle.seqs) AS k (token, line, seq)
+        WHERE o.is_aside = false AND o.line = k.line AND o.seq = k.seq AND o.token = k.token;
+    RETURN QUERY SELECT unnest(held);
+END
+$$;
+
+-- For operators: messages that were refused, in the order of their seq.
+CREATE FUNCTION oncegate.outbox_refused(after bigint DEFAULT NULL, most integer DEFAULT 100)
+RETURNS TABLE (
+    seq bigint,
+    id text,
+    topic text,
+    order_key bytea,
+    octets integer,
+    created_at bigint,
+    refused_at bigint,
+    attempts integer,
+    error text,
+    holds_up_its_key boolean
+)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT o.seq, o.id, o.topic, o.order_key, octet_length(o.payload), o.created_at, o.refused_at, o.attempts, o.error,
+        NOT o.is_aside
+    FROM oncegate.outbox AS o
+    WHERE o.refused_at IS NOT NULL AND o.seq > coalesce(outbox_refused.after, -1)
+    ORDER BY o.seq LIMIT least(greatest(outbox_refused.most, 1), 10000);
+$$;
+
+-- For operators: a message that was refused is published again, at its place. Says whether there was one.
+CREATE FUNCTION oncegate.outbox_requeue(seq bigint) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    UPDATE oncegate.outbox AS o SET refused_at = NULL, is_aside = false, free_at = 0, token = NULL
+        WHERE o.refused_at IS NOT NULL AND o.seq = outbox_requeue.seq;
+    RETURN FOUND;
+END
+$$;
+
+-- For operators: a message that was refused is deleted and never published. Says whether there was one.
+CREATE FUNCTION oncegate.outbox_drop(seq bigint) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    DELETE FROM oncegate.outbox AS o WHERE o.refused_at IS NOT NULL AND o.seq = outbox_drop.seq;
+    RETURN FOUND;
+END
+$$;
+
+-- How many messages wait, for how long the oldest one has (null where there is none), how many of them failed before, and how many
+-- were refused. Counts, which takes a while where there are many.
+CREATE FUNCTION oncegate.outbox_status(
+    OUT waiting bigint,
+    OUT oldest_ms bigint,
+    OUT failing bigint,
+    OUT refused bigint
+)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT count(*) FILTER (WHERE o.refused_at IS NULL),
+        -- Not by greatest, which makes 0 of null.
+        oncegate.now_ms() - min(least(o.created_at, oncegate.now_ms())) FILTER (WHERE o.refused_at IS NULL),
+        count(*) FILTER (WHERE o.refused_at IS NULL AND o.attempts > 0),
+        count(*) FILTER (WHERE o.refused_at IS NOT NULL)
+    FROM oncegate.outbox AS o;
+$$;
+
+-- Whoever is to send, to relay or to look after it, is granted it by the owner.
+REVOKE ALL ON SEQUENCE oncegate.outbox_seq, oncegate.outbox_token FROM PUBLIC;
+REVOKE ALL ON TABLE oncegate.outbox FROM PUBLIC;
+REVOKE ALL ON FUNCTION oncegate.message_id, oncegate.outbox_line, oncegate.send, oncegate.send_text, oncegate.outbox_take,
+    oncegate.outbox_renew, oncegate.outbox_settle, oncegate.outbox_refused, oncegate.outbox_requeue, oncegate.outbox_drop,
+    oncegate.outbox_status FROM PUBLIC;
+
+INSERT INTO oncegate.contract (version) VALUES (4);

@@ -1,0 +1,118 @@
+//! Takes orders. The order, its message and the answer to its key commit together, so a request that is repeated makes one order
+//! and one message.
+
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use oncegate::core::Scope;
+use oncegate::http::KeyGrammar;
+use oncegate::postgres::sqlx;
+use oncegate::{TransactError, Transactor};
+use oncegate_inbox::Outgoing;
+use oncegate_inbox::postgres::Outbox;
+use serde::{Deserialize, Serialize};
+
+use crate::faults::{Faults, Point};
+use crate::order::{OrderPlaced, PLACED};
+use crate::{Database, Result, relay, serve};
+
+/// Where it serves.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    database: Database,
+    #[command(flatten)]
+    faults: Faults,
+    /// 0 takes a free one.
+    #[arg(long, default_value_t = 3000)]
+    port: u16,
+}
+
+#[derive(Clone)]
+struct Api {
+    transactor: Transactor,
+    faults: Faults,
+}
+
+/// What a client asks for.
+#[derive(Deserialize, Serialize)]
+struct Order {
+    customer: String,
+    cents: i64,
+}
+
+impl Order {
+    /// The customer's name is an order key, which brokers have in a header.
+    fn is_well_formed(&self) -> bool {
+        (1..=100).contains(&self.customer.len()) && !self.customer.chars().any(char::is_control)
+    }
+}
+
+async fn place(
+    State(Api { transactor, faults }): State<Api>,
+    headers: HeaderMap,
+    Json(order): Json<Order>,
+) -> std::result::Result<Response, Response> {
+    let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
+    let Some(Ok((key, _))) = field else { return Err(StatusCode::BAD_REQUEST.into_response()) };
+    if !order.is_well_formed() {
+        return Err(StatusCode::BAD_REQUEST.into_response());
+    }
+    let scope = Scope::caller("customer", order.customer.as_bytes()).within(&[b"POST /orders"]);
+
+    let placed = transactor.transact(&scope, &key, &order, async |connection| {
+        // The customer's row is locked from here to the commit. So sequences have no gaps, and the messages of a customer are
+        // published in their order.
+        let count = "INSERT INTO customers VALUES ($1, 1)
+            ON CONFLICT (customer) DO UPDATE SET orders = customers.orders + 1 RETURNING orders";
+        let sequence: i64 =
+            sqlx::query_scalar(count).bind(&order.customer).fetch_one(&mut *connection).await?;
+        let insert = "INSERT INTO orders (customer, sequence, cents) VALUES ($1, $2, $3) RETURNING id";
+        let insert = sqlx::query_scalar(insert).bind(&order.customer).bind(sequence).bind(order.cents);
+        let placed = OrderPlaced {
+            order: insert.fetch_one(&mut *connection).await?,
+            customer: order.customer.clone(),
+            sequence: u64::try_from(sequence)?,
+            cents: order.cents,
+        };
+        // An empty identifier: a new one, which the message keeps however often it is published.
+        let mut message = Outgoing::new("", PLACED, serde_json::to_vec(&placed)?);
+        message.order_key = Some(order.customer.clone().into());
+        Outbox::new().send(connection, &message).await?;
+        faults.at(Point::BeforeOrderCommit);
+        Ok(placed)
+    });
+    let placed = placed.await.map_err(refuse)?;
+    faults.at(Point::AfterOrderCommit);
+    let marker = placed.is_replayed().then_some([("idempotent-replayed", "true")]);
+    Ok((StatusCode::CREATED, marker, Json(placed.into_inner())).into_response())
+}
+
+fn refuse(error: TransactError) -> Response {
+    let again_after_a_second = [("retry-after", "1")];
+    match error {
+        TransactError::InProgress { .. } => (StatusCode::CONFLICT, again_after_a_second).into_response(),
+        TransactError::Mismatch => StatusCode::UNPROCESSABLE_ENTITY.into_response(),
+        // Nothing was committed, or the same request finds out what was.
+        TransactError::Store(_) | TransactError::CommitUnknown { .. } => {
+            (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
+        }
+        error => {
+            eprintln!("order failed: {error}");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+async fn metrics(State(api): State<Api>) -> Response {
+    relay::outbox_metrics(api.transactor.pool()).await.into_response()
+}
+
+/// Serves `POST /orders` and `GET /metrics`.
+pub(crate) async fn run(options: Options) -> Result<()> {
+    let api = Api { transactor: Transactor::new(options.database.pool()?), faults: options.faults };
+    let router = Router::new().route("/orders", post(place)).route("/metrics", get(metrics)).with_state(api);
+    serve(options.port, router).await
+}

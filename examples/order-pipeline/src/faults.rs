@@ -1,0 +1,151 @@
+//! Where a part kills itself, to show that it may die there. Nothing of this belongs into a service.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use oncegate::engine::ConfigError;
+use oncegate_inbox::{
+    ConsumerName, Delivery, Handled, Message, Outgoing, Processor, PublishFuture, Publisher, Source,
+    SourceError,
+};
+
+/// A place on the way of an order.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Point {
+    BeforeOrderCommit,
+    AfterOrderCommit,
+    BeforePublish,
+    AfterPublish,
+    BeforeProjectionCommit,
+    AfterProjectionCommit,
+    BeforeAck,
+    AfterAck,
+}
+
+/// Whether this process kills itself somewhere.
+#[derive(Clone, clap::Args)]
+pub(crate) struct Faults {
+    /// Dies here, as by `kill -9`.
+    #[arg(long, env)]
+    kill_at: Option<Point>,
+    /// How often, over all processes.
+    #[arg(long, env, default_value_t = 1)]
+    kill_times: u64,
+    /// The file that remembers how often: it has one octet for each time.
+    #[arg(long, env, default_value = "kills")]
+    kill_memory: PathBuf,
+}
+
+impl Faults {
+    /// The process is here.
+    pub(crate) fn at(&self, point: Point) {
+        if self.kill_at != Some(point) {
+            return;
+        }
+        let times = fs::metadata(&self.kill_memory).map_or(0, |memory| memory.len());
+        if times >= self.kill_times {
+            return;
+        }
+        let memory = OpenOptions::new().create(true).append(true).open(&self.kill_memory);
+        // Without a memory it would die for ever.
+        if memory.and_then(|mut memory| memory.write_all(b"x")).is_ok() {
+            std::process::abort();
+        }
+    }
+}
+
+/// Something that may die around what it does.
+pub(crate) struct Mortal<T> {
+    inner: T,
+    faults: Faults,
+}
+
+impl<T> Mortal<T> {
+    pub(crate) const fn new(inner: T, faults: Faults) -> Self {
+        Self { inner, faults }
+    }
+}
+
+impl<P: Publisher> Publisher for Mortal<P> {
+    fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
+        Box::pin(async move {
+            self.faults.at(Point::BeforePublish);
+            self.inner.publish(message).await?;
+            self.faults.at(Point::AfterPublish);
+            Ok(())
+        })
+    }
+}
+
+impl<P: Processor> Processor for Mortal<P> {
+    fn consumer(&self) -> &ConsumerName {
+        self.inner.consumer()
+    }
+
+    fn batch_max(&self) -> usize {
+        self.inner.batch_max()
+    }
+
+    fn retention(&self) -> Duration {
+        self.inner.retention()
+    }
+
+    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError> {
+        self.inner.check(redelivery)
+    }
+
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+        let handled = self.inner.process(messages).await;
+        if handled.iter().any(|one| matches!(one, Handled::Processed { .. })) {
+            self.faults.at(Point::AfterProjectionCommit);
+        }
+        handled
+    }
+}
+
+impl<S: Source> Source for Mortal<S> {
+    type Delivery = Mortal<S::Delivery>;
+
+    fn redelivery(&self) -> Option<Duration> {
+        self.inner.redelivery()
+    }
+
+    async fn next(&mut self) -> Result<Self::Delivery, SourceError> {
+        Ok(Mortal::new(self.inner.next().await?, self.faults.clone()))
+    }
+
+    async fn close(&mut self) -> Result<(), SourceError> {
+        self.inner.close().await
+    }
+}
+
+impl<D: Delivery> Delivery for Mortal<D> {
+    const GIVES_BACK: bool = D::GIVES_BACK;
+
+    fn message(&self) -> &Arc<Message> {
+        self.inner.message()
+    }
+
+    fn is_lost(&self) -> bool {
+        self.inner.is_lost()
+    }
+
+    async fn extend(&self) -> Result<(), SourceError> {
+        self.inner.extend().await
+    }
+
+    async fn ack(&self) -> Result<(), SourceError> {
+        self.faults.at(Point::BeforeAck);
+        self.inner.ack().await?;
+        self.faults.at(Point::AfterAck);
+        Ok(())
+    }
+
+    async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
+        self.inner.give_back(after).await
+    }
+}

@@ -1,0 +1,133 @@
+//! Adds up what every customer has ordered. The sum, the position in the customer's stream and the receipt of the message commit
+//! together.
+
+use axum::Router;
+use axum::routing::get;
+use oncegate::postgres::sqlx::{self, PgConnection};
+use oncegate_inbox::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
+use oncegate_inbox::postgres::{DeadLetterTable, Streams, TransactionalInbox};
+use oncegate_inbox::{Consumer, ConsumerName, Counts, Failure, Identity, Message};
+
+use crate::faults::{Faults, Mortal, Point};
+use crate::order::OrderPlaced;
+use crate::setup::{CONSUMER, STREAM};
+use crate::{Broker, Database, Result, serve, stopped};
+
+/// From where to where.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    database: Database,
+    #[command(flatten)]
+    broker: Broker,
+    #[command(flatten)]
+    faults: Faults,
+    #[command(flatten)]
+    version: Version,
+    /// Where its metrics are; 0 takes a free one.
+    #[arg(long, default_value_t = 0)]
+    port: u16,
+}
+
+/// Where dead letters are.
+#[derive(clap::Args)]
+pub(crate) struct RetryOptions {
+    #[command(flatten)]
+    database: Database,
+    #[command(flatten)]
+    version: Version,
+}
+
+/// What a projector knows.
+#[derive(clap::Args, Clone, Copy)]
+struct Version {
+    /// It knows orders with a negative amount, which are refunds. Without, it is an older version, which rejects them.
+    #[arg(long)]
+    refunds: bool,
+}
+
+/// Processes one message, in the transaction of its receipt.
+async fn project(
+    connection: &mut PgConnection,
+    message: &Message,
+    streams: &Streams,
+    version: Version,
+) -> std::result::Result<(), Failure> {
+    let placed: OrderPlaced = serde_json::from_slice(&message.payload).map_err(Failure::reject)?;
+    // Before it is parked, because what is parked is acknowledged: it must not turn out later that it cannot be processed.
+    if placed.cents < 0 && !version.refunds {
+        return Err(Failure::reject("a negative amount"));
+    }
+    let (customer, sequence) = (&placed.customer, placed.sequence);
+    // Two projectors, and a crash, may turn the order of the broker round.
+    let applied =
+        streams.apply_or_park(connection, customer, sequence, &message.payload, async |to, event| {
+            add(to, &serde_json::from_slice(&event.event)?).await
+        });
+    let _now_or_before_or_later = applied.await?;
+    Ok(())
+}
+
+/// Adds an order: the next one of its customer.
+async fn add(connection: &mut PgConnection, placed: &OrderPlaced) -> std::result::Result<(), Failure> {
+    let add = "INSERT INTO totals VALUES ($1, 1, $2, $3) ON CONFLICT (customer) DO UPDATE
+        SET orders = totals.orders + 1, cents = totals.cents + excluded.cents, last_sequence = excluded.last_sequence";
+    let sequence = i64::try_from(placed.sequence)?;
+    sqlx::query(add).bind(&placed.customer).bind(placed.cents).bind(sequence).execute(connection).await?;
+    Ok(())
+}
+
+/// Consumes until it is told to end.
+pub(crate) async fn run(options: Options) -> Result<()> {
+    let Options { database, broker, faults, version, port } = options;
+    let name = ConsumerName::new(CONSUMER)?;
+    let streams = Streams::new(name.clone());
+    let inbox = TransactionalInbox::new(database.pool()?, name.clone(), Identity::message_id());
+    let at = faults.clone();
+    let processor = inbox.processor(async move |connection, message| {
+        project(connection, message, &streams, version).await?;
+        at.at(Point::BeforeProjectionCommit);
+        Ok(())
+    });
+
+    let jetstream = broker.jetstream().await?;
+    let consumer = jetstream.get_consumer_from_stream(CONSUMER, STREAM).await?;
+    let source = NatsSourceOptions::new().with_order_by_header(ORDER_KEY);
+    let source = NatsSource::new(jetstream, consumer, source)?;
+
+    let counts = Counts::default();
+    let consumer = Consumer::new(Mortal::new(source, faults.clone()), Mortal::new(processor, faults))
+        .with_observer(counts.clone());
+    let metrics = async move || counts.to_prometheus(&name);
+    let router = Router::new().route("/metrics", get(metrics));
+    tokio::select! {
+        // It ends by itself where nothing can be consumed any more.
+        ended = consumer.run(stopped()?) => Ok(ended?),
+        Err(error) = serve(port, router) => Err(error),
+    }
+}
+
+/// Processes every dead letter again, each in one transaction with its deletion.
+pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
+    let name = ConsumerName::new(CONSUMER)?;
+    let streams = Streams::new(name.clone());
+    let letters = DeadLetterTable::new(options.database.pool()?);
+    let mut after = None;
+    loop {
+        let page = letters.list(Some(&name), after, 100).await?;
+        let Some(last) = page.last() else { return Ok(()) };
+        after = Some(last.number);
+        for letter in page {
+            let (number, streams) = (letter.number, streams.clone());
+            // A copy of the message that is still on its way finds that the stream has moved on.
+            let done = letters.requeue(number, async move |connection, message| {
+                project(connection, &message, &streams, options.version).await
+            });
+            match done.await {
+                Ok(Some(())) => println!("letter {number}: processed"),
+                Ok(None) => println!("letter {number}: somebody else took it"),
+                Err(failure) => println!("letter {number}: still dead: {failure}"),
+            }
+        }
+    }
+}

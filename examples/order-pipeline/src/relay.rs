@@ -1,0 +1,81 @@
+//! Publishes what was ordered: at least once each, and the messages of a customer in their order.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use axum::http::StatusCode;
+use axum::routing::get;
+use oncegate::postgres::sqlx::postgres::PgPool;
+use oncegate_inbox::nats::NatsPublisher;
+use oncegate_inbox::postgres::{Outbox, Relay, RelayEventKind};
+
+use crate::faults::{Faults, Mortal};
+use crate::{Broker, Database, Result, serve, stopped};
+
+/// From where to where.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    database: Database,
+    #[command(flatten)]
+    broker: Broker,
+    #[command(flatten)]
+    faults: Faults,
+    /// Where its metrics are; 0 takes a free one.
+    #[arg(long, default_value_t = 0)]
+    port: u16,
+    /// For how many milliseconds messages wait whose relay has died.
+    #[arg(long, default_value_t = 30_000)]
+    lease_ms: u64,
+}
+
+/// How the outbox stands, for Prometheus.
+pub(crate) async fn outbox_metrics(pool: &PgPool) -> std::result::Result<String, StatusCode> {
+    let away = |_| StatusCode::SERVICE_UNAVAILABLE;
+    let mut connection = pool.acquire().await.map_err(away)?;
+    let status = Outbox::new().status(&mut connection).await.map_err(away)?;
+    Ok(format!(
+        "outbox_waiting {}\noutbox_oldest_seconds {}\noutbox_failing {}\noutbox_refused {}\n",
+        status.waiting,
+        Duration::from_millis(status.oldest_ms.unwrap_or_default()).as_secs_f64(),
+        status.failing,
+        status.refused
+    ))
+}
+
+/// How often each event happened.
+#[derive(Default)]
+struct Counts([AtomicU64; RelayEventKind::ALL.len()]);
+
+impl Counts {
+    fn count(&self, kind: RelayEventKind) {
+        for (one, count) in RelayEventKind::ALL.iter().zip(&self.0) {
+            count.fetch_add(u64::from(*one == kind), Ordering::Relaxed);
+        }
+    }
+
+    fn metrics(&self) -> String {
+        let counts = RelayEventKind::ALL.iter().zip(&self.0).map(|(kind, count)| {
+            format!("relay_events_total{{event=\"{}\"}} {}\n", kind.as_str(), count.load(Ordering::Relaxed))
+        });
+        counts.collect()
+    }
+}
+
+/// Publishes until it is told to end.
+pub(crate) async fn run(options: Options) -> Result<()> {
+    let pool = options.database.pool()?;
+    let publisher = NatsPublisher::new(options.broker.jetstream().await?);
+    let counts = Arc::new(Counts::default());
+    let observed = counts.clone();
+    let relay = Relay::new(pool, Mortal::new(publisher, options.faults))
+        .with_lease(Duration::from_millis(options.lease_ms))
+        .with_observer(move |event| observed.count(event.kind));
+
+    let metrics = async move || counts.metrics();
+    let router = Router::new().route("/metrics", get(metrics));
+    let (served, ()) = tokio::join!(serve(options.port, router), relay.run(stopped()?));
+    served
+}

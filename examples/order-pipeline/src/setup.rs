@@ -1,0 +1,65 @@
+//! What has to be there before anything else: tables, a stream, a consumer.
+
+use std::time::Duration;
+
+use oncegate::PostgresOptions;
+use oncegate::postgres::{schema, sqlx};
+use oncegate_inbox::nats::async_nats::jetstream::consumer::{AckPolicy, pull};
+use oncegate_inbox::nats::async_nats::jetstream::stream;
+
+use crate::order::PLACED;
+use crate::{Broker, Database, Result};
+
+/// Where to make it.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    database: Database,
+    #[command(flatten)]
+    broker: Broker,
+    /// After how many milliseconds without a word from a projector the broker delivers a message again.
+    #[arg(long, default_value_t = 30_000)]
+    ack_wait_ms: u64,
+    /// For how many milliseconds the broker itself knows a message that is published again.
+    #[arg(long, default_value_t = 120_000)]
+    duplicate_window_ms: u64,
+}
+
+/// The stream, and the consumer of it that all projectors share.
+pub(crate) const STREAM: &str = "ORDERS";
+pub(crate) const CONSUMER: &str = "totals";
+
+/// `customers` and `orders` are the API's, `totals` is the projectors'; these could be in a database of their own.
+const TABLES: &str = "
+    CREATE TABLE IF NOT EXISTS customers (customer text PRIMARY KEY, orders bigint NOT NULL);
+    CREATE TABLE IF NOT EXISTS orders (
+        id bigserial PRIMARY KEY, customer text NOT NULL, sequence bigint NOT NULL, cents bigint NOT NULL,
+        UNIQUE (customer, sequence)
+    );
+    CREATE TABLE IF NOT EXISTS totals (
+        customer text PRIMARY KEY, orders bigint NOT NULL, cents bigint NOT NULL, last_sequence bigint NOT NULL
+    );";
+
+/// Makes what is not there yet.
+pub(crate) async fn run(options: Options) -> Result<()> {
+    schema::apply(&PostgresOptions::new(&options.database.database)?).await?;
+    sqlx::raw_sql(TABLES).execute(&options.database.pool()?).await?;
+
+    let jetstream = options.broker.jetstream().await?;
+    let orders = stream::Config {
+        name: STREAM.to_owned(),
+        subjects: vec![PLACED.to_owned()],
+        duplicate_window: Duration::from_millis(options.duplicate_window_ms),
+        ..stream::Config::default()
+    };
+    let orders = jetstream.get_or_create_stream(orders).await?;
+    // Without `max_deliver`: how often a message is tried is the inbox's to say, which writes a dead letter then.
+    let totals = pull::Config {
+        durable_name: Some(CONSUMER.to_owned()),
+        ack_policy: AckPolicy::Explicit,
+        ack_wait: Duration::from_millis(options.ack_wait_ms),
+        ..pull::Config::default()
+    };
+    orders.get_or_create_consumer(CONSUMER, totals).await?;
+    Ok(())
+}

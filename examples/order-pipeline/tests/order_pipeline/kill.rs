@@ -1,0 +1,83 @@
+//! A part is killed at each point of the way.
+
+use std::fs;
+
+use crate::part::Part;
+use crate::world::{Order, World, metrics, until};
+
+/// How often each part dies at its point.
+const TIMES: u64 = 2;
+
+const PARTS: [&str; 3] = ["api", "relay", "projector"];
+
+#[test]
+fn an_order_outlives_a_kill_at_every_point_of_its_way() {
+    let world = World::start();
+    let points = [
+        "before-order-commit",
+        "after-order-commit",
+        "before-publish",
+        "after-publish",
+        "before-projection-commit",
+        "after-projection-commit",
+        "before-ack",
+        "after-ack",
+    ];
+    let mut orders = Vec::new();
+    for point in points {
+        let memory = world.memory(point);
+        let parts = PARTS.map(|role| {
+            let mut command = world.part(role);
+            command.args(["--kill-at", point, "--kill-times", &TIMES.to_string(), "--kill-memory"]);
+            command.arg(&memory);
+            Part::start(command)
+        });
+        let published = world.stream().0;
+        for number in 0..12 {
+            let customer = format!("{point} {}", number % 3);
+            let order = Order { key: format!("{point}-{number}"), customer, cents: orders.len() as i64 + 1 };
+            let answer = order.place(&world.api);
+            let again = order.place(&world.api);
+            assert!(again.is_replayed, "{point}: {again:?}");
+            assert_eq!(again.body, answer.body, "{point}");
+            orders.push(order);
+        }
+        until(&format!("it was killed {point}"), || {
+            (fs::metadata(&memory).map_or(0, |memory| memory.len()) == TIMES).then_some(())
+        });
+        world.come_to_rest();
+        world.holds(&orders);
+        // The broker keeps for each what was published: a relay that died before it knew has published it again.
+        let published = world.stream().0 - published;
+        assert!(published >= 12 + if point == "after-publish" { TIMES } else { 0 }, "{point}: {published}");
+        parts.into_iter().for_each(Part::stop);
+    }
+}
+
+#[test]
+fn parts_that_are_stopped_leave_nothing_undone() {
+    let world = World::start();
+    let mut orders = Vec::new();
+    // Without a relay messages wait; without a projector they do, too.
+    for (round, roles) in [&PARTS[..1], &PARTS[..2], &PARTS].into_iter().enumerate() {
+        let parts: Vec<_> = roles.iter().map(|role| Part::start(world.part(role))).collect();
+        for number in 0..40 {
+            let customer = format!("customer {}", number % 4);
+            let order = Order { key: format!("{round}-{number}"), customer, cents: orders.len() as i64 + 1 };
+            order.place(&world.api);
+            orders.push(order);
+        }
+        assert!(metrics(&parts[0]).contains("outbox_waiting"));
+        if round == 2 {
+            world.come_to_rest();
+            assert!(metrics(&parts[1]).contains("relay_events_total{event=\"confirmed\"}"));
+            let processed =
+                "oncegate_messages_total{consumer=\"totals\",event=\"processed\",reason=\"\"} 120\n";
+            assert!(metrics(&parts[2]).contains(processed), "{}", metrics(&parts[2]));
+        }
+        // In the middle of what they do, the first two times.
+        parts.into_iter().for_each(Part::stop);
+        assert_eq!(world.number("SELECT count(*) FROM orders"), orders.len() as i64);
+    }
+    world.holds(&orders);
+}

@@ -1,0 +1,42 @@
+//! A message that its consumer cannot process.
+
+use crate::part::Part;
+use crate::world::{Order, World};
+
+#[test]
+fn what_is_rejected_is_one_dead_letter_and_holds_up_its_customer_alone() {
+    let world = World::start();
+    let parts = ["api", "relay", "projector"].map(|role| Part::start(world.part(role)));
+    let mut orders = Vec::new();
+    // The second one of ada is a refund, which this version of the projector does not know.
+    for (customer, cents) in [("ada", 500), ("bob", 70), ("ada", -200), ("bob", 8), ("ada", 30), ("ada", 4)] {
+        let key = format!("order-{}", orders.len());
+        let order = Order { key, customer: customer.to_owned(), cents };
+        order.place(&world.api);
+        order.place(&world.api);
+        orders.push(order);
+    }
+    world.come_to_rest();
+    let letters = "SELECT consumer, reason, attempts, error FROM oncegate.list_dead_letters(NULL, NULL, 10)";
+    assert_eq!(world.postgres.sql(letters).unwrap(), "totals|rejected|1|a negative amount");
+    let totals = "SELECT customer, orders, cents, last_sequence FROM totals ORDER BY customer";
+    assert_eq!(world.postgres.sql(totals).unwrap(), "ada|1|500|1\nbob|2|78|2");
+    let gaps = "SELECT consumer, stream, expected, first_parked, parked FROM oncegate.list_gaps(NULL, 10)";
+    assert_eq!(world.postgres.sql(gaps).unwrap(), "totals|ada|2|3|2");
+
+    // Nothing was mended: nothing changes.
+    let retry = |arguments: &[&str]| {
+        let output = world.program("retry").args(arguments).output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(retry(&[]), "letter 1: still dead: a negative amount\n");
+    assert_eq!(world.postgres.sql(letters).unwrap(), "totals|rejected|1|a negative amount");
+
+    // A newer version knows refunds: the letter is processed, and what waited behind it.
+    assert_eq!(retry(&["--refunds"]), "letter 1: processed\n");
+    assert_eq!(retry(&["--refunds"]), "");
+    assert_eq!(world.postgres.sql(totals).unwrap(), "ada|4|334|4\nbob|2|78|2");
+    world.holds(&orders);
+    parts.into_iter().for_each(Part::stop);
+}

@@ -1,0 +1,90 @@
+//! Thousands of orders while everything dies.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::part::Part;
+use crate::world::{Order, World};
+
+const CLIENTS: usize = 6;
+const ORDERS: usize = 3000;
+const CUSTOMERS: usize = 50;
+
+/// Random numbers, the same ones in every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+/// The orders of one client. The amounts of all differ.
+fn orders(client: usize) -> Vec<Order> {
+    (client..ORDERS)
+        .step_by(CLIENTS)
+        .map(|number| Order {
+            key: format!("order-{number}"),
+            customer: format!("customer {}", number % CUSTOMERS),
+            cents: number as i64 + 1,
+        })
+        .collect()
+}
+
+#[test]
+fn every_order_counts_once_whatever_dies() {
+    let mut world = World::start();
+    let roles = ["api", "relay", "relay", "projector", "projector"];
+    let parts = roles.map(|role| Part::start(world.part(role)));
+    let api = world.api.clone();
+    let placed = AtomicUsize::new(0);
+
+    std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| {
+                let (api, placed) = (&api, &placed);
+                scope.spawn(move || {
+                    let mut random = Random(client as u64 + 41);
+                    for order in orders(client) {
+                        let answer = order.place(api);
+                        if random.below(10) < 3 {
+                            let again = order.place(api);
+                            assert!(again.is_replayed && again.body == answer.body, "{again:?}, {answer:?}");
+                        }
+                        placed.fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+
+        let mut random = Random(7);
+        let (mut is_nats_restarted, mut is_postgres_restarted) = (false, false);
+        while !clients.iter().all(|client| client.is_finished()) {
+            std::thread::sleep(Duration::from_millis(50 + random.below(300)));
+            parts[random.below(parts.len() as u64) as usize].kill();
+            let placed = placed.load(Ordering::Relaxed);
+            if placed > ORDERS / 3 && !is_nats_restarted {
+                is_nats_restarted = true;
+                world.nats.kill();
+                world.nats.restart().unwrap();
+            }
+            if placed > ORDERS * 2 / 3 && !is_postgres_restarted {
+                is_postgres_restarted = true;
+                world.postgres.stop_immediately().unwrap();
+                world.postgres.start_again().unwrap();
+            }
+        }
+        assert!(is_nats_restarted && is_postgres_restarted);
+        clients.into_iter().for_each(|client| client.join().unwrap());
+    });
+    let began = Instant::now();
+    world.come_to_rest();
+    println!("at rest after {:?}", began.elapsed());
+    world.holds((0..CLIENTS).flat_map(orders).collect::<Vec<_>>().iter());
+    // What was published again was a duplicate to somebody.
+    println!("{} messages for {ORDERS} orders", world.stream().0);
+    parts.into_iter().for_each(Part::stop);
+}

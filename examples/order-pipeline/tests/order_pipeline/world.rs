@@ -1,0 +1,203 @@
+//! A database, a broker, and what is in them.
+
+use std::fs::OpenOptions;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use oncegate_inbox::nats::async_nats::{self, jetstream};
+use oncegate_servers::{NatsServer, PostgresOptions, PostgresServer};
+use serde_json::{Value, json};
+
+use crate::part::Part;
+
+/// How long anything may take on a machine that is busy.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How long a dead relay holds messages up, and a dead projector. Short, so that what died is soon taken over.
+const LEASE_MS: &str = "1000";
+const ACK_WAIT_MS: &str = "1500";
+
+/// The broker forgets soon what it has: what is published again is in the stream twice.
+const DUPLICATE_WINDOW_MS: &str = "100";
+
+/// Waits until it is so.
+pub(crate) fn until<T>(what: &str, mut it_is: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = it_is() {
+            return found;
+        }
+        assert!(Instant::now() < end, "never: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// What a service said.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) is_replayed: bool,
+    pub(crate) body: String,
+}
+
+/// Sends a request. `None` where there is no whole answer.
+fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(20))).ok()?;
+    let length = body.len();
+    let head = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}");
+    write!(stream, "{head}\r\ncontent-type: application/json\r\n{fields}\r\n{body}").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    let (head, body) = text.split_once("\r\n\r\n")?;
+    Some(Answer {
+        status: head.split(' ').nth(1)?.parse().ok()?,
+        is_replayed: head.contains("idempotent-replayed: true"),
+        body: body.to_owned(),
+    })
+}
+
+/// What a part says of itself.
+pub(crate) fn metrics(part: &Part) -> String {
+    until("metrics", || send(&part.address(), "GET /metrics", "", "").filter(|answer| answer.status == 200))
+        .body
+}
+
+/// Where somebody may listen, now and after a restart.
+fn free_port() -> u16 {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+}
+
+/// What a client wants, once.
+#[derive(Clone, Debug)]
+pub(crate) struct Order {
+    pub(crate) key: String,
+    pub(crate) customer: String,
+    pub(crate) cents: i64,
+}
+
+impl Order {
+    /// Asks until there is an answer to be told of, as a client does that must not give up.
+    pub(crate) fn place(&self, address: &str) -> Answer {
+        let body = json!({ "customer": self.customer, "cents": self.cents }).to_string();
+        let key = format!("idempotency-key: {}\r\n", self.key);
+        let answer = until("an order is answered", || {
+            let answer = send(address, "POST /orders", &key, &body);
+            answer.filter(|answer| !matches!(answer.status, 409 | 503))
+        });
+        assert_eq!(answer.status, 201, "{self:?}: {answer:?}");
+        let placed: Value = serde_json::from_str(&answer.body).unwrap();
+        assert_eq!((&placed["customer"], &placed["cents"]), (&json!(self.customer), &json!(self.cents)));
+        answer
+    }
+}
+
+/// A database and a broker that are set up, and a directory for the rest.
+pub(crate) struct World {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) postgres: PostgresServer,
+    pub(crate) nats: NatsServer,
+    /// Where the API listens, whenever there is one.
+    pub(crate) api: String,
+}
+
+impl World {
+    pub(crate) fn start() -> Self {
+        let mut options = PostgresOptions::default();
+        options.settings.push("max_connections=150".to_owned());
+        options.trust = true;
+        let world = Self {
+            dir: tempfile::tempdir().unwrap(),
+            postgres: PostgresServer::start_with(options).unwrap(),
+            nats: NatsServer::start().unwrap(),
+            api: format!("127.0.0.1:{}", free_port()),
+        };
+        let mut setup = world.program("setup");
+        setup.args(["--ack-wait-ms", ACK_WAIT_MS, "--duplicate-window-ms", DUPLICATE_WINDOW_MS]);
+        setup.arg("--nats").arg(world.nats.url());
+        let is_set_up = setup.status().unwrap().success();
+        assert!(is_set_up, "{}", world.log());
+        world
+    }
+
+    /// The program, with the database, writing to a log.
+    pub(crate) fn program(&self, role: &str) -> Command {
+        let log = OpenOptions::new().create(true).append(true).open(self.dir.path().join("log")).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_order-pipeline"));
+        command.args([role, "--database", &self.postgres.url()]).stderr(log).env_remove("KILL_AT");
+        command
+    }
+
+    /// The command of a part that goes on.
+    pub(crate) fn part(&self, role: &str) -> Command {
+        let mut command = self.program(role);
+        match role {
+            "api" => command.args(["--port", self.api.rsplit(':').next().unwrap()]),
+            "relay" => command.args(["--lease-ms", LEASE_MS, "--nats", &self.nats.url()]),
+            _ => command.args(["--nats", &self.nats.url()]),
+        };
+        command
+    }
+
+    /// What was said while it ran.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+    }
+
+    pub(crate) fn memory(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// How many messages the stream has, and how many of them are not acknowledged.
+    pub(crate) fn stream(&self) -> (u64, u64) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let ask = async {
+            let context = jetstream::new(async_nats::connect(self.nats.url()).await.ok()?);
+            let stream = context.get_stream("ORDERS").await.ok()?;
+            let consumer = stream.get_consumer::<jetstream::consumer::pull::Config>("totals").await.ok()?;
+            let info = consumer.cached_info();
+            let left = info.num_pending + info.num_ack_pending as u64;
+            Some((stream.cached_info().state.messages, left))
+        };
+        runtime
+            .block_on(async { tokio::time::timeout(Duration::from_secs(10), ask).await.ok().flatten() })
+            .expect("NATS answers")
+    }
+
+    pub(crate) fn number(&self, query: &str) -> i64 {
+        self.postgres.sql(query).unwrap().parse().unwrap()
+    }
+
+    /// Waits until everything that was ordered has come to its end.
+    pub(crate) fn come_to_rest(&self) {
+        until("the outbox is empty", || {
+            (self.number("SELECT waiting + refused FROM oncegate.outbox_status()") == 0).then_some(())
+        });
+        until("everything is acknowledged", || (self.stream().1 == 0).then_some(()));
+    }
+
+    /// Each of these orders is there once, and the projection says the same.
+    pub(crate) fn holds<'a>(&self, orders: impl IntoIterator<Item = &'a Order>) {
+        let mut wanted: Vec<_> =
+            orders.into_iter().map(|order| format!("{}|{}", order.customer, order.cents)).collect();
+        wanted.sort();
+        let ordered = self.postgres.sql("SELECT customer, cents FROM orders").unwrap();
+        let mut ordered: Vec<_> = ordered.lines().map(str::to_owned).collect();
+        ordered.sort();
+        assert!(wanted == ordered, "wanted {}, ordered {}", wanted.len(), ordered.len());
+        // Whatever the sequences say, the sums are those of the orders.
+        let differs = "SELECT coalesce(o.customer, t.customer), o.*, t.* FROM
+            (SELECT customer, count(*) AS orders, sum(cents) AS cents, max(sequence) AS last, min(sequence) AS first
+                FROM orders GROUP BY customer) AS o
+            FULL JOIN totals AS t ON t.customer = o.customer
+            WHERE (o.orders, o.cents, o.last) IS DISTINCT FROM (t.orders, t.cents::numeric, t.last_sequence)
+                OR o.orders <> o.last OR o.first <> 1";
+        assert_eq!(self.postgres.sql(differs).unwrap(), "", "{}", self.log());
+        for table in ["oncegate.outbox", "oncegate.dead_letters", "oncegate.parked_events"] {
+            assert_eq!(self.number(&format!("SELECT count(*) FROM {table}")), 0, "{table}: {}", self.log());
+        }
+    }
+}
