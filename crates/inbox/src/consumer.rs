@@ -22,8 +22,8 @@ use crate::source::{Delivery, Source, SourceError};
 
 /// Takes messages from a source, has them processed, and acknowledges what is durable.
 ///
-/// - **Order**: under [`Order::PerKey`] messages with one [`order_key`](Message::order_key) are processed one after the other. One that fails is
-///   tried again in place, and holds up its key and no other. Messages without a key have no order.
+/// - **Order**: under [`Order::PerKey`] messages with one [`order_key`](Message::order_key) are processed one after the other. One
+///   that fails is tried again in place, and holds up its key and no other. Messages without a key have no order.
 /// - **Bounds**: so many messages and octets are held at the most, and so many batches run at once. Where the bound is reached,
 ///   nothing more is asked for.
 /// - **Time**: what is held is extended at the broker every third of its redelivery time.
@@ -301,7 +301,9 @@ impl<S: Source, P: Processor> Run<S, P> {
                 () = &mut stop => break Ok(()),
                 Some(done) = self.running.join_next_with_id() => self.done(done),
                 Some(settled) = self.settling.join_next() => self.freed(settled.ok()),
-                Some(lane) = poll_fn(|cx| self.parked.poll_expired(cx)), if !self.parked.is_empty() => self.ready.push_back(lane.into_inner()),
+                Some(lane) = poll_fn(|cx| self.parked.poll_expired(cx)), if !self.parked.is_empty() => {
+                    self.ready.push_back(lane.into_inner());
+                }
                 _ = extend.tick(), if self.extend_every.is_some() => self.extend(),
                 () = self.away.over(), if self.away.is_on() => {}
                 () = self.source_away.over(), if self.source_away.is_on() => {}

@@ -26,8 +26,8 @@ use crate::processor::Processor;
 ///
 /// - **The consumer died in the middle**, or lost its store: when its lease is over the message is somebody else's. Under
 ///   [`OnAbandoned::Reexecute`] its handler runs again, and its effect takes place once if it is made under the
-///   [downstream key](Attempt::downstream_key), or in [steps](Attempt::step). Under [`OnAbandoned::Park`] the handler does not run again,
-///   and the message is a dead letter whose outcome is unknown.
+///   [downstream key](Attempt::downstream_key), or in [steps](Attempt::step). Under [`OnAbandoned::Park`] the handler does not
+///   run again, and the message is a dead letter whose outcome is unknown.
 /// - **The acknowledgement is lost**: the message comes again, and is a duplicate.
 ///
 /// Nothing of this knows what the effect is; where it is rows in PostgreSQL, a transactional inbox is simpler and stronger.

@@ -58,9 +58,13 @@
 //! | where the effect is | what happens once |
 //! |---|---|
 //! | in the transaction of the receipt | the effect |
-//! | in an API that takes a key, called under the [downstream key](oncegate_engine::Attempt::downstream_key) | the effect, as long as that API remembers the key |
-//! | anywhere else, under [`OnAbandoned::Park`](oncegate_core::OnAbandoned::Park) | the effect, or a dead letter that says that nobody knows |
-//! | anywhere else, under [`OnAbandoned::Reexecute`](oncegate_core::OnAbandoned::Reexecute) | nothing: a crash in the middle does it again |
+//! | in an API that takes a key, called under the [downstream key] | the effect, as long as that API remembers the key |
+//! | anywhere else, under [`Park`] | the effect, or a dead letter that says that nobody knows |
+//! | anywhere else, under [`Reexecute`] | nothing: a crash in the middle does it again |
+//!
+//! [downstream key]: oncegate_engine::Attempt::downstream_key
+//! [`Park`]: oncegate_core::OnAbandoned::Park
+//! [`Reexecute`]: oncegate_core::OnAbandoned::Reexecute
 //!
 //! A message is known for as long as its receipt is kept ([`Inbox::with_retention`]): one that comes after that is processed
 //! again. Dead letters are written at least once, under one identifier.

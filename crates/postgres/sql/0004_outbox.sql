@@ -177,6 +177,8 @@ LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
+    -- Nothing is held for longer: what seems to be was held before the clock was set back.
+    longest CONSTANT bigint := clock + 3600000;
     -- Where the next line is looked for.
     place bigint := coalesce(outbox_take.after + 1, (-9223372036854775808)::bigint);
     looked integer := 0;
@@ -207,9 +209,10 @@ BEGIN
             EXIT;
         END IF;
         looked := looked + 1;
-        IF h.free_at <= clock AND h.refused_at IS NULL THEN
+        IF h.free_at NOT BETWEEN clock + 1 AND longest AND h.refused_at IS NULL THEN
             SELECT o.seq INTO h.seq FROM oncegate.outbox AS o
-                WHERE o.is_aside = false AND o.line = h.line AND o.seq = h.seq AND o.free_at <= clock AND o.refused_at IS NULL
+                WHERE o.is_aside = false AND o.line = h.line AND o.seq = h.seq
+                    AND o.free_at NOT BETWEEN clock + 1 AND longest AND o.refused_at IS NULL
                 FOR UPDATE SKIP LOCKED;
             IF FOUND THEN
                 -- Read after the lock: whatever the one before deleted is gone. Where a smaller seq was committed meanwhile, the
@@ -263,7 +266,8 @@ BEGIN
         FOR m IN
             SELECT o.*, octet_length(o.payload) + pg_column_size(o.header_values) + pg_column_size(o.header_names) AS size
             FROM oncegate.outbox AS o
-            WHERE o.is_aside = false AND o.line >= place AND o.line <= upto AND o.free_at <= clock AND o.refused_at IS NULL
+            WHERE o.is_aside = false AND o.line >= place AND o.line <= upto
+                AND o.free_at NOT BETWEEN clock + 1 AND longest AND o.refused_at IS NULL
             ORDER BY o.line, o.seq LIMIT rows_left + 1
             FOR UPDATE SKIP LOCKED
         LOOP

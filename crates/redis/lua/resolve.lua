@@ -120,11 +120,11 @@ end
 -- [audit] The same in both scripts that write the audit trail. A stream; its entries are numbered from 1.
 local AUDIT_MAX = 100000
 
-local function add_audit(trail, at, id, from, to, actor, reason)
+local function add_audit(trail, at, id, from, to, actor, reason, ...)
   local last = redis.call('XREVRANGE', trail, '+', '-', 'COUNT', 1)[1]
   local next_number = last and tonumber(string.match(last[1], '^%d+')) + 1 or 1
   redis.call('XADD', trail, 'MAXLEN', AUDIT_MAX, string.format('%.0f-0', next_number),
-    'at', at, 'record', id, 'from', from, 'to', to, 'actor', actor, 'reason', reason)
+    'at', at, 'record', id, 'from', from, 'to', to, 'actor', actor, 'reason', reason, ...)
   return string.format('%.0f', next_number)
 end
 -- [/audit]

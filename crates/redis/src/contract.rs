@@ -132,10 +132,10 @@ mod tests {
         ("step", "33304853f1d44b7eda4370c411ccc41fce785473"),
         ("complete", "a77f7e64179d8549e25b106995b5605198bbbd04"),
         ("release", "0706e30976baef82b67b01d93ee786137473e5fd"),
-        ("resolve", "0cb9715f310610fc983ebc9001ecbd5a73ba708b"),
+        ("resolve", "b18b02016c7ab358d32914276848d5b42ceb00fb"),
         ("lookup", "58cd57f6542eba4b7f474019c676787dfb4755ae"),
         ("purge", "736e39f54c265fe22c4364297afc0ea97cf6b4a8"),
-        ("audit", "2928fa6f5c69086ade7e7c0f89a89e1ae20abad3"),
+        ("audit", "e870e2f15c11bfa8066a11c3b433119c6c17464d"),
     ];
 
     #[test]

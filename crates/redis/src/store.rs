@@ -286,6 +286,10 @@ impl Shared {
         resolve: &Resolve,
     ) -> Result<(), StoreError> {
         let (at, id) = (at.to_string(), id.to_string());
+        // Two acts on a record may be of one moment.
+        let mut act = [0; 16];
+        getrandom::fill(&mut act).map_err(|_| StoreError::unavailable("the system gives no random numbers"))?;
+        let act = format!("{:032x}", u128::from_ne_bytes(act));
         let arguments = [
             at.as_bytes(),
             id.as_bytes(),
@@ -293,6 +297,7 @@ impl Shared {
             to.as_str().as_bytes(),
             resolve.actor.as_bytes(),
             resolve.reason.as_bytes(),
+            act.as_bytes(),
         ];
         let mut tries = 1;
         loop {

@@ -1,7 +1,5 @@
 //! Publishes what was ordered: at least once each, and the messages of a customer in their order.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -9,7 +7,7 @@ use axum::http::StatusCode;
 use axum::routing::get;
 use oncegate::postgres::sqlx::postgres::PgPool;
 use oncegate_inbox::nats::NatsPublisher;
-use oncegate_inbox::postgres::{Outbox, Relay, RelayEventKind};
+use oncegate_inbox::postgres::{Outbox, Relay, RelayCounts};
 
 use crate::faults::{Faults, Mortal};
 use crate::{Broker, Database, Result, serve, stopped};
@@ -45,36 +43,16 @@ pub(crate) async fn outbox_metrics(pool: &PgPool) -> std::result::Result<String,
     ))
 }
 
-/// How often each event happened.
-#[derive(Default)]
-struct Counts([AtomicU64; RelayEventKind::ALL.len()]);
-
-impl Counts {
-    fn count(&self, kind: RelayEventKind) {
-        for (one, count) in RelayEventKind::ALL.iter().zip(&self.0) {
-            count.fetch_add(u64::from(*one == kind), Ordering::Relaxed);
-        }
-    }
-
-    fn metrics(&self) -> String {
-        let counts = RelayEventKind::ALL.iter().zip(&self.0).map(|(kind, count)| {
-            format!("relay_events_total{{event=\"{}\"}} {}\n", kind.as_str(), count.load(Ordering::Relaxed))
-        });
-        counts.collect()
-    }
-}
-
 /// Publishes until it is told to end.
 pub(crate) async fn run(options: Options) -> Result<()> {
     let pool = options.database.pool()?;
     let publisher = NatsPublisher::new(options.broker.jetstream().await?);
-    let counts = Arc::new(Counts::default());
-    let observed = counts.clone();
+    let counts = RelayCounts::default();
     let relay = Relay::new(pool, Mortal::new(publisher, options.faults))
         .with_lease(Duration::from_millis(options.lease_ms))
-        .with_observer(move |event| observed.count(event.kind));
+        .with_observer(counts.clone());
 
-    let metrics = async move || counts.metrics();
+    let metrics = async move || counts.to_prometheus();
     let router = Router::new().route("/metrics", get(metrics));
     let (served, ()) = tokio::join!(serve(options.port, router), relay.run(stopped()?));
     served

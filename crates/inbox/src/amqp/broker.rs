@@ -2,12 +2,15 @@
 
 use std::fmt;
 use std::future::Future;
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lapin::uri::AMQPUri;
-use lapin::{Connection, ConnectionProperties};
+use lapin::runtime::default_runtime;
+use lapin::tcp::AMQPUriTcpExt as _;
+use lapin::uri::{AMQPScheme, AMQPUri};
+use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 use oncegate_engine::ConfigError;
 use tokio::time::timeout;
 
@@ -30,7 +33,7 @@ impl AmqpBroker {
     /// given up after about as many seconds; RabbitMQ asks for 60.
     ///
     /// `amqps` needs TLS in the client library: depend on `lapin` with the feature for the TLS that you want, for instance
-    /// `rustls`; or use [`with`](Self::with).
+    /// `rustls`. Without, nothing is sent, and connecting fails.
     ///
     /// # Errors
     /// Where it is no such URI.
@@ -39,11 +42,12 @@ impl AmqpBroker {
         let uri: AMQPUri = uri.parse().map_err(|_| {
             ConfigError::new("the address of the broker is no URI of AMQP (amqp://… or amqps://…)")
         })?;
-        Ok(Self::with(move || Connection::connect_uri(uri.clone(), ConnectionProperties::default())))
+        Ok(Self::with(move || encrypted_if_asked(uri.clone())))
     }
 
     /// A broker that is connected to in your own way: with certificates, a name for the connection, credentials that
-    /// change. It is called for each connection. It should not turn on the client library's own recovery: deliveries of the
+    /// change. It is called for each connection. Without a feature for TLS the client library takes `amqps` for `amqp`, and sends
+    /// the password in the clear. It should not turn on the client library's own recovery: deliveries of the
     /// connection that was lost would seem to be deliveries of the new one.
     pub fn with<F>(connect: impl Fn() -> F + Send + Sync + 'static) -> Self
     where
@@ -56,6 +60,26 @@ impl AmqpBroker {
     pub(crate) async fn connect(&self) -> lapin::Result<Connection> {
         (self.connect)().await
     }
+}
+
+/// Connects with TLS where the URI says so, or not at all: left alone, the client library speaks in the clear where it was
+/// built without TLS.
+async fn encrypted_if_asked(uri: AMQPUri) -> lapin::Result<Connection> {
+    let properties = ConnectionProperties::default();
+    let connecting = Connection::connector(
+        uri,
+        default_runtime()?,
+        async |uri, runtime| {
+            let stream = uri.connect_async(&runtime).await?;
+            if uri.scheme == AMQPScheme::AMQPS && matches!(stream, AsyncTcpStream::Plain(_)) {
+                let why = "the address of the broker is amqps, and lapin was built without TLS";
+                return Err(io::Error::other(why).into());
+            }
+            Ok(stream)
+        },
+        properties,
+    );
+    connecting.await
 }
 
 impl fmt::Debug for AmqpBroker {

@@ -73,16 +73,6 @@ impl Track {
         Self { next, open: VecDeque::new(), in_hand: 0, asked: None }
     }
 
-    /// The offset from which to read.
-    pub(super) const fn next(&self) -> Option<i64> {
-        self.next
-    }
-
-    /// It is read from here on, if nothing is known yet.
-    pub(super) fn begin(&mut self, next: i64) {
-        self.next = Some(self.next.map_or(next, |known| known.max(next)));
-    }
-
     /// It was read. `false` where that is not the first time.
     pub(super) fn read(&mut self, offset: i64) -> bool {
         if self.next.is_some_and(|next| offset < next) {
@@ -177,7 +167,7 @@ mod tests {
         let partition = partition(&[3, 4]);
         assert!(!partition.track().read(3) && !partition.track().read(4));
         assert!(partition.track().read(5));
-        assert_eq!(partition.track().next(), Some(6));
+        assert_eq!(partition.track().window(), 3);
     }
 
     #[test]

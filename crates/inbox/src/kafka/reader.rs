@@ -10,11 +10,10 @@ use bytes::Bytes;
 use oncegate_engine::ConfigError;
 use rdkafka::client::ClientContext;
 use rdkafka::config::{ClientConfig, FromClientConfigAndContext as _, RDKafkaLogLevel};
-use rdkafka::consumer::{
-    BaseConsumer, CommitMode, Consumer as _, ConsumerContext, Rebalance, RebalanceProtocol,
-};
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer as _, ConsumerContext, RebalanceProtocol};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::message::{BorrowedMessage, Headers as _, Message as _};
+use rdkafka::types::RDKafkaRespErr;
 use rdkafka::{Offset, TopicPartitionList};
 use tokio::sync::oneshot;
 
@@ -40,8 +39,8 @@ const WAIT_FOR_ROOM: Duration = Duration::from_millis(500);
 /// How long one question to the broker may take.
 const ASK: Duration = Duration::from_secs(5);
 
-/// How long after a question that was not answered it is asked again.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// How often the group is left and joined again at the most, where partitions have no offset to go on with.
+const JOIN_AGAIN: Duration = Duration::from_secs(5);
 
 /// After so many rounds of commits offsets are committed again that were asked for already. The client does not say what
 /// became of a commit that was only sent, and a group that is being rebalanced refuses it.
@@ -59,15 +58,17 @@ pub(super) fn start(
 ) -> Result<oneshot::Receiver<Result<(), String>>, ConfigError> {
     let context = Context {
         shared: Arc::clone(&shared),
+        start,
         is_unresolved: AtomicBool::new(false),
         is_done: AtomicBool::new(false),
     };
     let refused = |error: KafkaError| ConfigError::new(format!("Kafka: {error}"));
     let consumer = BaseConsumer::from_config_and_context(config, context).map_err(refused)?;
     consumer.subscribe(topics).map_err(refused)?;
+    let topics = topics.iter().map(|topic| (*topic).to_owned()).collect();
     let (tell, left) = oneshot::channel();
     let run = move || {
-        let reader = Reader { consumer, start, shared: Arc::clone(&shared) };
+        let reader = Reader { consumer, topics, shared: Arc::clone(&shared) };
         // Whoever waits for a message must not wait for a thread that is gone.
         match catch_unwind(AssertUnwindSafe(|| reader.run())) {
             Ok(result) => drop(tell.send(result)),
@@ -83,7 +84,7 @@ pub(super) fn start(
 
 struct Reader {
     consumer: BaseConsumer<Context>,
-    start: Start,
+    topics: Vec<String>,
     shared: Arc<Shared>,
 }
 
@@ -91,7 +92,7 @@ impl Reader {
     /// Until nothing more is asked for. The error is that of the last commit.
     fn run(self) -> Result<(), String> {
         let mut commit_at = Instant::now() + self.shared.options.commit_interval;
-        let mut ask_at = Instant::now();
+        let (mut must_join, mut join_at) = (false, Instant::now());
         let mut full_since = None;
         let mut rounds = 0_u64;
         while !self.shared.is_closing() && !self.shared.is_fatal() {
@@ -107,9 +108,10 @@ impl Reader {
                     tracing::warn!(%error, "offsets were not committed; they are tried again");
                 }
             }
-            if now >= ask_at && self.consumer.context().is_unresolved.load(Ordering::Relaxed) {
-                ask_at = now + ASK_AGAIN;
-                self.resolve();
+            if must_join && now >= join_at {
+                join_at = now + JOIN_AGAIN;
+                must_join = false;
+                self.join_again();
             }
             if self.shared.is_full() {
                 let since: Instant = *full_since.get_or_insert(now);
@@ -121,7 +123,7 @@ impl Reader {
                 full_since = None;
             }
             let is_reading = self.pause_and_resume(full_since.is_some());
-            self.poll(if is_reading { POLL } else { POLL_PAUSED });
+            must_join |= self.poll(if is_reading { POLL } else { POLL_PAUSED });
         }
         let committed = commit(&self.consumer, &self.shared.assigned(), CommitMode::Sync);
         self.consumer.context().is_done.store(self.shared.is_closing(), Ordering::Relaxed);
@@ -130,23 +132,17 @@ impl Reader {
         committed.map_err(|error| error.to_string())
     }
 
-    /// Reads what is there, or waits for it.
-    fn poll(&self, at_most: Duration) {
+    /// Reads what is there, or waits for it. Whether a partition has no offset to go on with.
+    fn poll(&self, at_most: Duration) -> bool {
         let mut at_most = at_most;
         for _ in 0..AT_ONCE {
-            let goes_on = match self.consumer.poll(at_most) {
-                None => false,
-                Some(Ok(record)) => self.put(&record),
-                Some(Err(error)) => {
-                    self.failed(&error);
-                    false
-                }
-            };
-            if !goes_on {
-                return;
+            match self.consumer.poll(at_most) {
+                Some(Ok(record)) if self.put(&record) => at_most = Duration::ZERO,
+                Some(Ok(_)) | None => return false,
+                Some(Err(error)) => return self.failed(&error),
             }
-            at_most = Duration::ZERO;
         }
+        false
     }
 
     /// Whether another message may be read.
@@ -157,16 +153,38 @@ impl Reader {
         self.shared.put(message, record.offset(), &partition)
     }
 
-    fn failed(&self, error: &KafkaError) {
+    /// Whether a partition has no offset to go on with.
+    fn failed(&self, error: &KafkaError) -> bool {
         if let KafkaError::MessageConsumptionFatal(_) = error {
             self.shared.fatal(format!("the client cannot go on: {error}"));
-        } else if let Some(RDKafkaErrorCode::AutoOffsetReset | RDKafkaErrorCode::LogTruncation) =
-            error.rdkafka_error_code()
-        {
-            // A partition has no offset to begin with, or one that its log does not have: somebody has to say which one.
-            self.consumer.context().is_unresolved.store(true, Ordering::Relaxed);
-        } else {
-            self.shared.error(error.to_string());
+            return false;
+        }
+        match error.rdkafka_error_code() {
+            // None to begin with, or one that its log does not have.
+            Some(RDKafkaErrorCode::AutoOffsetReset) => true,
+            Some(RDKafkaErrorCode::LogTruncation) => {
+                let what = format!("a log lost its end, and was written on: {error}");
+                match self.shared.options.truncated {
+                    Truncated::Stop => self.shared.fatal(what),
+                    Truncated::Continue => self.shared.error(what),
+                }
+                true
+            }
+            _ => {
+                self.shared.error(error.to_string());
+                false
+            }
+        }
+    }
+
+    /// Leaves the group and joins it again, so that every partition is assigned anew, from an offset that is found out then.
+    /// To assign them here would be taken for the answer to a rebalance that the client has begun and not told yet.
+    fn join_again(&self) {
+        self.consumer.context().is_unresolved.store(true, Ordering::Relaxed);
+        let topics: Vec<&str> = self.topics.iter().map(String::as_str).collect();
+        self.consumer.unsubscribe();
+        if let Err(error) = self.consumer.subscribe(&topics) {
+            self.shared.fatal(format!("the group cannot be joined again: {error}"));
         }
     }
 
@@ -203,114 +221,6 @@ impl Reader {
             Err(error) => self.shared.error(format!("partitions are neither paused nor resumed: {error}")),
         }
         is_reading
-    }
-
-    /// Finds out where partitions go on for which the client has no offset that their log has, and tells it.
-    fn resolve(&self) {
-        let assigned = self.shared.assigned();
-        match self.positions(&assigned) {
-            Ok(positions) => {
-                self.consumer.context().is_unresolved.store(false, Ordering::Relaxed);
-                if self.shared.is_fatal() {
-                    return;
-                }
-                if let Err(error) = self.read_from(&assigned, &positions) {
-                    self.consumer.context().is_unresolved.store(true, Ordering::Relaxed);
-                    self.shared.error(format!("where to read on could not be set: {error}"));
-                }
-            }
-            Err(error) => self.shared.error(format!("where to read on could not be found out: {error}")),
-        }
-    }
-
-    /// Where each partition goes on.
-    fn positions(&self, assigned: &[Arc<Partition>]) -> KafkaResult<Vec<i64>> {
-        let mut asked = TopicPartitionList::new();
-        for partition in assigned {
-            asked.add_partition(&partition.topic, partition.number);
-        }
-        let committed = self.consumer.committed_offsets(asked, ASK)?;
-        let mut positions = Vec::with_capacity(assigned.len());
-        for partition in assigned {
-            let element = committed.find_partition(&partition.topic, partition.number);
-            let committed = match &element {
-                Some(element) => {
-                    element.error()?;
-                    element.offset()
-                }
-                None => Offset::Invalid,
-            };
-            let next = partition.track().next();
-            let next = match (next, committed) {
-                (Some(next), _) | (None, Offset::Offset(next)) => Some(next),
-                _ => None,
-            };
-            let (low, high) = self.consumer.fetch_watermarks(&partition.topic, partition.number, ASK)?;
-            positions.push(self.position(partition, next, low, high));
-        }
-        Ok(positions)
-    }
-
-    /// Where a partition goes on that is to be read from `next` on, and whose log has `low` to `high`.
-    fn position(&self, partition: &Arc<Partition>, next: Option<i64>, low: i64, high: i64) -> i64 {
-        let place = format!("partition {} of {}", partition.number, partition.topic);
-        match next {
-            Some(next) if (low..=high).contains(&next) => next,
-            Some(next) => {
-                let what = if next < low {
-                    format!("{place}: messages {next} to {} were deleted before they were processed", low - 1)
-                } else {
-                    format!(
-                        "{place}: message {next} comes next, and the log ends at {high}: it lost its end, or \
-                         the topic was made anew"
-                    )
-                };
-                match self.shared.options.truncated {
-                    Truncated::Stop => self.shared.fatal(what),
-                    Truncated::Continue => {
-                        tracing::error!(from = next, to = low, "{what}");
-                        self.shared.error(what);
-                        if next > high {
-                            // Its offsets begin again, so nothing that is known of them holds.
-                            let anew =
-                                Partition::new(Arc::clone(&partition.topic), partition.number, Some(low));
-                            anew.set_paused(partition.is_paused());
-                            self.shared.assign(anew);
-                        }
-                    }
-                }
-                low
-            }
-            None => match self.start {
-                Start::Earliest => low,
-                Start::Latest => high,
-                Start::Refused => {
-                    let group = "the group has committed no offset, and auto.offset.reset is error";
-                    self.shared.fatal(format!("{place}: {group}"));
-                    low
-                }
-            },
-        }
-    }
-
-    /// Tells the client where to read on.
-    fn read_from(&self, assigned: &[Arc<Partition>], positions: &[i64]) -> KafkaResult<()> {
-        let mut list = TopicPartitionList::new();
-        for (partition, position) in assigned.iter().zip(positions) {
-            list.add_partition_offset(&partition.topic, partition.number, Offset::Offset(*position))?;
-            // It is committed with the others, so that what arrives before the first commit counts as not read, and what is
-            // deleted before it is read is missed.
-            if let Some(partition) = self.shared.partition(&partition.topic, partition.number) {
-                partition.track().begin(*position);
-            }
-        }
-        // A seek would not do: the client does not fetch these partitions at the moment.
-        if let RebalanceProtocol::Cooperative = self.consumer.rebalance_protocol() {
-            self.consumer.incremental_unassign(&list)?;
-            self.consumer.incremental_assign(&list)
-        } else {
-            self.consumer.assign(&list)
-        }
     }
 }
 
@@ -398,7 +308,8 @@ pub(super) fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
 /// What the client calls from within its polls.
 struct Context {
     shared: Arc<Shared>,
-    /// Whether a partition has no offset to go on with.
+    start: Start,
+    /// Whether offsets that the group has committed may be none that the log has.
     is_unresolved: AtomicBool,
     /// Whether the last commit was made, and there will be nothing to add.
     is_done: AtomicBool,
@@ -417,21 +328,112 @@ impl ClientContext for Context {
 }
 
 impl ConsumerContext for Context {
-    fn pre_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
-        match rebalance {
-            Rebalance::Assign(list) => {
-                for element in list.elements() {
-                    tracing::debug!(topic = element.topic(), partition = element.partition(), "assigned");
-                    self.shared.assign(Partition::new(element.topic().into(), element.partition(), None));
-                }
-            }
-            Rebalance::Revoke(list) => self.revoke(consumer, list),
-            Rebalance::Error(error) => tracing::warn!(%error, "the group was not rebalanced"),
+    fn rebalance(&self, consumer: &BaseConsumer<Self>, error: RDKafkaRespErr, list: &mut TopicPartitionList) {
+        let is_assigned = error == RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS;
+        if is_assigned {
+            self.assign(consumer, list);
+        } else {
+            self.revoke(consumer, list);
+        }
+        let result = match (consumer.rebalance_protocol(), is_assigned) {
+            (RebalanceProtocol::Cooperative, true) => consumer.incremental_assign(list),
+            (RebalanceProtocol::Cooperative, false) => consumer.incremental_unassign(list),
+            (_, true) => consumer.assign(list),
+            (_, false) => consumer.unassign(),
+        };
+        if let Err(error) = result {
+            self.shared.fatal(format!("the client does not take what the group assigned: {error}"));
         }
     }
 }
 
 impl Context {
+    /// Partitions are read from where the group is, and from where it is to begin where it is nowhere yet.
+    fn assign(&self, consumer: &BaseConsumer<Self>, list: &TopicPartitionList) {
+        let mut committed = TopicPartitionList::new();
+        for element in list.elements() {
+            committed.add_partition(element.topic(), element.partition());
+        }
+        let checks_all = self.is_unresolved.swap(false, Ordering::Relaxed);
+        let committed = match consumer.committed_offsets(committed, ASK) {
+            Ok(committed) => committed,
+            Err(error) => {
+                // The client goes on asking by itself. Where there is nothing, it says so.
+                tracing::warn!(%error, "what the group has committed could not be found out");
+                TopicPartitionList::new()
+            }
+        };
+        for mut element in list.elements() {
+            let (topic, number) = (Arc::<str>::from(element.topic()), element.partition());
+            let known = committed.find_partition(&topic, number).filter(|known| known.error().is_ok());
+            let next = match known.map(|known| known.offset()) {
+                Some(Offset::Offset(next)) if !checks_all => Ok(Some(next)),
+                Some(Offset::Offset(next)) => self.position(consumer, &topic, number, Some(next)),
+                Some(_) => self.position(consumer, &topic, number, None),
+                None => Ok(None),
+            };
+            let next = next.unwrap_or_else(|error| {
+                self.shared.error(format!(
+                    "where partition {number} of {topic} begins and ends is unknown: {error}"
+                ));
+                None
+            });
+            tracing::debug!(topic = &*topic, partition = number, from = next, "assigned");
+            if let Some(next) = next
+                && let Err(error) = element.set_offset(Offset::Offset(next))
+            {
+                self.shared.fatal(format!("an offset that the client does not take: {error}"));
+            }
+            self.shared.assign(Partition::new(topic, number, next));
+        }
+    }
+
+    /// Where a partition goes on that is to be read from `next` on. `None` where somebody has to say.
+    fn position(
+        &self,
+        consumer: &BaseConsumer<Self>,
+        topic: &str,
+        number: i32,
+        next: Option<i64>,
+    ) -> KafkaResult<Option<i64>> {
+        let (low, high) = consumer.fetch_watermarks(topic, number, ASK)?;
+        let place = format!("partition {number} of {topic}");
+        let Some(next) = next else {
+            return Ok(match self.start {
+                Start::Earliest => Some(low),
+                Start::Latest => Some(high),
+                Start::Refused => {
+                    let group = "the group has committed no offset, and auto.offset.reset is error";
+                    self.shared.fatal(format!("{place}: {group}"));
+                    None
+                }
+            });
+        };
+        if (low..=high).contains(&next) {
+            return Ok(Some(next));
+        }
+        let what = if next < low {
+            format!("{place}: messages {next} to {} were deleted before they were processed", low - 1)
+        } else {
+            format!(
+                "{place}: message {next} comes next, and the log ends at {high}: it lost its end, or the topic \
+                 was made anew"
+            )
+        };
+        match self.shared.options.truncated {
+            Truncated::Stop => {
+                self.shared.fatal(what);
+                // What is committed stays, so that it is told again.
+                Ok(None)
+            }
+            Truncated::Continue => {
+                tracing::error!(from = next, to = low, "{what}");
+                self.shared.error(what);
+                Ok(Some(low))
+            }
+        }
+    }
+
     /// What was begun gets its time to end, and is committed; then it belongs to others.
     fn revoke(&self, consumer: &BaseConsumer<Self>, list: &TopicPartitionList) {
         let mut revoked = Vec::new();

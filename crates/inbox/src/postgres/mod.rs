@@ -25,7 +25,8 @@ use crate::processor::Processor;
 
 pub use self::letters::{DeadLetterTable, KeptLetter};
 pub use self::outbox::{
-    OnRefused, Outbox, OutboxDeadLetters, OutboxStatus, Relay, RelayEvent, RelayEventKind, RelayWaker,
+    OnRefused, Outbox, OutboxDeadLetters, OutboxStatus, Relay, RelayCounts, RelayEvent, RelayEventKind,
+    RelayObserver, RelayWaker,
 };
 pub use self::streams::{Applied, StreamBusy, StreamEvent, StreamGap, Streams};
 

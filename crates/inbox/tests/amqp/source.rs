@@ -8,6 +8,8 @@ use oncegate_inbox::amqp::lapin::{self, BasicProperties};
 use oncegate_inbox::amqp::{AmqpDelivery, AmqpSource};
 use oncegate_inbox::{Delivery as _, Source as _};
 use oncegate_servers::{RabbitOptions, RabbitServer};
+use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::line::Line;
@@ -264,6 +266,25 @@ async fn who_connects_first_is_told_what_is_wrong() {
     let mut source = AmqpSource::new(broker(&wrong), "q").unwrap();
     let error = source.connect().await.unwrap_err().to_string();
     assert!(error.contains("ACCESS_REFUSED") && !error.contains("secret"), "{error}");
+}
+
+/// A client without TLS says nothing to a broker that is to be spoken to with it: no word of this may be in the clear.
+#[tokio::test]
+async fn what_is_to_be_encrypted_is_not_sent_in_the_clear() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let heard = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut octets = Vec::new();
+        // However the client ends it.
+        let _ = stream.read_to_end(&mut octets).await;
+        octets
+    });
+    let mut source =
+        AmqpSource::new(broker(&format!("amqps://guest:guest@127.0.0.1:{port}/%2f")), "q").unwrap();
+    let error = timeout(PATIENCE, source.connect()).await.unwrap().unwrap_err().to_string();
+    assert!(error.contains("TLS"), "{error}");
+    assert!(!heard.await.unwrap().starts_with(b"AMQP"));
 }
 
 /// The program is busy with what it has, for longer than a connection may be silent.

@@ -106,6 +106,19 @@ async fn a_lease_that_nobody_took_over_is_as_good_as_new() {
     assert_eq!(ids(&take(&mut relay, "null, 100, 1000000, 100, 60000").await), ["k/3"]);
 }
 
+/// A clock that is set back by a day makes nobody wait for a day.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_held_for_longer_than_an_hour() {
+    let database = Database::fresh().await;
+    let mut relay = database.connect().await;
+    database.send(&[message(Some("k"), 1), message(None, 1)]).await;
+    for (held_for, count) in [(3_500_000, 0), (86_400_000, 2)] {
+        run(&mut relay, &format!("UPDATE oncegate.outbox SET free_at = oncegate.now_ms() + {held_for}"))
+            .await;
+        assert_eq!(take(&mut relay, "null, 100, 1000000, 100, 60000").await.len(), count);
+    }
+}
+
 /// A row that was committed late, before a run that is held, is a run of its own: whoever gets it does not get what another
 /// one is publishing.
 #[tokio::test(flavor = "multi_thread")]
@@ -237,7 +250,8 @@ async fn what_is_taken_is_bounded_and_the_looks_go_round() {
     let send = "SELECT count(oncegate.send_text('t', 'x', CASE WHEN n % 2 = 0 THEN n::text END, null, n::text)) \
                 FROM generate_series(1, 3000) AS n";
     run(&mut relay, send).await;
-    run(&mut relay, "UPDATE oncegate.outbox SET free_at = 1e15 WHERE id <> '2999'").await;
+    run(&mut relay, "UPDATE oncegate.outbox SET free_at = oncegate.now_ms() + 3500000 WHERE id <> '2999'")
+        .await;
     let (mut after, mut calls) = ("null".to_owned(), 0);
     let found = loop {
         let taken = take(&mut relay, &format!("{after}, 100, 1000000, 100, 60000")).await;

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{MemoryStore, OnAbandoned};
 use oncegate_engine::Engine;
-use oncegate_inbox::postgres::Outbox;
+use oncegate_inbox::postgres::{Outbox, RelayCounts};
 use oncegate_inbox::{
     ConsumerName, DeadLetter, DeadLetters, Handled, Identity, Inbox, MESSAGE_ID, Message, PutFuture,
 };
@@ -210,20 +210,23 @@ async fn a_message_that_is_not_confirmed_holds_up_its_key_and_no_other() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lease_is_renewed_while_the_broker_takes_its_time() {
     let database = Database::fresh().await;
-    let confirms = Arc::new(AtomicUsize::new(0));
+    let counts = RelayCounts::default();
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_secs(4)));
     let relays = [0, 1, 2].map(|_| {
-        let confirmed = confirms.clone();
         let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(1));
-        Running::start(relay.with_observer(move |event| {
-            assert_eq!(event.kind.as_str(), "confirmed");
-            confirmed.fetch_add(1, Ordering::SeqCst);
-        }))
+        Running::start(relay.with_observer(counts.clone()))
     });
     database.send(&[message(Some("k"), 1), message(Some("k"), 2), message(None, 1)]).await;
     database.is_drained().await;
     for relay in relays {
         relay.stop().await;
     }
-    assert_eq!((broker.len(), confirms.load(Ordering::SeqCst)), (3, 3));
+    assert_eq!(broker.len(), 3);
+    let text = counts.to_prometheus();
+    for (event, count) in
+        [("confirmed", 3), ("unconfirmed", 0), ("refused", 0), ("lost", 0), ("database-failed", 0)]
+    {
+        let line = format!("\noncegate_outbox_events_total{{event=\"{event}\"}} {count}\n");
+        assert!(text.contains(&line), "{text}");
+    }
 }

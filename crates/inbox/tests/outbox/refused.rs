@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use oncegate_inbox::postgres::{OnRefused, RelayEventKind};
+use oncegate_inbox::postgres::{OnRefused, RelayEvent, RelayEventKind, RelayObserver};
 use oncegate_postgres::sqlx::Row as _;
 
 use crate::broker::{Broker, Fault, eventually};
@@ -23,18 +23,25 @@ fn picky() -> (Broker, Arc<AtomicBool>) {
     (broker, takes_all)
 }
 
+/// Keeps the numbers of what is refused.
+#[derive(Clone, Default)]
+struct Refusals(Arc<Mutex<Vec<i64>>>);
+
+impl RelayObserver for Refusals {
+    fn observe(&self, event: &RelayEvent<'_>) {
+        if event.kind == RelayEventKind::Refused {
+            assert_eq!(event.topic, "orders");
+            self.0.lock().unwrap().push(event.seq.unwrap());
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_waits_until_an_operator_has_decided() {
     let database = Database::fresh().await;
     let (broker, takes_all) = picky();
-    let events = Arc::new(Mutex::new(Vec::new()));
-    let seen = events.clone();
-    let relay = relay(database.pool(), broker.clone()).with_observer(move |event| {
-        if event.kind == RelayEventKind::Refused {
-            seen.lock().unwrap().push(event.seq.unwrap());
-        }
-    });
-    let relay = Running::start(relay);
+    let events = Refusals::default();
+    let relay = Running::start(relay(database.pool(), broker.clone()).with_observer(events.clone()));
     let keyed = |key| ["1", "bad", "2"].map(|payload| message(Some(key), payload));
     database.send(&[keyed("a"), keyed("b")].concat()).await;
     database.send(&[message(None, "bad"), message(None, "3")]).await;
@@ -62,7 +69,7 @@ async fn a_key_waits_until_an_operator_has_decided() {
     let expected = [("a/bad", true), ("b/bad", true), ("/bad", false)];
     assert_eq!(said, expected.map(|(id, holds_up)| (id.to_owned(), 1, holds_up)));
     let seqs: Vec<i64> = refused.iter().map(|row| row.get("seq")).collect();
-    let mut told = events.lock().unwrap().clone();
+    let mut told = events.0.lock().unwrap().clone();
     told.sort_unstable();
     assert_eq!(told, seqs);
     let page = format!("SELECT * FROM oncegate.outbox_refused({}, 1)", seqs[0]);

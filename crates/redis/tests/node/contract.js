@@ -141,8 +141,10 @@ async function main(url) {
   const resolved = texts(await call(client, 'resolve', isCluster ? [key] : [key, AUDIT], ...word))
   assert.deepEqual([resolved[0], ...resolved.slice(2)], ['resolved', 'unknown', 'completed'])
   if (isCluster) {
-    const said = [resolved[1], key.slice(10, -1), resolved[2], resolved[3], 'ann', HOSTILE]
-    assert.equal(texts(await call(client, 'audit', [AUDIT], ...said))[0], 'added')
+    const said = [resolved[1], key.slice(10, -1), resolved[2], resolved[3], 'ann', HOSTILE, newAttempt()]
+    const added = texts(await call(client, 'audit', [AUDIT], ...said))
+    assert.equal(added[0], 'added')
+    assert.deepEqual(texts(await call(client, 'audit', [AUDIT], ...said)), added)
   }
   const [[number, entry]] = await client.xrevrange(AUDIT, '+', '-', 'COUNT', 1)
   assert.ok(number.endsWith('-0') && entry.includes('ann') && entry.includes(HOSTILE) && entry.includes(key.slice(10, -1)))

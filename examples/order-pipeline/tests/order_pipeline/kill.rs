@@ -70,7 +70,7 @@ fn parts_that_are_stopped_leave_nothing_undone() {
         assert!(metrics(&parts[0]).contains("outbox_waiting"));
         if round == 2 {
             world.come_to_rest();
-            assert!(metrics(&parts[1]).contains("relay_events_total{event=\"confirmed\"}"));
+            assert!(metrics(&parts[1]).contains("oncegate_outbox_events_total{event=\"confirmed\"}"));
             let processed =
                 "oncegate_messages_total{consumer=\"totals\",event=\"processed\",reason=\"\"} 120\n";
             assert!(metrics(&parts[2]).contains(processed), "{}", metrics(&parts[2]));

@@ -1,7 +1,7 @@
 //! Thousands of orders while everything dies.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::part::Part;
 use crate::world::{Order, World};
@@ -66,12 +66,12 @@ fn every_order_counts_once_whatever_dies() {
             std::thread::sleep(Duration::from_millis(50 + random.below(300)));
             parts[random.below(parts.len() as u64) as usize].kill();
             let placed = placed.load(Ordering::Relaxed);
-            if placed > ORDERS / 3 && !is_nats_restarted {
+            if placed > ORDERS / 4 && !is_nats_restarted {
                 is_nats_restarted = true;
                 world.nats.kill();
                 world.nats.restart().unwrap();
             }
-            if placed > ORDERS * 2 / 3 && !is_postgres_restarted {
+            if placed > ORDERS / 2 && !is_postgres_restarted {
                 is_postgres_restarted = true;
                 world.postgres.stop_immediately().unwrap();
                 world.postgres.start_again().unwrap();
@@ -80,11 +80,10 @@ fn every_order_counts_once_whatever_dies() {
         assert!(is_nats_restarted && is_postgres_restarted);
         clients.into_iter().for_each(|client| client.join().unwrap());
     });
-    let began = Instant::now();
     world.come_to_rest();
-    println!("at rest after {:?}", began.elapsed());
     world.holds((0..CLIENTS).flat_map(orders).collect::<Vec<_>>().iter());
-    // What was published again was a duplicate to somebody.
-    println!("{} messages for {ORDERS} orders", world.stream().0);
+    // Relays that were killed have published again what they had published: there were duplicates.
+    let published = world.stream().0;
+    assert!(published > ORDERS as u64, "{published} messages");
     parts.into_iter().for_each(Part::stop);
 }

@@ -1,5 +1,6 @@
 //! Messages that are written in the business transaction, and published after it.
 
+mod event;
 mod lines;
 mod relay;
 
@@ -7,7 +8,8 @@ use oncegate_core::StoreErrorKind;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
 use oncegate_postgres::sqlx::{self, Error, Row as _};
 
-pub use self::relay::{OnRefused, Relay, RelayEvent, RelayEventKind, RelayWaker};
+pub use self::event::{RelayCounts, RelayEvent, RelayEventKind, RelayObserver};
+pub use self::relay::{OnRefused, Relay, RelayWaker};
 use super::PATIENCE;
 use super::receipts::alone;
 use crate::dead::{DeadLetter, DeadLetters, PutFuture};

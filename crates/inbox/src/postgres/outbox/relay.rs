@@ -16,6 +16,7 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
+use super::event::{RelayEvent, RelayEventKind, RelayObserver};
 use super::lines::{Ended, Lease, Lines, Most, Outcome, Run, Waiting};
 use crate::dead::ERROR_MAX;
 use crate::source::{PublishError, Publisher};
@@ -51,7 +52,7 @@ struct Settings {
     publish_timeout: Duration,
     patience: Duration,
     on_refused: OnRefused,
-    observer: Arc<dyn Fn(&RelayEvent<'_>) + Send + Sync>,
+    observer: Arc<dyn RelayObserver>,
 }
 
 /// What becomes of the messages behind one that the broker refuses, in the same topic and with the same order key.
@@ -62,52 +63,6 @@ pub enum OnRefused {
     Wait,
     /// They go on without it.
     GoOn,
-}
-
-/// Something that happened to a message, or to a relay. Does not show what the message says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RelayEvent<'a> {
-    /// Where the message goes; empty for what is of no message.
-    pub topic: &'a str,
-    /// The message's `seq`, by which operators tell it; `None` for what is of no message.
-    pub seq: Option<i64>,
-    /// What.
-    pub kind: RelayEventKind,
-}
-
-/// What happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum RelayEventKind {
-    /// The broker confirmed it.
-    Confirmed,
-    /// It was not confirmed, and will be published again.
-    Unconfirmed,
-    /// The broker refuses it.
-    Refused,
-    /// Another relay took over messages that this one held too long. What this one published may be published again.
-    Lost,
-    /// The database was out of reach, or refused.
-    DatabaseFailed,
-}
-
-impl RelayEventKind {
-    /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Confirmed, Self::Unconfirmed, Self::Refused, Self::Lost, Self::DatabaseFailed];
-
-    /// The word that metrics have for it.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Confirmed => "confirmed",
-            Self::Unconfirmed => "unconfirmed",
-            Self::Refused => "refused",
-            Self::Lost => "lost",
-            Self::DatabaseFailed => "database-failed",
-        }
-    }
 }
 
 /// Tells a relay in the same process that something was committed, so that it does not wait until it looks again.
@@ -160,7 +115,7 @@ impl<P: Publisher> Relay<P> {
                 publish_timeout: Duration::from_secs(20),
                 patience: Duration::from_secs(30),
                 on_refused: OnRefused::Wait,
-                observer: Arc::new(|_| {}),
+                observer: Arc::new(()),
             },
             awake: Arc::new(Notify::new()),
         }
@@ -237,8 +192,8 @@ impl<P: Publisher> Relay<P> {
         self
     }
 
-    /// Who hears of everything that happens. Called where messages are published: it must be quick and must not block.
-    pub fn with_observer(mut self, observer: impl Fn(&RelayEvent<'_>) + Send + Sync + 'static) -> Self {
+    /// Who hears of everything that happens.
+    pub fn with_observer(mut self, observer: impl RelayObserver) -> Self {
         self.settings.observer = Arc::new(observer);
         self
     }
@@ -299,7 +254,7 @@ struct Shared<P> {
     backoff: (Duration, Duration),
     publish_timeout: Duration,
     on_refused: OnRefused,
-    observer: Arc<dyn Fn(&RelayEvent<'_>) + Send + Sync>,
+    observer: Arc<dyn RelayObserver>,
 }
 
 /// What came of a run so far: also of one that is cut off.
@@ -367,7 +322,7 @@ impl<P: Publisher> Shared<P> {
     }
 
     fn tell(&self, row: &Waiting, kind: RelayEventKind) {
-        (self.observer)(&RelayEvent { topic: &row.message.topic, seq: Some(row.seq), kind });
+        self.observer.observe(&RelayEvent { topic: &row.message.topic, seq: Some(row.seq), kind });
     }
 }
 
@@ -661,7 +616,7 @@ impl<P: Publisher> Running<P> {
     }
 
     fn tell(&self, kind: RelayEventKind) {
-        (self.settings.observer)(&RelayEvent { topic: "", seq: None, kind });
+        self.settings.observer.observe(&RelayEvent { topic: "", seq: None, kind });
     }
 }
 
