@@ -1,5 +1,6 @@
 //! The adapter for Kafka, on the cluster that librdkafka has for tests.
 
+#[allow(dead_code, reason = "other brokers are tried with more of it")]
 #[path = "../support/suite.rs"]
 mod suite;
 #[path = "../support/mod.rs"]
