@@ -1,10 +1,6 @@
 //! The adapter for Kafka, on the cluster that librdkafka has for tests.
 
-<<<<<<< HEAD
 #[allow(dead_code, reason = "other brokers use all of it")]
-=======
-#[allow(dead_code, reason = "other brokers are tried with more of it")]
->>>>>>> kafka
 #[path = "../support/suite.rs"]
 mod suite;
 #[path = "../support/mod.rs"]
