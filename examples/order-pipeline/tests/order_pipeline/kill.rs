@@ -84,3 +84,31 @@ fn parts_that_are_stopped_leave_nothing_undone() {
     }
     world.holds(&orders);
 }
+
+#[test]
+fn orders_are_taken_while_the_broker_is_away() {
+    let mut world = World::start();
+    let parts = PARTS.map(|role| Part::start(world.part(role)));
+    parts.iter().for_each(|part| drop(part.address()));
+    world.nats.kill();
+    let orders: Vec<_> = (1..=12)
+        .map(|number| Order {
+            key: format!("order-{number}"),
+            customer: format!("customer {}", number % 3),
+            cents: number,
+        })
+        .collect();
+    for order in &orders {
+        order.place(&world.api);
+    }
+    until("the relay was told nothing", || {
+        (!metrics(&parts[1]).contains("relay_events_total{event=\"unconfirmed\"} 0\n")).then_some(())
+    });
+    assert_eq!(world.number("SELECT waiting FROM oncegate.outbox_status()"), 12);
+    // What it has not sent yet dies with it.
+    parts[1].kill();
+    world.nats.restart().unwrap();
+    world.come_to_rest();
+    world.holds(&orders);
+    parts.into_iter().for_each(Part::stop);
+}

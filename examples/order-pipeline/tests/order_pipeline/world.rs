@@ -5,6 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_inbox::nats::async_nats::{self, jetstream};
@@ -66,9 +67,14 @@ pub(crate) fn metrics(part: &Part) -> String {
         .body
 }
 
-/// Where somebody may listen, now and after a restart.
+/// Where somebody may listen, now and after a restart: below the ports that outgoing connections get.
 fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 20_000 + (std::process::id() % 1000) as u16 * 10;
+    until("a port is free", || {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed);
+        TcpListener::bind(("127.0.0.1", port)).is_ok().then_some(port)
+    })
 }
 
 /// What a client wants, once.
