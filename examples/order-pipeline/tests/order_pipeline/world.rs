@@ -62,9 +62,16 @@ fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
 }
 
 /// What a part says of itself.
-pub(crate) fn metrics(part: &Part) -> String {
+fn metrics(part: &Part) -> String {
     until("metrics", || send(&part.address(), "GET /metrics", "", "").filter(|answer| answer.status == 200))
         .body
+}
+
+/// What it has counted of this.
+pub(crate) fn counted(part: &Part, name: &str) -> u64 {
+    let metrics = metrics(part);
+    let number = metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+    number.unwrap_or_else(|| panic!("no {name} in {metrics}"))
 }
 
 /// Where somebody may listen, now and after a restart: below the ports that outgoing connections get.
