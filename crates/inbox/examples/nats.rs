@@ -7,8 +7,9 @@
 //!     cargo run -p oncegate-inbox --features nats,postgres --example nats
 //! ```
 //!
-//! Messages are told apart by the header `oncegate-message-id`, as `NatsPublisher` writes it. With `DIE=before-commit` or `DIE=before-ack` the
-//! process kills itself in the middle of the message whose number `DIE_AT` says: start it again, and count.
+//! Messages are told apart by the header `oncegate-message-id`, as `NatsPublisher` writes it. With `DIE=before-commit`
+//! or `DIE=before-ack` the process kills itself in the middle of the message whose number `DIE_AT` says: start it
+//! again, and count.
 
 #[path = "support/ledger.rs"]
 mod ledger;

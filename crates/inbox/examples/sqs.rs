@@ -6,11 +6,12 @@
 //!     cargo run -p oncegate-inbox --features sqs,postgres --example sqs
 //! ```
 //!
-//! This speaks to a server on this machine, without TLS. For Amazon's, make the client of what `aws-config` loads; nothing else
-//! differs.
+//! This speaks to a server on this machine, without TLS. For Amazon's, make the client of what `aws-config` loads;
+//! nothing else differs.
 //!
-//! Messages are told apart by the attribute `oncegate-message-id`, as `SqsPublisher` writes it. With `DIE=before-commit` or `DIE=before-ack`
-//! the process kills itself in the middle of the message whose number `DIE_AT` says: start it again, and count.
+//! Messages are told apart by the attribute `oncegate-message-id`, as `SqsPublisher` writes it. With
+//! `DIE=before-commit` or `DIE=before-ack` the process kills itself in the middle of the message whose number `DIE_AT`
+//! says: start it again, and count.
 
 #[path = "support/ledger.rs"]
 mod ledger;

@@ -22,8 +22,8 @@ use crate::source::{Delivery, Source, SourceError};
 
 /// Takes messages from a source, has them processed, and acknowledges what is durable.
 ///
-/// - **Order**: under [`Order::PerKey`] messages with one [`order_key`](Message::order_key) are processed one after the other. One
-///   that fails is tried again in place, and holds up its key and no other. Messages without a key have no order.
+/// - **Order**: under [`Order::PerKey`] messages with one [`order_key`](Message::order_key) are processed one after the
+///   other. One that fails is tried again in place, and holds up its key and no other. Messages without a key have no order.
 /// - **Bounds**: so many messages and octets are held at the most, and so many batches run at once. Where the bound is reached,
 ///   nothing more is asked for.
 /// - **Time**: what is held is extended at the broker every third of its redelivery time.

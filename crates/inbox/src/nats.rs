@@ -7,8 +7,9 @@
 //!
 //! **A server that confirms a message has not necessarily written it to its disk.** It flushes at an interval
 //! (`sync_interval`, two minutes unless that is set), so a machine that loses its power loses what it confirmed last; where
-//! all replicas do so at the same time, all of it. A killed process loses nothing. From version 2.10 on `sync_interval: always`
-//! flushes before it confirms. Use several replicas that fail apart from each other, or that setting, for what may not be lost.
+//! all replicas do so at the same time, all of it. A killed process loses nothing. From version 2.10 on
+//! `sync_interval: always` flushes before it confirms. Use several replicas that fail apart from each other, or that
+//! setting, for what may not be lost.
 //!
 //! # What a consumer must be
 //! Durable, with `ack_policy` explicit, without `max_deliver`, and without `inactive_threshold`. [`NatsSource::new`] refuses
@@ -16,20 +17,22 @@
 //! out of reach and a duplicate in flight count, too. How often a message is attempted is the inbox's to say. Where the
 //! settings are changed later, the source stops with an error that is fatal, and so it does when the consumer was deleted.
 //!
-//! The stream's own limits (`max_age`, `max_msgs`, `max_bytes` with `discard: old`) take messages away whether or not they were
-//! processed. Choose them so that they do not.
+//! The stream's own limits (`max_age`, `max_msgs`, `max_bytes` with `discard: old`) take messages away whether or not
+//! they were processed. Choose them so that they do not.
 //!
 //! # What a delivery says
-//! `topic` is its subject, `broker_id` is `STREAM/SEQUENCE`. A stream that is deleted and made again counts from 1 again: give it
-//! another name then, or use an identity that the producer gives. `deliveries` is what the server counts, and
-//! `is_redelivered` is always true, because the server may have forgotten. Headers come in the order of their names.
+//! `topic` is its subject, `broker_id` is `STREAM/SEQUENCE`. A stream that is deleted and made again counts from 1
+//! again: give it another name then, or use an identity that the producer gives. `deliveries` is what the server
+//! counts, and `is_redelivered` is always true, because the server may have forgotten. Headers come in the order of
+//! their names.
 //!
 //! # Order
-//! [`NatsSourceOptions`] say what stays in order: the subject (which is how it is unless something else is said), a header, or
-//! nothing. That holds within one process. A server gives the messages of one subject to whoever asks, so with several
-//! processes at one consumer, and after a crash, when what was not acknowledged comes again after `ack_wait` and newer
-//! messages before that, only `max_ack_pending` of 1 keeps the order. Where the processing must be in order all the same, have
-//! one consumer for each part of the subjects, with one process each, and check sequence numbers of the producer's own.
+//! [`NatsSourceOptions`] say what stays in order: the subject (which is how it is unless something else is said), a
+//! header, or nothing. That holds within one process. A server gives the messages of one subject to whoever asks, so
+//! with several processes at one consumer, and after a crash, when what was not acknowledged comes again after
+//! `ack_wait` and newer messages before that, only `max_ack_pending` of 1 keeps the order. Where the processing must
+//! be in order all the same, have one consumer for each part of the subjects, with one process each, and check
+//! sequence numbers of the producer's own.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -347,8 +350,10 @@ impl Pump {
             // There is nobody who wants to know, or it was told.
             let Err(error) = ended else { return };
             let is_fatal = error.is_fatal();
-            if self.sender.send(Err(error)).await.is_err() || is_fatal {
-                return;
+            // Nobody takes anything any more once it is told to stop.
+            tokio::select! {
+                () = self.stop.cancelled() => return,
+                told = self.sender.send(Err(error)) => if told.is_err() || is_fatal { return },
             }
             tokio::select! {
                 () = self.stop.cancelled() => return,

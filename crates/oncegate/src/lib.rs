@@ -12,8 +12,8 @@
 //! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
 //! - `tiered`, with the feature of this name: answers in a fast front, before one of the others (`TieredStore`),
 //! - `client`, with the feature of this name: the caller's side, which keeps one key per intent over every retry (`Client`),
-//! - `inbox`, with the feature of this name: messages of brokers and webhooks that are processed once, each broker behind a feature
-//!   `inbox-…`; with `postgres`, effect and receipt in one transaction, and an outbox,
+//! - `inbox`, with the feature of this name: messages of brokers and webhooks that are processed once, each broker behind a
+//!   feature `inbox-…`; with `postgres`, effect and receipt in one transaction, and an outbox,
 //! - [`engine`]: functions that take effect once for each key ([`Function`]); claims, leases, waiting, for doors of your own
 //!   ([`Engine`]), and a circuit breaker for stores that may be out of reach ([`Breaker`]),
 //! - `#[idempotent]`, with the feature `macros`: the same as [`Function`], written on an async function,

@@ -288,7 +288,8 @@ impl Shared {
         let (at, id) = (at.to_string(), id.to_string());
         // Two acts on a record may be of one moment.
         let mut act = [0; 16];
-        getrandom::fill(&mut act).map_err(|_| StoreError::unavailable("the system gives no random numbers"))?;
+        getrandom::fill(&mut act)
+            .map_err(|_| StoreError::unavailable("the system gives no random numbers"))?;
         let act = format!("{:032x}", u128::from_ne_bytes(act));
         let arguments = [
             at.as_bytes(),

@@ -13,8 +13,8 @@ use tempfile::TempDir;
 /// How long a server may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A server in Node, which keeps its queues in memory: they are gone when it ends. Its packages are those that `cargo xtask test`
-/// puts beside it.
+/// A server in Node, which keeps its queues in memory: they are gone when it ends. Its packages are those that `cargo
+/// xtask test` puts beside it.
 #[derive(Debug)]
 pub struct SqsServer {
     child: Child,

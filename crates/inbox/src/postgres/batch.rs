@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{Fingerprint, StoreError};
 use oncegate_engine::{Panicked, catch_panic};
+use oncegate_postgres::sqlx::Connection as _;
 use oncegate_postgres::transaction::{
     Held, Open, Pause, StepError, begin, is_conflict, is_conflict_in, is_lost_in, is_rolled_back, store_error,
 };
@@ -24,6 +25,9 @@ use crate::message::Message;
 
 /// When to ask again after a message that another transaction has.
 const ASK_AGAIN: Duration = Duration::from_millis(250);
+
+/// How long a session whose connection ended may hold on to what it had: it tells of its end before it lets go.
+const LETTING_GO: Duration = Duration::from_secs(3);
 
 /// What the server says where its table of locks is full. A message by itself takes only one place.
 const TOO_MANY_LOCKS: &str = "53200";
@@ -121,6 +125,8 @@ impl Inner {
         if let Err(error) = self.begin(slots).await {
             return away(slots, error);
         }
+        // Until when a transaction of ours may still be there that was cut off.
+        let mut cut: Option<Instant> = None;
         // Each turn takes out at least one of those that cannot be run with the others.
         for _ in 0..=slots.len() {
             let batch = together(slots, behind);
@@ -128,7 +134,7 @@ impl Inner {
                 break;
             }
             let asked: Vec<&Slot<'_>> = batch.iter().filter_map(|at| slots.get(*at)).collect();
-            match self.until_known(&asked, work).await {
+            match self.until_known(&asked, work, &mut cut).await {
                 Known::Committed(said) => {
                     set(slots, &batch, said, |said| match said.what {
                         What::Process => Some(Handled::Processed { attempts: said.attempts + 1 }),
@@ -161,7 +167,7 @@ impl Inner {
             slot.handled = Some(match twin(earlier, slot) {
                 _ if is_behind => Handled::NotBegun,
                 Some(handled) => handled,
-                None => self.process_alone(slot, work).await,
+                None => self.process_alone(slot, work, &mut cut).await,
             });
             if matches!(slot.handled, Some(Handled::Unavailable(_))) {
                 // What is out of reach is not tried for each of the others.
@@ -216,7 +222,7 @@ impl Inner {
     }
 
     /// In a transaction of its own, with everything that follows from a failure.
-    async fn process_alone<W: Work>(&self, slot: &Slot<'_>, work: &W) -> Handled {
+    async fn process_alone<W: Work>(&self, slot: &Slot<'_>, work: &W, cut: &mut Option<Instant>) -> Handled {
         let receipt = match &slot.receipt {
             Ok(receipt) => receipt,
             Err(why) => {
@@ -235,7 +241,7 @@ impl Inner {
                 Err(error) => return Handled::Unavailable(error.into()),
             }
         }
-        match self.until_known(&[slot], work).await {
+        match self.until_known(&[slot], work, cut).await {
             Known::Committed(said) => {
                 let attempts = said.first().map_or(0, |said| said.attempts);
                 Handled::Processed { attempts: attempts.saturating_add(1) }
@@ -253,19 +259,29 @@ impl Inner {
                 }
                 said => said.and_then(known).unwrap_or(Handled::NotBegun),
             },
-            Known::Failed(failure) => self.failed(receipt, slot.message, failure).await,
+            Known::Failed(failure) => self.failed(receipt, slot.message, failure, *cut).await,
             Known::Away(error) => Handled::Unavailable(error),
         }
     }
 
     /// After the transaction was rolled back.
-    async fn failed(&self, receipt: &Receipt, message: &Message, failure: Failure) -> Handled {
+    async fn failed(
+        &self,
+        receipt: &Receipt,
+        message: &Message,
+        failure: Failure,
+        cut: Option<Instant>,
+    ) -> Handled {
         if failure.error().is::<StreamBusy>() {
             return Handled::InFlight { retry_after: ASK_AGAIN };
         }
-        let counted = match self.receipts.failed(receipt.id).await {
-            Ok(counted) => counted,
-            Err(error) => return Handled::Unavailable(error),
+        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        let counted = loop {
+            match self.receipts.failed(receipt.id).await {
+                Ok(Said { what: What::InFlight, .. }) if is_ahead(cut) => pause.sleep(cut).await,
+                Ok(counted) => break counted,
+                Err(error) => return Handled::Unavailable(error),
+            }
         };
         let attempts = counted.attempts;
         let reason = match failure {
@@ -306,7 +322,8 @@ impl Inner {
 
     /// Runs the transaction as often as it is worth, and finds out what became of a COMMIT whose answer was lost: the next try is
     /// told so. A message is in flight as long as the old transaction is open, and processed or new after it.
-    async fn until_known<W: Work>(&self, slots: &[&Slot<'_>], work: &W) -> Known {
+    /// The same where a transaction was cut off in its handler, whose end is waited for.
+    async fn until_known<W: Work>(&self, slots: &[&Slot<'_>], work: &W, cut: &mut Option<Instant>) -> Known {
         let is_alone = slots.len() == 1;
         let mut runs_left = self.runs;
         let mut was_cut = false;
@@ -320,7 +337,7 @@ impl Inner {
                 Tried::Committed(said) => return Known::Committed(ours(said, sent.as_ref())),
                 Tried::NotRun(said) => {
                     let is_open = said.iter().any(|said| said.what == What::InFlight);
-                    if !(is_looking && is_open) {
+                    if !(is_open && (is_looking || is_ahead(*cut))) {
                         // All of it was committed by the transaction that was lost sight of, or by somebody else.
                         let is_settled =
                             said.iter().all(|said| matches!(said.what, What::Processed | What::Dead(_)));
@@ -338,6 +355,9 @@ impl Inner {
                 Tried::Again(_) => runs_left -= 1,
                 Tried::Failed(failure) => {
                     let error = failure.error();
+                    if is_lost_in(error) {
+                        *cut = Some(Instant::now() + LETTING_GO);
+                    }
                     let is_again = is_alone && runs_left > 1 && is_conflict_in(error);
                     let is_cut = is_alone && !was_cut && is_lost_in(error);
                     if !is_again && !is_cut {
@@ -380,13 +400,16 @@ impl Inner {
                 return tried;
             }
         };
-        match open.commit(patience).await {
-            Ok(()) => Tried::Committed(said),
+        let tried = match open.commit(patience).await {
+            Ok(()) => return Tried::Committed(said),
             Err(StepError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
             // Such as a constraint that is checked at the end.
             Err(StepError::Refused(error)) if is_rolled_back(&error) => Tried::Failed(Failure::unsure(error)),
-            Err(_) => Tried::Lost(said),
-        }
+            Err(_) => return Tried::Lost(said),
+        };
+        // The server says so before it lets go of what the transaction had; the next answer comes after that.
+        drop(held.alone(patience, async |connection| connection.ping().await).await);
+        tried
     }
 
     /// Takes the messages, and runs what is new; it may be committed then.
@@ -478,6 +501,10 @@ fn twin(earlier: &[Slot<'_>], slot: &Slot<'_>) -> Option<Handled> {
         Handled::Dead { reason, .. } => Handled::Dead { reason: *reason, is_known: true },
         _ => Handled::InFlight { retry_after: ASK_AGAIN },
     })
+}
+
+fn is_ahead(until: Option<Instant>) -> bool {
+    until.is_some_and(|until| Instant::now() < until)
 }
 
 /// What is known of a message without running it.

@@ -248,8 +248,8 @@ pub(super) async fn alone<T>(
     Ok(try_alone(pool, patience, transaction_pooler, step).await?)
 }
 
-/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared where it
-/// is carried out.
+/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared where
+/// it is carried out.
 async fn try_alone<T>(
     pool: &PgPool,
     patience: Duration,

@@ -10,19 +10,19 @@
 //! the message; then it comes again and is a duplicate.
 //!
 //! # What the queue must be
-//! **A redrive policy takes messages away before the inbox has given them up**: what was received `maxReceiveCount` times is moved to
-//! the queue of dead letters, and a crash, a database out of reach and a duplicate in flight are receives, too. So
-//! [`SqsSource::open`] refuses a queue with one, unless [`SqsSourceOptions::with_redrive_after`] says that it is meant. The retention
-//! period of the queue deletes messages whether or not they were processed.
+//! **A redrive policy takes messages away before the inbox has given them up**: what was received `maxReceiveCount`
+//! times is moved to the queue of dead letters, and a crash, a database out of reach and a duplicate in flight are
+//! receives, too. So [`SqsSource::open`] refuses a queue with one, unless [`SqsSourceOptions::with_redrive_after`]
+//! says that it is meant. The retention period of the queue deletes messages whether or not they were processed.
 //!
 //! # What a delivery says
-//! `topic` is the name of the queue, `broker_id` the message identifier of SQS, `deliveries` its approximate receive count, which
-//! is why `is_redelivered` is always true. `order_key` is the message group of a FIFO queue. Headers are message attributes, in the
-//! order of their names.
+//! `topic` is the name of the queue, `broker_id` the message identifier of SQS, `deliveries` its approximate receive
+//! count, which is why `is_redelivered` is always true. `order_key` is the message group of a FIFO queue. Headers are
+//! message attributes, in the order of their names.
 //!
 //! # Limits
-//! A message is with somebody for 12 hours at the most, however often it is extended. At most about 120 000 messages of a queue
-//! are with somebody at once (20 000 of a FIFO queue); beyond that no more come until some are settled.
+//! A message is with somebody for 12 hours at the most, however often it is extended. At most about 120 000 messages
+//! of a queue are with somebody at once (20 000 of a FIFO queue); beyond that no more come until some are settled.
 
 mod batch;
 mod publish;
@@ -353,8 +353,10 @@ impl Receiver {
                 Err(error) => {
                     drop(room);
                     let is_fatal = error.is_fatal();
-                    if self.sender.send(Err(error)).await.is_err() || is_fatal {
-                        return;
+                    // Nobody takes anything any more once it is told to stop.
+                    tokio::select! {
+                        () = self.stop.cancelled() => return,
+                        told = self.sender.send(Err(error)) => if told.is_err() || is_fatal { return },
                     }
                     tokio::select! {
                         () = self.stop.cancelled() => return,

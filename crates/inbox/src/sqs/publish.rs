@@ -18,11 +18,11 @@ const REMEMBERED: usize = 1000;
 ///
 /// - Headers are message attributes. SQS takes ten; what may not be one, or is too much, is in one attribute
 ///   `oncegate-headers` together (JSON), and [`SqsSource`](super::SqsSource) takes it apart again.
-/// - Bodies are text. A payload that is none is sent in base64, and an empty one as `-`; the attribute `oncegate-encoding` says
-///   so, and the source undoes it.
+/// - Bodies are text. A payload that is none is sent in base64, and an empty one as `-`; the attribute
+///   `oncegate-encoding` says so, and the source undoes it.
 /// - To a FIFO queue the identifier of a message is its `MessageDeduplicationId`: the queue takes a message with the same
-///   one once within five minutes. Its group is the order key, or the identifier where there is none. Both are 128 letters, digits
-///   and signs at the most there; what is something else is told by its SHA-256.
+///   one once within five minutes. Its group is the order key, or the identifier where there is none. Both are 128
+///   letters, digits and signs at the most there; what is something else is told by its SHA-256.
 /// - A standard queue takes a message as often as it is published. Its consumer tells by [`MESSAGE_ID`](crate::MESSAGE_ID).
 pub struct SqsPublisher {
     client: Client,
