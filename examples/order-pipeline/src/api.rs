@@ -99,10 +99,23 @@ fn refuse(error: TransactError) -> Response {
         TransactError::Store(_) | TransactError::CommitUnknown { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
         }
+        // Nor was anything where the database went away in the middle of it.
+        TransactError::Failed(error) if is_lost(error.downcast_ref()) => {
+            (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
+        }
         error => {
             eprintln!("order failed: {error}");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
+    }
+}
+
+/// Whether the connection was lost, or the server is about to end it (class 57 of SQLSTATE).
+fn is_lost(error: Option<&sqlx::Error>) -> bool {
+    match error {
+        Some(sqlx::Error::Io(_) | sqlx::Error::Protocol(_)) => true,
+        Some(sqlx::Error::Database(error)) => error.code().is_some_and(|code| code.starts_with("57P")),
+        _ => false,
     }
 }
 

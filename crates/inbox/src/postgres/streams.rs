@@ -262,15 +262,31 @@ impl Streams {
     where
         F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
     {
-        match self.ask(connection, stream, sequence, parks.then_some(event)).await? {
-            Said::Apply { is_more } => {
-                apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
-                let parked = if is_more { self.run_parked(connection, stream, apply).await? } else { 0 };
-                Ok(Applied::Now { events: 1 + parked })
-            }
-            Said::Before => Ok(Applied::Before),
-            Said::Parked { expected } => Ok(Applied::Parked { expected }),
-            Said::Gap { expected } => Ok(Applied::Gap { expected }),
+        let mut earlier = 0;
+        loop {
+            return match self.ask(connection, stream, sequence, parks.then_some(event)).await? {
+                Said::Apply { is_more } => {
+                    apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
+                    let parked = if is_more { self.run_parked(connection, stream, apply).await? } else { 0 };
+                    Ok(Applied::Now { events: earlier + 1 + parked })
+                }
+                // It was among those that were parked.
+                Said::Before if earlier > 0 => Ok(Applied::Now { events: earlier }),
+                Said::Before => Ok(Applied::Before),
+                said @ (Said::Parked { expected } | Said::Gap { expected }) => {
+                    // Where an operator has set the stream to an event that is parked, nobody else brings that one.
+                    if parks && earlier == 0 {
+                        earlier = self.run_parked(connection, stream, apply).await?;
+                        if earlier > 0 {
+                            continue;
+                        }
+                    }
+                    match said {
+                        Said::Parked { .. } => Ok(Applied::Parked { expected }),
+                        _ => Ok(Applied::Gap { expected }),
+                    }
+                }
+            };
         }
     }
 

@@ -93,6 +93,32 @@ async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
+    let database = Database::fresh().await;
+    let streams = streams().with_parked_max(2);
+    let mut connection = database.connect().await;
+    assert_eq!(park(&database, &streams, 2).await, Applied::Parked { expected: 1 });
+    run(&mut connection, "SELECT oncegate.set_stream('history', 's', 2)").await;
+    // The one that comes is parked itself, behind another gap.
+    assert_eq!(park(&database, &streams, 4).await, Applied::Parked { expected: 3 });
+    assert_eq!(database.effects().await, ["2 x"]);
+    // As many are parked as may be, and the one that comes is the next one after them.
+    assert_eq!(park(&database, &streams, 5).await, Applied::Parked { expected: 3 });
+    run(&mut connection, "SELECT oncegate.set_stream('history', 's', 4)").await;
+    assert_eq!(park(&database, &streams, 6).await, Applied::Now { events: 3 });
+    // One that is parked comes again.
+    assert_eq!(park(&database, &streams, 8).await, Applied::Parked { expected: 7 });
+    run(&mut connection, "SELECT oncegate.set_stream('history', 's', 8)").await;
+    assert_eq!(park(&database, &streams, 8).await, Applied::Now { events: 1 });
+    // It is parked, and taken at once with those before it.
+    assert_eq!(park(&database, &streams, 10).await, Applied::Parked { expected: 9 });
+    run(&mut connection, "SELECT oncegate.set_stream('history', 's', 10)").await;
+    assert_eq!(park(&database, &streams, 11).await, Applied::Now { events: 2 });
+    assert_eq!(database.effects().await, ["2 x", "4 x", "5 x", "6 x", "8 x", "10 x", "11 x"]);
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.parked_events").await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
     let database = Database::fresh().await;
     let streams = streams().with_parked_max(10);

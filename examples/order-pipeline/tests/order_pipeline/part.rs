@@ -64,6 +64,7 @@ impl Part {
             let pid = shared.child.id().to_string();
             Command::new("kill").args(["-TERM", &pid]).status().unwrap().success().then_some(())
         });
+        until("it is at rest", || self.keeper.as_ref()?.is_finished().then_some(()));
         let status = self.keeper.take().unwrap().join().unwrap();
         assert!(status.success(), "{status}");
     }

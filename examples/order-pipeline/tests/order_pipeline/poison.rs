@@ -40,3 +40,24 @@ fn what_is_rejected_is_one_dead_letter_and_holds_up_its_customer_alone() {
     world.holds(&orders);
     parts.into_iter().for_each(Part::stop);
 }
+
+#[test]
+fn an_operator_may_skip_what_is_rejected() {
+    let world = World::start();
+    let parts = ["api", "relay", "projector"].map(|role| Part::start(world.part(role)));
+    let place = |number: usize, cents| {
+        Order { key: format!("order-{number}"), customer: "ada".to_owned(), cents }.place(&world.api);
+        world.come_to_rest();
+    };
+    place(0, -200);
+    place(1, 30);
+    let totals = "SELECT customer, orders, cents, last_sequence FROM totals";
+    assert_eq!(world.postgres.sql(totals).unwrap(), "");
+    world
+        .postgres
+        .sql("SELECT oncegate.set_stream('totals', 'ada', 2), oncegate.delete_dead_letter(1)")
+        .unwrap();
+    place(2, 4);
+    assert_eq!(world.postgres.sql(totals).unwrap(), "ada|2|34|3");
+    parts.into_iter().for_each(Part::stop);
+}

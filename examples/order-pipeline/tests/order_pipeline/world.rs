@@ -5,6 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_inbox::nats::async_nats::{self, jetstream};
@@ -61,14 +62,26 @@ fn send(address: &str, line: &str, fields: &str, body: &str) -> Option<Answer> {
 }
 
 /// What a part says of itself.
-pub(crate) fn metrics(part: &Part) -> String {
+fn metrics(part: &Part) -> String {
     until("metrics", || send(&part.address(), "GET /metrics", "", "").filter(|answer| answer.status == 200))
         .body
 }
 
-/// Where somebody may listen, now and after a restart.
+/// What it has counted of this.
+pub(crate) fn counted(part: &Part, name: &str) -> u64 {
+    let metrics = metrics(part);
+    let number = metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+    number.unwrap_or_else(|| panic!("no {name} in {metrics}"))
+}
+
+/// Where somebody may listen, now and after a restart: below the ports that outgoing connections get.
 fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 20_000 + (std::process::id() % 1000) as u16 * 10;
+    until("a port is free", || {
+        let port = first + NEXT.fetch_add(1, Ordering::Relaxed);
+        TcpListener::bind(("127.0.0.1", port)).is_ok().then_some(port)
+    })
 }
 
 /// What a client wants, once.
