@@ -7,6 +7,7 @@ use crate::run::{Result, cargo, has, install, root, target};
 /// Builds and runs every test of the workspace, its documentation's examples, and the vectors in their second
 /// implementation. Installs the services' own languages and libraries first.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
+    prepare_compiler()?;
     prepare_node("examples/express-orders")?;
     prepare_node("crates/postgres/tests/node")?;
     prepare_node("crates/redis/tests/node")?;
@@ -31,6 +32,12 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
 
 fn cmd(command: &mut Command) -> Result<()> {
     crate::run::run(command)
+}
+
+/// What librdkafka is built with, from its sources in a crate.
+fn prepare_compiler() -> Result<()> {
+    let is_there = ["cc", "c++", "make"].iter().all(|program| has(program, &["--version"]));
+    if is_there { Ok(()) } else { install(&["build-essential"]) }
 }
 
 /// A server to start clusters of our own with. The package may start one itself, on its usual port, which nothing here
