@@ -665,6 +665,17 @@ async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters(
     assert_eq!(letters[0].error, "the message has no header id");
 }
 
+#[tokio::test(start_paused = true)]
+async fn two_messages_without_an_identity_are_two_letters_where_the_broker_tells_them_apart() {
+    let world = World::new();
+    for id in ["orders/0/1", "orders/0/2", "orders/0/1"] {
+        world.broker.publish(Message::new("orders", "who am I").with_broker_id(id));
+    }
+    world.broker.is_empty_after(|| world.inbox(OnAbandoned::Park), &world).await;
+    let expected = ("who am I".to_owned(), DeadReason::NoIdentity, 0);
+    assert_eq!(world.letters.reasons(), [expected.clone(), expected]);
+}
+
 impl Broker {
     /// Consumes with such an inbox until nothing is left.
     async fn is_empty_after(&self, inbox: impl Fn() -> Inbox, world: &World) {
