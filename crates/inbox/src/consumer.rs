@@ -470,9 +470,14 @@ impl<S: Source, P: Processor> Run<S, P> {
             let mut kept: Vec<Held<S::Delivery>> = Vec::new();
             let mut after = None;
             for mut held in taken {
-                let backoff = self.backoff(held.failures);
                 let settlement = match handled.next() {
                     Some(handled) => {
+                        // What was given back comes again as one that has not failed; its attempts are counted elsewhere, too.
+                        let before = match &handled {
+                            Handled::Failed { attempts, .. } => attempts.saturating_sub(1),
+                            _ => 0,
+                        };
+                        let backoff = self.backoff(held.failures.max(before));
                         self.emit(&held.message().topic, EventKind::of(&handled), took);
                         self.tell(held.message(), &handled);
                         match &handled {
@@ -484,6 +489,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                         (handled.settlement(backoff), may_go)
                     }
                     None => {
+                        let backoff = self.backoff(held.failures);
                         held.failures = held.failures.saturating_add(u32::from(panicked));
                         (Settlement::Later(backoff), false)
                     }

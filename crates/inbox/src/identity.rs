@@ -1,6 +1,7 @@
 //! What tells that two deliveries are one message.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -87,7 +88,7 @@ impl Identity {
         Self { kind: Kind::Payload, within_topic: true }
     }
 
-    /// What this function makes of the message; `None` where it has no identity.
+    /// What this function makes of the message; `None` where it has no identity. Where it panics there is none, either.
     #[must_use]
     pub fn with(id: impl Fn(&Message) -> Option<String> + Send + Sync + 'static) -> Self {
         Self { kind: Kind::With(Arc::new(id)), within_topic: false }
@@ -161,7 +162,12 @@ impl Kind {
                 let digest: [u8; 32] = Sha256::digest(&message.payload).into();
                 Ok((kind(&["payload"]), RecordId::from_bytes(digest).to_string().into()))
             }
-            Self::With(id) => Ok((kind(&["own"]), id(message).ok_or_else(missing)?.into())),
+            Self::With(id) => {
+                // A message that it cannot stand is a dead letter, and not one that is tried for ever.
+                let id = catch_unwind(AssertUnwindSafe(|| id(message)));
+                let id = id.map_err(|_| NoIdentity(format!("what is to make its {self} panicked")))?;
+                Ok((kind(&["own"]), id.ok_or_else(missing)?.into()))
+            }
         }
     }
 }
@@ -246,9 +252,11 @@ impl MessageId {
         Self { parts, key }
     }
 
-    /// What messages without an identity are told by where something must be remembered of them: all that they say.
+    /// What messages without an identity are told by where something must be remembered of them: all that they say, and
+    /// what the broker tells them by. Two that say the same are two where the broker says so, and two letters.
     pub(crate) fn of_unidentified(message: &Message) -> Self {
-        let mut parts: Vec<&[u8]> = vec![message.topic.as_bytes(), &message.payload];
+        let broker_id = message.broker_id.as_deref().unwrap_or_default();
+        let mut parts: Vec<&[u8]> = vec![message.topic.as_bytes(), broker_id.as_bytes(), &message.payload];
         for (name, value) in &message.headers {
             parts.extend([name.as_bytes(), value]);
         }
@@ -372,6 +380,7 @@ mod tests {
             ("half a natural key", Identity::natural(natural), json(r#"{"a":1}"#), None),
             ("own", Identity::with(|m| Some(m.topic.clone())), empty(), Some("orders")),
             ("none of its own", Identity::with(|_| None), empty(), None),
+            ("own that panics", Identity::with(|_| panic!("no")), empty(), None),
         ];
         for (what, identity, message, expected) in cases {
             let id = identity.of(&message).map(|id| id.key().as_bytes().to_vec());

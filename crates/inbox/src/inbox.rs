@@ -17,6 +17,7 @@ use crate::handled::{DeadReason, Failure, Handled};
 use crate::identity::{ConsumerName, Identity, MessageId};
 use crate::message::Message;
 use crate::processor::Processor;
+use crate::source::PublishError;
 
 /// Processes each message once, for effects that are not in a transaction with the inbox: calls of other services, files,
 /// mails. Records are on any store. Cheap to clone.
@@ -250,7 +251,7 @@ impl Inner {
             Ok(()) => settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false }),
             Err(error) => {
                 drop(permit.release().await);
-                Handled::Unavailable(error)
+                unwritten(error, attempts)
             }
         }
     }
@@ -286,8 +287,10 @@ impl Inner {
                     settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false })
                 }
                 Err(error) => {
+                    // How often that was tried; its own attempts may be none.
+                    let tries = permit.attempt().number();
                     drop(permit.release().await);
-                    Handled::Unavailable(error)
+                    unwritten(error, attempts.max(tries))
                 }
             },
             Ok(ClaimOutcome::Replay(_) | ClaimOutcome::Unreplayable) => {
@@ -309,7 +312,7 @@ impl Inner {
         reason: DeadReason,
         attempts: u32,
         error: String,
-    ) -> Result<(), StoreError> {
+    ) -> Result<(), PublishError> {
         let letter = DeadLetter {
             id: id.downstream_key("dead-letter"),
             consumer: self.consumer.clone(),
@@ -318,15 +321,23 @@ impl Inner {
             attempts,
             error,
         };
-        match catch_panic(self.dead.put(&letter)).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => {
-                Err(StoreError::unavailable(format!("a dead letter could not be written: {error}")))
-            }
-            Err(Panicked) => {
-                Err(StoreError::unavailable("a dead letter could not be written: that panicked"))
-            }
+        // What panics at this letter may take the next one.
+        let written = catch_panic(self.dead.put(&letter)).await;
+        written.unwrap_or_else(|Panicked| Err(PublishError::refused("what writes it panicked")))
+    }
+}
+
+/// What becomes of a delivery whose dead letter could not be written: it is kept. A letter that is refused holds up its own
+/// message alone; where letters cannot be written at all, there is nothing to be gained by going on.
+fn unwritten(error: PublishError, attempts: u32) -> Handled {
+    match error {
+        PublishError::Refused(error) => {
+            let failure = Failure::retry(format!("its dead letter is refused: {error}"));
+            Handled::Failed { attempts, failure }
         }
+        PublishError::Unconfirmed(error) => Handled::Unavailable(StoreError::unavailable(format!(
+            "a dead letter could not be written: {error}"
+        ))),
     }
 }
 

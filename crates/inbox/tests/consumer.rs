@@ -532,6 +532,24 @@ async fn a_message_that_fails_comes_back_later_and_after_the_last_attempt_is_one
 }
 
 #[tokio::test(start_paused = true)]
+async fn pauses_grow_with_the_attempts_of_what_is_given_back_too() {
+    for in_order in [true, false] {
+        let world = World::new();
+        let poison = message("poison");
+        world.broker.publish(if in_order { poison.with_order_key("k") } else { poison });
+        let began = Instant::now();
+        let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
+            Err(Failure::retry("no such customer"))
+        }));
+        world.broker.is_empty().await;
+        consumer.stop().await;
+        assert_eq!(world.ledger.count("poison"), 5);
+        // 100, 200, 400, 800 ms, and half of that at the least.
+        assert!(began.elapsed() >= Duration::from_millis(750), "{in_order}: {:?}", began.elapsed());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_that_died_counts() {
     let world = World::new();
     world.broker.send("kills");
@@ -665,6 +683,17 @@ async fn a_message_without_an_identity_and_one_with_that_of_another_are_letters(
     assert_eq!(letters[0].error, "the message has no header id");
 }
 
+#[tokio::test(start_paused = true)]
+async fn two_messages_without_an_identity_are_two_letters_where_the_broker_tells_them_apart() {
+    let world = World::new();
+    for id in ["orders/0/1", "orders/0/2", "orders/0/1"] {
+        world.broker.publish(Message::new("orders", "who am I").with_broker_id(id));
+    }
+    world.broker.is_empty_after(|| world.inbox(OnAbandoned::Park), &world).await;
+    let expected = ("who am I".to_owned(), DeadReason::NoIdentity, 0);
+    assert_eq!(world.letters.reasons(), [expected.clone(), expected]);
+}
+
 impl Broker {
     /// Consumes with such an inbox until nothing is left.
     async fn is_empty_after(&self, inbox: impl Fn() -> Inbox, world: &World) {
@@ -692,6 +721,38 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
         assert_eq!(letters.len(), 1 + lost);
         assert!(letters.iter().all(|letter| letter.id == letters[0].id));
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
+    struct Refuses(Arc<AtomicUsize>);
+    impl DeadLetters for Refuses {
+        fn put<'a>(&'a self, _: &'a DeadLetter) -> PutFuture<'a> {
+            self.0.fetch_add(1, Ordering::SeqCst);
+            Box::pin(async { Err(PublishError::refused("too large")) })
+        }
+    }
+    let world = World::new();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let (engine, name) = (Engine::new(world.store.clone()), consumer_name("billing"));
+    let (identity, refuses) = (Identity::header("id"), Refuses(asked.clone()));
+    let inbox = Inbox::new(engine, name, identity, OnAbandoned::Park, refuses).with_attempts_max(2);
+    let consumer = run(world.consumer(inbox, |_, id| async move {
+        if id == "poison" { Err(Failure::retry("no")) } else { Ok(()) }
+    }));
+    world.broker.send("poison");
+    for number in 1..=10 {
+        sleep(Duration::from_secs(60)).await;
+        let began = Instant::now();
+        world.broker.send(&format!("m{number}"));
+        world.broker.until("it is acknowledged", |queue| queue.acknowledged.len() == number).await;
+        // By the time of the test, which nothing else moves on. The broker is looked at twice a second.
+        assert!(began.elapsed() <= Duration::from_secs(1), "the {number}th waited {:?}", began.elapsed());
+    }
+    consumer.stop().await;
+    assert!((2..100).contains(&asked.load(Ordering::SeqCst)), "it is tried again, and not all the time");
+    assert_eq!(world.ledger.count("poison"), 2, "attempts are over");
+    assert_eq!(world.broker.deliveries().len(), 1, "and it is not lost");
 }
 
 #[tokio::test(start_paused = true)]

@@ -368,6 +368,19 @@ BEGIN
 END
 $$;
 
+-- In a transaction of its own: takes back that this one has begun a message, where it has left it alone without an attempt. So whoever
+-- gets it next does not take it for one that was cut off. What is counted stays.
+CREATE FUNCTION oncegate.message_not_begun(id bytea, by bigint) RETURNS void
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    UPDATE oncegate.processed AS t SET begun_by = NULL WHERE t.id = (
+        SELECT p.id FROM oncegate.processed AS p
+        WHERE p.id = message_not_begun.id AND p.state = 'o' AND p.begun_by = message_not_begun.by
+        FOR UPDATE SKIP LOCKED);
+END
+$$;
+
 -- Gives a message up, in a transaction of its own: it is dead and its letter is written, or neither. Outcomes: written; dead,
 -- which it was before, and no second letter is written; processed; in-flight.
 CREATE FUNCTION oncegate.message_dead(
@@ -707,7 +720,8 @@ $$;
 -- Nobody may do anything here who was not told so; see docs/reference/messages-postgres.md for the grants.
 REVOKE ALL ON oncegate.processed, oncegate.dead_letters, oncegate.stream_positions, oncegate.parked_events FROM PUBLIC;
 REVOKE ALL ON FUNCTION oncegate.message_lock, oncegate.stream_lock, oncegate.message_record, oncegate.check_messages,
-    oncegate.receive_many, oncegate.receive, oncegate.begin_messages, oncegate.message_failed, oncegate.message_dead,
+    oncegate.receive_many, oncegate.receive, oncegate.begin_messages, oncegate.message_not_begun, oncegate.message_failed,
+    oncegate.message_dead,
     oncegate.list_dead_letters, oncegate.requeue_dead_letter, oncegate.delete_dead_letter, oncegate.purge_processed,
     oncegate.stream_event, oncegate.take_parked, oncegate.list_gaps, oncegate.set_stream FROM PUBLIC;
 

@@ -178,7 +178,6 @@ impl Inner {
 
     /// Notes that those that may have been delivered before are begun, and sets apart what is known of them.
     async fn begin(&self, slots: &mut [Slot<'_>]) -> Result<(), StoreError> {
-        let may_be_known = |message: &Message| message.is_redelivered && message.deliveries != Some(1);
         let mut begun = Vec::new();
         let mut ids = Vec::new();
         for (at, slot) in slots.iter().enumerate() {
@@ -273,6 +272,10 @@ impl Inner {
         cut: Option<Instant>,
     ) -> Handled {
         if failure.error().is::<StreamBusy>() {
+            // The broker may give it to another process next, which must not take it for one that was cut off.
+            if self.counts_crashes && may_be_known(message) {
+                self.receipts.not_begun(receipt.id).await;
+            }
             return Handled::InFlight { retry_after: ASK_AGAIN };
         }
         let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
@@ -467,6 +470,11 @@ impl Inner {
         }
         true
     }
+}
+
+/// Whether it may have been delivered before, so that there may be a receipt.
+fn may_be_known(message: &Message) -> bool {
+    message.is_redelivered && message.deliveries != Some(1)
 }
 
 /// Those that may be run in one transaction: none that is to be alone, none that is behind one of these, none twice.

@@ -9,7 +9,7 @@ use oncegate_core::{RecordId, StoreError, Timestamp};
 use oncegate_postgres::RunWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
-use oncegate_postgres::transaction::{Held, StepError};
+use oncegate_postgres::transaction::{Held, Open, StepError};
 
 use super::PATIENCE;
 use super::receipts::{alone, refused};
@@ -19,7 +19,9 @@ use crate::identity::ConsumerName;
 use crate::message::Message;
 
 const LIST: &str = "SELECT d.* FROM oncegate.list_dead_letters($1, $2, $3) AS d";
-const REQUEUE: &str = "SELECT d.* FROM oncegate.requeue_dead_letter($1) AS d";
+const REQUEUE: &str = "SELECT d.*, txid_current_if_assigned() AS transaction \
+     FROM oncegate.requeue_dead_letter($1) AS d";
+const TRANSACTION: &str = "SELECT txid_current_if_assigned()";
 const DELETE: &str = "SELECT oncegate.delete_dead_letter($1) AS was_there";
 
 /// The dead letters of all [`TransactionalInbox`](super::TransactionalInbox)es of a database.
@@ -79,7 +81,8 @@ impl DeadLetterTable {
 
     /// Takes a letter out, so that its message may be processed again: runs `run`, which sends it again or processes it, and
     /// then commits. Says whether there was such a letter. Until the commit every consumer is told that the message is in
-    /// flight. Where `run` fails, or the process ends, the letter is still there; the message may have been sent all the same,
+    /// flight. Where `run` fails, passes over a statement of
+    /// its own that failed, or the process ends, the letter is still there; the message may have been sent all the same,
     /// and is dead as before.
     ///
     /// Send it under its identity. A broker that drops what it has seen (the window of NATS, a FIFO queue of SQS) drops
@@ -97,13 +100,24 @@ impl DeadLetterTable {
         let mut open = held.begin("BEGIN", self.patience).await.map_err(unavailable)?;
         let query = sqlx::query(REQUEUE).persistent(!self.transaction_pooler).bind(number(letter));
         let row = open.step(self.patience, async |connection| query.fetch_optional(connection).await).await;
-        let done = match row {
+        let taken = match row {
             Ok(None) => Ok(None),
-            Ok(Some(row)) => match message(&row) {
-                Ok(message) => run(open.connection(), Arc::new(message)).await.map(Some),
-                Err(error) => Err(Failure::retry(refused(error))),
-            },
+            Ok(Some(row)) => row
+                .try_get::<i64, _>("transaction")
+                .and_then(|transaction| Ok(Some((transaction, message(&row)?))))
+                .map_err(|error| Failure::retry(refused(error))),
             Err(error) => Err(unavailable(error)),
+        };
+        let done = match taken {
+            Ok(Some((transaction, message))) => {
+                match run(open.connection(), Arc::new(message)).await {
+                    // A COMMIT after a statement that failed says that all is well, and rolls back.
+                    Ok(done) => self.is_still(&mut open, transaction).await.map(|()| Some(done)),
+                    Err(failure) => Err(failure),
+                }
+            }
+            Ok(None) => Ok(None),
+            Err(failure) => Err(failure),
         };
         if !matches!(done, Ok(Some(_))) {
             open.rollback(self.patience).await;
@@ -111,6 +125,17 @@ impl DeadLetterTable {
         }
         open.commit(self.patience).await.map_err(unavailable)?;
         done
+    }
+
+    /// Whether this transaction is still the one with that number, and may commit.
+    async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<(), Failure> {
+        let query = sqlx::query_scalar(TRANSACTION).persistent(!self.transaction_pooler);
+        let now = open.step(self.patience, async |connection| query.fetch_one(connection).await).await;
+        let now: Option<i64> = now.map_err(|error| Failure::retry(StoreError::from(error)))?;
+        if now == Some(transaction) {
+            return Ok(());
+        }
+        Err(Failure::unsure("what was run ended the transaction itself"))
     }
 
     /// Deletes a letter. Says whether there was one. Its message stays dead for as long as its receipt is kept.

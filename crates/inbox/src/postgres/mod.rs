@@ -242,6 +242,9 @@ impl TransactionalInbox {
     /// called for one after the other. Where one fails everything is rolled back, and each is processed alone, in order; after
     /// one that is to come again, later ones of its order key are [`NotBegun`](Handled::NotBegun).
     ///
+    /// A handler that commits by a statement of its own commits the receipts of the whole batch: those behind it are
+    /// lost.
+    ///
     /// More than 1000 are processed as several batches.
     pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<Handled>
     where

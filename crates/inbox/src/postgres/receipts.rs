@@ -27,6 +27,8 @@ const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current_if_a
 const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
      FROM oncegate.begin_messages($1, $2, $3) AS b";
 
+const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun($1, $2)";
+
 const FAILED: &str =
     "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
 
@@ -154,9 +156,18 @@ impl Receipts {
         all(&rows, count).map_err(StepError::Refused)
     }
 
+    /// Takes back that a message was begun, which was left alone. Where that fails one attempt too many may be counted.
+    pub(super) async fn not_begun(&self, id: RecordId) {
+        let query = self.ask(NOT_BEGUN).bind(id.as_bytes().to_vec()).bind(self.by);
+        if let Err(error) = self.alone(query).await {
+            debug!(error = %StoreError::from(error), "a message that was left alone still counts as begun");
+        }
+    }
+
     /// Whether there is everything that is called here.
     pub(super) async fn check(&self) -> Result<(), StoreError> {
-        let mut names = vec!["receive_many", "begin_messages", "message_failed", "message_dead"];
+        let mut names =
+            vec!["receive_many", "begin_messages", "message_not_begun", "message_failed", "message_dead"];
         names.extend(self.purges.then_some("purge_processed"));
         let rows = self.alone(self.ask(MISSING).bind(names)).await?;
         let missing: Option<String> =

@@ -120,6 +120,12 @@ async fn what_fails_too_often_is_one_dead_letter() {
     let failed = letters.requeue(kept.number, async |_, _| Err::<(), _>(Failure::retry("no broker"))).await;
     assert!(failed.is_err());
     assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted known");
+    let passed_over = letters.requeue(kept.number, async |connection, _| {
+        drop(sqlx::query("SELECT 1 / 0").execute(connection).await);
+        Ok(())
+    });
+    assert!(passed_over.await.is_err(), "its COMMIT rolls back");
+    assert_eq!(letters.list(None, None, 10).await.unwrap().len(), 1);
     let again = inbox.clone();
     let sent = letters.requeue(kept.number, async |connection, message| {
         assert_eq!(message.payload, "poison\0");

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_inbox::postgres::{Applied, StreamBusy, StreamEvent, StreamGap, Streams};
+use oncegate_inbox::postgres::{Applied, StreamBusy, StreamEvent, StreamGap, Streams, TransactionalInbox};
 use oncegate_inbox::{ConsumerName, Failure, Handled, Message};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 
-use crate::support::{Database, new, run, word};
+use crate::support::{Database, again, new, run, word};
 
 fn streams() -> Streams {
     Streams::new(ConsumerName::new("history").unwrap())
@@ -180,6 +180,32 @@ async fn one_transaction_at_a_time_is_at_a_stream_and_nobody_waits() {
     assert_eq!(handle(3, "three").await, "processed 2");
     assert_eq!(handle(3, "three, sent again under another name").await, "processed 1");
     assert_eq!(database.effects().await, ["1 x", "2 two", "3 three"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_processes_hand_round_while_its_stream_is_busy_has_not_failed() {
+    let database = Database::fresh().await;
+    let streams = streams();
+    let inboxes = [database.inbox(2).await, database.inbox(2).await];
+    let mut elsewhere = database.connect().await;
+    let mut transaction = elsewhere.begin().await.unwrap();
+    let first = streams.apply(&mut transaction, "s", 1, b"x", project).await.unwrap();
+    assert_eq!(first, Applied::Now { events: 1 });
+    let handle = async |inbox: &TransactionalInbox| {
+        let streams = streams.clone();
+        let message = again("two");
+        let handled = inbox.process(&message, async move |connection, message| {
+            streams.apply(connection, "s", 2, &message.payload, project).await?.or_again()
+        });
+        word(&handled.await)
+    };
+    for _ in 0..4 {
+        for inbox in &inboxes {
+            assert_eq!(handle(inbox).await, "in-flight");
+        }
+    }
+    transaction.commit().await.unwrap();
+    assert_eq!(handle(&inboxes[0]).await, "processed 1");
 }
 
 #[tokio::test(flavor = "multi_thread")]
