@@ -69,6 +69,8 @@ enum Tried {
     NotRun(Vec<Said>),
     /// The handler failed, or COMMIT did. Rolled back.
     Failed(Failure),
+    /// The handler failed after it had ended the transaction by itself, with the receipts of all.
+    Torn(Vec<Said>),
     /// Rolled back before or after the handler, and worth another run.
     Again(StoreError),
     /// COMMIT was sent, and its answer lost.
@@ -81,6 +83,7 @@ enum Known {
     Committed(Vec<Said>),
     NotRun(Vec<Said>),
     Failed(Failure),
+    Torn(Vec<Said>),
     Away(StoreError),
 }
 
@@ -154,6 +157,18 @@ impl Inner {
                 }
                 // Each alone will tell which one it is.
                 Known::Failed(_) => break,
+                Known::Torn(said) => {
+                    for (at, said) in batch.into_iter().zip(said) {
+                        if let Some(slot) = slots.get_mut(at) {
+                            slot.handled = Some(match (&slot.receipt, known(&said)) {
+                                (_, Some(handled)) => handled,
+                                (Ok(receipt), None) => self.torn(receipt, slot.message, said.attempts).await,
+                                (Err(_), None) => Handled::NotBegun,
+                            });
+                        }
+                    }
+                    break;
+                }
                 Known::Away(error) => return away(slots, error),
             }
         }
@@ -259,6 +274,8 @@ impl Inner {
                 said => said.and_then(known).unwrap_or(Handled::NotBegun),
             },
             Known::Failed(failure) => self.failed(receipt, slot.message, failure, *cut).await,
+            // Of a message by itself what was committed is its effect, as its handler wanted it.
+            Known::Torn(_) => Handled::Duplicate,
             Known::Away(error) => Handled::Unavailable(error),
         }
     }
@@ -296,6 +313,15 @@ impl Inner {
             failure => return Handled::Failed { attempts, failure },
         };
         self.bury(receipt, message, reason, attempts, said(&failure)).await
+    }
+
+    /// A message whose receipt was committed by a handler, perhaps without its effect.
+    async fn torn(&self, receipt: &Receipt, message: &Message, attempts: u32) -> Handled {
+        let reason = DeadReason::OutcomeUnknown;
+        let id = letter_of(&self.consumer, receipt.id, reason.as_str().as_bytes());
+        let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
+             perhaps the effect is not";
+        self.bury(&Receipt { id, digest: None }, message, reason, attempts, why.to_owned()).await
     }
 
     /// Gives a message up.
@@ -352,6 +378,7 @@ impl Inner {
                 }
                 Tried::Away(_) if is_looking => {}
                 Tried::Away(error) => return Known::Away(error),
+                Tried::Torn(said) => return Known::Torn(said),
                 Tried::Again(error) if !is_alone || runs_left <= 1 => {
                     return Known::Failed(Failure::retry(error));
                 }
@@ -395,11 +422,19 @@ impl Inner {
             Ok(open) => open,
             Err(error) => return Tried::Away(error.into()),
         };
-        let tried = self.run_on(&mut open, slots, work).await;
+        let mut taken = None;
+        let tried = self.run_on(&mut open, slots, work, &mut taken).await;
         let said = match tried {
             Ok(said) => said,
             Err(tried) => {
                 open.rollback(patience).await;
+                // Of a batch the receipts of all are in danger where a handler commits.
+                if let (Tried::Failed(_), Some((said, transaction)), true) = (&tried, taken, slots.len() > 1)
+                    && self.receipts.is_committed(&mut held, transaction).await
+                {
+                    tracing::error!("a handler ended the transaction of a batch of messages by itself");
+                    return Tried::Torn(said);
+                }
                 return tried;
             }
         };
@@ -421,6 +456,7 @@ impl Inner {
         open: &mut Open<'_>,
         slots: &[&Slot<'_>],
         work: &W,
+        taken: &mut Option<(Vec<Said>, i64)>,
     ) -> Result<Vec<Said>, Tried> {
         let receipts: Vec<Receipt> = slots.iter().filter_map(|slot| slot.receipt.clone().ok()).collect();
         let (said, transaction) = match self.receipts.receive(open, &receipts).await {
@@ -433,6 +469,7 @@ impl Inner {
         if !said.iter().any(is_new) || !self.may_run(slots, &said) {
             return Err(Tried::NotRun(said));
         }
+        *taken = transaction.map(|transaction| (said.clone(), transaction));
         let new: Vec<&Message> =
             slots.iter().zip(&said).filter(|(_, said)| is_new(said)).map(|(slot, _)| slot.message).collect();
         match catch_panic(work.run(open.connection(), &new)).await {

@@ -242,8 +242,8 @@ impl TransactionalInbox {
     /// called for one after the other. Where one fails everything is rolled back, and each is processed alone, in order; after
     /// one that is to come again, later ones of its order key are [`NotBegun`](Handled::NotBegun).
     ///
-    /// A handler that commits by a statement of its own commits the receipts of the whole batch: those behind it are
-    /// lost.
+    /// A handler that commits by a statement of its own commits the receipts of the whole batch. Where that is found out, all of
+    /// them are dead letters whose outcome is unknown.
     ///
     /// More than 1000 are processed as several batches.
     pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<Handled>

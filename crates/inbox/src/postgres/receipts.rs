@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use oncegate_core::{RecordId, StoreError};
 use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::query::Query;
-use oncegate_postgres::sqlx::{self, Postgres, Row as _};
+use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
 use oncegate_postgres::transaction::{Held, Open, StepError};
 use tracing::debug;
 
@@ -148,6 +148,14 @@ impl Receipts {
         Ok(now.is_some() && now == transaction)
     }
 
+    /// Whether the transaction with that number was committed, after all. Where nobody can say it was not, by us.
+    pub(super) async fn is_committed(&self, held: &mut Held, transaction: i64) -> bool {
+        let query = self.ask("SELECT txid_status($1) AS status").bind(transaction);
+        let row = held.alone(self.patience, async |connection| query.fetch_one(connection).await).await;
+        let status: Option<String> = row.ok().and_then(|row| row.try_get("status").ok()).flatten();
+        status.as_deref() == Some("committed")
+    }
+
     /// Notes that messages are begun.
     pub(super) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
         let count = ids.len();
@@ -269,7 +277,12 @@ async fn try_alone<T>(
 ) -> Result<T, StepError> {
     let mut held = Held::acquire(pool).await?;
     if !transaction_pooler {
-        return held.alone(patience, step).await;
+        let done = held.alone(patience, step).await;
+        if matches!(done, Err(StepError::Refused(_))) {
+            // The server says so before it lets go of what the statement held; the next answer comes after that.
+            drop(held.alone(patience, async |connection| connection.ping().await).await);
+        }
+        return done;
     }
     let mut open = held.begin("BEGIN", patience).await?;
     match open.step(patience, step).await {

@@ -263,6 +263,32 @@ async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at() {
+    for ends in ["COMMIT; BEGIN", "COMMIT"] {
+        let database = Database::fresh().await;
+        let inbox = database.inbox(2).await;
+        let batch: Vec<_> = ["a", "poison", "c"].map(new).into();
+        let handle = async || {
+            let handled = inbox.process_batch(&batch, async move |connection, message| {
+                effect(connection, message).await?;
+                match &message.payload[..] {
+                    b"a" => drop(sqlx::raw_sql(ends).execute(&mut *connection).await),
+                    b"poison" => return Err(Failure::reject("never")),
+                    _ => {}
+                }
+                Ok(())
+            });
+            handled.await.iter().map(word).collect::<Vec<_>>()
+        };
+        // The receipts of all are there, and nobody knows of which the effects are.
+        assert_eq!(handle().await, ["dead outcome-unknown"; 3], "{ends}");
+        assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 3);
+        assert!(database.effects().await.contains(&"a".to_owned()));
+        assert_eq!(handle().await, ["duplicate"; 3], "{ends}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_the_database_says_may_be_run_again_is_run_again_and_counts_once() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await.with_runs(3);
