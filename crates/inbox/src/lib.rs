@@ -57,7 +57,8 @@
 //! | feature | |
 //! |---|---|
 //! | | [`Inbox`], for effects anywhere, on any store; [`Consumer`], the loop |
-//! | `postgres` | `postgres::TransactionalInbox`, effect and receipt in one transaction; `Streams`, `DeadLetterTable`; the outbox: `Outbox` and `Relay` |
+//! | `postgres` | `postgres::TransactionalInbox`, effect and receipt in one transaction; `Streams`, `DeadLetterTable` |
+//! | `postgres` | the outbox: `postgres::Outbox` and `postgres::Relay` |
 //! | `nats`, `kafka`, `amqp`, `sqs` | modules of these names, with a `Source` and a `Publisher` each |
 //! | `webhook` | `webhook::WebhookReceiver`, for axum |
 //!

@@ -85,7 +85,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
     let inbox = TransactionalInbox::new(database.pool()?, name.clone(), Identity::message_id());
     let at = faults.clone();
     let processor = inbox.processor(async move |connection, message| {
-        project(connection, message, &streams, version).await?;
+        project(connection, message, &streams, version).await.map(drop)?;
         at.at(Point::BeforeProjectionCommit);
         Ok(())
     });
