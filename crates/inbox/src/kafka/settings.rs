@@ -175,6 +175,10 @@ pub(super) fn consumer(
             )));
         }
     };
+    // As Java's clients do. Without it a damaged record is processed, or ends in silence.
+    if config.get("check.crcs").is_none() {
+        config.set("check.crcs", "true");
+    }
     // The client would go by it as well where the log lost messages, and skip them without a word. So it is told to ask.
     config.set("auto.offset.reset", "error");
     let poll = millis(&config, "max.poll.interval.ms", 300_000)?;
@@ -288,6 +292,7 @@ mod tests {
         let (set, start) = consumer(&given, &KafkaOptions::default()).unwrap();
         assert_eq!(start, Start::Earliest);
         assert_eq!(set.get("enable.auto.commit"), Some("false"));
+        assert_eq!(set.get("check.crcs"), Some("true"));
         assert_eq!(set.get("auto.offset.reset"), Some("error"));
         assert_eq!(set.get("isolation.level"), Some("read_uncommitted"));
         let given = config(&[("group.id", "g"), ("auto.offset.reset", "latest")]);
