@@ -118,7 +118,7 @@ impl KafkaOptions {
     }
 
     /// How long [`close`](crate::Source::close) waits for the last commit and for leaving the group. Without an answer it
-    /// returns an error, and what was not committed comes again.
+    /// returns an error, and what was not committed comes again. A [`Consumer`](crate::Consumer) waits for 10 s at the most.
     ///
     /// # Errors
     /// Outside 100 ms to 10 minutes.
