@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Completion, Fingerprint, IdempotencyKey, Label, OnAbandoned, RecordId, Scope, StoreError, StoredResponse,
+    Completion, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, RecordId, Scope, StoreError,
+    StoredResponse,
 };
 use oncegate_engine::{
     Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, Panicked, Permit, Policy, Settled, catch_panic,
@@ -66,6 +67,10 @@ const DEAD: u16 = 422;
 
 /// Where such a record says why.
 const REASON: &str = "oncegate-dead-reason";
+
+/// Where such a record says, for as long as its letter was not written, how many attempts there were, and which one was the
+/// last. The error is its body.
+const UNWRITTEN: &str = "oncegate-dead-unwritten";
 
 /// When to ask again after a message that somebody else is processing.
 const ASK_FIRST: Duration = Duration::from_millis(50);
@@ -152,26 +157,34 @@ impl Inbox {
             Ok(id) => id,
             Err(why) => {
                 let id = MessageId::of_unidentified(message).record_id(&inner.consumer);
-                return inner.bury_beside(id, message, DeadReason::NoIdentity, 0, why.to_string()).await;
+                let reason = DeadReason::NoIdentity;
+                return inner.bury_beside(id, message, reason, 0, why.to_string(), reason.as_str()).await;
             }
         };
         let id = id.record_id(&inner.consumer);
         match inner.claim(id, inner.fingerprint(message)).await {
             Ok(ClaimOutcome::Execute(permit)) => inner.attempt(permit, message, run).await,
-            Ok(ClaimOutcome::Replay(response)) => known(&response),
+            Ok(ClaimOutcome::Replay(response)) => match unwritten_letter(&response) {
+                Some((reason, attempts, error, which)) => {
+                    inner.bury_beside(id, message, reason, attempts, error, &which).await
+                }
+                None => known(&response),
+            },
             Ok(ClaimOutcome::Unreplayable) => Handled::Duplicate,
             Ok(ClaimOutcome::InProgress { lease_left }) => {
                 Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
             }
             Ok(ClaimOutcome::Unknown) => {
                 let why = "an earlier attempt did not end, and may have taken effect".to_owned();
-                inner.bury_beside(id, message, DeadReason::OutcomeUnknown, 0, why).await
+                let reason = DeadReason::OutcomeUnknown;
+                inner.bury_beside(id, message, reason, 0, why, reason.as_str()).await
             }
             Ok(ClaimOutcome::Mismatch) => {
                 let digest = Fingerprint::of_parts("message", &[&message.payload]);
                 let id = letter_of(&inner.consumer, id, digest.digest());
                 let why = "another message has the same identity".to_owned();
-                inner.bury_beside(id, message, DeadReason::IdentityReused, 0, why).await
+                let reason = DeadReason::IdentityReused;
+                inner.bury_beside(id, message, reason, 0, why, reason.as_str()).await
             }
             // Nobody asks for answers here; what is not known is asked again.
             Ok(_) => Handled::InFlight { retry_after: ASK_LAST },
@@ -238,7 +251,8 @@ impl Inner {
         }
     }
 
-    /// Gives a message up. Its own record says so after the letter is written, and only this attempt writes it.
+    /// Gives a message up. Its own record says so after the letter is written, and only this attempt writes it. Where it
+    /// cannot be written the record says what is still to be written, so that nothing runs again, and the reason stays.
     async fn bury(
         &self,
         permit: Permit,
@@ -247,11 +261,15 @@ impl Inner {
         attempts: u32,
         error: String,
     ) -> Handled {
-        match self.write(permit.attempt().record_id(), message, reason, attempts, error).await {
+        let attempt = permit.attempt();
+        match self.write(attempt.record_id(), message, reason, attempts, error.clone()).await {
             Ok(()) => settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false }),
-            Err(error) => {
-                drop(permit.release().await);
-                unwritten(error, attempts)
+            Err(why) => {
+                let ended = match dead_without_letter(reason, attempts, attempt.token(), error) {
+                    Some(left) => permit.complete(left).await,
+                    None => permit.release().await,
+                };
+                settled(ended, unwritten(why, attempts))
             }
         }
     }
@@ -264,10 +282,12 @@ impl Inner {
             Settled::Deferred(error) => return Handled::Unavailable(error),
             _ => return Handled::InFlight { retry_after: ASK_FIRST },
         }
-        self.bury_beside(id, message, DeadReason::OutcomeUnknown, attempts, error).await
+        let reason = DeadReason::OutcomeUnknown;
+        self.bury_beside(id, message, reason, attempts, error, reason.as_str()).await
     }
 
-    /// Gives a message up whose own record cannot say so: a record of the letter does.
+    /// Gives a message up whose own record cannot say so: a record of the letter does. `which` tells letters of one message
+    /// apart.
     async fn bury_beside(
         &self,
         id: RecordId,
@@ -275,8 +295,9 @@ impl Inner {
         reason: DeadReason,
         attempts: u32,
         error: String,
+        which: &str,
     ) -> Handled {
-        let letter = letter_of(&self.consumer, id, reason.as_str().as_bytes());
+        let letter = letter_of(&self.consumer, id, which.as_bytes());
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
         let fingerprint = Fingerprint::of_parts("dead letter", &[]);
         let request = ClaimRequest { id: letter, fingerprint, label: self.label.clone(), policy };
@@ -358,6 +379,31 @@ fn processed() -> Completion {
 fn dead(reason: DeadReason) -> Completion {
     let why = [(REASON, reason.as_str().as_bytes())];
     StoredResponse::new(DEAD, &why, &[], &[]).map_or(Completion::Tombstone, Completion::Replayable)
+}
+
+/// What the record of a message is completed with that is given up, and whose letter is still to be written.
+fn dead_without_letter(
+    reason: DeadReason,
+    attempts: u32,
+    token: FencingToken,
+    error: String,
+) -> Option<Completion> {
+    let left = format!("{attempts} {token}");
+    let why = [(REASON, reason.as_str().as_bytes()), (UNWRITTEN, left.as_bytes())];
+    StoredResponse::new(DEAD, &why, &[error.into()], &[]).ok().map(Completion::Replayable)
+}
+
+/// What such a record says: why, after how many attempts, of what error, and which letter it is.
+fn unwritten_letter(response: &StoredResponse) -> Option<(DeadReason, u32, String, String)> {
+    let header = |wanted: &str| {
+        let (_, value) = response.headers().find(|(name, _)| name.eq_ignore_ascii_case(wanted))?;
+        std::str::from_utf8(value).ok()
+    };
+    // A message that comes again under the same identity, when its record was deleted, may have a letter again.
+    let (attempts, token) = header(UNWRITTEN)?.split_once(' ')?;
+    let reason = DeadReason::from_word(header(REASON)?)?;
+    let error = String::from_utf8_lossy(&response.body()).into_owned();
+    Some((reason, attempts.parse().ok()?, error, format!("{reason} {token}")))
 }
 
 /// What a completed record says of its message.

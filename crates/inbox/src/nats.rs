@@ -612,9 +612,13 @@ impl Delivery for NatsDelivery {
         &self.message
     }
 
+    /// Whether its time is over, and it is in no order. One that is in order stays with whoever has it: left out here, it would
+    /// come again behind those that came after it and are not lost. The server takes an acknowledgement that is late.
     fn is_lost(&self) -> bool {
         // The server's time began before ours, so its time is over, too.
-        self.since.lock().unwrap_or_else(PoisonError::into_inner).elapsed() >= self.redelivery
+        let is_over =
+            || self.since.lock().unwrap_or_else(PoisonError::into_inner).elapsed() >= self.redelivery;
+        self.message.order_key.is_none() && is_over()
     }
 
     async fn extend(&self) -> Result<(), SourceError> {

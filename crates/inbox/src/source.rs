@@ -39,7 +39,9 @@ pub trait Delivery: Send + Sync + 'static {
     fn message(&self) -> &Arc<Message>;
 
     /// Whether it is certain that the broker delivers it to somebody else by now, because its partition was assigned to
-    /// another consumer or its connection is gone. It is not begun then, and neither acknowledged nor given back.
+    /// another consumer or its connection is gone. It is not begun then, and neither acknowledged nor given back. Where a
+    /// message with an order key can be lost and a later one with the same key not be, it is not lost in this sense: it would be
+    /// overtaken. It is begun then, and found to be a duplicate or in flight if somebody else has it.
     fn is_lost(&self) -> bool {
         false
     }

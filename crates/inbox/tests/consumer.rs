@@ -724,6 +724,32 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_again_meanwhile() {
+    let world = World::new();
+    let inbox = || world.inbox(OnAbandoned::Reexecute).with_attempts_max(3);
+    for (id, after, attempts) in [("a", 0, 1), ("b", 1, 2)] {
+        world.letters.refuse.store(7, Ordering::SeqCst);
+        world.broker.send(id);
+        let failed = AtomicUsize::new(after);
+        let consumer = run(world.consumer(inbox(), move |_, _| {
+            let failure =
+                if count_down(&failed) { Failure::retry("not yet") } else { Failure::reject("never") };
+            async { Err(failure) }
+        }));
+        world.broker.is_empty().await;
+        consumer.stop().await;
+        let payload = format!("{{\"id\":\"{id}\"}}");
+        assert_eq!(world.letters.reasons(), [(payload, DeadReason::Rejected, attempts)]);
+        assert_eq!(world.letters.letters.lock().unwrap()[0].error, "never");
+        assert_eq!(world.ledger.count(id), attempts as usize, "where letters go costs no attempt");
+        // It is known what became of it, and its letter is not written again.
+        let again = inbox().process(&Arc::new(message(id)), async |_, _| panic!("it is over")).await;
+        assert!(matches!(again, Handled::Dead { reason: DeadReason::Rejected, is_known: true }), "{again:?}");
+        assert_eq!(world.letters.letters.lock().unwrap().drain(..).count(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
     struct Refuses(Arc<AtomicUsize>);
     impl DeadLetters for Refuses {

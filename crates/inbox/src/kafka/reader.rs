@@ -169,6 +169,21 @@ impl Reader {
                 }
                 true
             }
+            // The client goes on behind it.
+            Some(RDKafkaErrorCode::BadMessage) => {
+                self.shared.fatal(format!(
+                    "a record was damaged on its way or where it is kept: its checksum is wrong: {error}"
+                ));
+                false
+            }
+            // It stays in front of it.
+            Some(RDKafkaErrorCode::NotImplemented) => {
+                self.shared.error(format!(
+                    "records are compressed in a way that the client was built without (gzip: the feature libz of rdkafka; zstd: \
+                     zstd): {error}"
+                ));
+                false
+            }
             _ => {
                 self.shared.error(error.to_string());
                 false

@@ -119,7 +119,7 @@ impl KafkaOptions {
     }
 
     /// How long [`close`](crate::Source::close) waits for the last commit and for leaving the group. Without an answer it
-    /// returns an error, and what was not committed comes again.
+    /// returns an error, and what was not committed comes again. A [`Consumer`](crate::Consumer) waits for 10 s at the most.
     ///
     /// # Errors
     /// Outside 100 ms to 10 minutes.
@@ -176,6 +176,10 @@ pub(super) fn consumer(
             )));
         }
     };
+    // As Java's clients do. Without it a damaged record is processed, or ends in silence.
+    if config.get("check.crcs").is_none() {
+        config.set("check.crcs", "true");
+    }
     // The client would go by it as well where the log lost messages, and skip them without a word. So it is told to ask.
     config.set("auto.offset.reset", "error");
     let poll = millis(&config, "max.poll.interval.ms", 300_000)?;
@@ -309,6 +313,7 @@ mod tests {
         let (set, start) = consumer(&given, &KafkaOptions::default()).unwrap();
         assert_eq!(start, Start::Earliest);
         assert_eq!(set.get("enable.auto.commit"), Some("false"));
+        assert_eq!(set.get("check.crcs"), Some("true"));
         assert_eq!(set.get("auto.offset.reset"), Some("error"));
         assert_eq!(set.get("isolation.level"), Some("read_uncommitted"));
         let given = config(&[("group.id", "g"), ("auto.offset.reset", "latest")]);

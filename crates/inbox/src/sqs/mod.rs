@@ -490,10 +490,13 @@ impl Delivery for SqsDelivery {
         &self.message
     }
 
+    /// Whether its time is over, and it is in no group. One of a group stays with whoever has it: left out here, it would come
+    /// again behind those of the group that are here, too, and not lost.
     fn is_lost(&self) -> bool {
         // SQS's time began before ours, so its time is over, too.
         let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        Instant::now() >= until || self.is_gone.load(Relaxed)
+        let is_over = Instant::now() >= until || self.is_gone.load(Relaxed);
+        self.message.order_key.is_none() && is_over
     }
 
     async fn extend(&self) -> Result<(), SourceError> {

@@ -9,4 +9,6 @@ mod support;
 mod consumer;
 #[cfg(feature = "postgres")]
 mod processes;
+mod raw;
 mod source;
+mod unreadable;

@@ -13,9 +13,9 @@ use oncegate_inbox::{
 use crate::support::kafka::Cluster;
 use crate::support::{until, within};
 
-const TOPIC: &str = "orders";
+pub(crate) const TOPIC: &str = "orders";
 
-fn options() -> KafkaOptions {
+pub(crate) fn options() -> KafkaOptions {
     KafkaOptions::default()
         .with_commit_interval(Duration::from_millis(50))
         .unwrap()
@@ -28,7 +28,7 @@ fn source(cluster: &Cluster, group: &str) -> KafkaSource {
 }
 
 /// The next delivery. Errors that pass are left out.
-async fn next(source: &mut KafkaSource) -> KafkaDelivery {
+pub(crate) async fn next(source: &mut KafkaSource) -> KafkaDelivery {
     within("a delivery", async {
         loop {
             match source.next().await {
@@ -40,7 +40,7 @@ async fn next(source: &mut KafkaSource) -> KafkaDelivery {
     .await
 }
 
-async fn take(source: &mut KafkaSource, count: usize) -> Vec<KafkaDelivery> {
+pub(crate) async fn take(source: &mut KafkaSource, count: usize) -> Vec<KafkaDelivery> {
     let mut taken = Vec::new();
     while taken.len() < count {
         taken.push(next(source).await);
@@ -49,7 +49,7 @@ async fn take(source: &mut KafkaSource, count: usize) -> Vec<KafkaDelivery> {
 }
 
 /// The next error.
-async fn error(source: &mut KafkaSource) -> SourceError {
+pub(crate) async fn error(source: &mut KafkaSource) -> SourceError {
     within("an error", async {
         loop {
             if let Err(error) = source.next().await {
@@ -64,7 +64,7 @@ fn payload(delivery: &KafkaDelivery) -> String {
     String::from_utf8(delivery.message().payload.to_vec()).unwrap()
 }
 
-async fn committed(cluster: &Cluster, group: &str, expected: &[i64]) {
+pub(crate) async fn committed(cluster: &Cluster, group: &str, expected: &[i64]) {
     until(format!("{expected:?} committed"), async || {
         cluster.committed(group, TOPIC, expected.len() as i32) == expected
     })

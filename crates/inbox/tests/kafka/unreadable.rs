@@ -1,0 +1,62 @@
+//! Records that cannot be read: nothing is committed beyond them.
+
+use oncegate_inbox::kafka::KafkaSource;
+use oncegate_inbox::{Delivery as _, Source as _};
+
+use crate::raw::{self, Wrong};
+use crate::source::{TOPIC, committed, error, next, options, take};
+use crate::support::kafka::Cluster;
+use crate::support::within;
+
+/// Two messages, one that cannot be read, and another one.
+fn cluster(wrong: Wrong) -> Cluster {
+    let cluster = Cluster::start(TOPIC, 1);
+    cluster.mock.partition_leader(TOPIC, 0, Some(1)).unwrap();
+    cluster.produce_some(TOPIC, 2);
+    let brokers = cluster.mock.bootstrap_servers();
+    raw::produce(brokers.split(',').next().unwrap(), TOPIC, wrong);
+    cluster.produce_some(TOPIC, 1);
+    cluster
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_record_whose_checksum_is_wrong_is_neither_delivered_nor_skipped() {
+    let cluster = cluster(Wrong::Checksum);
+    let mut source = KafkaSource::new(&cluster.member("g"), &[TOPIC], options()).unwrap();
+    let mut seen = Vec::new();
+    let error = loop {
+        match within("an error", source.next()).await {
+            Ok(delivery) => {
+                seen.push(delivery.offset());
+                delivery.ack().await.unwrap();
+            }
+            Err(error) => break error,
+        }
+    };
+    assert!(error.is_fatal() && error.to_string().contains("checksum"), "{error}");
+    assert!([0, 1].starts_with(&seen), "{seen:?}");
+    source.close().await.unwrap();
+    assert!(cluster.committed("g", TOPIC, 1)[0] <= 2);
+
+    // Whoever does not want them to be looked at gets what is there.
+    let mut config = cluster.member("unchecked");
+    config.set("check.crcs", "false");
+    let mut source = KafkaSource::new(&config, &[TOPIC], options()).unwrap();
+    assert_eq!(take(&mut source, 4).await[2].message().payload, "x");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_record_that_is_compressed_in_an_unknown_way_is_waited_for() {
+    let cluster = cluster(Wrong::Compression);
+    let mut source = KafkaSource::new(&cluster.member("g"), &[TOPIC], options()).unwrap();
+    for _ in 0..2 {
+        next(&mut source).await.ack().await.unwrap();
+    }
+    for _ in 0..2 {
+        let error = error(&mut source).await;
+        assert!(!error.is_fatal() && error.to_string().contains("compressed"), "{error}");
+    }
+    committed(&cluster, "g", &[2]).await;
+    source.close().await.unwrap();
+    assert_eq!(cluster.committed("g", TOPIC, 1), [2]);
+}
