@@ -349,6 +349,21 @@ async fn a_record_is_handed_over_as_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_topic_may_be_compressed_in_any_way() {
+    let cluster = Cluster::start(TOPIC, 1);
+    let payload = "the same again and again ".repeat(100);
+    for codec in ["gzip", "lz4", "snappy", "zstd"] {
+        let mut config = cluster.config();
+        config.set("compression.codec", codec);
+        let publisher = KafkaPublisher::new(&config).unwrap();
+        publisher.publish(&Outgoing::new(codec, TOPIC, payload.clone())).await.unwrap();
+    }
+    for delivery in take(&mut source(&cluster, "g"), 4).await {
+        assert_eq!(delivery.message().payload, payload);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_publisher_says_only_what_it_knows() {
     let cluster = Cluster::start(TOPIC, 1);
     let mut config = cluster.config();
