@@ -7,7 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{Fingerprint, StoreError};
 use oncegate_engine::{Panicked, catch_panic};
-use oncegate_postgres::sqlx::Connection as _;
+use oncegate_postgres::sqlx::postgres::{PgDatabaseError, PgSeverity};
+use oncegate_postgres::sqlx::{self, Connection as _};
 use oncegate_postgres::transaction::{
     Held, Open, Pause, StepError, begin, is_conflict, is_conflict_in, is_lost_in, is_rolled_back, store_error,
 };
@@ -442,12 +443,17 @@ impl Inner {
             Ok(()) => return Tried::Committed(said),
             Err(StepError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
             // Such as a constraint that is checked at the end.
-            Err(StepError::Refused(error)) if is_rolled_back(&error) => Tried::Failed(Failure::unsure(error)),
+            Err(StepError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
+                Tried::Failed(Failure::unsure(error))
+            }
             Err(_) => return Tried::Lost(said),
         };
         // The server says so before it lets go of what the transaction had; the next answer comes after that.
-        drop(held.alone(patience, async |connection| connection.ping().await).await);
-        tried
+        let is_over = held.alone(patience, async |connection| connection.ping().await).await.is_ok();
+        match tried {
+            Tried::Failed(failure) if !is_over && !is_rolled_back_in(&failure) => Tried::Lost(said),
+            tried => tried,
+        }
     }
 
     /// Takes the messages, and runs what is new; it may be committed then.
@@ -487,7 +493,10 @@ impl Inner {
                     "a statement of the handler had failed, and the handler passed over its error",
                 )))
             }
-            Err(error) => Err(without_run(error)),
+            Err(StepError::Refused(error)) if is_conflict(&error) => Err(Tried::Again(store_error(&error))),
+            // What its session ended of, or a statement failed of whose answer nobody waited for. It may do so each time.
+            Err(StepError::Refused(error)) => Err(Tried::Failed(Failure::unsure(error))),
+            Err(StepError::TimedOut) => Err(Tried::Away(StepError::TimedOut.into())),
         }
     }
 
@@ -600,7 +609,21 @@ fn without_run(error: StepError) -> Tried {
     }
 }
 
-fn has_code(error: &oncegate_postgres::sqlx::Error, code: &str) -> bool {
+/// Whether the server refused a COMMIT and its session goes on, such as where a trigger that was put off raises an error of its
+/// own. Nothing rests on it but that this counts as a failure: what was committed all the same is found out by the receipts.
+fn is_refusal(error: &sqlx::Error) -> bool {
+    let database = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>());
+    // Of 40003 and the class 08 it is said that nobody knows.
+    database.is_some_and(|error| {
+        error.severity() == PgSeverity::Error && error.code() != "40003" && !error.code().starts_with("08")
+    })
+}
+
+fn is_rolled_back_in(failure: &Failure) -> bool {
+    failure.error().downcast_ref::<sqlx::Error>().is_some_and(is_rolled_back)
+}
+
+fn has_code(error: &sqlx::Error, code: &str) -> bool {
     error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
 }
 

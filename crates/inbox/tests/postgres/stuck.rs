@@ -1,0 +1,67 @@
+//! What must not be tried for ever: failures that do not look like those of a handler, and are.
+
+use std::time::Duration;
+
+use oncegate_inbox::Message;
+use oncegate_postgres::sqlx::postgres::PgConnection;
+use oncegate_postgres::sqlx::{self};
+use tokio::time::{sleep, timeout};
+
+use crate::support::{Database, again, effect, inbox, new, pool, run, word, words};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
+    let database = Database::fresh().await;
+    run(
+        &mut database.connect().await,
+        &format!("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '100ms'", database.name),
+    )
+    .await;
+    let inbox = inbox(pool(&database.url(), database.server.port(), 2).await).with_attempts_max(2);
+    let slow = async |connection: &mut PgConnection, message: &Message| {
+        effect(connection, message).await?;
+        sleep(Duration::from_secs(1)).await;
+        Ok(())
+    };
+    assert_eq!(word(&inbox.process(&again("a"), slow).await), "failed 1");
+    assert_eq!(word(&inbox.process(&again("a"), slow).await), "dead attempts-exhausted");
+    assert!(database.effects().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in_the_end() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(2);
+    let hasty = async |connection: &mut PgConnection, message: &Message| {
+        effect(connection, message).await?;
+        let late =
+            "DO $$ BEGIN PERFORM pg_sleep(0.5); RAISE EXCEPTION 'late' USING ERRCODE = 'AB001'; END $$";
+        let _passed_over = timeout(Duration::from_millis(50), sqlx::raw_sql(late).execute(connection)).await;
+        Ok(())
+    };
+    assert_eq!(word(&inbox.process(&again("a"), hasty).await), "failed 1");
+    assert_eq!(word(&inbox.process(&again("a"), hasty).await), "dead attempts-exhausted");
+    assert!(database.effects().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_it_says() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(2);
+    run(
+        &mut database.connect().await,
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            IF NEW.message = 'bad' THEN RAISE EXCEPTION 'not so' USING ERRCODE = 'AB001'; END IF;
+            RETURN NEW;
+         END $$;
+         CREATE CONSTRAINT TRIGGER late AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION refuse()",
+    )
+    .await;
+    let batch = ["a", "bad", "c"].map(new);
+    let first = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&first), ["processed 1", "failed 1", "processed 1"]);
+    let second = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&second), ["duplicate", "dead attempts-exhausted", "duplicate"]);
+    assert_eq!(database.effects().await, ["a", "c"]);
+}
