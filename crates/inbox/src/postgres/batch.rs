@@ -316,13 +316,12 @@ impl Inner {
         self.bury(receipt, message, reason, attempts, said(&failure)).await
     }
 
-    /// A message whose receipt was committed by a handler, perhaps without its effect.
+    /// A message whose receipt was committed by a handler, perhaps without its effect. Its own receipt says so from here on, so that
+    /// whoever takes its letter out has it processed.
     async fn torn(&self, receipt: &Receipt, message: &Message, attempts: u32) -> Handled {
-        let reason = DeadReason::OutcomeUnknown;
-        let id = letter_of(&self.consumer, receipt.id, reason.as_str().as_bytes());
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
-        self.bury(&Receipt { id, digest: None }, message, reason, attempts, why.to_owned()).await
+        self.bury(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned()).await
     }
 
     /// Gives a message up.
@@ -342,7 +341,7 @@ impl Inner {
             attempts,
             error,
         };
-        match self.receipts.dead(receipt, &letter).await {
+        match self.receipts.dead(receipt, &letter, reason == DeadReason::OutcomeUnknown).await {
             Ok(Said { what: What::Written, .. }) => Handled::Dead { reason, is_known: false },
             Ok(Said { what: What::Dead(_), .. }) => Handled::Dead { reason, is_known: true },
             Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),

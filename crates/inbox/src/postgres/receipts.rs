@@ -33,7 +33,7 @@ const FAILED: &str =
     "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
 
 const DEAD: &str = "SELECT d.outcome, 0 AS attempts, NULL::text AS reason \
-     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) AS d";
+     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) AS d";
 
 const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing FROM unnest($1::text[]) AS a (name) \
      WHERE NOT EXISTS (SELECT FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace \
@@ -194,8 +194,13 @@ impl Receipts {
         one(&self.alone(query).await?)
     }
 
-    /// Writes a dead letter, and that its message is dead.
-    pub(super) async fn dead(&self, receipt: &Receipt, letter: &DeadLetter) -> Result<Said, StoreError> {
+    /// Writes a dead letter, and that its message is dead: also where it is processed, if its receipt is doubtful.
+    pub(super) async fn dead(
+        &self,
+        receipt: &Receipt,
+        letter: &DeadLetter,
+        is_doubtful: bool,
+    ) -> Result<Said, StoreError> {
         let message = &letter.message;
         let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
         let values: Vec<Vec<u8>> = message.headers.iter().map(|(_, value)| value.to_vec()).collect();
@@ -213,7 +218,8 @@ impl Receipts {
             .bind(values)
             .bind(message.payload.to_vec())
             .bind(self.retention_ms())
-            .bind(receipt.digest.map(|digest| digest.to_vec()));
+            .bind(receipt.digest.map(|digest| digest.to_vec()))
+            .bind(is_doubtful);
         one(&self.alone(query).await?)
     }
 
