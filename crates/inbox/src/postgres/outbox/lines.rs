@@ -24,6 +24,14 @@ pub(super) struct Waiting {
     pub(super) attempts: u32,
 }
 
+impl Waiting {
+    /// What it takes, roughly.
+    pub(super) fn octets(&self) -> usize {
+        let headers = self.message.headers.iter().map(|(name, value)| name.len() + value.len());
+        self.message.payload.len() + headers.sum::<usize>()
+    }
+}
+
 /// Rows of one line that are held under one lease, in their order.
 pub(super) struct Run {
     pub(super) token: i64,

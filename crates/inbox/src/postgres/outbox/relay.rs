@@ -505,7 +505,7 @@ impl<P: Publisher> Running<P> {
 
     fn spawn(&mut self, run: Run, until: Instant) {
         let Run { token, line, first, rows } = run;
-        let octets = rows.iter().map(|row| row.message.payload.len()).sum();
+        let octets = rows.iter().map(|row| row.octets()).sum();
         let lease = Arc::new(Lease::new(until));
         let outcomes = Outcomes::default();
         let held = Held {
