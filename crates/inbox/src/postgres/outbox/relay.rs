@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
 use super::event::{RelayEvent, RelayEventKind, RelayObserver};
-use super::lines::{Ended, Lease, Lines, Most, Outcome, Run, Waiting};
+use super::lines::{CALL_PATIENCE, Ended, Lease, Lines, Most, Outcome, Run, Waiting};
 use crate::dead::ERROR_MAX;
 use crate::source::{PublishError, Publisher};
 
@@ -95,6 +95,10 @@ const PROBE_ROWS: usize = 16;
 
 /// Pauses where the database is out of reach.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// How often what is asked for is halved after a call that came to nothing, and at the most.
+const HALVED_BY: u32 = 4;
+const HALVED_MAX: u32 = 16;
 
 /// How long the last words to the database may take after the patience is over.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -236,6 +240,7 @@ impl<P: Publisher> Relay<P> {
             after: None,
             is_pass_empty: true,
             take_at: now,
+            halved: 0,
             database: Pause::new(PAUSES.0, PAUSES.1),
             broker: Pause::new(PAUSES.0, AWAY_LAST),
         };
@@ -384,6 +389,8 @@ struct Running<P> {
     after: Option<i64>,
     is_pass_empty: bool,
     take_at: Instant,
+    /// How often half as many octets are asked for: what came to nothing may have been too much for the way.
+    halved: u32,
     renew_at: Instant,
     database: Pause,
     broker: Pause,
@@ -471,18 +478,26 @@ impl<P: Publisher> Running<P> {
         }
         let mut most = Most {
             rows: self.settings.most.rows - self.rows,
-            octets: self.settings.most.octets.saturating_sub(self.octets).max(1),
+            octets: (self.settings.most.octets.saturating_sub(self.octets) >> self.halved).max(1),
             run: self.settings.most.run,
         };
         if self.broker.times > 0 {
             most.rows = most.rows.min(PROBE_ROWS);
         }
         let asked = Instant::now();
-        let taken = match self.lines.take(self.after, &most).await {
+        // Where even one message may be too much, it has more time.
+        let patience = CALL_PATIENCE * (1 + self.halved / HALVED_BY);
+        let taken = match self.lines.take(self.after, &most, patience).await {
             Ok(taken) => taken,
-            Err(error) => return self.failed(&error),
+            Err(error) => {
+                self.halved = (self.halved + HALVED_BY).min(HALVED_MAX);
+                return self.failed(&error);
+            }
         };
         self.reached();
+        if asked.elapsed() < CALL_PATIENCE / 4 {
+            self.halved = self.halved.saturating_sub(1);
+        }
         self.is_pass_empty &= taken.runs.is_empty();
         self.after = taken.next;
         if taken.next.is_none() {
