@@ -44,6 +44,8 @@ struct Slot<'m> {
     is_alone: bool,
     /// It is to be noted that it is begun, before it is.
     is_to_begin: bool,
+    /// It was noted that it is begun.
+    is_begun: bool,
     handled: Option<Handled>,
 }
 
@@ -102,6 +104,7 @@ impl Inner {
         for messages in messages.chunks(self.batch_max) {
             let mut slots: Vec<Slot<'_>> = messages.iter().map(|message| self.slot(message)).collect();
             self.process_batch(&mut slots, work, &behind).await;
+            self.take_back(&slots).await;
             for slot in slots {
                 if !slot.is_done()
                     && let Some(key) = slot.key()
@@ -122,7 +125,7 @@ impl Inner {
             Err(why) => Err(why.to_string()),
         };
         let is_alone = receipt.is_err();
-        Slot { message, receipt, attempts: 0, is_alone, is_to_begin: false, handled: None }
+        Slot { message, receipt, attempts: 0, is_alone, is_to_begin: false, is_begun: false, handled: None }
     }
 
     async fn process_batch<W: Work>(&self, slots: &mut [Slot<'_>], work: &W, behind: &HashSet<OrderKey<'_>>) {
@@ -220,11 +223,32 @@ impl Inner {
             }
             said => said?,
         };
+        for (at, said) in begun.iter().zip(&said) {
+            if let Some(slot) = slots.get_mut(*at) {
+                slot.is_begun = said.what == What::Process;
+            }
+        }
         set(slots, &begun, said, |said| self.known_begun(&said));
         for slot in slots {
             slot.is_alone |= slot.attempts > 0;
         }
         Ok(())
+    }
+
+    /// Takes back that those are begun which were not, because of one before them: the broker may give them to another process next,
+    /// which must not take them for ones that were cut off.
+    async fn take_back(&self, slots: &[Slot<'_>]) {
+        if slots.iter().any(|slot| matches!(slot.handled, Some(Handled::Unavailable(_)))) {
+            return;
+        }
+        let left = slots
+            .iter()
+            .filter(|slot| slot.is_begun && matches!(slot.handled, None | Some(Handled::NotBegun)));
+        let ids: Vec<_> =
+            left.filter_map(|slot| slot.receipt.as_ref().ok().map(|receipt| receipt.id)).collect();
+        if !ids.is_empty() {
+            self.receipts.not_begun(&ids).await;
+        }
     }
 
     /// What is known of a message when it is begun.
@@ -292,7 +316,7 @@ impl Inner {
         if failure.error().is::<StreamBusy>() {
             // The broker may give it to another process next, which must not take it for one that was cut off.
             if self.counts_crashes && may_be_known(message) {
-                self.receipts.not_begun(receipt.id).await;
+                self.receipts.not_begun(&[receipt.id]).await;
             }
             return Handled::InFlight { retry_after: ASK_AGAIN };
         }

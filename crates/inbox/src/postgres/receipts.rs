@@ -27,7 +27,7 @@ const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current_if_a
 const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
      FROM oncegate.begin_messages($1, $2, $3) AS b";
 
-const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun($1, $2)";
+const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun(u.id, $2) FROM unnest($1::bytea[]) AS u (id)";
 
 const FAILED: &str =
     "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
@@ -164,9 +164,10 @@ impl Receipts {
         all(&rows, count).map_err(StepError::Refused)
     }
 
-    /// Takes back that a message was begun, which was left alone. Where that fails one attempt too many may be counted.
-    pub(super) async fn not_begun(&self, id: RecordId) {
-        let query = self.ask(NOT_BEGUN).bind(id.as_bytes().to_vec()).bind(self.by);
+    /// Takes back that messages were begun, which were left alone. Where that fails one attempt too many may be counted.
+    pub(super) async fn not_begun(&self, ids: &[RecordId]) {
+        let ids: Vec<Vec<u8>> = ids.iter().map(|id| id.as_bytes().to_vec()).collect();
+        let query = self.ask(NOT_BEGUN).bind(ids).bind(self.by);
         if let Err(error) = self.alone(query).await {
             debug!(error = %StoreError::from(error), "a message that was left alone still counts as begun");
         }

@@ -1,5 +1,6 @@
 //! What must not be tried for ever: failures that do not look like those of a handler, and are.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_inbox::Message;
@@ -64,4 +65,21 @@ async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_i
     let second = inbox.process_batch(&batch, effect).await;
     assert_eq!(words(&second), ["duplicate", "dead attempts-exhausted", "duplicate"]);
     assert_eq!(database.effects().await, ["a", "c"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_gets_it() {
+    let database = Database::fresh().await;
+    let ordered = |id| Arc::new(Message::clone(&again(id)).with_order_key("k"));
+    let batch = ["a", "b", "c"].map(ordered);
+    let mut elsewhere = database.connect().await;
+    let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
+    run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
+    for _ in 0..2 {
+        let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
+        assert_eq!(words(&handled), ["in-flight", "not begun", "not begun"]);
+    }
+    run(&mut elsewhere, "COMMIT").await;
+    let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["duplicate", "processed 1", "processed 1"]);
 }
