@@ -507,13 +507,16 @@ impl<P: Publisher> Running<P> {
             }
             self.is_pass_empty = true;
         }
-        let held: HashMap<_, _> = self.held.iter().map(|(id, held)| (held.line, *id)).collect();
-        for run in taken.runs {
-            // A lease that could not be renewed in time: the line was nobody's.
-            if let Some(old) = held.get(&run.line).and_then(|id| self.held.get_mut(id)) {
+        let firsts: HashMap<_, _> = taken.runs.iter().map(|run| (run.line, run.first)).collect();
+        for old in self.held.values_mut() {
+            // A lease that could not be renewed in time: the line was nobody's. What was committed in front of a run takes nothing
+            // away from it.
+            if firsts.get(&old.line).is_some_and(|first| *first >= old.first) {
                 old.is_lost = true;
                 old.lease.set(Instant::now());
             }
+        }
+        for run in taken.runs {
             self.spawn(run, asked + self.lines.lease);
         }
     }
@@ -559,13 +562,22 @@ impl<P: Publisher> Running<P> {
         if self.ended.is_empty() {
             return;
         }
-        let ours = match self.lines.settle(&self.ended).await {
+        // One run of a line at a time: whose a row is that something is said of is told by its line.
+        let mut lines = HashSet::new();
+        let (ended, later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.ended).into_iter().partition(|ended| lines.insert(ended.line));
+        let settled = self.lines.settle(&ended).await;
+        self.ended = later;
+        let ours = match settled {
             Ok(ours) => ours,
-            Err(error) => return self.failed(&error),
+            Err(error) => {
+                self.ended.splice(..0, ended);
+                return self.failed(&error);
+            }
         };
         self.reached();
         let ours: HashSet<_> = ours.into_iter().collect();
-        for ended in std::mem::take(&mut self.ended) {
+        for ended in ended {
             if !ours.contains(&ended.line) {
                 self.tell(RelayEventKind::Lost);
             } else if ended.line < 0 && matches!(ended.outcomes.last(), Some((_, Outcome::Confirmed))) {
