@@ -83,3 +83,21 @@ async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_
     let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
     assert_eq!(words(&handled), ["duplicate", "processed 1", "processed 1"]);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_letter_that_the_database_refuses_holds_up_its_own_message_and_no_other() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(1);
+    run(&mut database.connect().await, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'poison')")
+        .await;
+    let batch = ["a", "poison", "c"].map(new);
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["processed 1", "failed 1", "processed 1"]);
+    run(
+        &mut database.connect().await,
+        "ALTER TABLE oncegate.dead_letters DROP CONSTRAINT dead_letters_payload_check",
+    )
+    .await;
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate"]);
+}
