@@ -235,8 +235,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Takes back that those are begun which were not, because of one before them: the broker may give them to another process next,
-    /// which must not take them for ones that were cut off.
+    /// Takes back that those are begun which were not, because of one before them: the broker may give them to another process
+    /// next, which must not take them for ones that were cut off.
     async fn take_back(&self, slots: &[Slot<'_>]) {
         if slots.iter().any(|slot| matches!(slot.handled, Some(Handled::Unavailable(_)))) {
             return;
@@ -340,8 +340,8 @@ impl Inner {
         self.bury(receipt, message, reason, attempts, said(&failure)).await
     }
 
-    /// A message whose receipt was committed by a handler, perhaps without its effect. Its own receipt says so from here on, so that
-    /// whoever takes its letter out has it processed.
+    /// A message whose receipt was committed by a handler, perhaps without its effect. Its own receipt says so from here on, so
+    /// that whoever takes its letter out has it processed.
     async fn torn(&self, receipt: &Receipt, message: &Message, attempts: u32) -> Handled {
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";

@@ -509,8 +509,8 @@ impl<P: Publisher> Running<P> {
         }
         let firsts: HashMap<_, _> = taken.runs.iter().map(|run| (run.line, run.first)).collect();
         for old in self.held.values_mut() {
-            // A lease that could not be renewed in time: the line was nobody's. What was committed in front of a run takes nothing
-            // away from it.
+            // A lease that could not be renewed in time: the line was nobody's. What was committed in front of a run takes
+            // nothing away from it.
             if firsts.get(&old.line).is_some_and(|first| *first >= old.first) {
                 old.is_lost = true;
                 old.lease.set(Instant::now());
