@@ -96,7 +96,7 @@ const PROBE_ROWS: usize = 16;
 /// Pauses where the database is out of reach.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
-/// How often what is asked for is halved after a call that came to nothing, and at the most.
+/// How often what is asked for is halved after a call that took too long, and at the most.
 const HALVED_BY: u32 = 4;
 const HALVED_MAX: u32 = 16;
 
@@ -389,7 +389,7 @@ struct Running<P> {
     after: Option<i64>,
     is_pass_empty: bool,
     take_at: Instant,
-    /// How often half as many octets are asked for: what came to nothing may have been too much for the way.
+    /// How often half as many octets are asked for: what took too long may have been too much for the way.
     halved: u32,
     renew_at: Instant,
     database: Pause,
@@ -490,7 +490,9 @@ impl<P: Publisher> Running<P> {
         let taken = match self.lines.take(self.after, &most, patience).await {
             Ok(taken) => taken,
             Err(error) => {
-                self.halved = (self.halved + HALVED_BY).min(HALVED_MAX);
+                if asked.elapsed() >= CALL_PATIENCE {
+                    self.halved = (self.halved + HALVED_BY).min(HALVED_MAX);
+                }
                 return self.failed(&error);
             }
         };
