@@ -1,13 +1,14 @@
 //! What continuous integration and people run.
 //!
 //! ```text
-//! cargo xtask test     every test; installs what it needs
+//! cargo xtask test     every test; installs what it needs. Arguments go to `cargo test`, one program after the other
 //! cargo xtask tidy     what no compiler checks: who may depend on whom, words, links, limits
 //! cargo xtask bench    the benchmarks; prints a table of ratios
 //! ```
 
 mod bench;
 mod run;
+mod suites;
 mod test;
 mod tidy;
 mod valkey;

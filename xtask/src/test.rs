@@ -5,7 +5,7 @@ use std::process::Command;
 use crate::run::{Result, cargo, has, install, root, target};
 
 /// Builds and runs every test of the workspace, its documentation's examples, and the vectors in their second
-/// implementation. Installs the services' own languages and libraries first.
+/// implementation, or what these arguments of `cargo test` choose. Installs the services' own languages and libraries first.
 pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_compiler()?;
     prepare_node("examples/express-orders")?;
@@ -22,7 +22,14 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_rabbitmq()?;
     // The tests of the sidecar start this program and stop it at named points.
     cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
-    cmd(cargo().args(["test", "--workspace", "--all-features", "--no-fail-fast"]).args(arguments))?;
+    if !arguments.is_empty() {
+        return cmd(cargo()
+            .args(["test", "--workspace", "--all-features", "--no-fail-fast"])
+            .args(arguments));
+    }
+    let programs = crate::suites::run();
+    let examples = cmd(cargo().args(["test", "--workspace", "--all-features", "--doc"]));
+    programs.and(examples)?;
     for script in ["check_fingerprints.py", "check_record_ids.py"] {
         cmd(Command::new("python3").arg(root().join("crates/core/vectors").join(script)))?;
     }

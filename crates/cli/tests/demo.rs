@@ -1,7 +1,6 @@
 //! `oncegate demo`, as people run it.
 
 use std::io::{BufRead as _, BufReader};
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -216,7 +215,7 @@ fn what_cannot_be_done_is_said() {
         assert!(stderr.starts_with("error: --store: two sidecars cannot share"), "{stderr}");
     }
     // A sidecar starts without its server; a demonstration of refusals would never end.
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = format!("127.0.0.1:{}", oncegate_servers::free_port().unwrap());
     let failed = output(directory.path(), &["--store", &format!("redis://:hunter2@{nobody}")]);
     assert_eq!((failed.status.code(), text(&failed.stdout)), (Some(1), String::new()));
     let stderr = text(&failed.stderr);

@@ -18,6 +18,7 @@ use std::env;
 use std::error::Error;
 use std::time::Duration;
 
+use oncegate_inbox::Order;
 use oncegate_inbox::nats::async_nats::jetstream::consumer::AckPolicy;
 use oncegate_inbox::nats::async_nats::jetstream::consumer::pull::Config;
 use oncegate_inbox::nats::async_nats::{connect, jetstream};
@@ -36,5 +37,5 @@ async fn main() -> Result<(), Box<dyn Error>> {
     };
     let consumer = stream.get_or_create_consumer("billing", config).await?;
     let options = NatsSourceOptions::new().without_order().with_prefetch(500)?;
-    ledger::run(NatsSource::new(context, consumer, options)?).await
+    ledger::run(NatsSource::new(context, consumer, options)?, Order::None).await
 }

@@ -20,6 +20,7 @@ use std::env;
 use std::error::Error;
 use std::time::Duration;
 
+use oncegate_inbox::Order;
 use oncegate_inbox::sqs::aws_sdk_sqs::Client;
 use oncegate_inbox::sqs::aws_sdk_sqs::config::{BehaviorVersion, Config, Credentials, Region};
 use oncegate_inbox::sqs::{SqsSource, SqsSourceOptions};
@@ -38,5 +39,5 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .with_wait(Duration::from_secs(1))?
         .with_receivers(8)?;
     let source = SqsSource::open(Client::from_conf(config), env::var("SQS_QUEUE")?, options).await?;
-    ledger::run(source).await
+    ledger::run(source, Order::None).await
 }

@@ -22,6 +22,7 @@ use oncegate_inbox::webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
 use oncegate_inbox::{
     ConsumerName, DeadLetter, DeadLetters, Failure, Identity, Inbox, Message, PublishError, PutFuture,
 };
+use tokio::signal::unix::{SignalKind, signal};
 
 /// What one webhook does.
 async fn handle(data: Arc<Data>, attempt: Attempt, message: Arc<Message>) -> Result<(), Failure> {
@@ -120,11 +121,16 @@ async fn main() -> Result<(), Box<dyn Error>> {
         receivers.push(receiver);
     }
 
+    let mut terminated = signal(SignalKind::terminate())?;
+    let stop = async move {
+        tokio::select! {
+            _ = terminated.recv() => {}
+            _ = tokio::signal::ctrl_c() => {}
+        }
+    };
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     println!("listening on http://{}", listener.local_addr()?);
-    axum::serve(listener, router)
-        .with_graceful_shutdown(async { drop(tokio::signal::ctrl_c().await) })
-        .await?;
+    axum::serve(listener, router).with_graceful_shutdown(stop).await?;
     // Handlers whose senders have hung up are still running.
     for receiver in receivers {
         receiver.drain(Duration::from_secs(10)).await;

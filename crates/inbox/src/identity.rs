@@ -175,7 +175,7 @@ impl Kind {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Broker => f.write_str("identifier of the broker's own"),
+            Self::Broker => f.write_str("identifier of its broker or sender"),
             Self::Header(name) => write!(f, "header {name}"),
             Self::CloudEvents => f.write_str("source and id of a CloudEvent"),
             Self::StandardWebhooks => f.write_str("header webhook-id"),

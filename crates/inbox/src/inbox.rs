@@ -387,8 +387,12 @@ pub(crate) fn said(failure: &Failure) -> String {
     while let Some(error) = cause
         && text.len() < ERROR_MAX
     {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
+        // Many errors end with what their cause says.
+        let said = error.to_string();
+        if !text.ends_with(&said) {
+            text.push_str(": ");
+            text.push_str(&said);
+        }
         cause = error.source();
     }
     text.truncate(text.floor_char_boundary(ERROR_MAX));
@@ -455,5 +459,34 @@ where
 impl<F> fmt::Debug for InboxProcessor<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("InboxProcessor").field(&self.inbox).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Said(&'static str, Option<Box<Said>>);
+
+    impl fmt::Display for Said {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl Error for Said {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            self.1.as_deref().map(|cause| cause as &dyn Error)
+        }
+    }
+
+    #[test]
+    fn a_letter_says_every_cause_once() {
+        let cause = Said("the bank refuses: no such account", Some(Box::new(Said("no such account", None))));
+        let failure = Failure::retry(Said("not paid", Some(Box::new(cause))));
+        assert_eq!(said(&failure), "not paid: the bank refuses: no such account");
     }
 }

@@ -53,6 +53,17 @@
 //! needs is an adapter, each behind a feature of its own; an application can write one, too: [`Source`] and [`Delivery`]
 //! have seven functions between them.
 //!
+//! # What is where
+//! | feature | |
+//! |---|---|
+//! | | [`Inbox`], for effects anywhere, on any store; [`Consumer`], the loop |
+//! | `postgres` | `postgres::TransactionalInbox`, effect and receipt in one transaction; `Streams`, `DeadLetterTable` |
+//! | `postgres` | the outbox: `postgres::Outbox` and `postgres::Relay` |
+//! | `nats`, `kafka`, `amqp`, `sqs` | modules of these names, with a `Source` and a `Publisher` each |
+//! | `webhook` | `webhook::WebhookReceiver`, for axum |
+//!
+//! Guides are in `docs/reference/messages.md` and the pages that it names, whole programs in `examples`.
+//!
 //! # What is promised
 //!
 //! | where the effect is | what happens once |

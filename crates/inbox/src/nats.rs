@@ -142,19 +142,29 @@ impl Default for NatsSourceOptions {
 }
 
 /// Whether a consumer is one that loses nothing.
-fn check(config: &Config) -> Result<(), ConfigError> {
-    let wrong = |what: &str| Err(ConfigError::new(format!("the NATS consumer {what}")));
+fn check(name: &str, config: &Config) -> Result<(), ConfigError> {
+    let wrong = |what: String| Err(ConfigError::new(format!("the NATS consumer {name:?} {what}")));
     if config.durable_name.as_ref().is_none_or(String::is_empty) {
-        return wrong("is not durable: what it has not delivered yet is forgotten with it");
+        return wrong(
+            "is not durable: what it has not delivered yet is forgotten with it; give it a durable_name"
+                .into(),
+        );
     }
     if config.inactive_threshold > Duration::ZERO {
-        return wrong("has an inactive_threshold: it is deleted when nobody asks for so long");
+        return wrong(
+            "has an inactive_threshold: it is deleted when nobody asks for so long; leave that out".into(),
+        );
     }
     if config.ack_policy != AckPolicy::Explicit {
-        return wrong("has an ack_policy that is not explicit");
+        return wrong(
+            "has an ack_policy that acknowledges what was not processed; it must be explicit".into(),
+        );
     }
     if config.max_deliver > 0 {
-        return wrong("has a max_deliver: the server stops delivering a message before it was processed");
+        return wrong(format!(
+            "has max_deliver {}: the server stops delivering a message before it was processed; set it to -1",
+            config.max_deliver
+        ));
     }
     Ok(())
 }
@@ -197,8 +207,9 @@ impl NatsSource {
         consumer: PullConsumer,
         options: NatsSourceOptions,
     ) -> Result<Self, ConfigError> {
-        let config = &consumer.cached_info().config;
-        check(config)?;
+        let info = consumer.cached_info();
+        let config = &info.config;
+        check(&info.name, config)?;
         let redelivery = redelivery(config);
         let consumer = Arc::new(consumer);
         Ok(Self { context, consumer, options, redelivery, reading: None, is_closed: false })
@@ -378,7 +389,11 @@ impl Pump {
                 );
                 *misses = if is_gone { *misses + 1 } else { 0 };
                 let error = if *misses >= MISSES {
-                    SourceError::fatal("the NATS consumer is not there any more").with_source(error)
+                    let info = self.consumer.cached_info();
+                    let (name, stream) = (&info.name, &info.stream_name);
+                    let gone =
+                        format!("the NATS consumer {name:?} of the stream {stream:?} is not there any more");
+                    SourceError::fatal(gone).with_source(error)
                 } else {
                     SourceError::passing("NATS does not tell of the consumer").with_source(error)
                 };
@@ -386,9 +401,12 @@ impl Pump {
             }
         };
         *misses = 0;
-        check(&config).map_err(|error| SourceError::fatal(error.to_string()))?;
+        check(&self.consumer.cached_info().name, &config)
+            .map_err(|error| SourceError::fatal(error.to_string()))?;
         if redelivery(&config) < self.redelivery {
-            return Err(SourceError::fatal("the NATS consumer has a shorter ack_wait than it had"));
+            return Err(SourceError::fatal(
+                "the NATS consumer has a shorter ack_wait than it had: start again",
+            ));
         }
         let name = Subject::from(self.client.new_inbox());
         let inbox = self.client.subscribe(name.clone()).await;

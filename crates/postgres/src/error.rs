@@ -112,7 +112,9 @@ pub(crate) fn in_words(error: &Error) -> String {
                 Some("08" | "28" | "3D" | "53" | "57" | "58") => {
                     format!("PostgreSQL says: {} (SQLSTATE {code})", error.message())
                 }
-                _ if code == "42501" => format!("the role may not do this (SQLSTATE {code}); see the grants"),
+                _ if code == "42501" => format!(
+                    "the role may not do this (SQLSTATE {code}): what it needs stands under \"Grants\" in docs/reference"
+                ),
                 _ if matches!(code.as_str(), "3F000" | "42883") => format!(
                     "a schema or a function is missing (SQLSTATE {code}): is Oncegate's in this database, and new enough? \
                      `oncegate schema` says so, and applies it"

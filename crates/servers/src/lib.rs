@@ -4,6 +4,7 @@
 
 mod nats;
 mod pgbouncer;
+mod port;
 mod postgres;
 mod process;
 mod program;
@@ -14,6 +15,7 @@ mod way;
 
 pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
+pub use port::free_port;
 pub use postgres::{PostgresOptions, PostgresServer, PostgresSession};
 pub use process::{freeze, thaw};
 pub use rabbitmq::{RabbitOptions, RabbitServer};

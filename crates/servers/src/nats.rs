@@ -2,12 +2,14 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+
+use crate::port::free_port;
 
 /// How long a server may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -31,7 +33,7 @@ impl NatsServer {
         // Between the moment that a port is found free and the one that the server takes it, somebody else may.
         let mut last = io::Error::other("not tried");
         for _ in 0..5 {
-            server.port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+            server.port = free_port()?;
             match server.restart() {
                 Ok(()) => return Ok(server),
                 Err(error) => last = error,

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::process::geteuid;
 use tempfile::TempDir;
 
-use crate::postgres::{Owner, PATIENCE, PostgresServer, free_port};
+use crate::port::free_port;
+use crate::postgres::{Owner, PATIENCE, PostgresServer};
 
 /// Gives each transaction another session of the server, on a loopback port. Stopped and removed when dropped.
 #[derive(Debug)]

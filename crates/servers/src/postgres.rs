@@ -2,7 +2,6 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
-use std::net::TcpListener;
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -13,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
+use crate::port::free_port;
 use crate::process;
 
 /// How long a server may take to start or to stop. Test machines are busy.
@@ -376,8 +376,4 @@ fn binaries() -> io::Result<PathBuf> {
 
 fn is_there(bin: &Path) -> bool {
     bin.join("initdb").exists() && bin.join("postgres").exists()
-}
-
-pub(crate) fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }

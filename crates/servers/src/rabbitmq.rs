@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::postgres::{PATIENCE, free_port};
+use crate::port::free_port;
+use crate::postgres::PATIENCE;
 use crate::process;
 
 /// How a broker is started.

@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::io::{self, BufReader, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
+use crate::port::free_port;
 use crate::program;
 
 /// How long a server may take until it does what it is waited for.
@@ -398,8 +399,4 @@ impl RedisSentinel {
             self.sentinels.iter().map(|server| format!("127.0.0.1:{}", server.port())).collect();
         format!("redis-sentinel://{}/main", hosts.join(","))
     }
-}
-
-fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

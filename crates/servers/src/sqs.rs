@@ -2,13 +2,15 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+
+use crate::port::free_port;
 
 /// How long a server may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -35,7 +37,7 @@ impl SqsServer {
         // Between the moment that a port is found free and the one that the server takes it, somebody else may.
         let mut last = io::Error::other("not tried");
         for _ in 0..5 {
-            let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+            let port = free_port()?;
             let dir = tempfile::Builder::new().prefix("oncegate-sqs-").tempdir()?;
             let child = Command::new("node")
                 .arg(place.join("server.js"))

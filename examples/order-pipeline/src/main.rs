@@ -11,6 +11,7 @@ mod relay;
 mod setup;
 
 use std::error::Error;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use axum::Router;
@@ -47,7 +48,8 @@ struct Database {
 impl Database {
     /// A pool that does not ask for the database before it is needed: what is started while that is away waits for it.
     fn pool(&self) -> Result<PgPool> {
-        Ok(PgPoolOptions::new().acquire_timeout(Duration::from_secs(5)).connect_lazy(&self.database)?)
+        let pool = PgPoolOptions::new().acquire_timeout(Duration::from_secs(5)).connect_lazy(&self.database);
+        Ok(pool.map_err(|error| format!("DATABASE_URL is not one of PostgreSQL: {error}"))?)
     }
 }
 
@@ -60,24 +62,30 @@ struct Broker {
 
 impl Broker {
     async fn jetstream(&self) -> Result<jetstream::Context> {
-        Ok(jetstream::new(async_nats::connect(&self.nats).await?))
+        let client = async_nats::connect(&self.nats).await;
+        Ok(jetstream::new(
+            client.map_err(|error| format!("no connection to NATS, which NATS_URL names: {error}"))?,
+        ))
     }
 }
 
 #[tokio::main]
-async fn main() -> Result<()> {
+async fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env();
     tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| "warn".into()))
         .with_writer(std::io::stderr)
         .init();
-    match Role::parse() {
+    let done = match Role::parse() {
         Role::Setup(options) => setup::run(options).await,
         Role::Api(options) => api::run(options).await,
         Role::Relay(options) => relay::run(options).await,
         Role::Projector(options) => projector::run(options).await,
         Role::Retry(options) => projector::retry(options).await,
-    }
+    };
+    let Err(error) = done else { return ExitCode::SUCCESS };
+    eprintln!("error: {error}");
+    ExitCode::FAILURE
 }
 
 /// Ready when this process is told to end, by SIGTERM or SIGINT. It hears of it from now on.
@@ -94,7 +102,8 @@ fn stopped() -> Result<impl Future<Output = ()>> {
 /// Serves on this port of the loopback, 0 for a free one, until the process is told to end.
 async fn serve(port: u16, router: Router) -> Result<()> {
     let stop = stopped()?;
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await;
+    let listener = listener.map_err(|error| format!("port {port}: {error}"))?;
     println!("listening on http://{}", listener.local_addr()?);
     Ok(axum::serve(listener, router).with_graceful_shutdown(stop).await?)
 }

@@ -5,7 +5,7 @@ use axum::Router;
 use axum::routing::get;
 use oncegate::postgres::sqlx::{self, PgConnection};
 use oncegate_inbox::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
-use oncegate_inbox::postgres::{DeadLetterTable, Streams, TransactionalInbox};
+use oncegate_inbox::postgres::{Applied, DeadLetterTable, Streams, TransactionalInbox};
 use oncegate_inbox::{Consumer, ConsumerName, Counts, Failure, Identity, Message};
 
 use crate::faults::{Faults, Mortal, Point};
@@ -52,7 +52,7 @@ async fn project(
     message: &Message,
     streams: &Streams,
     version: Version,
-) -> std::result::Result<(), Failure> {
+) -> std::result::Result<Applied, Failure> {
     let placed: OrderPlaced = serde_json::from_slice(&message.payload).map_err(Failure::reject)?;
     // Before it is parked, because what is parked is acknowledged: it must not turn out later that it cannot be processed.
     if placed.cents < 0 && !version.refunds {
@@ -65,7 +65,7 @@ async fn project(
             add(to, &serde_json::from_slice(&event.event)?).await
         });
     // Applied now, applied before, or parked: all of it is as it should be.
-    applied.await.map(drop)
+    applied.await
 }
 
 /// Adds an order: the next one of its customer.
@@ -85,13 +85,14 @@ pub(crate) async fn run(options: Options) -> Result<()> {
     let inbox = TransactionalInbox::new(database.pool()?, name.clone(), Identity::message_id());
     let at = faults.clone();
     let processor = inbox.processor(async move |connection, message| {
-        project(connection, message, &streams, version).await?;
+        project(connection, message, &streams, version).await.map(drop)?;
         at.at(Point::BeforeProjectionCommit);
         Ok(())
     });
 
     let jetstream = broker.jetstream().await?;
-    let consumer = jetstream.get_consumer_from_stream(CONSUMER, STREAM).await?;
+    let consumer = jetstream.get_consumer_from_stream(CONSUMER, STREAM).await;
+    let consumer = consumer.map_err(|error| format!("{error}: was `order-pipeline setup` run?"))?;
     let source = NatsSourceOptions::new().with_order_by_header(ORDER_KEY);
     let source = NatsSource::new(jetstream, consumer, source)?;
 
@@ -124,7 +125,8 @@ pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
                 project(connection, &message, &streams, options.version).await
             });
             match done.await {
-                Ok(Some(())) => println!("letter {number}: processed"),
+                Ok(Some(Applied::Before)) => println!("letter {number}: it was skipped, and is not counted"),
+                Ok(Some(_)) => println!("letter {number}: processed"),
                 Ok(None) => println!("letter {number}: somebody else took it"),
                 Err(failure) => println!("letter {number}: still dead: {failure}"),
             }

@@ -15,7 +15,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
 
-use crate::proxy::tls::provider;
+use crate::proxy::tls;
 
 pub(super) type Wire = Over<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
 
@@ -25,14 +25,11 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
     http.enforce_http(false);
     http.set_nodelay(true);
     http.set_connect_timeout(Some(connect_timeout));
-    let builder = HttpsConnectorBuilder::new();
-    let builder = match cacert {
-        Some(file) => builder.with_tls_config(trusting(file)?),
-        None if !is_https => builder.with_tls_config(config(RootCertStore::empty())?),
-        None => builder
-            .with_provider_and_native_roots(provider())
-            .map_err(|error| format!("cannot read the system's certificates: {error}; give --cacert"))?,
+    let config = match cacert {
+        Some(file) => trusting_file(file)?,
+        None => tls::trusting_system(is_https).map_err(|error| format!("{error}; give --cacert"))?,
     };
+    let builder = HttpsConnectorBuilder::new().with_tls_config(config);
     let connector = builder.https_or_http().enable_all_versions().wrap_connector(http);
     let client = legacy::Client::builder(TokioExecutor::new())
         // What is sent again, the policy says.
@@ -41,7 +38,7 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
     Ok(Over::new(client).with_failures(classify))
 }
 
-fn trusting(file: &Path) -> Result<ClientConfig, String> {
+fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
     let say = |error: &dyn std::fmt::Display| format!("--cacert {}: {error}", file.display());
     let mut roots = RootCertStore::empty();
     let chain = CertificateDer::pem_file_iter(file).map_err(|error| say(&error))?;
@@ -51,12 +48,7 @@ fn trusting(file: &Path) -> Result<ClientConfig, String> {
     if roots.is_empty() {
         return Err(say(&"there is no certificate in it"));
     }
-    config(roots)
-}
-
-fn config(roots: RootCertStore) -> Result<ClientConfig, String> {
-    let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
-    Ok(config.map_err(|error| error.to_string())?.with_root_certificates(roots).with_no_client_auth())
+    tls::trusting(roots)
 }
 
 fn classify(error: &(dyn Error + 'static)) -> FailureKind {

@@ -6,11 +6,12 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::Uri;
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use http::uri::Scheme;
+use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::HttpConnector;
-use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tower_service::Service;
 
 use super::headers::rewrite;
@@ -70,16 +71,33 @@ pub(crate) fn connector(
     http.enforce_http(false);
     http.set_nodelay(true);
     http.set_connect_timeout(Some(connect_timeout));
-    let builder = HttpsConnectorBuilder::new()
-        .with_provider_and_native_roots(provider())
-        .map_err(|error| format!("cannot read the system's certificates: {error}"))?
-        .https_or_http();
+    let is_https = to.scheme == Scheme::HTTPS;
+    let builder = HttpsConnectorBuilder::new().with_tls_config(trusting_system(is_https)?).https_or_http();
     let connector = match protocol {
         UpstreamProtocol::Auto => builder.enable_all_versions().wrap_connector(http),
         UpstreamProtocol::Http1 => builder.enable_http1().wrap_connector(http),
         UpstreamProtocol::Http2 => builder.enable_http2().wrap_connector(http),
     };
     Ok(ToService { connector, to: rewrite(to, &Uri::default(), None) })
+}
+
+/// A client that trusts the system's certificates, which take milliseconds to read and need not be there: where no address
+/// needs them it trusts nobody.
+pub(crate) fn trusting_system(is_https: bool) -> Result<ClientConfig, String> {
+    if !is_https {
+        return trusting(RootCertStore::empty());
+    }
+    let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
+    let config = config.map_err(|error| error.to_string())?.with_native_roots();
+    Ok(config
+        .map_err(|error| format!("cannot read the system's certificates: {error}"))?
+        .with_no_client_auth())
+}
+
+/// A client that trusts these certificates.
+pub(crate) fn trusting(roots: RootCertStore) -> Result<ClientConfig, String> {
+    let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
+    Ok(config.map_err(|error| error.to_string())?.with_root_certificates(roots).with_no_client_auth())
 }
 
 pub(crate) fn provider() -> Arc<rustls::crypto::CryptoProvider> {

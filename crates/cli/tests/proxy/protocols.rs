@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
+use tokio::process::Command;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, Version};
@@ -18,7 +19,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::support::{Service, Sidecar, Stream, Wire, request, sidecar, within};
+use crate::support::{Process, Service, Sidecar, Stream, Wire, request, sidecar, within};
 use crate::{KEY, OK};
 
 type Body = BoxBody<Bytes, Infallible>;
@@ -308,9 +309,33 @@ async fn a_service_may_speak_http_2_in_the_clear() {
 
 /// A sidecar in front of a service with TLS, that trusts this authority, or none.
 async fn before_tls(port: u16, trusted: &Path, flags: &[&str]) -> Sidecar {
+    Sidecar::run(sidecar_to_tls(port, trusted).args(flags)).await
+}
+
+fn sidecar_to_tls(port: u16, trusted: &Path) -> Command {
     let mut command = sidecar(&format!("https://localhost:{port}"));
-    command.args(["--store=memory:", "--threads=1"]).args(flags);
-    Sidecar::run(command.env("SSL_CERT_FILE", trusted).env_remove("SSL_CERT_DIR")).await
+    command.args(["--store=memory:", "--threads=1"]);
+    command.env("SSL_CERT_FILE", trusted).env_remove("SSL_CERT_DIR");
+    command
+}
+
+#[tokio::test]
+async fn certificates_are_needed_by_whom_they_are_for() {
+    // As in an image with nothing in it but the program.
+    let none = Path::new("/there/are/none.pem");
+    let service = Service::new().await;
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command.args(["--store=memory:"]).env("SSL_CERT_FILE", none).env("SSL_CERT_DIR", none);
+    let sidecar = Sidecar::run(&mut command).await;
+    let service = service.answers(OK);
+    sidecar.ask(&request("POST", "/orders", &[KEY], "abc")).await.has_status(200);
+    drop(service);
+
+    let mut command = sidecar_to_tls(1, none);
+    let mut process = Process::start(command.env("SSL_CERT_DIR", none));
+    assert!(!process.ended().await.success());
+    let errors = process.errors().await;
+    assert!(errors.contains("cannot read the system's certificates"), "{errors}");
 }
 
 #[tokio::test]

@@ -14,8 +14,8 @@ use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::{PostgresOptions, schema, sqlx};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Consumes until the process is asked to stop.
-pub(crate) async fn run(source: impl Source) -> Result<(), Box<dyn Error>> {
+/// Consumes in this order until the process is asked to stop.
+pub(crate) async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>> {
     let url = env::var("DATABASE_URL")?;
     schema::apply(&PostgresOptions::new(&url)?).await?;
     // A process that stands still in the middle of a transaction has its messages until the database ends that.
@@ -32,7 +32,10 @@ pub(crate) async fn run(source: impl Source) -> Result<(), Box<dyn Error>> {
                 message.header(MESSAGE_ID).ok().flatten().ok_or_else(|| Failure::reject("no identifier"))?;
             ids.push(String::from_utf8(id.to_vec())?);
         }
-        sqlx::query("INSERT INTO ledger SELECT unnest($1::text[])").bind(ids).execute(connection).await?;
+        sqlx::query("INSERT INTO ledger (id) SELECT unnest($1::text[])")
+            .bind(ids)
+            .execute(connection)
+            .await?;
         before_commit.at("before-commit", messages.len() as u64);
         Ok(())
     });
@@ -41,7 +44,7 @@ pub(crate) async fn run(source: impl Source) -> Result<(), Box<dyn Error>> {
     let stop = async move {
         terminated.recv().await;
     };
-    let consumer = Consumer::new(source, processor).with_concurrency(4).with_order(Order::None);
+    let consumer = Consumer::new(source, processor).with_concurrency(4).with_order(order);
     consumer.with_observer(die).run(stop).await?;
     Ok(())
 }

@@ -53,7 +53,7 @@ impl KafkaPublisher {
     pub fn new(config: &ClientConfig) -> Result<Self, ConfigError> {
         let config = settings::producer(config)?;
         let patience = settings::producer_patience(&config)? + SLACK;
-        let producer = client(&config).map_err(|error| ConfigError::new(format!("Kafka: {error}")))?;
+        let producer = client(&config).map_err(settings::refused)?;
         Ok(Self { config, patience, producer: Mutex::new(Live(producer)) })
     }
 

@@ -18,7 +18,7 @@ use rdkafka::{Offset, TopicPartitionList};
 use tokio::sync::oneshot;
 
 use super::partition::Partition;
-use super::settings::{KafkaOrder, Start, Truncated};
+use super::settings::{self, KafkaOrder, Start, Truncated};
 use super::shared::Shared;
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE};
 use crate::message::Message;
@@ -62,9 +62,8 @@ pub(super) fn start(
         is_unresolved: AtomicBool::new(false),
         is_done: AtomicBool::new(false),
     };
-    let refused = |error: KafkaError| ConfigError::new(format!("Kafka: {error}"));
-    let consumer = BaseConsumer::from_config_and_context(config, context).map_err(refused)?;
-    consumer.subscribe(topics).map_err(refused)?;
+    let consumer = BaseConsumer::from_config_and_context(config, context).map_err(settings::refused)?;
+    consumer.subscribe(topics).map_err(settings::refused)?;
     let topics = topics.iter().map(|topic| (*topic).to_owned()).collect();
     let (tell, left) = oneshot::channel();
     let run = move || {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use oncegate_engine::ConfigError;
 use rdkafka::ClientConfig;
+use rdkafka::error::KafkaError;
 
 /// What must stay in order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -238,6 +239,14 @@ fn require(config: &mut ClientConfig, name: &str, value: &str) -> Result<(), Con
     }
 }
 
+/// What the client says of its settings, without the value: under a name that is misspelt, that may be a password.
+pub(super) fn refused(error: KafkaError) -> ConfigError {
+    ConfigError::new(match error {
+        KafkaError::ClientConfig(_, said, _, _) => format!("Kafka: {said}"),
+        error => format!("Kafka: {error}"),
+    })
+}
+
 fn millis(config: &ClientConfig, name: &str, default: u64) -> Result<Duration, ConfigError> {
     let value = match config.get(name) {
         None => default,
@@ -280,6 +289,18 @@ mod tests {
             assert!(producer(&config(&[(name, value)])).unwrap_err().to_string().contains(name));
         }
         assert!(producer(&config(&[("transactional.id", "t")])).is_err());
+    }
+
+    #[test]
+    fn what_the_client_does_not_know_is_named_and_its_value_is_not() {
+        let config = config(&[("group.id", "g"), ("sasl.passwrd", "hunter2")]);
+        let options = KafkaOptions::default();
+        let source = crate::kafka::KafkaSource::new(&config, &["orders"], options).unwrap_err();
+        let publisher = crate::kafka::KafkaPublisher::new(&config).unwrap_err();
+        for error in [source, publisher] {
+            let error = format!("{error} {error:?}");
+            assert!(error.contains("sasl.passwrd") && !error.contains("hunter2"), "{error}");
+        }
     }
 
     #[test]

@@ -85,6 +85,10 @@ impl DeadLetterTable {
     /// its own that failed, or the process ends, the letter is still there; the message may have been sent all the same,
     /// and is dead as before.
     ///
+    /// Its receipt is gone with the letter. Where `run` processes the message instead of sending it, it writes the receipt, too
+    /// (`SELECT oncegate.receive($1)`, with [`MessageId::record_id`](crate::MessageId::record_id)): without one a copy that
+    /// comes later is processed again.
+    ///
     /// Send it under its identity. A broker that drops what it has seen (the window of NATS, a FIFO queue of SQS) drops
     /// it within that time if its publisher's identifier is the same, too.
     ///

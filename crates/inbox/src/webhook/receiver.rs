@@ -384,7 +384,7 @@ impl<P: Processor> Inner<P> {
                 warn!(consumer, topic, attempts, "a webhook was not processed, and has to come again");
             }
             Outcome::Handled(Handled::Dead { reason, is_known: false }) => {
-                warn!(consumer, topic, reason = reason.as_str(), "a webhook is given up");
+                warn!(consumer, topic, reason = reason.as_str(), "a webhook is a dead letter now");
             }
             Outcome::Handled(Handled::Unavailable(error)) => {
                 warn!(consumer, topic, %error, "a webhook could not be processed, and has to come again");

@@ -148,6 +148,33 @@ async fn what_fails_too_often_is_one_dead_letter() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_letter_that_is_processed_in_place_is_known_if_its_receipt_is_written_there() {
+    let database = Database::fresh().await;
+    let pool = database.pool(2).await;
+    let inbox = inbox(pool.clone());
+    let letters = DeadLetterTable::new(pool);
+    for (id, with_receipt, copy) in [("a", true, "duplicate"), ("b", false, "processed 1")] {
+        let reject = async |_: &mut _, _: &Message| Err(Failure::reject("not yet"));
+        assert_eq!(word(&inbox.process(&new(id), reject).await), "dead rejected");
+        let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
+        let consumer = inbox.consumer().clone();
+        let done = letters.requeue(kept.number, async move |connection, message| {
+            if with_receipt {
+                let record = Identity::header("event-id").of(&message)?.record_id(&consumer);
+                let receive = sqlx::query_scalar("SELECT outcome FROM oncegate.receive($1)");
+                let outcome: String =
+                    receive.bind(record.as_bytes().to_vec()).fetch_one(&mut *connection).await?;
+                assert_eq!(outcome, "process");
+            }
+            effect(connection, &message).await
+        });
+        assert_eq!(done.await.unwrap(), Some(()));
+        assert_eq!(word(&inbox.process(&again(id), effect).await), copy);
+    }
+    assert_eq!(database.effects().await, ["a", "b", "b"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_is_rejected_or_has_no_identity_or_another_ones_is_a_dead_letter_at_once() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;

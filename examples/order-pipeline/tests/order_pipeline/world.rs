@@ -2,14 +2,13 @@
 
 use std::fs::OpenOptions;
 use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_inbox::nats::async_nats::{self, jetstream};
-use oncegate_servers::{NatsServer, PostgresOptions, PostgresServer};
+use oncegate_servers::{NatsServer, PostgresOptions, PostgresServer, free_port};
 use serde_json::{Value, json};
 
 use crate::part::Part;
@@ -74,16 +73,6 @@ pub(crate) fn counted(part: &Part, name: &str) -> u64 {
     number.unwrap_or_else(|| panic!("no {name} in {metrics}"))
 }
 
-/// Where somebody may listen, now and after a restart: below the ports that outgoing connections get.
-fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = 20_000 + (std::process::id() % 1000) as u16 * 10;
-    until("a port is free", || {
-        let port = first + NEXT.fetch_add(1, Ordering::Relaxed);
-        TcpListener::bind(("127.0.0.1", port)).is_ok().then_some(port)
-    })
-}
-
 /// What a client wants, once.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
@@ -126,7 +115,7 @@ impl World {
             dir: tempfile::tempdir().unwrap(),
             postgres: PostgresServer::start_with(options).unwrap(),
             nats: NatsServer::start().unwrap(),
-            api: format!("127.0.0.1:{}", free_port()),
+            api: format!("127.0.0.1:{}", free_port().unwrap()),
         };
         let mut setup = world.program("setup");
         setup.args(["--ack-wait-ms", ACK_WAIT_MS, "--duplicate-window-ms", DUPLICATE_WINDOW_MS]);
