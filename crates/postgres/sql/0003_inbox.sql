@@ -382,7 +382,8 @@ END
 $$;
 
 -- Gives a message up, in a transaction of its own: it is dead and its letter is written, or neither. Outcomes: written; dead,
--- which it was before, and no second letter is written; processed; in-flight.
+-- which it was before, and no second letter is written; processed; in-flight. is_doubtful: it is given up also where it is
+-- processed, because its receipt is known to have been committed without all of its effect.
 CREATE FUNCTION oncegate.message_dead(
     id bytea,
     consumer text,
@@ -397,6 +398,7 @@ CREATE FUNCTION oncegate.message_dead(
     payload bytea,
     retention_ms bigint,
     digest bytea DEFAULT NULL,
+    is_doubtful boolean DEFAULT false,
     OUT outcome text,
     OUT number bigint
 )
@@ -412,7 +414,7 @@ BEGIN
     IF (octet_length(message_dead.consumer) BETWEEN 1 AND 100 AND octet_length(message_dead.reason) BETWEEN 1 AND 100
         AND message_dead.attempts >= 0 AND octet_length(message_dead.error) <= 4000 AND message_dead.topic IS NOT NULL
         AND cardinality(message_dead.header_names) = cardinality(message_dead.header_values)
-        AND message_dead.payload IS NOT NULL) IS NOT TRUE
+        AND message_dead.payload IS NOT NULL AND message_dead.is_doubtful IS NOT NULL) IS NOT TRUE
     THEN
         RAISE EXCEPTION 'oncegate: an argument of message_dead is not what the contract says' USING ERRCODE = '22023';
     END IF;
@@ -423,7 +425,7 @@ BEGIN
     SELECT t.* INTO r FROM oncegate.processed AS t WHERE t.id = message_dead.id FOR UPDATE SKIP LOCKED;
     is_there := FOUND;
     IF is_there THEN
-        IF r.state <> 'o' AND clock < r.expires_at THEN
+        IF r.state <> 'o' AND clock < r.expires_at AND NOT (r.state = 'p' AND message_dead.is_doubtful) THEN
             outcome := CASE r.state WHEN 'p' THEN 'processed' ELSE 'dead' END;
             RETURN;
         END IF;

@@ -23,7 +23,7 @@ $$;
 -- Without a cache: of two transactions that ran one after the other, the later one has the greater numbers.
 CREATE SEQUENCE oncegate.outbox_seq AS bigint MINVALUE 0 START 0 CACHE 1;
 
--- The greater of two leases of one line is the later one.
+-- Part of what tells leases apart; the other part is the time, see oncegate.outbox_lease.
 CREATE SEQUENCE oncegate.outbox_token AS bigint CACHE 1;
 
 -- Every row is inserted once, changed perhaps, and deleted. A change leaves the indexes alone unless the row is refused. No vacuum takes
@@ -77,6 +77,18 @@ RETURN CASE WHEN outbox_line.order_key IS NULL THEN outbox_line.seq
     ELSE hashtextextended(encode(outbox_line.order_key, 'hex'), hashtextextended(outbox_line.topic, 1869968496))
         | (-9223372036854775808)::bigint END;
 
+-- A token of a lease. With the time in it, because numbers come again, those of rows and those of leases, where a standby that was
+-- behind takes over: what a relay has confirmed before must not be taken for what has its number now.
+CREATE FUNCTION oncegate.outbox_lease(clock bigint) RETURNS bigint
+LANGUAGE sql VOLATILE
+RETURN outbox_lease.clock * 1048576 + nextval('oncegate.outbox_token') % 1048576;
+
+-- What a message takes on its way. Not by pg_column_size, which tells how small it was made.
+CREATE FUNCTION oncegate.outbox_octets(payload bytea, header_names text[], header_values bytea[]) RETURNS bigint
+LANGUAGE sql STABLE PARALLEL SAFE
+RETURN octet_length(outbox_octets.payload)::bigint + octet_length(array_to_string(outbox_octets.header_names, ''))
+    + octet_length(array_send(outbox_octets.header_values)) + 8 * cardinality(outbox_octets.header_names);
+
 -- Writes a message that is published if the transaction commits. Says its identifier, which is one that was given, or a new one.
 CREATE FUNCTION oncegate.send(
     topic text,
@@ -111,7 +123,7 @@ BEGIN
     END IF;
     IF cardinality(names) <> cardinality(contents) OR cardinality(names) > 1000 OR coalesce(array_ndims(names), 1) > 1
         OR coalesce(array_ndims(contents), 1) > 1 OR array_position(names, NULL) IS NOT NULL OR array_position(names, '') IS NOT NULL
-        OR array_position(contents, NULL) IS NOT NULL OR pg_column_size(names) + pg_column_size(contents) > 1048576
+        OR array_position(contents, NULL) IS NOT NULL OR oncegate.outbox_octets('', names, contents) > 1048576
     THEN
         RAISE EXCEPTION 'oncegate: header_names and header_values must be as many, 1000 and 1 MiB at most, and none of them null'
             USING ERRCODE = '22023';
@@ -219,7 +231,7 @@ BEGIN
                 -- locked row is not the first one, and rows behind it may have to wait for the new one: next time.
                 n := 0;
                 FOR m IN
-                    SELECT o.*, octet_length(o.payload) + pg_column_size(o.header_values) + pg_column_size(o.header_names) AS size
+                    SELECT o.*, oncegate.outbox_octets(o.payload, o.header_names, o.header_values) AS size
                     FROM oncegate.outbox AS o WHERE o.is_aside = false AND o.line = h.line ORDER BY o.seq LIMIT outbox_take.run
                 LOOP
                     EXIT WHEN n = 0 AND m.seq <> h.seq;
@@ -230,7 +242,7 @@ BEGIN
                         EXIT;
                     END IF;
                     IF n = 0 THEN
-                        taken := coalesce(taken, nextval('oncegate.outbox_token'));
+                        taken := coalesce(taken, oncegate.outbox_lease(clock));
                         lines := lines || m.line;
                         seqs := seqs || m.seq;
                     END IF;
@@ -264,7 +276,7 @@ BEGIN
         ) AS o;
         looked := looked + n;
         FOR m IN
-            SELECT o.*, octet_length(o.payload) + pg_column_size(o.header_values) + pg_column_size(o.header_names) AS size
+            SELECT o.*, oncegate.outbox_octets(o.payload, o.header_names, o.header_values) AS size
             FROM oncegate.outbox AS o
             WHERE o.is_aside = false AND o.line >= place AND o.line <= upto
                 AND o.free_at NOT BETWEEN clock + 1 AND longest AND o.refused_at IS NULL
@@ -275,7 +287,7 @@ BEGIN
                 is_full := true;
                 EXIT;
             END IF;
-            taken := coalesce(taken, nextval('oncegate.outbox_token'));
+            taken := coalesce(taken, oncegate.outbox_lease(clock));
             lines := lines || m.line;
             seqs := seqs || m.seq;
             rows_left := rows_left - 1;
@@ -453,8 +465,8 @@ $$;
 -- Whoever is to send, to relay or to look after it, is granted it by the owner.
 REVOKE ALL ON SEQUENCE oncegate.outbox_seq, oncegate.outbox_token FROM PUBLIC;
 REVOKE ALL ON TABLE oncegate.outbox FROM PUBLIC;
-REVOKE ALL ON FUNCTION oncegate.message_id, oncegate.outbox_line, oncegate.send, oncegate.send_text, oncegate.outbox_take,
-    oncegate.outbox_renew, oncegate.outbox_settle, oncegate.outbox_refused, oncegate.outbox_requeue, oncegate.outbox_drop,
+REVOKE ALL ON FUNCTION oncegate.message_id, oncegate.outbox_line, oncegate.outbox_lease, oncegate.outbox_octets, oncegate.send,
+    oncegate.send_text, oncegate.outbox_take, oncegate.outbox_renew, oncegate.outbox_settle, oncegate.outbox_refused, oncegate.outbox_requeue, oncegate.outbox_drop,
     oncegate.outbox_status FROM PUBLIC;
 
 INSERT INTO oncegate.contract (version) VALUES (4);

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{Fingerprint, StoreError};
+use oncegate_core::{Fingerprint, StoreError, StoreErrorKind};
 use oncegate_engine::{Panicked, catch_panic};
-use oncegate_postgres::sqlx::Connection as _;
+use oncegate_postgres::sqlx::postgres::{PgDatabaseError, PgSeverity};
+use oncegate_postgres::sqlx::{self, Connection as _};
 use oncegate_postgres::transaction::{
     Held, Open, Pause, StepError, begin, is_conflict, is_conflict_in, is_lost_in, is_rolled_back, store_error,
 };
@@ -43,6 +44,8 @@ struct Slot<'m> {
     is_alone: bool,
     /// It is to be noted that it is begun, before it is.
     is_to_begin: bool,
+    /// It was noted that it is begun.
+    is_begun: bool,
     handled: Option<Handled>,
 }
 
@@ -101,6 +104,7 @@ impl Inner {
         for messages in messages.chunks(self.batch_max) {
             let mut slots: Vec<Slot<'_>> = messages.iter().map(|message| self.slot(message)).collect();
             self.process_batch(&mut slots, work, &behind).await;
+            self.take_back(&slots).await;
             for slot in slots {
                 if !slot.is_done()
                     && let Some(key) = slot.key()
@@ -121,7 +125,7 @@ impl Inner {
             Err(why) => Err(why.to_string()),
         };
         let is_alone = receipt.is_err();
-        Slot { message, receipt, attempts: 0, is_alone, is_to_begin: false, handled: None }
+        Slot { message, receipt, attempts: 0, is_alone, is_to_begin: false, is_begun: false, handled: None }
     }
 
     async fn process_batch<W: Work>(&self, slots: &mut [Slot<'_>], work: &W, behind: &HashSet<OrderKey<'_>>) {
@@ -219,11 +223,32 @@ impl Inner {
             }
             said => said?,
         };
+        for (at, said) in begun.iter().zip(&said) {
+            if let Some(slot) = slots.get_mut(*at) {
+                slot.is_begun = said.what == What::Process;
+            }
+        }
         set(slots, &begun, said, |said| self.known_begun(&said));
         for slot in slots {
             slot.is_alone |= slot.attempts > 0;
         }
         Ok(())
+    }
+
+    /// Takes back that those are begun which were not, because of one before them: the broker may give them to another process
+    /// next, which must not take them for ones that were cut off.
+    async fn take_back(&self, slots: &[Slot<'_>]) {
+        if slots.iter().any(|slot| matches!(slot.handled, Some(Handled::Unavailable(_)))) {
+            return;
+        }
+        let left = slots
+            .iter()
+            .filter(|slot| slot.is_begun && matches!(slot.handled, None | Some(Handled::NotBegun)));
+        let ids: Vec<_> =
+            left.filter_map(|slot| slot.receipt.as_ref().ok().map(|receipt| receipt.id)).collect();
+        if !ids.is_empty() {
+            self.receipts.not_begun(&ids).await;
+        }
     }
 
     /// What is known of a message when it is begun.
@@ -291,7 +316,7 @@ impl Inner {
         if failure.error().is::<StreamBusy>() {
             // The broker may give it to another process next, which must not take it for one that was cut off.
             if self.counts_crashes && may_be_known(message) {
-                self.receipts.not_begun(receipt.id).await;
+                self.receipts.not_begun(&[receipt.id]).await;
             }
             return Handled::InFlight { retry_after: ASK_AGAIN };
         }
@@ -315,13 +340,12 @@ impl Inner {
         self.bury(receipt, message, reason, attempts, said(&failure)).await
     }
 
-    /// A message whose receipt was committed by a handler, perhaps without its effect.
+    /// A message whose receipt was committed by a handler, perhaps without its effect. Its own receipt says so from here on, so
+    /// that whoever takes its letter out has it processed.
     async fn torn(&self, receipt: &Receipt, message: &Message, attempts: u32) -> Handled {
-        let reason = DeadReason::OutcomeUnknown;
-        let id = letter_of(&self.consumer, receipt.id, reason.as_str().as_bytes());
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
-        self.bury(&Receipt { id, digest: None }, message, reason, attempts, why.to_owned()).await
+        self.bury(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned()).await
     }
 
     /// Gives a message up.
@@ -341,10 +365,15 @@ impl Inner {
             attempts,
             error,
         };
-        match self.receipts.dead(receipt, &letter).await {
+        match self.receipts.dead(receipt, &letter, reason == DeadReason::OutcomeUnknown).await {
             Ok(Said { what: What::Written, .. }) => Handled::Dead { reason, is_known: false },
             Ok(Said { what: What::Dead(_), .. }) => Handled::Dead { reason, is_known: true },
             Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
+            // It holds up its own message alone.
+            Err(error) if error.kind() == StoreErrorKind::Invalid => {
+                let failure = Failure::retry(format!("its dead letter is refused: {error}"));
+                Handled::Failed { attempts: attempts.max(1), failure }
+            }
             Err(error) => Handled::Unavailable(error),
         }
     }
@@ -442,12 +471,17 @@ impl Inner {
             Ok(()) => return Tried::Committed(said),
             Err(StepError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
             // Such as a constraint that is checked at the end.
-            Err(StepError::Refused(error)) if is_rolled_back(&error) => Tried::Failed(Failure::unsure(error)),
+            Err(StepError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
+                Tried::Failed(Failure::unsure(error))
+            }
             Err(_) => return Tried::Lost(said),
         };
         // The server says so before it lets go of what the transaction had; the next answer comes after that.
-        drop(held.alone(patience, async |connection| connection.ping().await).await);
-        tried
+        let is_over = held.alone(patience, async |connection| connection.ping().await).await.is_ok();
+        match tried {
+            Tried::Failed(failure) if !is_over && !is_rolled_back_in(&failure) => Tried::Lost(said),
+            tried => tried,
+        }
     }
 
     /// Takes the messages, and runs what is new; it may be committed then.
@@ -487,7 +521,10 @@ impl Inner {
                     "a statement of the handler had failed, and the handler passed over its error",
                 )))
             }
-            Err(error) => Err(without_run(error)),
+            Err(StepError::Refused(error)) if is_conflict(&error) => Err(Tried::Again(store_error(&error))),
+            // What its session ended of, or a statement failed of whose answer nobody waited for. It may do so each time.
+            Err(StepError::Refused(error)) => Err(Tried::Failed(Failure::unsure(error))),
+            Err(StepError::TimedOut) => Err(Tried::Away(StepError::TimedOut.into())),
         }
     }
 
@@ -600,7 +637,21 @@ fn without_run(error: StepError) -> Tried {
     }
 }
 
-fn has_code(error: &oncegate_postgres::sqlx::Error, code: &str) -> bool {
+/// Whether the server refused a COMMIT and its session goes on, such as where a trigger that was put off raises an error of its
+/// own. Nothing rests on it but that this counts as a failure: what was committed all the same is found out by the receipts.
+fn is_refusal(error: &sqlx::Error) -> bool {
+    let database = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>());
+    // Of 40003 and the class 08 it is said that nobody knows.
+    database.is_some_and(|error| {
+        error.severity() == PgSeverity::Error && error.code() != "40003" && !error.code().starts_with("08")
+    })
+}
+
+fn is_rolled_back_in(failure: &Failure) -> bool {
+    failure.error().downcast_ref::<sqlx::Error>().is_some_and(is_rolled_back)
+}
+
+fn has_code(error: &sqlx::Error, code: &str) -> bool {
     error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
 }
 

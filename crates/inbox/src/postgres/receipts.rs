@@ -27,13 +27,13 @@ const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current_if_a
 const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
      FROM oncegate.begin_messages($1, $2, $3) AS b";
 
-const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun($1, $2)";
+const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun(u.id, $2) FROM unnest($1::bytea[]) AS u (id)";
 
 const FAILED: &str =
     "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
 
 const DEAD: &str = "SELECT d.outcome, 0 AS attempts, NULL::text AS reason \
-     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) AS d";
+     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) AS d";
 
 const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing FROM unnest($1::text[]) AS a (name) \
      WHERE NOT EXISTS (SELECT FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace \
@@ -164,9 +164,10 @@ impl Receipts {
         all(&rows, count).map_err(StepError::Refused)
     }
 
-    /// Takes back that a message was begun, which was left alone. Where that fails one attempt too many may be counted.
-    pub(super) async fn not_begun(&self, id: RecordId) {
-        let query = self.ask(NOT_BEGUN).bind(id.as_bytes().to_vec()).bind(self.by);
+    /// Takes back that messages were begun, which were left alone. Where that fails one attempt too many may be counted.
+    pub(super) async fn not_begun(&self, ids: &[RecordId]) {
+        let ids: Vec<Vec<u8>> = ids.iter().map(|id| id.as_bytes().to_vec()).collect();
+        let query = self.ask(NOT_BEGUN).bind(ids).bind(self.by);
         if let Err(error) = self.alone(query).await {
             debug!(error = %StoreError::from(error), "a message that was left alone still counts as begun");
         }
@@ -194,8 +195,13 @@ impl Receipts {
         one(&self.alone(query).await?)
     }
 
-    /// Writes a dead letter, and that its message is dead.
-    pub(super) async fn dead(&self, receipt: &Receipt, letter: &DeadLetter) -> Result<Said, StoreError> {
+    /// Writes a dead letter, and that its message is dead: also where it is processed, if its receipt is doubtful.
+    pub(super) async fn dead(
+        &self,
+        receipt: &Receipt,
+        letter: &DeadLetter,
+        is_doubtful: bool,
+    ) -> Result<Said, StoreError> {
         let message = &letter.message;
         let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
         let values: Vec<Vec<u8>> = message.headers.iter().map(|(_, value)| value.to_vec()).collect();
@@ -213,7 +219,8 @@ impl Receipts {
             .bind(values)
             .bind(message.payload.to_vec())
             .bind(self.retention_ms())
-            .bind(receipt.digest.map(|digest| digest.to_vec()));
+            .bind(receipt.digest.map(|digest| digest.to_vec()))
+            .bind(is_doubtful);
         one(&self.alone(query).await?)
     }
 

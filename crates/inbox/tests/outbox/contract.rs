@@ -283,3 +283,57 @@ async fn senders_wait_for_nobody() {
     open.commit().await.unwrap();
     assert_eq!(ids(&take(&mut relay, "null, 100, 1000000, 100, 60000").await), ["k/1", "k/2"]);
 }
+
+/// A standby that was behind takes over: rows and numbers of the last moments are gone, and given again to others.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_confirmed_before_a_failover_is_not_taken_for_what_came_after_it() {
+    let database = Database::fresh().await;
+    let (mut before, mut after) = (database.connect().await, database.connect().await);
+    run(&mut before, "SELECT nextval('oncegate.outbox_seq'), nextval('oncegate.outbox_token')").await;
+    for key in [None, Some("k")] {
+        let numbers =
+            "SELECT s.last_value, t.last_value FROM oncegate.outbox_seq AS s, oncegate.outbox_token AS t";
+        let numbers = run(&mut before, numbers).await;
+        let (seq, token): (i64, i64) = (numbers[0].get(0), numbers[0].get(1));
+        database.send(&[message(key, "lost")]).await;
+        let lost = take(&mut before, "null, 100, 1000000, 100, 60000").await;
+        assert_eq!(lost.len(), 1);
+        let back =
+            format!("SELECT setval('oncegate.outbox_seq', {seq}), setval('oncegate.outbox_token', {token})");
+        run(&mut after, &format!("DELETE FROM oncegate.outbox; {back}")).await;
+        database.send(&[message(key, "new")]).await;
+        let new = take(&mut after, "null, 100, 1000000, 100, 60000").await;
+        assert_eq!((new[0].line, new[0].seq), (lost[0].line, lost[0].seq));
+        assert!(!renew(&mut before, &lost[0], 1).await);
+        assert!(!settle(&mut before, &lost, "confirmed").await);
+        assert!(settle(&mut after, &new, "confirmed").await);
+    }
+}
+
+/// What compresses well is as long as it was when a relay gets it.
+#[tokio::test(flavor = "multi_thread")]
+async fn headers_count_as_octets_however_well_they_compress() {
+    let database = Database::fresh().await;
+    let mut relay = database.connect().await;
+    let with_header = |key, n| {
+        let mut message = message(key, n);
+        message.headers.push(("h".to_owned(), vec![b'x'; 100_000].into()));
+        message
+    };
+    database.send(&(0..10).map(|n| with_header(Some("k"), n)).collect::<Vec<_>>()).await;
+    let taken = take(&mut relay, "null, 100, 350000, 100, 60000").await;
+    assert_eq!((ids(&taken).len(), taken.last().unwrap().seq), (3, None));
+    run(&mut relay, "TRUNCATE oncegate.outbox").await;
+    database.send(&(0..10).map(|n| with_header(None, n)).collect::<Vec<_>>()).await;
+    let taken = take(&mut relay, "null, 100, 350000, 100, 60000").await;
+    assert_eq!((ids(&taken).len(), taken.last().unwrap().seq), (3, None));
+    // Not even when they are sent from where they are compressed.
+    let table = "CREATE TABLE kept (h bytea[]); INSERT INTO kept VALUES (ARRAY[convert_to(repeat('x', 2000000), 'UTF8')])";
+    run(&mut relay, table).await;
+    let send = "SELECT oncegate.send('t', 'x', header_names => ARRAY['h'], header_values => h) FROM kept";
+    let code = try_run(&mut relay, send)
+        .await
+        .err()
+        .and_then(|error| error.as_database_error()?.code().map(String::from));
+    assert_eq!(code.as_deref(), Some("22023"));
+}

@@ -8,3 +8,4 @@ mod messages;
 mod order;
 mod processes;
 mod refused;
+mod slow;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncegate_core::{MemoryStore, OnAbandoned};
 use oncegate_engine::Engine;
-use oncegate_inbox::postgres::{Outbox, RelayCounts};
+use oncegate_inbox::postgres::{Outbox, RelayCounts, RelayEventKind};
 use oncegate_inbox::{
     ConsumerName, DeadLetter, DeadLetters, Handled, Identity, Inbox, MESSAGE_ID, Message, PutFuture,
 };
@@ -229,4 +229,27 @@ async fn a_lease_is_renewed_while_the_broker_takes_its_time() {
         let line = format!("\noncegate_outbox_events_total{{event=\"{event}\"}} {count}\n");
         assert!(text.contains(&line), "{text}");
     }
+}
+
+/// A smaller seq that is committed while a run is published is a run of its own, and takes nothing away from the other.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_committed_in_front_of_a_run_does_not_make_copies_of_it() {
+    let database = Database::fresh().await;
+    let broker = Broker::new(|taken, _| match &*taken.payload {
+        "early" => Fault::Late(Duration::from_secs(2)),
+        _ => Fault::None,
+    });
+    let counts = RelayCounts::default();
+    let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(10));
+    let relay = Running::start(relay.with_observer(counts.clone()));
+    let mut slow = database.connect().await;
+    let mut transaction = slow.begin().await.unwrap();
+    Outbox::new().send(&mut transaction, &message(Some("k"), "late")).await.unwrap();
+    database.send(&[message(Some("k"), "early"), message(Some("k"), "next")]).await;
+    broker.holds(1).await;
+    transaction.commit().await.unwrap();
+    database.is_drained().await;
+    relay.stop().await;
+    assert_eq!(broker.firsts()[&Some("k".to_owned())], ["early", "late", "next"]);
+    assert_eq!((broker.len(), counts.get(RelayEventKind::Lost)), (3, 0));
 }

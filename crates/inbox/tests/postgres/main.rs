@@ -4,4 +4,5 @@ mod batch;
 mod faults;
 mod once;
 mod streams;
+mod stuck;
 mod support;

@@ -311,7 +311,13 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
         assert_eq!(handle().await, ["dead outcome-unknown"; 3], "{ends}");
         assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 3);
         assert!(database.effects().await.contains(&"a".to_owned()));
-        assert_eq!(handle().await, ["duplicate"; 3], "{ends}");
+        assert_eq!(handle().await, ["dead outcome-unknown known"; 3], "{ends}");
+        // Whoever finds that there is no effect has it processed.
+        let letters = DeadLetterTable::new(database.pool(1).await);
+        let kept = letters.list(None, None, 10).await.unwrap();
+        let last = kept.iter().find(|kept| kept.letter.message.payload == batch[2].payload).unwrap();
+        let sent = letters.requeue(last.number, async |_, message| Ok(message)).await.unwrap().unwrap();
+        assert_eq!(word(&inbox.process(&sent, effect).await), "processed 1", "{ends}");
     }
 }
 

@@ -24,6 +24,14 @@ pub(super) struct Waiting {
     pub(super) attempts: u32,
 }
 
+impl Waiting {
+    /// What it takes, roughly.
+    pub(super) fn octets(&self) -> usize {
+        let headers = self.message.headers.iter().map(|(name, value)| name.len() + value.len());
+        self.message.payload.len() + headers.sum::<usize>()
+    }
+}
+
 /// Rows of one line that are held under one lease, in their order.
 pub(super) struct Run {
     pub(super) token: i64,
@@ -89,20 +97,24 @@ pub(super) struct Lines {
 
 impl Lines {
     /// Takes runs of lines that nobody holds.
-    pub(super) async fn take(&self, after: Option<i64>, most: &Most) -> Result<Taken, StoreError> {
-        let rows = self
-            .call(async |connection: &mut PgConnection| {
-                sqlx::query("SELECT * FROM oncegate.outbox_take($1, $2, $3, $4, $5)")
-                    .persistent(!self.transaction_pooler)
-                    .bind(after)
-                    .bind(i32::try_from(most.rows).unwrap_or(i32::MAX))
-                    .bind(i64::try_from(most.octets).unwrap_or(i64::MAX))
-                    .bind(i32::try_from(most.run).unwrap_or(i32::MAX))
-                    .bind(millis(self.lease))
-                    .fetch_all(connection)
-                    .await
-            })
-            .await?;
+    pub(super) async fn take(
+        &self,
+        after: Option<i64>,
+        most: &Most,
+        patience: Duration,
+    ) -> Result<Taken, StoreError> {
+        let call = async |connection: &mut PgConnection| {
+            sqlx::query("SELECT * FROM oncegate.outbox_take($1, $2, $3, $4, $5)")
+                .persistent(!self.transaction_pooler)
+                .bind(after)
+                .bind(i32::try_from(most.rows).unwrap_or(i32::MAX))
+                .bind(i64::try_from(most.octets).unwrap_or(i64::MAX))
+                .bind(i32::try_from(most.run).unwrap_or(i32::MAX))
+                .bind(millis(self.lease))
+                .fetch_all(connection)
+                .await
+        };
+        let rows = alone(&self.pool, patience, self.transaction_pooler, call).await?;
         taken(&rows).map_err(refused)
     }
 

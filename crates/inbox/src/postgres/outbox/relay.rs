@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, info, warn};
 
 use super::event::{RelayEvent, RelayEventKind, RelayObserver};
-use super::lines::{Ended, Lease, Lines, Most, Outcome, Run, Waiting};
+use super::lines::{CALL_PATIENCE, Ended, Lease, Lines, Most, Outcome, Run, Waiting};
 use crate::dead::ERROR_MAX;
 use crate::source::{PublishError, Publisher};
 
@@ -95,6 +95,10 @@ const PROBE_ROWS: usize = 16;
 
 /// Pauses where the database is out of reach.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// How often what is asked for is halved after a call that took too long, and at the most.
+const HALVED_BY: u32 = 4;
+const HALVED_MAX: u32 = 16;
 
 /// How long the last words to the database may take after the patience is over.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -236,6 +240,7 @@ impl<P: Publisher> Relay<P> {
             after: None,
             is_pass_empty: true,
             take_at: now,
+            halved: 0,
             database: Pause::new(PAUSES.0, PAUSES.1),
             broker: Pause::new(PAUSES.0, AWAY_LAST),
         };
@@ -384,6 +389,8 @@ struct Running<P> {
     after: Option<i64>,
     is_pass_empty: bool,
     take_at: Instant,
+    /// How often half as many octets are asked for: what took too long may have been too much for the way.
+    halved: u32,
     renew_at: Instant,
     database: Pause,
     broker: Pause,
@@ -471,18 +478,28 @@ impl<P: Publisher> Running<P> {
         }
         let mut most = Most {
             rows: self.settings.most.rows - self.rows,
-            octets: self.settings.most.octets.saturating_sub(self.octets).max(1),
+            octets: (self.settings.most.octets.saturating_sub(self.octets) >> self.halved).max(1),
             run: self.settings.most.run,
         };
         if self.broker.times > 0 {
             most.rows = most.rows.min(PROBE_ROWS);
         }
         let asked = Instant::now();
-        let taken = match self.lines.take(self.after, &most).await {
+        // Where even one message may be too much, it has more time.
+        let patience = CALL_PATIENCE * (1 + self.halved / HALVED_BY);
+        let taken = match self.lines.take(self.after, &most, patience).await {
             Ok(taken) => taken,
-            Err(error) => return self.failed(&error),
+            Err(error) => {
+                if asked.elapsed() >= CALL_PATIENCE {
+                    self.halved = (self.halved + HALVED_BY).min(HALVED_MAX);
+                }
+                return self.failed(&error);
+            }
         };
         self.reached();
+        if asked.elapsed() < CALL_PATIENCE / 4 {
+            self.halved = self.halved.saturating_sub(1);
+        }
         self.is_pass_empty &= taken.runs.is_empty();
         self.after = taken.next;
         if taken.next.is_none() {
@@ -492,20 +509,23 @@ impl<P: Publisher> Running<P> {
             }
             self.is_pass_empty = true;
         }
-        let held: HashMap<_, _> = self.held.iter().map(|(id, held)| (held.line, *id)).collect();
-        for run in taken.runs {
-            // A lease that could not be renewed in time: the line was nobody's.
-            if let Some(old) = held.get(&run.line).and_then(|id| self.held.get_mut(id)) {
+        let firsts: HashMap<_, _> = taken.runs.iter().map(|run| (run.line, run.first)).collect();
+        for old in self.held.values_mut() {
+            // A lease that could not be renewed in time: the line was nobody's. What was committed in front of a run takes
+            // nothing away from it.
+            if firsts.get(&old.line).is_some_and(|first| *first >= old.first) {
                 old.is_lost = true;
                 old.lease.set(Instant::now());
             }
+        }
+        for run in taken.runs {
             self.spawn(run, asked + self.lines.lease);
         }
     }
 
     fn spawn(&mut self, run: Run, until: Instant) {
         let Run { token, line, first, rows } = run;
-        let octets = rows.iter().map(|row| row.message.payload.len()).sum();
+        let octets = rows.iter().map(|row| row.octets()).sum();
         let lease = Arc::new(Lease::new(until));
         let outcomes = Outcomes::default();
         let held = Held {
@@ -544,13 +564,22 @@ impl<P: Publisher> Running<P> {
         if self.ended.is_empty() {
             return;
         }
-        let ours = match self.lines.settle(&self.ended).await {
+        // One run of a line at a time: whose a row is that something is said of is told by its line.
+        let mut lines = HashSet::new();
+        let (ended, later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.ended).into_iter().partition(|ended| lines.insert(ended.line));
+        let settled = self.lines.settle(&ended).await;
+        self.ended = later;
+        let ours = match settled {
             Ok(ours) => ours,
-            Err(error) => return self.failed(&error),
+            Err(error) => {
+                self.ended.splice(..0, ended);
+                return self.failed(&error);
+            }
         };
         self.reached();
         let ours: HashSet<_> = ours.into_iter().collect();
-        for ended in std::mem::take(&mut self.ended) {
+        for ended in ended {
             if !ours.contains(&ended.line) {
                 self.tell(RelayEventKind::Lost);
             } else if ended.line < 0 && matches!(ended.outcomes.last(), Some((_, Outcome::Confirmed))) {

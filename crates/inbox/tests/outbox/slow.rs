@@ -1,0 +1,58 @@
+//! A way to the database on which what waits does not get through in one piece.
+
+use std::net::SocketAddr;
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::sleep;
+
+use crate::broker::Broker;
+use crate::database::{Database, Running, message, relay};
+
+/// A way to this port on which so many octets come back in a second.
+async fn slow_way(to: u16, octets: usize) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((near, _)) = listener.accept().await {
+            let far = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
+            let ((mut from_near, mut to_near), (mut from_far, mut to_far)) =
+                (near.into_split(), far.into_split());
+            tokio::spawn(async move { copy(&mut from_near, &mut to_far).await });
+            tokio::spawn(async move {
+                let mut piece = vec![0; octets / 50];
+                while let Ok(1..) = from_far.read_exact(&mut piece[..1]).await {
+                    let more = from_far.read(&mut piece[1..]).await.unwrap_or_default();
+                    if to_near.write_all(&piece[..=more]).await.is_err() {
+                        return;
+                    }
+                    sleep(Duration::from_secs(1).mul_f64((more + 1) as f64 / octets as f64)).await;
+                }
+            });
+        }
+    });
+    address
+}
+
+/// What waits after an outage does not get through within the time that a call may take.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_does_not_get_through_at_once_gets_through_bit_by_bit() {
+    let database = Database::fresh().await;
+    let large = |n| {
+        let mut message = message(None, n);
+        message.payload = vec![b'x'; 1 << 20].into();
+        message
+    };
+    database.send(&(0..24).map(large).collect::<Vec<_>>()).await;
+    let way = slow_way(database.server.port(), 1 << 20).await;
+    let options = PgConnectOptions::from_str(&database.url()).unwrap();
+    let options = options.port(way.port()).ssl_mode(PgSslMode::Disable);
+    let pool = PgPoolOptions::new().max_connections(2).connect_lazy_with(options);
+    let broker = Broker::good();
+    let relay = Running::start(relay(pool, broker.clone()).with_octets_max(24 << 20));
+    broker.holds(1).await;
+    drop(relay);
+}

@@ -1,0 +1,103 @@
+//! What must not be tried for ever: failures that do not look like those of a handler, and are.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_inbox::Message;
+use oncegate_postgres::sqlx::postgres::PgConnection;
+use oncegate_postgres::sqlx::{self};
+use tokio::time::{sleep, timeout};
+
+use crate::support::{Database, again, effect, inbox, new, pool, run, word, words};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
+    let database = Database::fresh().await;
+    run(
+        &mut database.connect().await,
+        &format!("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '100ms'", database.name),
+    )
+    .await;
+    let inbox = inbox(pool(&database.url(), database.server.port(), 2).await).with_attempts_max(2);
+    let slow = async |connection: &mut PgConnection, message: &Message| {
+        effect(connection, message).await?;
+        sleep(Duration::from_secs(1)).await;
+        Ok(())
+    };
+    assert_eq!(word(&inbox.process(&again("a"), slow).await), "failed 1");
+    assert_eq!(word(&inbox.process(&again("a"), slow).await), "dead attempts-exhausted");
+    assert!(database.effects().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in_the_end() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(2);
+    let hasty = async |connection: &mut PgConnection, message: &Message| {
+        effect(connection, message).await?;
+        let late =
+            "DO $$ BEGIN PERFORM pg_sleep(0.5); RAISE EXCEPTION 'late' USING ERRCODE = 'AB001'; END $$";
+        let _passed_over = timeout(Duration::from_millis(50), sqlx::raw_sql(late).execute(connection)).await;
+        Ok(())
+    };
+    assert_eq!(word(&inbox.process(&again("a"), hasty).await), "failed 1");
+    assert_eq!(word(&inbox.process(&again("a"), hasty).await), "dead attempts-exhausted");
+    assert!(database.effects().await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_it_says() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(2);
+    run(
+        &mut database.connect().await,
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            IF NEW.message = 'bad' THEN RAISE EXCEPTION 'not so' USING ERRCODE = 'AB001'; END IF;
+            RETURN NEW;
+         END $$;
+         CREATE CONSTRAINT TRIGGER late AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION refuse()",
+    )
+    .await;
+    let batch = ["a", "bad", "c"].map(new);
+    let first = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&first), ["processed 1", "failed 1", "processed 1"]);
+    let second = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&second), ["duplicate", "dead attempts-exhausted", "duplicate"]);
+    assert_eq!(database.effects().await, ["a", "c"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_gets_it() {
+    let database = Database::fresh().await;
+    let ordered = |id| Arc::new(Message::clone(&again(id)).with_order_key("k"));
+    let batch = ["a", "b", "c"].map(ordered);
+    let mut elsewhere = database.connect().await;
+    let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
+    run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
+    for _ in 0..2 {
+        let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
+        assert_eq!(words(&handled), ["in-flight", "not begun", "not begun"]);
+    }
+    run(&mut elsewhere, "COMMIT").await;
+    let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["duplicate", "processed 1", "processed 1"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_letter_that_the_database_refuses_holds_up_its_own_message_and_no_other() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(2).await.with_attempts_max(1);
+    run(&mut database.connect().await, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'poison')")
+        .await;
+    let batch = ["a", "poison", "c"].map(new);
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["processed 1", "failed 1", "processed 1"]);
+    run(
+        &mut database.connect().await,
+        "ALTER TABLE oncegate.dead_letters DROP CONSTRAINT dead_letters_payload_check",
+    )
+    .await;
+    let handled = inbox.process_batch(&batch, effect).await;
+    assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate"]);
+}
