@@ -96,6 +96,9 @@ impl std::error::Error for ConsumerError {
 /// How long the source may take to close: long enough to tell a broker what was acknowledged.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long it takes to cut off what does not block its thread.
+const CUT_PATIENCE: Duration = Duration::from_secs(1);
+
 /// Extensions that are under way at once.
 const EXTENDING_MAX: usize = 32;
 
@@ -148,7 +151,9 @@ impl<S: Source, P: Processor> Consumer<S, P> {
         self
     }
 
-    /// How long what runs may take when the consumer is stopped. What has not ended by then is cut off, and comes again.
+    /// How long what runs may take when the consumer is stopped. What has not ended by then is cut off, and comes again. A handler
+    /// that blocks its thread cannot be cut off: [`run`](Self::run) returns without it, and tokio's runtime waits for it when
+    /// it is dropped. Blocking work belongs into `spawn_blocking`.
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.settings.patience = patience;
         self
@@ -648,10 +653,17 @@ impl<S: Source, P: Processor> Run<S, P> {
                 () = sleep_until(until) => {
                     let batches = self.running.len();
                     warn!(batches, "what runs did not end in time; it is cut off, and comes again");
-                    self.running.shutdown().await;
+                    self.running.abort_all();
                     self.batches.clear();
+                    break;
                 }
             }
+        }
+        let until = Instant::now() + CUT_PATIENCE;
+        while let Ok(Some(_)) = timeout_at(until, self.running.join_next()).await {}
+        if !self.running.is_empty() {
+            warn!("a handler blocks its thread and cannot be cut off; it is left to itself");
+            self.running.detach_all();
         }
         let until = Instant::now() + CLOSE_PATIENCE;
         while let Ok(Some(settled)) = timeout_at(until, self.settling.join_next()).await {

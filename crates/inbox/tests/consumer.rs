@@ -894,6 +894,26 @@ async fn what_does_not_end_in_time_is_cut_off_and_comes_again() {
     assert_eq!(world.ledger.count("hangs"), 2);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_blocks_its_thread_does_not_hold_up_the_end() {
+    let world = World::new();
+    world.broker.send("blocks");
+    let (go_on, blocked) = std::sync::mpsc::channel::<()>();
+    let blocked = Arc::new(std::sync::Mutex::new(blocked));
+    let consumer = world.consumer(world.inbox(OnAbandoned::Reexecute), move |_, _| {
+        let blocked = blocked.clone();
+        async move {
+            let _ended = blocked.lock().unwrap().recv();
+            Ok(())
+        }
+    });
+    let consumer = run(consumer.with_patience(Duration::from_millis(100)));
+    world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
+    timeout(Duration::from_secs(60), consumer.stop()).await.unwrap();
+    assert_eq!(world.broker.acknowledged(), 0);
+    drop(go_on);
+}
+
 #[tokio::test(start_paused = true)]
 async fn while_the_store_is_away_messages_are_held_and_neither_given_back_nor_counted() {
     let mut world = World::new();

@@ -490,7 +490,7 @@ $$;
 -- Takes a dead letter out, so that its message may be processed again, and gives it to be sent again before the transaction
 -- commits; no row where there is none. Until the commit the message is in flight to every consumer. OG002: another
 -- transaction holds it.
-CREATE FUNCTION oncegate.requeue_dead_letter(number bigint)
+CREATE FUNCTION oncegate.take_dead_letter(number bigint)
 RETURNS TABLE (
     id bytea, consumer text, topic text, broker_id text, order_key bytea, header_names text[], header_values bytea[], payload bytea
 )
@@ -499,9 +499,9 @@ AS $$
 DECLARE
     d oncegate.dead_letters;
 BEGIN
-    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = requeue_dead_letter.number FOR UPDATE SKIP LOCKED;
+    SELECT t.* INTO d FROM oncegate.dead_letters AS t WHERE t.number = take_dead_letter.number FOR UPDATE SKIP LOCKED;
     IF NOT FOUND THEN
-        PERFORM FROM oncegate.dead_letters AS t WHERE t.number = requeue_dead_letter.number;
+        PERFORM FROM oncegate.dead_letters AS t WHERE t.number = take_dead_letter.number;
         IF NOT FOUND THEN
             RETURN;
         END IF;
@@ -724,7 +724,7 @@ REVOKE ALL ON oncegate.processed, oncegate.dead_letters, oncegate.stream_positio
 REVOKE ALL ON FUNCTION oncegate.message_lock, oncegate.stream_lock, oncegate.message_record, oncegate.check_messages,
     oncegate.receive_many, oncegate.receive, oncegate.begin_messages, oncegate.message_not_begun, oncegate.message_failed,
     oncegate.message_dead,
-    oncegate.list_dead_letters, oncegate.requeue_dead_letter, oncegate.delete_dead_letter, oncegate.purge_processed,
+    oncegate.list_dead_letters, oncegate.take_dead_letter, oncegate.delete_dead_letter, oncegate.purge_processed,
     oncegate.stream_event, oncegate.take_parked, oncegate.list_gaps, oncegate.set_stream FROM PUBLIC;
 
 INSERT INTO oncegate.contract (version) VALUES (3);

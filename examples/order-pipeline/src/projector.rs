@@ -3,7 +3,7 @@
 
 use axum::Router;
 use axum::routing::get;
-use oncegate::postgres::sqlx::{self, PgConnection};
+use oncegate::postgres::sqlx::{self, PgConnection, PgPool};
 use oncegate_inbox::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
 use oncegate_inbox::postgres::{Applied, DeadLetterTable, Streams, TransactionalInbox};
 use oncegate_inbox::{Consumer, ConsumerName, Counts, Failure, Identity, Message};
@@ -77,12 +77,16 @@ async fn add(connection: &mut PgConnection, placed: &OrderPlaced) -> std::result
     Ok(())
 }
 
+fn inbox(pool: &PgPool) -> Result<TransactionalInbox> {
+    Ok(TransactionalInbox::new(pool.clone(), ConsumerName::new(CONSUMER)?, Identity::message_id()))
+}
+
 /// Consumes until it is told to end.
 pub(crate) async fn run(options: Options) -> Result<()> {
     let Options { database, broker, faults, version, port } = options;
     let name = ConsumerName::new(CONSUMER)?;
     let streams = Streams::new(name.clone());
-    let inbox = TransactionalInbox::new(database.pool()?, name.clone(), Identity::message_id());
+    let inbox = inbox(&database.pool()?)?;
     let at = faults.clone();
     let processor = inbox.processor(async move |connection, message| {
         project(connection, message, &streams, version).await.map(drop)?;
@@ -108,11 +112,13 @@ pub(crate) async fn run(options: Options) -> Result<()> {
     }
 }
 
-/// Processes every dead letter again, each in one transaction with its deletion.
+/// Processes every dead letter again, each in one transaction with its deletion and its receipt.
 pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
     let name = ConsumerName::new(CONSUMER)?;
     let streams = Streams::new(name.clone());
-    let letters = DeadLetterTable::new(options.database.pool()?);
+    let pool = options.database.pool()?;
+    let inbox = inbox(&pool)?;
+    let letters = DeadLetterTable::new(pool);
     let mut after = None;
     loop {
         let page = letters.list(Some(&name), after, 100).await?;
@@ -120,8 +126,7 @@ pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
         after = Some(last.number);
         for letter in page {
             let (number, streams) = (letter.number, streams.clone());
-            // A copy of the message that is still on its way finds that the stream has moved on.
-            let done = letters.requeue(number, async move |connection, message| {
+            let done = inbox.process_letter(number, async move |connection, message| {
                 project(connection, &message, &streams, options.version).await
             });
             match done.await {

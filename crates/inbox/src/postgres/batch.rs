@@ -655,6 +655,6 @@ fn has_code(error: &sqlx::Error, code: &str) -> bool {
     error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
 }
 
-fn digest(message: &Message) -> [u8; 32] {
+pub(super) fn digest(message: &Message) -> [u8; 32] {
     *Fingerprint::of_parts("message", &[&message.payload]).digest()
 }

@@ -6,21 +6,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{RecordId, StoreError, Timestamp};
-use oncegate_postgres::RunWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
-use oncegate_postgres::transaction::{Held, Open, StepError};
+use oncegate_postgres::transaction::{Held, Open, StepError, begin};
+use oncegate_postgres::{Isolation, RunWith};
 
 use super::PATIENCE;
-use super::receipts::{alone, refused};
+use super::receipts::{Receipts, alone, refused};
 use crate::dead::DeadLetter;
 use crate::handled::{DeadReason, Failure};
 use crate::identity::ConsumerName;
 use crate::message::Message;
 
 const LIST: &str = "SELECT d.* FROM oncegate.list_dead_letters($1, $2, $3) AS d";
-const REQUEUE: &str = "SELECT d.*, txid_current_if_assigned() AS transaction \
-     FROM oncegate.requeue_dead_letter($1) AS d";
+const TAKE: &str = "SELECT d.*, txid_current_if_assigned() AS transaction \
+     FROM oncegate.take_dead_letter($1) AS d";
 const TRANSACTION: &str = "SELECT txid_current_if_assigned()";
 const DELETE: &str = "SELECT oncegate.delete_dead_letter($1) AS was_there";
 
@@ -44,11 +44,24 @@ pub struct KeptLetter {
     pub letter: DeadLetter,
 }
 
+/// A letter that is out, if its transaction commits.
+pub(super) struct Taken {
+    /// Where the receipt of its message is.
+    pub(super) id: Vec<u8>,
+    pub(super) consumer: String,
+    pub(super) message: Arc<Message>,
+}
+
 impl DeadLetterTable {
     /// The table in the database of this pool.
     #[must_use]
     pub const fn new(pool: PgPool) -> Self {
         Self { pool, patience: PATIENCE, transaction_pooler: false }
+    }
+
+    pub(super) fn of(receipts: &Receipts) -> Self {
+        let Receipts { pool, patience, transaction_pooler, .. } = receipts;
+        Self { pool: pool.clone(), patience: *patience, transaction_pooler: *transaction_pooler }
     }
 
     /// The pool goes through a pooler that gives each transaction another session.
@@ -79,47 +92,54 @@ impl DeadLetterTable {
         rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
     }
 
-    /// Takes a letter out, so that its message may be processed again: runs `run`, which sends it again or processes it, and
-    /// then commits. Says whether there was such a letter. Until the commit every consumer is told that the message is in
+    /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it in
+    /// place is [`TransactionalInbox::process_letter`](super::TransactionalInbox::process_letter). Says whether there was such a letter. Until the commit every consumer is told that the message is in
     /// flight. Where `run` fails, passes over a statement of
     /// its own that failed, or the process ends, the letter is still there; the message may have been sent all the same,
     /// and is dead as before.
-    ///
-    /// Its receipt is gone with the letter. Where `run` processes the message instead of sending it, it writes the receipt, too
-    /// (`SELECT oncegate.receive($1)`, with [`MessageId::record_id`](crate::MessageId::record_id)): without one a copy that
-    /// comes later is processed again.
     ///
     /// Send it under its identity. A broker that drops what it has seen (the window of NATS, a FIFO queue of SQS) drops
     /// it within that time if its publisher's identifier is the same, too.
     ///
     /// # Errors
     /// What `run` says; an error of the database.
-    pub async fn requeue<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
+    pub async fn take<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
     where
         T: Send,
         F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
     {
+        let run =
+            async move |connection: &mut PgConnection, taken: Taken| run(connection, taken.message).await;
+        self.take_with(letter, None, run).await
+    }
+
+    /// The same with what tells the letter's message, in a transaction of this isolation.
+    pub(super) async fn take_with<T, F>(
+        &self,
+        letter: u64,
+        isolation: Option<Isolation>,
+        run: F,
+    ) -> Result<Option<T>, Failure>
+    where
+        T: Send,
+        F: for<'c> RunWith<&'c mut PgConnection, Taken, T, Failure, Fut: Send> + Send,
+    {
         let unavailable = |error: StepError| Failure::retry(StoreError::from(error));
         let mut held = Held::acquire(&self.pool).await.map_err(unavailable)?;
-        let mut open = held.begin("BEGIN", self.patience).await.map_err(unavailable)?;
-        let query = sqlx::query(REQUEUE).persistent(!self.transaction_pooler).bind(number(letter));
+        let mut open = held.begin(begin(isolation), self.patience).await.map_err(unavailable)?;
+        let query = sqlx::query(TAKE).persistent(!self.transaction_pooler).bind(number(letter));
         let row = open.step(self.patience, async |connection| query.fetch_optional(connection).await).await;
         let taken = match row {
             Ok(None) => Ok(None),
-            Ok(Some(row)) => row
-                .try_get::<i64, _>("transaction")
-                .and_then(|transaction| Ok(Some((transaction, message(&row)?))))
-                .map_err(|error| Failure::retry(refused(error))),
+            Ok(Some(row)) => taken(&row).map(Some).map_err(|error| Failure::retry(refused(error))),
             Err(error) => Err(unavailable(error)),
         };
         let done = match taken {
-            Ok(Some((transaction, message))) => {
-                match run(open.connection(), Arc::new(message)).await {
-                    // A COMMIT after a statement that failed says that all is well, and rolls back.
-                    Ok(done) => self.is_still(&mut open, transaction).await.map(|()| Some(done)),
-                    Err(failure) => Err(failure),
-                }
-            }
+            Ok(Some((transaction, taken))) => match run(open.connection(), taken).await {
+                // A COMMIT after a statement that failed says that all is well, and rolls back.
+                Ok(done) => self.is_still(&mut open, transaction).await.map(|()| Some(done)),
+                Err(failure) => Err(failure),
+            },
             Ok(None) => Ok(None),
             Err(failure) => Err(failure),
         };
@@ -180,6 +200,15 @@ fn kept(row: &PgRow) -> Result<KeptLetter, sqlx::Error> {
             error: row.try_get("error")?,
         },
     })
+}
+
+fn taken(row: &PgRow) -> Result<(i64, Taken), sqlx::Error> {
+    let taken = Taken {
+        id: row.try_get("id")?,
+        consumer: row.try_get("consumer")?,
+        message: Arc::new(message(row)?),
+    };
+    Ok((row.try_get("transaction")?, taken))
 }
 
 fn message(row: &PgRow) -> Result<Message, sqlx::Error> {

@@ -16,6 +16,8 @@ use oncegate_engine::ConfigError;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
 use oncegate_postgres::{Isolation, RunWith};
 
+use self::batch::digest;
+use self::letters::Taken;
 use self::receipts::Receipts;
 use self::work::{Each, Together, Work};
 use crate::handled::{Failure, Handled};
@@ -285,6 +287,29 @@ impl TransactionalInbox {
             + Sync,
     {
         self.inner.process_all(messages, &Together(run)).await
+    }
+
+    /// Processes the message of a dead letter of this consumer, once: the letter is deleted, the receipt written and the effect
+    /// made in one transaction. A copy that comes later is a duplicate. Says what `run` said, or that there is no such letter.
+    /// Where `run` fails, or the process ends, the letter is still there.
+    ///
+    /// # Errors
+    /// What `run` says; a letter of another consumer; one that somebody else holds; an error of the database.
+    pub async fn process_letter<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
+    where
+        T: Send,
+        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
+    {
+        let inner = &self.inner;
+        let process = async move |connection: &mut PgConnection, taken: Taken| {
+            if taken.consumer != inner.consumer.as_str() {
+                return Err(Failure::retry(format!("the letter is one of the consumer {}", taken.consumer)));
+            }
+            let digest = inner.compares_payloads.then(|| digest(&taken.message));
+            inner.receipts.receive_again(connection, taken.id, digest).await?;
+            run(connection, taken.message).await
+        };
+        DeadLetterTable::of(&inner.receipts).take_with(letter, inner.isolation, process).await
     }
 
     /// A processor for a consumer's loop, as [`process_batch`](Self::process_batch).

@@ -9,10 +9,11 @@ use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow
 use oncegate_postgres::sqlx::query::Query;
 use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
 use oncegate_postgres::transaction::{Held, Open, StepError};
+use tokio::time::timeout;
 use tracing::debug;
 
 use crate::dead::DeadLetter;
-use crate::handled::DeadReason;
+use crate::handled::{DeadReason, Failure};
 
 /// How often receipts whose retention is over are removed beside the work.
 const PURGE_EVERY: Duration = Duration::from_secs(60);
@@ -134,6 +135,25 @@ impl Receipts {
             None => None,
         };
         Ok((all(&rows, receipts.len()).map_err(StepError::Refused)?, transaction))
+    }
+
+    /// Takes a message whose receipt the same transaction has removed.
+    pub(super) async fn receive_again(
+        &self,
+        connection: &mut PgConnection,
+        id: Vec<u8>,
+        digest: Option<[u8; 32]>,
+    ) -> Result<(), Failure> {
+        let query = sqlx::query_scalar("SELECT outcome FROM oncegate.receive($1, $2, $3)")
+            .persistent(!self.transaction_pooler)
+            .bind(id)
+            .bind(self.retention_ms())
+            .bind(digest.map(|digest| digest.to_vec()));
+        let outcome: String = timeout(self.patience, query.fetch_one(connection)).await??;
+        if outcome == "process" {
+            return Ok(());
+        }
+        Err(Failure::retry(format!("the message of the letter is {outcome} by now")))
     }
 
     /// Whether this transaction is still the one with that number, and may commit.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::postgres::{DeadLetterTable, Streams};
+use oncegate_inbox::postgres::{DeadLetterTable, Streams, TransactionalInbox};
 use oncegate_inbox::{ConsumerName, DeadReason, Failure, Handled, Identity, Message};
 use oncegate_postgres::Isolation;
 use oncegate_postgres::sqlx::{self, Connection as _};
@@ -117,17 +117,17 @@ async fn what_fails_too_often_is_one_dead_letter() {
     assert_eq!(letter.message.order_key.as_deref(), Some(&b"k"[..]));
 
     // An operator has it processed again, once.
-    let failed = letters.requeue(kept.number, async |_, _| Err::<(), _>(Failure::retry("no broker"))).await;
+    let failed = letters.take(kept.number, async |_, _| Err::<(), _>(Failure::retry("no broker"))).await;
     assert!(failed.is_err());
     assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted known");
-    let passed_over = letters.requeue(kept.number, async |connection, _| {
+    let passed_over = letters.take(kept.number, async |connection, _| {
         drop(sqlx::query("SELECT 1 / 0").execute(connection).await);
         Ok(())
     });
     assert!(passed_over.await.is_err(), "its COMMIT rolls back");
     assert_eq!(letters.list(None, None, 10).await.unwrap().len(), 1);
     let again = inbox.clone();
-    let sent = letters.requeue(kept.number, async |connection, message| {
+    let sent = letters.take(kept.number, async |connection, message| {
         assert_eq!(message.payload, "poison\0");
         // A copy that comes before the commit is not acknowledged as one that is dead.
         for message in [&*message, &Message::clone(&message).with_deliveries(Some(1), false)] {
@@ -137,7 +137,7 @@ async fn what_fails_too_often_is_one_dead_letter() {
         Ok(7)
     });
     assert_eq!(sent.await.unwrap(), Some(7));
-    assert_eq!(letters.requeue(kept.number, async |_, _| Ok(())).await.unwrap(), None);
+    assert_eq!(letters.take(kept.number, async |_, _| Ok(())).await.unwrap(), None);
     let handled = inbox.process(&message, async |connection, _| {
         sqlx::query("INSERT INTO effects (message) VALUES ('mended')").execute(connection).await?;
         Ok(())
@@ -148,30 +148,40 @@ async fn what_fails_too_often_is_one_dead_letter() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_letter_that_is_processed_in_place_is_known_if_its_receipt_is_written_there() {
+async fn a_letter_that_is_processed_in_place_leaves_its_receipt() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;
-    let inbox = inbox(pool.clone());
-    let letters = DeadLetterTable::new(pool);
-    for (id, with_receipt, copy) in [("a", true, "duplicate"), ("b", false, "processed 1")] {
-        let reject = async |_: &mut _, _: &Message| Err(Failure::reject("not yet"));
-        assert_eq!(word(&inbox.process(&new(id), reject).await), "dead rejected");
+    let inbox = inbox(pool.clone()).with_payloads_compared(true);
+    let letters = DeadLetterTable::new(pool.clone());
+    let reject = async |_: &mut _, _: &Message| Err(Failure::reject("not yet"));
+    let unidentified = Arc::new(Message::new("orders", "unidentified"));
+    for (message, died) in [(new("a"), "dead rejected"), (unidentified, "dead no-identity")] {
+        assert_eq!(word(&inbox.process(&message, reject).await), died);
         let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
-        let consumer = inbox.consumer().clone();
-        let done = letters.requeue(kept.number, async move |connection, message| {
-            if with_receipt {
-                let record = Identity::header("event-id").of(&message)?.record_id(&consumer);
-                let receive = sqlx::query_scalar("SELECT outcome FROM oncegate.receive($1)");
-                let outcome: String =
-                    receive.bind(record.as_bytes().to_vec()).fetch_one(&mut *connection).await?;
-                assert_eq!(outcome, "process");
-            }
-            effect(connection, &message).await
+        let others = TransactionalInbox::new(
+            pool.clone(),
+            ConsumerName::new("others").unwrap(),
+            Identity::header("event-id"),
+        );
+        let error = others.process_letter(kept.number, async |_, _| Ok(())).await.unwrap_err();
+        assert!(error.to_string().contains("billing"), "{error}");
+        let error = inbox.process_letter(kept.number, async |connection, message| {
+            effect(connection, &message).await?;
+            Err::<(), _>(Failure::retry("not yet"))
         });
-        assert_eq!(done.await.unwrap(), Some(()));
-        assert_eq!(word(&inbox.process(&again(id), effect).await), copy);
+        assert_eq!(error.await.unwrap_err().to_string(), "not yet");
+        let again = inbox.clone();
+        let done = inbox.process_letter(kept.number, async move |connection, message| {
+            // A copy that comes before the commit is not acknowledged as one that is dead.
+            assert_eq!(word(&again.process(&message, effect).await), "in-flight");
+            effect(connection, &message).await.map(|()| 7)
+        });
+        assert_eq!(done.await.unwrap(), Some(7));
+        assert!(letters.list(None, None, 10).await.unwrap().is_empty());
+        assert_eq!(inbox.process_letter(kept.number, async |_, _| Ok(())).await.unwrap(), None);
+        assert_eq!(word(&inbox.process(&message, effect).await), "duplicate");
     }
-    assert_eq!(database.effects().await, ["a", "b", "b"]);
+    assert_eq!(database.effects().await, ["a", "unidentified"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -316,7 +326,7 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
         let letters = DeadLetterTable::new(database.pool(1).await);
         let kept = letters.list(None, None, 10).await.unwrap();
         let last = kept.iter().find(|kept| kept.letter.message.payload == batch[2].payload).unwrap();
-        let sent = letters.requeue(last.number, async |_, message| Ok(message)).await.unwrap().unwrap();
+        let sent = letters.take(last.number, async |_, message| Ok(message)).await.unwrap().unwrap();
         assert_eq!(word(&inbox.process(&sent, effect).await), "processed 1", "{ends}");
     }
 }
@@ -441,7 +451,7 @@ async fn a_role_needs_what_the_page_says_and_nothing_else() {
     assert!(letters.list(None, None, 1).await.is_err(), "that is for operators");
     let letters = DeadLetterTable::new(pool_as(operator));
     let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
-    assert_eq!(letters.requeue(kept.number, async |_, _| Ok(())).await.unwrap(), Some(()));
+    assert_eq!(letters.take(kept.number, async |_, _| Ok(())).await.unwrap(), Some(()));
     assert!(!letters.delete(kept.number).await.unwrap());
 }
 

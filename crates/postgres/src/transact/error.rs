@@ -5,7 +5,7 @@ use std::fmt;
 use std::time::Duration;
 
 use oncegate_core::{FencingToken, RecordId, ResponseError, StoreError};
-use sqlx::postgres::PgDatabaseError;
+use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
 type Boxed = Box<dyn StdError + Send + Sync>;
 
@@ -92,11 +92,19 @@ pub(crate) fn sqlstate(error: &sqlx::Error) -> Option<String> {
 /// that ended, a server that shuts down, a pooler that lost its server.
 #[must_use]
 pub fn is_rolled_back(error: &sqlx::Error) -> bool {
-    sqlstate(error).is_some_and(|code| {
-        // 40003 says itself that it does not know. XX and P0 are what triggers that were put off raise, and others.
-        code != "40003"
-            && matches!(code.get(..2), Some("22" | "23" | "25" | "2D" | "40" | "42" | "OG" | "P0"))
-    })
+    let Some(error) = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>())
+    else {
+        return false;
+    };
+    match error.code().get(..2) {
+        // It says itself that it does not know.
+        _ if error.code() == "40003" => false,
+        Some("22" | "23" | "25" | "2D" | "40" | "42" | "OG" | "P0") => true,
+        // What poolers and servers say of connections, of their end and of themselves.
+        Some("08" | "53" | "57" | "58" | "F0" | "HV" | "XX") | None => false,
+        // Triggers that were put off raise what they like. PostgreSQL answers a COMMIT by an error only in front of it.
+        Some(_) => error.severity() == PgSeverity::Error,
+    }
 }
 
 /// Why [`Transactor::transact`](crate::Transactor::transact) has no value to give.

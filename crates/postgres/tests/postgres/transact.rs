@@ -210,6 +210,23 @@ async fn a_constraint_that_is_checked_at_the_end_rolls_back_and_is_no_lost_commi
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_trigger_that_refuses_at_the_end_rolls_back_whatever_it_says() {
+    let (database, pool, transactor) = world(1).await;
+    let trigger = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            IF NEW.cents = 500 THEN RAISE EXCEPTION 'not so' USING ERRCODE = 'AB001'; END IF;
+            RETURN NEW;
+         END $$;
+         CREATE CONSTRAINT TRIGGER late AFTER INSERT ON payments DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION refuse()";
+    run(&mut pool.acquire().await.unwrap(), trigger).await;
+    let error = pay(&transactor, "order-1", 500).await.unwrap_err();
+    let TransactError::Failed(error) = error else { panic!("{error:?}") };
+    assert!(error.to_string().contains("not so"), "{error}");
+    assert!(!pay(&transactor, "order-1", 700).await.unwrap().is_replayed());
+    assert_eq!(database.paid().await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_run_that_ends_the_transaction_itself_is_an_error() {
     let (database, _, transactor) = world(1).await;
     let ended = transactor.transact(&scope(), &key("order-1"), &1, async |connection| {

@@ -75,7 +75,7 @@ def main(url):
         number, error = db.execute("SELECT number, error FROM oncegate.list_dead_letters('billing', null, 10)").fetchone()
         assert error == "no such order", error
         with db.transaction():
-            payload = one(db, "SELECT payload FROM oncegate.requeue_dead_letter(%s)", number)
+            payload = one(db, "SELECT payload FROM oncegate.take_dead_letter(%s)", number)
             assert payload == b"poison"
             assert not handle(other, me, "evt_3", "19", insert)
         assert handle(other, me, "evt_3", "19", insert)
