@@ -56,8 +56,8 @@ const LEASE: Duration = Duration::from_secs(10);
 /// How long is remembered that a message was processed, unless told otherwise.
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// How often a message is tried, unless told otherwise.
-const ATTEMPTS_MAX: u32 = 5;
+/// How often a message is tried, unless told otherwise: for some 40 seconds with the pauses of [`Consumer`](crate::Consumer).
+pub(crate) const ATTEMPTS_MAX: u32 = 10;
 
 /// What a record is completed with whose message was processed.
 const PROCESSED: u16 = 204;
@@ -80,7 +80,7 @@ impl Inbox {
     /// An inbox of this consumer, whose messages are told apart by `identity`. `on_abandoned` says whether a handler may run
     /// again where nobody knows how far it came; `dead` is where messages go that are given up.
     ///
-    /// A claim lasts 10 seconds and is renewed; receipts are kept for 7 days; a message is tried 5 times.
+    /// A claim lasts 10 seconds and is renewed; receipts are kept for 7 days; a message is tried 10 times.
     #[must_use]
     pub fn new(
         engine: Engine,

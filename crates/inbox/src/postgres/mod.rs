@@ -22,6 +22,7 @@ use self::receipts::Receipts;
 use self::work::{Each, Together, Work};
 use crate::handled::{Failure, Handled};
 use crate::identity::{ConsumerName, Identity};
+use crate::inbox::ATTEMPTS_MAX;
 use crate::message::Message;
 use crate::processor::Processor;
 
@@ -99,9 +100,6 @@ const RETENTION_MIN: Duration = Duration::from_secs(60 * 60);
 const PATIENCE: Duration = Duration::from_secs(10);
 const PATIENCE_MAX: Duration = Duration::from_secs(10 * 60);
 
-/// How often a message is tried, unless told otherwise.
-const ATTEMPTS_MAX: u32 = 5;
-
 /// How many messages are in one transaction, unless told otherwise, and at the most.
 const BATCH: usize = 100;
 const BATCH_MAX: usize = 1000;
@@ -109,7 +107,7 @@ const BATCH_MAX: usize = 1000;
 impl TransactionalInbox {
     /// An inbox of this consumer on the application's own pool, whose messages are told apart by `identity`.
     ///
-    /// Receipts are kept for 7 days; a message is tried 5 times; a batch has 100 messages at the most.
+    /// Receipts are kept for 7 days; a message is tried 10 times; a batch has 100 messages at the most.
     #[must_use]
     pub fn new(pool: PgPool, consumer: ConsumerName, identity: Identity) -> Self {
         let inner = Inner {

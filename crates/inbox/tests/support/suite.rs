@@ -356,8 +356,8 @@ pub(crate) async fn stopping_loses_nothing<B: Broker>(broker: B) {
     let done = effects.len() as u64;
     assert!((40..=44).contains(&done), "{done}");
     assert_eq!(counts.get(EventKind::Acknowledged), done);
-    // A server that is still at it may count one twice.
-    until("all the rest is left", || async { broker.left().await == ids.len() as u64 - done }).await;
+    // NATS counts a message twice that it was about to deliver when nobody asked any more, until it delivers it.
+    until("all the rest is left", || async { broker.left().await >= ids.len() as u64 - done }).await;
     assert_eq!(counts.get(EventKind::SettlementFailed), 0);
     let running = noting(&broker, &store, &effects).await;
     all_acknowledged(&broker).await;
