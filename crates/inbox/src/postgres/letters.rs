@@ -93,10 +93,10 @@ impl DeadLetterTable {
     }
 
     /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it in
-    /// place is [`TransactionalInbox::process_letter`](super::TransactionalInbox::process_letter). Says whether there was such a letter. Until the commit every consumer is told that the message is in
-    /// flight. Where `run` fails, passes over a statement of
-    /// its own that failed, or the process ends, the letter is still there; the message may have been sent all the same,
-    /// and is dead as before.
+    /// place is [`TransactionalInbox::process_letter`](super::TransactionalInbox::process_letter). Says whether there was such a
+    /// letter. Until the commit every consumer is told that the message is in flight. Where `run` fails, passes over a
+    /// statement of its own that failed, or the process ends, the letter is still there; the message may have been sent all
+    /// the same, and is dead as before.
     ///
     /// Send it under its identity. A broker that drops what it has seen (the window of NATS, a FIFO queue of SQS) drops
     /// it within that time if its publisher's identifier is the same, too.
