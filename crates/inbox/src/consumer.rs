@@ -152,8 +152,8 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     }
 
     /// How long what runs may take when the consumer is stopped. What has not ended by then is cut off, and comes again. A
-    /// handler that blocks its thread cannot be cut off: [`run`](Self::run) returns without it, and tokio's runtime waits for it when
-    /// it is dropped. Blocking work belongs into `spawn_blocking`.
+    /// handler that blocks its thread cannot be cut off: [`run`](Self::run) returns without it, and tokio's runtime waits for it
+    /// when it is dropped. Blocking work belongs into `spawn_blocking`.
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.settings.patience = patience;
         self

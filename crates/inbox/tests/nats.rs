@@ -17,7 +17,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use oncegate_core::Store;
 use oncegate_inbox::nats::async_nats::jetstream::consumer::pull::Config as ConsumerConfig;
 use oncegate_inbox::nats::async_nats::jetstream::consumer::{AckPolicy, PullConsumer};
 use oncegate_inbox::nats::async_nats::jetstream::stream::Config as StreamConfig;
@@ -26,8 +25,7 @@ use oncegate_inbox::nats::{NatsPublisher, NatsSource, NatsSourceOptions, ORDER_K
 use oncegate_inbox::{
     DeadLetterTopic, DeadReason, Delivery, MESSAGE_ID, Order, Outgoing, PublishError, Publisher, Source,
 };
-use oncegate_postgres::{PostgresOptions, PostgresStore};
-use oncegate_servers::{NatsServer, PostgresServer};
+use oncegate_servers::NatsServer;
 use tokio::time::{Instant, sleep, timeout};
 
 use support::suite::{self, Broker, LATE, PATIENCE, SOON, all_ids, until};
@@ -182,23 +180,7 @@ async fn connections_are_cut() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_database_is_restarted() {
-    let nats = Nats::start(SOON).await;
-    let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap();
-    oncegate_postgres::schema::apply(&options).await.unwrap();
-    let store = PostgresStore::open(options).await.unwrap();
-    let store: Arc<dyn Store> = Arc::new(store);
-    let server = Mutex::new(server);
-    let restart = || async {
-        tokio::task::block_in_place(|| {
-            let mut server = server.lock().unwrap();
-            server.stop_immediately().unwrap();
-            std::thread::sleep(Duration::from_secs(2));
-            server.start_again().unwrap();
-        });
-    };
-    let (effects, ids) = suite::something_breaks(&nats, &store, restart).await;
-    effects.assert_all(&ids);
+    suite::the_database_is_restarted(&Nats::start(SOON).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

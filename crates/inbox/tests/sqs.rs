@@ -12,11 +12,10 @@ mod support {
 }
 
 use std::future::Future;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::Store;
 use oncegate_inbox::sqs::aws_sdk_sqs::Client;
 use oncegate_inbox::sqs::aws_sdk_sqs::config::timeout::TimeoutConfig;
 use oncegate_inbox::sqs::aws_sdk_sqs::config::{BehaviorVersion, Config, Credentials, Region};
@@ -25,8 +24,7 @@ use oncegate_inbox::sqs::{SqsPublisher, SqsSource, SqsSourceOptions};
 use oncegate_inbox::{
     DeadLetterTopic, Delivery, MESSAGE_ID, Order, Outgoing, PublishError, Publisher, Source,
 };
-use oncegate_postgres::{PostgresOptions, PostgresStore};
-use oncegate_servers::{PostgresServer, SqsServer, freeze, thaw};
+use oncegate_servers::{SqsServer, freeze, thaw};
 use tokio::time::{Instant, timeout};
 
 use support::suite::{self, Broker, LATE, PATIENCE, SOON, all_ids, until};
@@ -196,23 +194,7 @@ async fn the_server_stands_still() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_database_is_restarted() {
-    let sqs = Sqs::standard(SOON).await;
-    let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap();
-    oncegate_postgres::schema::apply(&options).await.unwrap();
-    let store = PostgresStore::open(options).await.unwrap();
-    let store: Arc<dyn Store> = Arc::new(store);
-    let server = Mutex::new(server);
-    let restart = || async {
-        tokio::task::block_in_place(|| {
-            let mut server = server.lock().unwrap();
-            server.stop_immediately().unwrap();
-            std::thread::sleep(Duration::from_secs(2));
-            server.start_again().unwrap();
-        });
-    };
-    let (effects, ids) = suite::something_breaks(&sqs, &store, restart).await;
-    effects.assert_all(&ids);
+    suite::the_database_is_restarted(&Sqs::standard(SOON).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,6 +2,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod database;
 mod nats;
 mod pgbouncer;
 mod port;
@@ -13,6 +14,7 @@ mod redis;
 mod sqs;
 mod way;
 
+pub use database::PostgresDatabase;
 pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
 pub use port::free_port;

@@ -1,10 +1,8 @@
 //! A database, the service on it, and the sidecar in front of the service.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use oncegate_servers::PostgresServer;
+use oncegate_servers::PostgresDatabase;
 use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection as _, Row as _};
 use tokio::net::TcpSocket;
@@ -15,32 +13,12 @@ use crate::support::{
     Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request, sidecar, until,
 };
 
-static SERVER: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
-static NUMBER: AtomicU32 = AtomicU32::new(0);
-
-/// The server that all tests of this program share, for as long as one of them holds it.
-fn server() -> Arc<PostgresServer> {
-    let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
-    shared.upgrade().unwrap_or_else(|| {
-        let server = Arc::new(PostgresServer::start().unwrap());
-        *shared = Arc::downgrade(&server);
-        server
-    })
-}
-
 /// A database with the contract.
-pub(crate) struct Database {
-    server: Arc<PostgresServer>,
-    name: String,
-}
+pub(crate) struct Database(PostgresDatabase);
 
 impl Database {
     pub(crate) async fn new() -> Self {
-        let server = tokio::task::spawn_blocking(server).await.unwrap();
-        let name = format!("test_{}", NUMBER.fetch_add(1, Ordering::SeqCst));
-        run(&mut PgConnection::connect(&server.url()).await.unwrap(), &format!("CREATE DATABASE {name}"))
-            .await;
-        let database = Self { server, name };
+        let database = Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap());
         let mut apply = Command::new(env!("CARGO_BIN_EXE_oncegate"));
         apply.args(["schema", "apply", "postgres"]).env("ONCEGATE_STORE", database.url());
         let output = apply.output().await.unwrap();
@@ -49,11 +27,11 @@ impl Database {
     }
 
     pub(crate) fn port(&self) -> u16 {
-        self.server.port()
+        self.0.server.port()
     }
 
     pub(crate) fn url(&self) -> String {
-        self.server.url_of(&self.name)
+        self.0.url()
     }
 
     /// The same by way of this address.

@@ -4,12 +4,11 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use lapin::BasicProperties;
-use oncegate_core::Store;
 use oncegate_inbox::amqp::{AmqpSource, ORDER_KEY, lapin};
 use oncegate_inbox::{DeadLetterTopic, DeadReason, Delivery as _, MESSAGE_ID, Order, Outgoing, Publisher};
 use oncegate_inbox::{EventKind, Source as _};
-use oncegate_postgres::{PostgresOptions, PostgresStore};
-use oncegate_servers::{PostgresServer, RabbitServer};
+
+use oncegate_servers::RabbitServer;
 use tokio::time::sleep;
 
 use crate::line::Line;
@@ -194,23 +193,7 @@ async fn connections_are_cut() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_database_is_restarted() {
-    let rabbit = Rabbit::queue("the_database_is_restarted", Kind::Quorum).await;
-    let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap();
-    oncegate_postgres::schema::apply(&options).await.unwrap();
-    let store = PostgresStore::open(options).await.unwrap();
-    let store: Arc<dyn Store> = Arc::new(store);
-    let server = Mutex::new(server);
-    let restart = async || {
-        tokio::task::block_in_place(|| {
-            let mut server = server.lock().unwrap();
-            server.stop_immediately().unwrap();
-            std::thread::sleep(Duration::from_secs(2));
-            server.start_again().unwrap();
-        });
-    };
-    let (effects, ids) = suite::something_breaks(&rabbit, &store, restart).await;
-    effects.assert_all(&ids);
+    suite::the_database_is_restarted(&Rabbit::queue("the_database_is_restarted", Kind::Quorum).await).await;
 }
 
 /// What fails is given back and comes again; a quorum queue counts it.

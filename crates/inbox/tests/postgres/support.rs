@@ -1,8 +1,8 @@
 //! A server for all tests of this program, a database for each, and effects that are counted without the inbox.
 
+use std::ops::Deref;
 use std::str::FromStr as _;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_inbox::postgres::TransactionalInbox;
@@ -10,42 +10,27 @@ use oncegate_inbox::{ConsumerName, Failure, Handled, Identity, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
 use oncegate_postgres::{PostgresOptions, schema};
-use oncegate_servers::PostgresServer;
+use oncegate_servers::PostgresDatabase;
 
 /// Machines of tests are busy.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-static SERVER: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
-static NUMBER: AtomicU32 = AtomicU32::new(0);
-
-fn server() -> Arc<PostgresServer> {
-    let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
-    shared.upgrade().unwrap_or_else(|| {
-        let server = Arc::new(PostgresServer::start().unwrap());
-        *shared = Arc::downgrade(&server);
-        server
-    })
-}
-
 /// A database with the contract and a table of effects.
-pub(crate) struct Database {
-    pub(crate) server: Arc<PostgresServer>,
-    pub(crate) name: String,
+pub(crate) struct Database(PostgresDatabase);
+
+impl Deref for Database {
+    type Target = PostgresDatabase;
+
+    fn deref(&self) -> &PostgresDatabase {
+        &self.0
+    }
 }
 
 impl Database {
     pub(crate) async fn fresh() -> Self {
-        let server = tokio::task::spawn_blocking(server).await.unwrap();
-        let name = format!("test_{}", NUMBER.fetch_add(1, Ordering::SeqCst));
-        let mut connection = PgConnection::connect(&server.url()).await.unwrap();
-        run(&mut connection, &format!("CREATE DATABASE {name}")).await;
-        let database = Self { server, name };
+        let database = Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap());
         prepare(&database.url()).await;
         database
-    }
-
-    pub(crate) fn url(&self) -> String {
-        self.server.url_of(&self.name)
     }
 
     pub(crate) async fn connect(&self) -> PgConnection {

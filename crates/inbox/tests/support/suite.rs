@@ -13,6 +13,8 @@ use oncegate_inbox::{
     Consumer, ConsumerName, Counts, DeadLetter, DeadLetters, DeadReason, Delivery, EventKind, Failure,
     Handled, Identity, Inbox, Message, Order, Outgoing, Publisher, PutFuture, Source,
 };
+use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_servers::PostgresServer;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
@@ -459,6 +461,25 @@ pub(crate) async fn something_breaks<B: Broker, F: Future<Output = ()>>(
     all_acknowledged(broker).await;
     running.stop().await;
     (effects, ids)
+}
+
+/// The store is restarted in the middle.
+pub(crate) async fn the_database_is_restarted(broker: &impl Broker) {
+    let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
+    let options = PostgresOptions::new(&server.url()).unwrap();
+    schema::apply(&options).await.unwrap();
+    let store: Arc<dyn Store> = Arc::new(PostgresStore::open(options).await.unwrap());
+    let server = Mutex::new(server);
+    let restart = || async {
+        tokio::task::block_in_place(|| {
+            let mut server = server.lock().unwrap();
+            server.stop_immediately().unwrap();
+            std::thread::sleep(Duration::from_secs(2));
+            server.start_again().unwrap();
+        });
+    };
+    let (effects, ids) = something_breaks(broker, &store, restart).await;
+    effects.assert_all(&ids);
 }
 
 /// The identifiers of all messages that are left, which are acknowledged by this.

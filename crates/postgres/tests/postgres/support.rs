@@ -1,8 +1,7 @@
 //! A server for all tests of this program, a database for each.
 
+use std::ops::Deref;
 use std::str::FromStr as _;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,37 +10,25 @@ use oncegate_core::{
     OnAbandoned, Outcome, RecordId, Renew, StoredResponse,
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
-use oncegate_servers::PostgresServer;
+use oncegate_servers::PostgresDatabase;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgRow, PgSslMode};
 use sqlx::{AssertSqlSafe, Connection as _};
 
-static SERVER: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
-static NUMBER: AtomicU32 = AtomicU32::new(0);
-
-/// The server that all tests of this program share, for as long as one of them holds it.
-fn server() -> Arc<PostgresServer> {
-    let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
-    shared.upgrade().unwrap_or_else(|| {
-        let server = Arc::new(PostgresServer::start().unwrap());
-        *shared = Arc::downgrade(&server);
-        server
-    })
-}
-
 /// A database of its own.
-pub(crate) struct Database {
-    pub(crate) server: Arc<PostgresServer>,
-    pub(crate) name: String,
+pub(crate) struct Database(PostgresDatabase);
+
+impl Deref for Database {
+    type Target = PostgresDatabase;
+
+    fn deref(&self) -> &PostgresDatabase {
+        &self.0
+    }
 }
 
 impl Database {
     /// Without anything in it.
     pub(crate) async fn empty() -> Self {
-        let server = tokio::task::spawn_blocking(server).await.unwrap();
-        let name = format!("test_{}", NUMBER.fetch_add(1, Ordering::SeqCst));
-        let mut connection = PgConnection::connect(&server.url()).await.unwrap();
-        run(&mut connection, &format!("CREATE DATABASE {name}")).await;
-        Self { server, name }
+        Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap())
     }
 
     /// With the contract.
@@ -49,10 +36,6 @@ impl Database {
         let database = Self::empty().await;
         schema::apply(&database.options()).await.unwrap();
         database
-    }
-
-    pub(crate) fn url(&self) -> String {
-        self.server.url_of(&self.name)
     }
 
     /// With more patience than the default has: machines of tests are busy.
