@@ -198,15 +198,14 @@ impl Receipts {
         let mut names =
             vec!["receive_many", "begin_messages", "message_not_begun", "message_failed", "message_dead"];
         names.extend(self.purges.then_some("purge_processed"));
-        let rows = self.alone(self.ask(MISSING).bind(names)).await?;
-        let missing: Option<String> =
-            rows.first().map_or(Ok(None), |row| row.try_get("missing")).map_err(refused)?;
-        missing.map_or(Ok(()), |missing| {
-            Err(StoreError::invalid(format!(
-                "the database has not, or the role may not call: {missing}; `oncegate schema apply postgres` \
-                 brings it there, and docs/reference/messages-postgres.md says what to grant"
-            )))
-        })
+        check(
+            &self.pool,
+            self.patience,
+            self.transaction_pooler,
+            names,
+            "docs/reference/messages-postgres.md",
+        )
+        .await
     }
 
     /// Counts an attempt that failed.
@@ -282,6 +281,25 @@ impl Receipts {
             });
         }
     }
+}
+
+/// Whether there are these functions of the contract, and may be called.
+pub(super) async fn check(
+    pool: &PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+    names: Vec<&str>,
+    page: &str,
+) -> Result<(), StoreError> {
+    let query = sqlx::query_scalar(MISSING).persistent(!transaction_pooler).bind(names);
+    let ask = async |connection: &mut PgConnection| query.fetch_one(connection).await;
+    let missing: Option<String> = alone(pool, patience, transaction_pooler, ask).await?;
+    missing.map_or(Ok(()), |missing| {
+        Err(StoreError::invalid(format!(
+            "the database has not, or the role may not call: {missing}; `oncegate schema apply postgres` brings it there, and \
+             {page} says what to grant"
+        )))
+    })
 }
 
 /// One statement in a transaction of its own.

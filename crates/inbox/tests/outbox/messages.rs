@@ -160,7 +160,11 @@ async fn each_role_may_do_what_is_its_own() {
         assert!(try_run(&mut sender, forbidden).await.is_err(), "{forbidden}");
     }
     let broker = Broker::good();
-    let relay = Running::start(relay(pool(&url("relay", "r")), broker.clone()));
+    let error = relay(pool(&url("sender", "s")), broker.clone()).check().await.unwrap_err().to_string();
+    assert!(error.contains("oncegate.outbox_take") && error.contains("outbox.md"), "{error}");
+    let relay = relay(pool(&url("relay", "r")), broker.clone());
+    relay.check().await.unwrap();
+    let relay = Running::start(relay);
     database.is_drained().await;
     relay.stop().await;
     assert_eq!(broker.firsts()[&Some("k".to_owned())], ["1", "x"]);

@@ -19,6 +19,7 @@ use tracing::{debug, info, warn};
 use super::event::{RelayEvent, RelayEventKind, RelayObserver};
 use super::lines::{CALL_PATIENCE, Ended, Lease, Lines, Most, Outcome, Run, Waiting};
 use crate::dead::ERROR_MAX;
+use crate::postgres::receipts;
 use crate::source::{PublishError, Publisher};
 
 /// Publishes the messages of an [`Outbox`](super::Outbox), each until it is confirmed, and deletes them then.
@@ -206,6 +207,17 @@ impl<P: Publisher> Relay<P> {
     #[must_use]
     pub fn waker(&self) -> RelayWaker {
         RelayWaker(self.awake.clone())
+    }
+
+    /// Whether the database has the contract and the role of the pool may call what a relay calls: to be asked when a program
+    /// starts. Without, [`run`](Self::run) waits, with a warning, for as long as that is so.
+    ///
+    /// # Errors
+    /// [`StoreError`] that says what is missing, or that the database is out of reach.
+    pub async fn check(&self) -> Result<(), StoreError> {
+        let names = vec!["outbox_take", "outbox_renew", "outbox_settle"];
+        let Lines { pool, transaction_pooler, .. } = &self.lines;
+        receipts::check(pool, CALL_PATIENCE, *transaction_pooler, names, "docs/reference/outbox.md").await
     }
 
     /// Publishes until `stop` is ready, and then comes to rest: nothing more is taken, what is under way is ended, and what
