@@ -406,7 +406,7 @@ async fn what_failed_comes_again_and_what_is_given_up_does_not() {
     assert_eq!((world.begun(), world.effects()), (3, 1));
 
     // Rejected, and failed for the fifth time: one letter each, and the sender is done.
-    for (id, act, attempts) in [("msg_2", Act::Reject, 1), ("msg_3", Act::Retry, 5)] {
+    for (id, act, attempts) in [("msg_2", Act::Reject, 1), ("msg_3", Act::Retry, 10)] {
         world.act(act);
         let sending = Sending::standard(id, NOW, "{}");
         for _ in 1..attempts {
@@ -422,7 +422,7 @@ async fn what_failed_comes_again_and_what_is_given_up_does_not() {
         letters.iter().map(|(_, reason)| *reason).collect::<Vec<_>>(),
         [DeadReason::Rejected, DeadReason::AttemptsExhausted]
     );
-    assert_eq!((world.begun(), world.effects()), (3 + 1 + 5, 1));
+    assert_eq!((world.begun(), world.effects()), (3 + 1 + 10, 1));
     assert_eq!(world.counts.get(EventKind::Dead(DeadReason::Rejected)), 3);
 }
 
