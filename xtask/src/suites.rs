@@ -1,11 +1,12 @@
 //! The workspace's test programs, several at a time: most of what they do is wait for servers, leases and redeliveries.
 
 use std::collections::VecDeque;
+use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::Value;
 
@@ -93,26 +94,26 @@ impl Suite {
     /// Runs it to its end, and then prints what it printed.
     fn run(&self) -> Result<()> {
         let began = Instant::now();
+        let say = |error: &dyn std::fmt::Display| format!("{}: {error}", self.name);
+        // Into a file: a pipe is open for as long as any process has it that a test left behind.
+        let log = self.program.with_extension("log");
+        let output = File::create(&log).map_err(|error| say(&error))?;
         let ended = Command::new(&self.program)
             .current_dir(&self.package)
             .env("CARGO_MANIFEST_DIR", &self.package)
             .stdin(Stdio::null())
-            .output()
-            .map_err(|error| format!("{}: {error}", self.name))?;
-        let took = began.elapsed();
-        self.print(took, &ended.stdout, &ended.stderr);
-        if ended.status.success() { Ok(()) } else { Err(format!("{}: {}", self.name, ended.status)) }
-    }
-
-    fn print(&self, took: Duration, stdout: &[u8], stderr: &[u8]) {
+            .stdout(output.try_clone().map_err(|error| say(&error))?)
+            .stderr(output)
+            .status()
+            .map_err(|error| say(&error))?;
+        let said = fs::read(&log).map_err(|error| say(&error))?;
         // One piece, so that no other suite's words come in between.
-        let text = format!(
-            "\n== {} ({} s)\n{}{}",
+        print!(
+            "\n== {} ({} s)\n{}",
             self.name,
-            took.as_secs(),
-            String::from_utf8_lossy(stderr),
-            String::from_utf8_lossy(stdout).trim_start()
+            began.elapsed().as_secs(),
+            String::from_utf8_lossy(&said).trim_start()
         );
-        print!("{text}");
+        if ended.success() { Ok(()) } else { Err(say(&ended)) }
     }
 }

@@ -20,9 +20,9 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_faketime()?;
     prepare_nats()?;
     prepare_rabbitmq()?;
-    // The tests of the sidecar start this program and stop it at named points.
-    cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
     if !arguments.is_empty() {
+        // Other packages' tests start the sidecar, and stop it at named points. With all tests it is built anyway.
+        cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
         return cmd(cargo()
             .args(["test", "--workspace", "--all-features", "--no-fail-fast"])
             .args(arguments));

@@ -168,6 +168,8 @@ impl Inbox {
                 Some((reason, attempts, error, which)) => {
                     inner.bury_beside(id, message, reason, attempts, error, &which).await
                 }
+                // Written by somebody who knows more than this one.
+                None if is_unwritten(&response) => Handled::InFlight { retry_after: ASK_LAST },
                 None => known(&response),
             },
             Ok(ClaimOutcome::Unreplayable) => Handled::Duplicate,
@@ -404,6 +406,10 @@ fn unwritten_letter(response: &StoredResponse) -> Option<(DeadReason, u32, Strin
     let reason = DeadReason::from_word(header(REASON)?)?;
     let error = String::from_utf8_lossy(&response.body()).into_owned();
     Some((reason, attempts.parse().ok()?, error, format!("{reason} {token}")))
+}
+
+fn is_unwritten(response: &StoredResponse) -> bool {
+    response.headers().any(|(name, _)| name.eq_ignore_ascii_case(UNWRITTEN))
 }
 
 /// What a completed record says of its message.

@@ -176,10 +176,11 @@ impl Reader {
                 ));
                 false
             }
-            // It stays in front of it.
+            // It stays in front of a codec that it does not know, and goes on behind a format that it does not know.
             Some(RDKafkaErrorCode::NotImplemented) => {
-                self.shared
-                    .error(format!("records are compressed in a way that the client does not know: {error}"));
+                self.shared.fatal(format!(
+                    "a record is compressed, or written, in a way that the client does not know, or it was damaged: {error}"
+                ));
                 false
             }
             _ => {

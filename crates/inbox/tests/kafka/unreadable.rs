@@ -46,17 +46,21 @@ async fn a_record_whose_checksum_is_wrong_is_neither_delivered_nor_skipped() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_record_that_is_compressed_in_an_unknown_way_is_waited_for() {
+async fn a_record_that_is_compressed_in_an_unknown_way_is_not_skipped() {
     let cluster = cluster(Wrong::Compression);
     let mut source = KafkaSource::new(&cluster.member("g"), &[TOPIC], options()).unwrap();
-    for _ in 0..2 {
-        next(&mut source).await.ack().await.unwrap();
-    }
-    for _ in 0..2 {
-        let error = error(&mut source).await;
-        assert!(!error.is_fatal() && error.to_string().contains("compressed"), "{error}");
-    }
-    committed(&cluster, "g", &[2]).await;
+    let mut seen = 0;
+    let error = loop {
+        match within("an error", source.next()).await {
+            Ok(delivery) => {
+                seen += 1;
+                delivery.ack().await.unwrap();
+            }
+            Err(error) => break error,
+        }
+    };
+    assert!(error.is_fatal() && error.to_string().contains("compressed"), "{error}");
+    assert!(seen <= 2, "{seen}");
     source.close().await.unwrap();
-    assert_eq!(cluster.committed("g", TOPIC, 1), [2]);
+    assert!(cluster.committed("g", TOPIC, 1)[0] <= 2);
 }

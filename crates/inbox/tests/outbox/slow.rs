@@ -37,22 +37,34 @@ async fn slow_way(to: u16, octets: usize) -> SocketAddr {
     address
 }
 
-/// What waits after an outage does not get through within the time that a call may take.
-#[tokio::test(flavor = "multi_thread")]
-async fn what_does_not_get_through_at_once_gets_through_bit_by_bit() {
+/// A relay that has so many octets a second for these messages, and publishes the first of them in the end.
+async fn publishes(payloads: usize, octets: usize, lease: Duration) {
     let database = Database::fresh().await;
     let large = |n| {
         let mut message = message(None, n);
-        message.payload = vec![b'x'; 1 << 20].into();
+        message.payload = vec![b'x'; octets].into();
         message
     };
-    database.send(&(0..24).map(large).collect::<Vec<_>>()).await;
+    database.send(&(0..payloads).map(large).collect::<Vec<_>>()).await;
     let way = slow_way(database.server.port(), 1 << 20).await;
     let options = PgConnectOptions::from_str(&database.url()).unwrap();
     let options = options.port(way.port()).ssl_mode(PgSslMode::Disable);
     let pool = PgPoolOptions::new().max_connections(2).connect_lazy_with(options);
     let broker = Broker::good();
-    let relay = Running::start(relay(pool, broker.clone()).with_octets_max(24 << 20));
+    let relay = relay(pool, broker.clone()).with_octets_max(24 << 20).with_lease(lease);
+    let relay = Running::start(relay);
     broker.holds(1).await;
     drop(relay);
+}
+
+/// What waits after an outage does not get through within the time that a call may take.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_does_not_get_through_at_once_gets_through_bit_by_bit() {
+    publishes(24, 1 << 20, Duration::from_secs(30)).await;
+}
+
+/// One message takes longer than a call may, and than the lease is.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_takes_longer_than_its_lease_is_published() {
+    publishes(1, 18 << 20, Duration::from_secs(1)).await;
 }

@@ -102,6 +102,7 @@ impl Lines {
         after: Option<i64>,
         most: &Most,
         patience: Duration,
+        lease: Duration,
     ) -> Result<Taken, StoreError> {
         let call = async |connection: &mut PgConnection| {
             sqlx::query("SELECT * FROM oncegate.outbox_take($1, $2, $3, $4, $5)")
@@ -110,7 +111,7 @@ impl Lines {
                 .bind(i32::try_from(most.rows).unwrap_or(i32::MAX))
                 .bind(i64::try_from(most.octets).unwrap_or(i64::MAX))
                 .bind(i32::try_from(most.run).unwrap_or(i32::MAX))
-                .bind(millis(self.lease))
+                .bind(millis(lease))
                 .fetch_all(connection)
                 .await
         };

@@ -497,9 +497,12 @@ impl<P: Publisher> Running<P> {
             most.rows = most.rows.min(PROBE_ROWS);
         }
         let asked = Instant::now();
-        // Where even one message may be too much, it has more time.
-        let patience = CALL_PATIENCE * (1 + self.halved / HALVED_BY);
-        let taken = match self.lines.take(self.after, &most, patience).await {
+        // Where even one message may be too much, it has more time, and a lease that is not over when it comes. Nothing else is
+        // held then that would have to be renewed meanwhile.
+        let patience = CALL_PATIENCE * if self.held.is_empty() { 1 + self.halved / HALVED_BY } else { 1 };
+        let lease =
+            if patience > CALL_PATIENCE { self.lines.lease.max(patience * 2) } else { self.lines.lease };
+        let taken = match self.lines.take(self.after, &most, patience, lease).await {
             Ok(taken) => taken,
             Err(error) => {
                 if asked.elapsed() >= CALL_PATIENCE {
@@ -531,7 +534,7 @@ impl<P: Publisher> Running<P> {
             }
         }
         for run in taken.runs {
-            self.spawn(run, asked + self.lines.lease);
+            self.spawn(run, asked + lease);
         }
     }
 
@@ -605,8 +608,15 @@ impl<P: Publisher> Running<P> {
         if Instant::now() < self.renew_at {
             return;
         }
-        let ours = self.held.values().filter(|held| !held.is_lost);
-        let runs: Vec<_> = ours.map(|held| (held.token, held.line, held.first)).collect();
+        // One run of a line, the earlier one: the answer tells lines, and not runs. The other one's lease ends.
+        let mut firsts: HashMap<i64, (i64, i64)> = HashMap::new();
+        for held in self.held.values().filter(|held| !held.is_lost) {
+            let first = firsts.entry(held.line).or_insert((held.token, held.first));
+            if held.first < first.1 {
+                *first = (held.token, held.first);
+            }
+        }
+        let runs: Vec<_> = firsts.iter().map(|(line, (token, first))| (*token, *line, *first)).collect();
         let asked = Instant::now();
         self.renew_at = asked + self.lines.lease / 3;
         if runs.is_empty() {
@@ -622,7 +632,12 @@ impl<P: Publisher> Running<P> {
         self.reached();
         let ours: HashSet<_> = ours.into_iter().collect();
         for held in self.held.values().filter(|held| !held.is_lost) {
-            held.lease.set(if ours.contains(&held.line) { asked + self.lines.lease } else { asked });
+            let is_asked = firsts.get(&held.line).is_some_and(|(token, _)| *token == held.token);
+            match (is_asked, ours.contains(&held.line)) {
+                (true, true) => held.lease.set(asked + self.lines.lease),
+                (true, false) => held.lease.set(asked),
+                (false, _) => {}
+            }
         }
     }
 
@@ -636,7 +651,15 @@ impl<P: Publisher> Running<P> {
         while let Some(ended) = self.tasks.join_next_with_id().await {
             self.end(ended);
         }
-        if timeout(LAST_WORDS, self.settle()).await.is_err() || !self.ended.is_empty() {
+        let settled = timeout(LAST_WORDS, async {
+            // Runs of one line one after the other.
+            let mut left = usize::MAX;
+            while self.ended.len() < left {
+                left = self.ended.len();
+                self.settle().await;
+            }
+        });
+        if settled.await.is_err() || !self.ended.is_empty() {
             warn!("what the relay published could not be written down; it will be published again");
         }
     }
