@@ -144,23 +144,26 @@ impl RabbitServer {
         if freeze { process::freeze(pid) } else { process::thaw(pid) }
     }
 
-    /// Waits until the files of the broker name all of its quorum queues. It writes the name of a new one some seconds late
-    /// (3.10 does), and one that was killed before that does not know the queue's messages when it is started again.
+    /// Waits until the files of the broker name these queues, and all quorum queues. It says that there is a new one some seconds
+    /// before it has written so (3.10 does): one that was killed in between does not know the queue, or its messages, when it
+    /// is started again.
     ///
     /// # Errors
     /// Where that takes too long.
-    pub fn until_queues_are_written(&self) -> io::Result<()> {
-        let directory = self.path("data").join(self.node()).join("quorum").join(self.node());
+    pub fn until_queues_are_written(&self, queues: &[&str]) -> io::Result<()> {
+        let tables = self.path("data").join(self.node());
+        let directory = tables.join("quorum").join(self.node());
         let deadline = Instant::now() + PATIENCE;
         loop {
             let names = fs::read(directory.join("names.dets"))?;
-            let mut queues = fs::read_dir(&directory)?.flatten().filter(|entry| entry.path().is_dir());
-            let is_named = |queue: fs::DirEntry| {
-                let name = queue.file_name();
-                let name = name.as_encoded_bytes();
-                names.windows(name.len()).any(|part| part == name)
-            };
-            if queues.all(is_named) {
+            let mut on_disk = fs::read_dir(&directory)?.flatten().filter(|entry| entry.path().is_dir());
+            let is_named = |queue: fs::DirEntry| has(&names, queue.file_name().as_encoded_bytes());
+            // What is new is in the log, and later in the table.
+            let mut known = fs::read(tables.join("LATEST.LOG")).unwrap_or_default();
+            for table in ["rabbit_durable_queue.DCD", "rabbit_durable_queue.DCL"] {
+                known.extend(fs::read(tables.join(table)).unwrap_or_default());
+            }
+            if on_disk.all(is_named) && queues.iter().all(|queue| has(&known, queue.as_bytes())) {
                 return Ok(());
             }
             if Instant::now() > deadline {
@@ -375,4 +378,8 @@ fn home() -> io::Result<PathBuf> {
 
 fn is_home(path: &Path) -> bool {
     path.join("sbin/rabbitmq-server").exists()
+}
+
+fn has(octets: &[u8], part: &[u8]) -> bool {
+    octets.windows(part.len().max(1)).any(|octets| octets == part)
 }

@@ -164,7 +164,7 @@ async fn the_broker_is_killed() {
         let restart = async || {
             rabbit
                 .with(|server| {
-                    server.until_queues_are_written().unwrap();
+                    server.until_queues_are_written(&["orders"]).unwrap();
                     server.kill();
                     server.start_again().unwrap();
                 })

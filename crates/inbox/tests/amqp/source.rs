@@ -216,7 +216,7 @@ async fn a_broker_that_was_killed_or_stopped_is_come_back_to() {
         let mut source = queue.source();
         let held = take(&mut source, 10).await;
         if kind == Kind::Quorum {
-            server.until_queues_are_written().unwrap();
+            server.until_queues_are_written(&[&name]).unwrap();
             server.kill();
         } else {
             server.stop().unwrap();

@@ -4,7 +4,7 @@ use oncegate_inbox::kafka::KafkaSource;
 use oncegate_inbox::{Delivery as _, Source as _};
 
 use crate::raw::{self, Wrong};
-use crate::source::{TOPIC, committed, error, next, options, take};
+use crate::source::{TOPIC, options, take};
 use crate::support::kafka::Cluster;
 use crate::support::within;
 
