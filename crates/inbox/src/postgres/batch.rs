@@ -287,7 +287,7 @@ impl Inner {
             }
             Known::NotRun(said) => match said.first() {
                 Some(Said { what: What::Process, attempts }) => {
-                    let why = "its last attempt did not end".to_owned();
+                    let why = "its last attempt did not end, or its letter could not be written".to_owned();
                     self.bury(receipt, slot.message, DeadReason::AttemptsExhausted, *attempts, why).await
                 }
                 Some(Said { what: What::Reused, .. }) => {
@@ -345,7 +345,17 @@ impl Inner {
     async fn torn(&self, receipt: &Receipt, message: &Message, attempts: u32) -> Handled {
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
-        self.bury(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned()).await
+        // Given back it would count as processed, and there would be no letter: so it is tried as long as it may take.
+        let until = Instant::now() + self.receipts.patience;
+        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        loop {
+            let handled =
+                self.bury(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned()).await;
+            if matches!(handled, Handled::Dead { .. }) || !is_ahead(Some(until)) {
+                return handled;
+            }
+            pause.sleep(Some(until)).await;
+        }
     }
 
     /// Gives a message up.
@@ -459,7 +469,7 @@ impl Inner {
                 open.rollback(patience).await;
                 // Of a batch the receipts of all are in danger where a handler commits.
                 if let (Tried::Failed(_), Some((said, transaction)), true) = (&tried, taken, slots.len() > 1)
-                    && self.receipts.is_committed(&mut held, transaction).await
+                    && self.receipts.is_committed(held, transaction).await
                 {
                     tracing::error!("a handler ended the transaction of a batch of messages by itself");
                     return Tried::Torn(said);

@@ -8,7 +8,7 @@ use oncegate_core::{RecordId, StoreError};
 use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::query::Query;
 use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
-use oncegate_postgres::transaction::{Held, Open, StepError};
+use oncegate_postgres::transaction::{Held, Open, Pause, StepError};
 use tokio::time::timeout;
 use tracing::debug;
 
@@ -168,12 +168,29 @@ impl Receipts {
         Ok(now.is_some() && now == transaction)
     }
 
-    /// Whether the transaction with that number was committed, after all. Where nobody can say it was not, by us.
-    pub(super) async fn is_committed(&self, held: &mut Held, transaction: i64) -> bool {
-        let query = self.ask("SELECT txid_status($1) AS status").bind(transaction);
-        let row = held.alone(self.patience, async |connection| query.fetch_one(connection).await).await;
-        let status: Option<String> = row.ok().and_then(|row| row.try_get("status").ok()).flatten();
-        status.as_deref() == Some("committed")
+    /// Whether the transaction with that number was committed, after all. Its own session is asked first, and another one where
+    /// that has ended. Where nobody can say, it was not, by us.
+    pub(super) async fn is_committed(&self, mut held: Held, transaction: i64) -> bool {
+        const STATUS: &str = "SELECT txid_status($1) AS status";
+        let is_it = |row: &PgRow| {
+            row.try_get::<Option<String>, _>("status")
+                .is_ok_and(|status| status.as_deref() == Some("committed"))
+        };
+        let query = self.ask(STATUS).bind(transaction);
+        if let Ok(row) = held.alone(self.patience, async |connection| query.fetch_one(connection).await).await
+        {
+            return is_it(&row);
+        }
+        drop(held);
+        let until = tokio::time::Instant::now() + self.patience;
+        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        while tokio::time::Instant::now() < until {
+            if let Ok(rows) = self.alone(self.ask(STATUS).bind(transaction)).await {
+                return rows.first().is_some_and(is_it);
+            }
+            pause.sleep(Some(until)).await;
+        }
+        false
     }
 
     /// Notes that messages are begun.

@@ -9,7 +9,9 @@ use oncegate_inbox::{ConsumerName, DeadReason, Failure, Handled, Identity, Messa
 use oncegate_postgres::Isolation;
 use oncegate_postgres::sqlx::{self, Connection as _};
 
-use crate::support::{Database, again, effect, inbox, inbox_of, new, run, until, word};
+use tokio::time::{Instant, sleep};
+
+use crate::support::{Database, LONG, again, effect, inbox, inbox_of, new, run, until, word};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_is_processed_once_by_each_consumer() {
@@ -301,7 +303,8 @@ async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at() {
-    for ends in ["COMMIT; BEGIN", "COMMIT"] {
+    let gone = "COMMIT; SELECT pg_terminate_backend(pg_backend_pid())";
+    for ends in ["COMMIT; BEGIN", "COMMIT", gone] {
         let database = Database::fresh().await;
         let inbox = database.inbox(2).await;
         let batch: Vec<_> = ["a", "poison", "c"].map(new).into();
@@ -329,6 +332,38 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
         let sent = letters.take(last.number, async |_, message| Ok(message)).await.unwrap().unwrap();
         assert_eq!(word(&inbox.process(&sent, effect).await), "processed 1", "{ends}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_the_message_for_a_moment() {
+    let database = Arc::new(Database::fresh().await);
+    let inbox = database.inbox(2).await;
+    let batch: Vec<_> = ["a", "b"].map(new).into();
+    let record = Identity::header("event-id").of(&batch[1]).unwrap().record_id(inbox.consumer());
+    let shared = database.clone();
+    let handled = inbox.process_batch(&batch, async move |connection, message| {
+        effect(connection, message).await?;
+        if message.payload != "b" {
+            return Ok(());
+        }
+        let mut other = shared.connect().await;
+        // It waits for the lock of the message, and has it for a second after the commit.
+        tokio::spawn(async move {
+            let lock = "SELECT pg_advisory_lock(oncegate.message_lock($1)), pg_sleep(1)";
+            sqlx::query(lock).bind(record.as_bytes().to_vec()).execute(&mut other).await.unwrap();
+            other.close().await.unwrap();
+        });
+        let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted";
+        let deadline = Instant::now() + LONG;
+        while shared.number(waits).await == 0 {
+            assert!(Instant::now() < deadline, "nobody waits");
+            sleep(Duration::from_millis(20)).await;
+        }
+        sqlx::raw_sql("COMMIT").execute(&mut *connection).await?;
+        Err(Failure::reject("never"))
+    });
+    let handled: Vec<_> = handled.await.iter().map(word).collect();
+    assert_eq!(handled, ["dead outcome-unknown"; 2]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
