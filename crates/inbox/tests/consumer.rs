@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{Clock, MemoryStore, OnAbandoned, Store, Timestamp};
+use oncegate_core::{
+    Clock, Command, Complete, Completion, MemoryStore, OnAbandoned, Outcome, Store, StoredResponse, Timestamp,
+};
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
     Consumer, ConsumerError, ConsumerName, Counts, DeadLetter, DeadLetterTopic, DeadLetters, DeadReason,
@@ -779,6 +781,29 @@ async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
     assert!((2..100).contains(&asked.load(Ordering::SeqCst)), "it is tried again, and not all the time");
     assert_eq!(world.ledger.count("poison"), 2, "attempts are over");
     assert_eq!(world.broker.deliveries().len(), 1, "and it is not lost");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_letter_that_somebody_else_has_still_to_write_for_a_reason_unknown_here_is_waited_for() {
+    let world = World::new();
+    let inbox = world.inbox(OnAbandoned::Park);
+    let message = Arc::new(message("a"));
+    let handled = inbox.process(&message, |attempt, _| {
+        let store = world.store.clone();
+        async move {
+            let headers: [(&str, &[u8]); 2] =
+                [("oncegate-dead-reason", b"a-reason-to-come"), ("oncegate-dead-unwritten", b"3 7")];
+            let response = StoredResponse::new(422, &headers, &[], &[]).unwrap();
+            let (token, retention) = (attempt.token(), Duration::from_secs(60));
+            let completion = Completion::Replayable(response);
+            let complete = Command::Complete(Complete { token, completion, retention });
+            assert_eq!(store.apply(attempt.record_id(), complete).await.unwrap(), Outcome::Completed);
+            Ok(())
+        }
+    });
+    drop(handled.await);
+    let again = inbox.process(&message, |_, _| async { panic!("it must not run") }).await;
+    assert!(matches!(again, Handled::InFlight { .. }), "{again:?}");
 }
 
 #[tokio::test(start_paused = true)]
