@@ -138,12 +138,12 @@ $$;
 -- Takes messages in the transaction that is to hold their effects, and writes the receipts of those that are to be processed.
 -- Outcomes, in the order of the messages: process; processed, before or earlier in this batch; in-flight elsewhere; dead;
 -- reused, where what was processed or is dead had another digest. attempts: how many there were that failed; reason: why it is
--- dead.
+-- dead; at: when this was, by the clock of the server, by which oncegate.message_dead knows the receipt again.
 --
 -- Where the transaction rolls back, nothing was taken. New messages are inserted together by one statement; its look is older
 -- than its locks, and what was committed in between meets the primary key and is looked at again.
 CREATE FUNCTION oncegate.receive_many(ids bytea[], retention_ms bigint, digests bytea[] DEFAULT NULL)
-RETURNS TABLE (outcome text, attempts integer, reason text)
+RETURNS TABLE (outcome text, attempts integer, reason text, at bigint)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 AS $$
@@ -171,7 +171,7 @@ BEGIN
     )
     SELECT array_agg(p.id) INTO inserted FROM put AS p;
     IF cardinality(inserted) = cardinality(receive_many.ids) THEN
-        RETURN QUERY SELECT 'process'::text, 0, NULL::text FROM unnest(receive_many.ids);
+        RETURN QUERY SELECT 'process'::text, 0, NULL::text, clock FROM unnest(receive_many.ids);
         RETURN;
     END IF;
     -- Those that were begun or failed before, and those whose retention is over.
@@ -207,7 +207,7 @@ BEGIN
             END,
             CASE WHEN a.id = ANY (inserted) THEN 0
                 ELSE coalesce(taken_attempts[array_position(taken, a.id)], l.attempts, 0) END,
-            l.reason
+            l.reason, clock
         FROM (
             SELECT u.id, u.digest, u.n, row_number() OVER (PARTITION BY u.id ORDER BY u.n) AS turn
             FROM unnest(receive_many.ids, receive_many.digests) WITH ORDINALITY AS u (id, digest, n)
@@ -382,8 +382,9 @@ END
 $$;
 
 -- Gives a message up, in a transaction of its own: it is dead and its letter is written, or neither. Outcomes: written; dead,
--- which it was before, and no second letter is written; processed; in-flight. is_doubtful: it is given up also where it is
--- processed, because its receipt is known to have been committed without all of its effect.
+-- which it was before, and no second letter is written; processed; in-flight. doubtful_at: it is given up where it was processed by
+-- the transaction that took it then, and only there, because that is known to have been committed without all of its effect;
+-- open, where it is not processed.
 CREATE FUNCTION oncegate.message_dead(
     id bytea,
     consumer text,
@@ -398,7 +399,7 @@ CREATE FUNCTION oncegate.message_dead(
     payload bytea,
     retention_ms bigint,
     digest bytea DEFAULT NULL,
-    is_doubtful boolean DEFAULT false,
+    doubtful_at bigint DEFAULT NULL,
     OUT outcome text,
     OUT number bigint
 )
@@ -408,13 +409,12 @@ DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
     ends CONSTANT bigint := clock + message_dead.retention_ms;
     r oncegate.processed;
-    is_there boolean;
 BEGIN
     PERFORM oncegate.check_messages(ARRAY[message_dead.id], message_dead.retention_ms);
     IF (octet_length(message_dead.consumer) BETWEEN 1 AND 100 AND octet_length(message_dead.reason) BETWEEN 1 AND 100
         AND message_dead.attempts >= 0 AND octet_length(message_dead.error) <= 4000 AND message_dead.topic IS NOT NULL
         AND cardinality(message_dead.header_names) = cardinality(message_dead.header_values)
-        AND message_dead.payload IS NOT NULL AND message_dead.is_doubtful IS NOT NULL) IS NOT TRUE
+        AND message_dead.payload IS NOT NULL) IS NOT TRUE
     THEN
         RAISE EXCEPTION 'oncegate: an argument of message_dead is not what the contract says' USING ERRCODE = '22023';
     END IF;
@@ -423,21 +423,28 @@ BEGIN
         RETURN;
     END IF;
     SELECT t.* INTO r FROM oncegate.processed AS t WHERE t.id = message_dead.id FOR UPDATE SKIP LOCKED;
-    is_there := FOUND;
-    IF is_there THEN
-        IF r.state <> 'o' AND clock < r.expires_at AND NOT (r.state = 'p' AND message_dead.is_doubtful) THEN
+    IF NOT FOUND THEN
+        -- Not there, or held by somebody who purges.
+        PERFORM FROM oncegate.processed AS t WHERE t.id = message_dead.id;
+        IF FOUND THEN
+            RETURN;
+        END IF;
+    END IF;
+    IF r.state <> 'o' AND clock < r.expires_at THEN
+        IF (r.state = 'p' AND r.changed_at = message_dead.doubtful_at) IS NOT TRUE THEN
             outcome := CASE r.state WHEN 'p' THEN 'processed' ELSE 'dead' END;
             RETURN;
         END IF;
+    ELSIF message_dead.doubtful_at IS NOT NULL THEN
+        outcome := 'open';
+        RETURN;
+    END IF;
+    IF r.id IS NOT NULL THEN
         UPDATE oncegate.processed AS t SET
                 state = 'd', attempts = message_dead.attempts, begun_by = NULL, reason = message_dead.reason, digest = message_dead.digest,
                 changed_at = clock, expires_at = ends, purge_at = oncegate.purge_at(t.purge_at, ends, clock)
             WHERE t.id = message_dead.id;
     ELSE
-        PERFORM FROM oncegate.processed AS t WHERE t.id = message_dead.id;
-        IF FOUND THEN
-            RETURN;
-        END IF;
         INSERT INTO oncegate.processed AS t (id, changed_at, expires_at, purge_at, attempts, state, reason, digest)
             VALUES (message_dead.id, clock, ends, oncegate.purge_at(0, ends, clock), message_dead.attempts, 'd',
                 message_dead.reason, message_dead.digest)

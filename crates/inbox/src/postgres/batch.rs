@@ -15,7 +15,7 @@ use oncegate_postgres::transaction::{
 use tokio::time::Instant;
 
 use super::Inner;
-use super::receipts::{Receipt, Said, What};
+use super::receipts::{Receipt, Said, Transaction, What};
 use super::streams::StreamBusy;
 use super::work::Work;
 use crate::dead::DeadLetter;
@@ -72,8 +72,8 @@ enum Tried {
     NotRun(Vec<Said>),
     /// The handler failed, or COMMIT did. Rolled back.
     Failed(Failure),
-    /// The handler failed after it had ended the transaction by itself, with the receipts of all.
-    Torn(Vec<Said>),
+    /// The handler failed, and the transaction may have been committed all the same, with the receipts of all.
+    Torn(Vec<Said>, Transaction),
     /// Rolled back before or after the handler, and worth another run.
     Again(StoreError),
     /// COMMIT was sent, and its answer lost.
@@ -86,7 +86,7 @@ enum Known {
     Committed(Vec<Said>),
     NotRun(Vec<Said>),
     Failed(Failure),
-    Torn(Vec<Said>),
+    Torn(Vec<Said>, Transaction),
     Away(StoreError),
 }
 
@@ -161,15 +161,21 @@ impl Inner {
                 }
                 // Each alone will tell which one it is.
                 Known::Failed(_) => break,
-                Known::Torn(said) => {
+                Known::Torn(said, transaction) => {
+                    let mut is_torn = false;
                     for (at, said) in batch.into_iter().zip(said) {
                         if let Some(slot) = slots.get_mut(at) {
-                            slot.handled = Some(match (&slot.receipt, known(&said)) {
-                                (_, Some(handled)) => handled,
-                                (Ok(receipt), None) => self.torn(receipt, slot.message, said.attempts).await,
-                                (Err(_), None) => Handled::NotBegun,
-                            });
+                            slot.handled = match (&slot.receipt, known(&said)) {
+                                (Ok(receipt), None) => {
+                                    self.torn(receipt, slot.message, said.attempts, transaction).await
+                                }
+                                (_, handled) => handled,
+                            };
+                            is_torn |= matches!(slot.handled, Some(Handled::Dead { is_known: false, .. }));
                         }
+                    }
+                    if is_torn {
+                        tracing::error!("a handler ended the transaction of a batch of messages by itself");
                     }
                     break;
                 }
@@ -300,7 +306,7 @@ impl Inner {
             },
             Known::Failed(failure) => self.failed(receipt, slot.message, failure, *cut).await,
             // Of a message by itself what was committed is its effect, as its handler wanted it.
-            Known::Torn(_) => Handled::Duplicate,
+            Known::Torn(..) => Handled::Duplicate,
             Known::Away(error) => Handled::Unavailable(error),
         }
     }
@@ -341,18 +347,29 @@ impl Inner {
     }
 
     /// A message whose receipt was committed by a handler, perhaps without its effect. Its own receipt says so from here on, so
-    /// that whoever takes its letter out has it processed.
-    async fn torn(&self, receipt: &Receipt, message: &Message, attempts: u32) -> Handled {
+    /// that whoever takes its letter out has it processed. None where it is not so: another transaction had the number, after a
+    /// crash of the server, and the message is as open as it was.
+    async fn torn(
+        &self,
+        receipt: &Receipt,
+        message: &Message,
+        attempts: u32,
+        transaction: Transaction,
+    ) -> Option<Handled> {
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
         // Given back it would count as processed, and there would be no letter: so it is tried as long as it may take.
         let until = Instant::now() + self.receipts.patience;
         let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
-            let handled =
-                self.bury(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned()).await;
-            if matches!(handled, Handled::Dead { .. }) || !is_ahead(Some(until)) {
-                return handled;
+            let letter = self.letter(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned());
+            let handled = match self.receipts.dead(receipt, &letter, Some(transaction.at)).await {
+                Ok(Said { what: What::Open, .. }) => return None,
+                said => self.buried(said, &letter),
+            };
+            let is_known = matches!(handled, Handled::Dead { .. } | Handled::Duplicate);
+            if is_known || !is_ahead(Some(until)) {
+                return Some(handled);
             }
             pause.sleep(Some(until)).await;
         }
@@ -367,22 +384,39 @@ impl Inner {
         attempts: u32,
         error: String,
     ) -> Handled {
-        let letter = DeadLetter {
+        let letter = self.letter(receipt, message, reason, attempts, error);
+        self.buried(self.receipts.dead(receipt, &letter, None).await, &letter)
+    }
+
+    fn letter(
+        &self,
+        receipt: &Receipt,
+        message: &Message,
+        reason: DeadReason,
+        attempts: u32,
+        error: String,
+    ) -> DeadLetter {
+        DeadLetter {
             id: receipt.id.downstream_key("dead-letter"),
             consumer: self.consumer.clone(),
             message: Arc::new(message.clone()),
             reason,
             attempts,
             error,
-        };
-        match self.receipts.dead(receipt, &letter, reason == DeadReason::OutcomeUnknown).await {
+        }
+    }
+
+    /// What becomes of a message whose letter was to be written.
+    fn buried(&self, said: Result<Said, StoreError>, letter: &DeadLetter) -> Handled {
+        let reason = letter.reason;
+        match said {
             Ok(Said { what: What::Written, .. }) => Handled::Dead { reason, is_known: false },
             Ok(Said { what: What::Dead(_), .. }) => Handled::Dead { reason, is_known: true },
             Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
             // It holds up its own message alone.
             Err(error) if error.kind() == StoreErrorKind::Invalid => {
                 let failure = Failure::retry(format!("its dead letter is refused: {error}"));
-                Handled::Failed { attempts: attempts.max(1), failure }
+                Handled::Failed { attempts: letter.attempts.max(1), failure }
             }
             Err(error) => Handled::Unavailable(error),
         }
@@ -417,7 +451,7 @@ impl Inner {
                 }
                 Tried::Away(_) if is_looking => {}
                 Tried::Away(error) => return Known::Away(error),
-                Tried::Torn(said) => return Known::Torn(said),
+                Tried::Torn(said, transaction) => return Known::Torn(said, transaction),
                 Tried::Again(error) if !is_alone || runs_left <= 1 => {
                     return Known::Failed(Failure::retry(error));
                 }
@@ -469,10 +503,9 @@ impl Inner {
                 open.rollback(patience).await;
                 // Of a batch the receipts of all are in danger where a handler commits.
                 if let (Tried::Failed(_), Some((said, transaction)), true) = (&tried, taken, slots.len() > 1)
-                    && self.receipts.is_committed(held, transaction).await
+                    && self.receipts.may_be_committed(held, transaction).await
                 {
-                    tracing::error!("a handler ended the transaction of a batch of messages by itself");
-                    return Tried::Torn(said);
+                    return Tried::Torn(said, transaction);
                 }
                 return tried;
             }
@@ -500,7 +533,7 @@ impl Inner {
         open: &mut Open<'_>,
         slots: &[&Slot<'_>],
         work: &W,
-        taken: &mut Option<(Vec<Said>, i64)>,
+        taken: &mut Option<(Vec<Said>, Transaction)>,
     ) -> Result<Vec<Said>, Tried> {
         let receipts: Vec<Receipt> = slots.iter().filter_map(|slot| slot.receipt.clone().ok()).collect();
         let (said, transaction) = match self.receipts.receive(open, &receipts).await {
@@ -605,7 +638,7 @@ fn known(said: &Said) -> Option<Handled> {
         What::Processed => Some(Handled::Duplicate),
         What::Dead(reason) => Some(Handled::Dead { reason, is_known: true }),
         What::InFlight => Some(Handled::InFlight { retry_after: ASK_AGAIN }),
-        What::Process | What::Alone | What::Reused | What::Failed | What::Written => None,
+        What::Process | What::Alone | What::Reused | What::Failed | What::Written | What::Open => None,
     }
 }
 

@@ -21,7 +21,7 @@ const PURGE_EVERY: Duration = Duration::from_secs(60);
 /// How many at a time.
 const PURGE_BATCH: i32 = 1000;
 
-const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, txid_current_if_assigned() AS transaction \
+const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, r.at, txid_current_if_assigned() AS transaction \
      FROM oncegate.receive_many($1, $2, $3) AS r";
 
 /// A count that a crash of the server loses does no harm, so its commit does not wait for the disk.
@@ -79,6 +79,17 @@ pub(super) enum What {
     Failed,
     /// The dead letter was written.
     Written,
+    /// It is not processed, and what was in doubt never was.
+    Open,
+}
+
+/// What tells the transaction that took messages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Transaction {
+    /// Its number, which after a crash of the server may be given to another one.
+    number: i64,
+    /// When it took them, by the server's clock in milliseconds: what its receipts are told by.
+    pub(super) at: i64,
 }
 
 /// A message as its receipt knows it.
@@ -118,20 +129,19 @@ impl Receipts {
         i64::try_from(self.retention.as_millis()).unwrap_or(i64::MAX)
     }
 
-    /// Takes messages in this transaction, whose number is given, too.
+    /// Takes messages in this transaction, which is given, too, where it wrote anything.
     pub(super) async fn receive(
         &self,
         open: &mut Open<'_>,
         receipts: &[Receipt],
-    ) -> Result<(Vec<Said>, Option<i64>), StepError> {
+    ) -> Result<(Vec<Said>, Option<Transaction>), StepError> {
         let ids: Vec<Vec<u8>> = receipts.iter().map(|receipt| receipt.id.as_bytes().to_vec()).collect();
         let digests: Option<Vec<Vec<u8>>> =
             receipts.iter().map(|receipt| receipt.digest.map(|digest| digest.to_vec())).collect();
         let query = self.ask(RECEIVE).bind(ids).bind(self.retention_ms()).bind(digests);
         let rows = open.step(self.patience, async |connection| query.fetch_all(connection).await).await?;
-        // It has a number where something was written.
         let transaction = match rows.first() {
-            Some(row) => row.try_get("transaction").map_err(StepError::Refused)?,
+            Some(row) => transaction(row).map_err(StepError::Refused)?,
             None => None,
         };
         Ok((all(&rows, receipts.len()).map_err(StepError::Refused)?, transaction))
@@ -156,27 +166,27 @@ impl Receipts {
         Err(Failure::retry(format!("the message of the letter is {outcome} by now")))
     }
 
-    /// Whether this transaction is still the one with that number, and may commit.
+    /// Whether this transaction is still that one, and may commit.
     pub(super) async fn is_still(
         &self,
         open: &mut Open<'_>,
-        transaction: Option<i64>,
+        transaction: Option<Transaction>,
     ) -> Result<bool, StepError> {
         let query = self.ask("SELECT txid_current_if_assigned() AS transaction");
         let row = open.step(self.patience, async |connection| query.fetch_one(connection).await).await?;
         let now: Option<i64> = row.try_get("transaction").map_err(StepError::Refused)?;
-        Ok(now.is_some() && now == transaction)
+        Ok(now.is_some() && now == transaction.map(|transaction| transaction.number))
     }
 
-    /// Whether the transaction with that number was committed, after all. Its own session is asked first, and another one where
-    /// that has ended. Where nobody can say, it was not, by us.
-    pub(super) async fn is_committed(&self, mut held: Held, transaction: i64) -> bool {
+    /// Whether that transaction may have been committed, after all. Its own session is asked first, and another one where that
+    /// has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was not, by us.
+    pub(super) async fn may_be_committed(&self, mut held: Held, transaction: Transaction) -> bool {
         const STATUS: &str = "SELECT txid_status($1) AS status";
         let is_it = |row: &PgRow| {
             row.try_get::<Option<String>, _>("status")
                 .is_ok_and(|status| status.as_deref() == Some("committed"))
         };
-        let query = self.ask(STATUS).bind(transaction);
+        let query = self.ask(STATUS).bind(transaction.number);
         if let Ok(row) = held.alone(self.patience, async |connection| query.fetch_one(connection).await).await
         {
             return is_it(&row);
@@ -185,7 +195,7 @@ impl Receipts {
         let until = tokio::time::Instant::now() + self.patience;
         let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
         while tokio::time::Instant::now() < until {
-            if let Ok(rows) = self.alone(self.ask(STATUS).bind(transaction)).await {
+            if let Ok(rows) = self.alone(self.ask(STATUS).bind(transaction.number)).await {
                 return rows.first().is_some_and(is_it);
             }
             pause.sleep(Some(until)).await;
@@ -231,12 +241,13 @@ impl Receipts {
         one(&self.alone(query).await?)
     }
 
-    /// Writes a dead letter, and that its message is dead: also where it is processed, if its receipt is doubtful.
+    /// Writes a dead letter, and that its message is dead. Where what a transaction left is in doubt, only of what that one
+    /// processed, at this time.
     pub(super) async fn dead(
         &self,
         receipt: &Receipt,
         letter: &DeadLetter,
-        is_doubtful: bool,
+        doubtful_at: Option<i64>,
     ) -> Result<Said, StoreError> {
         let message = &letter.message;
         let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
@@ -256,7 +267,7 @@ impl Receipts {
             .bind(message.payload.to_vec())
             .bind(self.retention_ms())
             .bind(receipt.digest.map(|digest| digest.to_vec()))
-            .bind(is_doubtful);
+            .bind(doubtful_at);
         one(&self.alone(query).await?)
     }
 
@@ -376,6 +387,12 @@ fn all(rows: &[PgRow], count: usize) -> Result<Vec<Said>, sqlx::Error> {
     rows.iter().map(said).collect()
 }
 
+fn transaction(row: &PgRow) -> Result<Option<Transaction>, sqlx::Error> {
+    let number: Option<i64> = row.try_get("transaction")?;
+    let at = row.try_get("at")?;
+    Ok(number.map(|number| Transaction { number, at }))
+}
+
 fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
     let outcome: &str = row.try_get("outcome")?;
     let attempts: i32 = row.try_get("attempts")?;
@@ -387,6 +404,7 @@ fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
         "reused" => What::Reused,
         "failed" => What::Failed,
         "written" => What::Written,
+        "open" => What::Open,
         "dead" => {
             let reason: Option<&str> = row.try_get("reason")?;
             // Other programs have words of their own.

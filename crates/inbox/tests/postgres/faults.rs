@@ -3,10 +3,10 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::{Handled, Message};
+use oncegate_inbox::{Failure, Handled, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 use oncegate_servers::{Break, PgBouncer, PostgresServer, Way, freeze, thaw};
@@ -165,6 +165,52 @@ async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing
     let counts = sqlx::query_as::<_, (i64, i64)>("SELECT count(*), count(DISTINCT message) FROM effects");
     let counts = counts.fetch_one(&pool).await.unwrap();
     assert_eq!(counts, (MESSAGES as i64, MESSAGES as i64));
+}
+
+/// A number of a transaction that was lost with its server is given to another one, which commits: it says nothing of the first.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crash_of_the_server_in_a_handler_makes_no_letter_of_what_took_its_number() {
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let url = server.url();
+    prepare(&url).await;
+    // Nothing is written of a transaction before its COMMIT, so that its number is forgotten with it.
+    let mut connection = PgConnection::connect(&url).await.unwrap();
+    run(&mut connection, "ALTER SYSTEM SET wal_writer_delay = '10s'").await;
+    run(&mut connection, "SELECT pg_reload_conf()").await;
+    let port = url.parse::<PgConnectOptions>().unwrap().get_port();
+    let inbox = inbox(pool(&url, port, 2).await);
+    let server = Arc::new(std::sync::Mutex::new(server));
+    let batch: Vec<_> = ["a", "b", "c"].map(new).into();
+    let first = Arc::new(AtomicBool::new(true));
+    let (there, its) = (url.clone(), server.clone());
+    let handled = inbox.process_batch(&batch, async move |connection, message| {
+        effect(connection, message).await?;
+        if !first.swap(false, Ordering::SeqCst) {
+            return Ok(());
+        }
+        let number = "SELECT txid_current()";
+        let lost: i64 = sqlx::query_scalar(number).fetch_one(&mut *connection).await?;
+        let its = its.clone();
+        tokio::task::spawn_blocking(move || {
+            let mut server = its.lock().unwrap();
+            server.stop_immediately().unwrap();
+            server.start_again().unwrap();
+        })
+        .await
+        .unwrap();
+        let mut other = PgConnection::connect(&there).await?;
+        let mut taken = 0;
+        while taken < lost {
+            taken = sqlx::query_scalar(number).fetch_one(&mut other).await?;
+        }
+        assert_eq!(taken, lost, "its number was not forgotten");
+        Err(Failure::retry("the server was away"))
+    });
+    assert_eq!(words(&handled.await), ["processed 1"; 3]);
+    let counts = "SELECT (SELECT count(*) FROM effects), (SELECT count(*) FROM oncegate.dead_letters)";
+    let mut connection = PgConnection::connect(&url).await.unwrap();
+    let counts: (i64, i64) = sqlx::query_as(counts).fetch_one(&mut connection).await.unwrap();
+    assert_eq!(counts, (3, 0));
 }
 
 /// Not a test by itself: a consumer in a process of its own. Reads messages, one batch for each line, and writes what became of

@@ -335,6 +335,34 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn only_what_the_transaction_in_doubt_has_processed_is_given_up_for_it() {
+    let database = Database::fresh().await;
+    let mut connection = database.connect().await;
+    let ids: Vec<_> = ["a", "b", "failed"].map(|id| vec![id.as_bytes()[0]; 32]).into();
+    let receive = sqlx::query_scalar("SELECT at FROM oncegate.receive_many($1, 60000)").bind(&ids[..2]);
+    let at: Vec<i64> = receive.fetch_all(&mut connection).await.unwrap();
+    assert_eq!(at[0], at[1]);
+    run(&mut connection, "SELECT oncegate.message_failed(decode(repeat('66', 32), 'hex'), 60000)").await;
+    let mut give_up = async |id: &[u8], at: i64| -> String {
+        let dead = "SELECT outcome FROM oncegate.message_dead($1, 'billing', 'outcome-unknown', 0, 'torn', 'orders', null, null, \
+             '{}', '{}', '', 60000, null, $2)";
+        sqlx::query_scalar(dead).bind(id).bind(at).fetch_one(&mut connection).await.unwrap()
+    };
+    for (id, at, outcome) in [
+        (&ids[0], at[0] - 1, "processed"),
+        (&ids[0], at[0] + 1, "processed"),
+        (&ids[0], at[0], "written"),
+        (&ids[0], at[0], "dead"),
+        (&ids[2], at[0], "open"),
+        (&vec![b'x'; 32], at[0], "open"),
+    ] {
+        assert_eq!(give_up(id, at).await, outcome, "{id:?} {at}");
+    }
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, 1);
+    assert_eq!(database.receipts().await, 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_the_message_for_a_moment() {
     let database = Arc::new(Database::fresh().await);
     let inbox = database.inbox(2).await;
