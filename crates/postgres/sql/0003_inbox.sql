@@ -382,7 +382,7 @@ END
 $$;
 
 -- Gives a message up, in a transaction of its own: it is dead and its letter is written, or neither. Outcomes: written; dead,
--- which it was before, and no second letter is written; processed; in-flight. doubtful_at: it is given up where it was processed by
+-- which it was before, for known_reason, and no second letter is written; processed; in-flight. doubtful_at: it is given up where it was processed by
 -- the transaction that took it then, and only there, because that is known to have been committed without all of its effect;
 -- open, where it is not processed.
 CREATE FUNCTION oncegate.message_dead(
@@ -401,7 +401,8 @@ CREATE FUNCTION oncegate.message_dead(
     digest bytea DEFAULT NULL,
     doubtful_at bigint DEFAULT NULL,
     OUT outcome text,
-    OUT number bigint
+    OUT number bigint,
+    OUT known_reason text
 )
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -433,6 +434,7 @@ BEGIN
     IF r.state <> 'o' AND clock < r.expires_at THEN
         IF (r.state = 'p' AND r.changed_at = message_dead.doubtful_at) IS NOT TRUE THEN
             outcome := CASE r.state WHEN 'p' THEN 'processed' ELSE 'dead' END;
+            known_reason := r.reason;
             RETURN;
         END IF;
     ELSIF message_dead.doubtful_at IS NOT NULL THEN

@@ -15,7 +15,7 @@ use oncegate_postgres::transaction::{
 use tokio::time::Instant;
 
 use super::Inner;
-use super::receipts::{Receipt, Said, Transaction, What};
+use super::receipts::{Receipt, Said, Transaction, What, has_code};
 use super::streams::StreamBusy;
 use super::work::Work;
 use crate::dead::DeadLetter;
@@ -162,20 +162,8 @@ impl Inner {
                 // Each alone will tell which one it is.
                 Known::Failed(_) => break,
                 Known::Torn(said, transaction) => {
-                    let mut is_torn = false;
-                    for (at, said) in batch.into_iter().zip(said) {
-                        if let Some(slot) = slots.get_mut(at) {
-                            slot.handled = match (&slot.receipt, known(&said)) {
-                                (Ok(receipt), None) => {
-                                    self.torn(receipt, slot.message, said.attempts, transaction).await
-                                }
-                                (_, handled) => handled,
-                            };
-                            is_torn |= matches!(slot.handled, Some(Handled::Dead { is_known: false, .. }));
-                        }
-                    }
-                    if is_torn {
-                        tracing::error!("a handler ended the transaction of a batch of messages by itself");
+                    if let Err(error) = self.torn(slots, &batch, said, transaction).await {
+                        return away(slots, error);
                     }
                     break;
                 }
@@ -346,29 +334,75 @@ impl Inner {
         self.bury(receipt, message, reason, attempts, said(&failure)).await
     }
 
-    /// A message whose receipt was committed by a handler, perhaps without its effect. Its own receipt says so from here on, so
-    /// that whoever takes its letter out has it processed. None where it is not so: another transaction had the number, after a
-    /// crash of the server, and the message is as open as it was.
+    /// Messages whose receipts were committed by a handler, perhaps without their effects. Their receipts say so from here on, so
+    /// that whoever takes a letter out has its message processed. Those of which it is not so are left open: the transaction was
+    /// not committed in the end, or another one had its number, after a crash of the server.
     async fn torn(
+        &self,
+        slots: &mut [Slot<'_>],
+        batch: &[usize],
+        said: Vec<Said>,
+        transaction: Transaction,
+    ) -> Result<(), StoreError> {
+        // Given back they would count as processed, and there would be no letters: so it is tried as long as it may take.
+        let until = Instant::now() + self.receipts.patience;
+        let (mut written, mut unwritten) = (0, 0);
+        let mut out_of_reach = None;
+        for (at, said) in batch.iter().zip(said) {
+            let Some(slot) = slots.get_mut(*at) else { continue };
+            let (Ok(receipt), None) = (&slot.receipt, known(&said)) else {
+                slot.handled = known(&said);
+                continue;
+            };
+            // What is out of reach is not tried for each of the others.
+            if out_of_reach.is_some() {
+                unwritten += 1;
+                continue;
+            }
+            let handled = self.torn_one(receipt, slot.message, said.attempts, transaction, until).await;
+            match handled {
+                Some(Handled::Dead { is_known: false, .. }) => written += 1,
+                Some(Handled::Unavailable(_) | Handled::InFlight { .. } | Handled::Failed { .. }) => {
+                    unwritten += 1;
+                }
+                _ => {}
+            }
+            if let Some(Handled::Unavailable(error)) = handled {
+                out_of_reach = Some(error);
+            } else {
+                slot.handled = handled;
+            }
+        }
+        if written + unwritten > 0 {
+            tracing::error!(
+                written,
+                unwritten,
+                "a handler may have ended the transaction of a batch of messages by itself; those whose letters could not be \
+                 written may count as processed"
+            );
+        }
+        out_of_reach.map_or(Ok(()), Err)
+    }
+
+    async fn torn_one(
         &self,
         receipt: &Receipt,
         message: &Message,
         attempts: u32,
         transaction: Transaction,
+        until: Instant,
     ) -> Option<Handled> {
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
-        // Given back it would count as processed, and there would be no letter: so it is tried as long as it may take.
-        let until = Instant::now() + self.receipts.patience;
+        let letter = self.letter(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned());
         let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
-            let letter = self.letter(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned());
             let handled = match self.receipts.dead(receipt, &letter, Some(transaction.at)).await {
                 Ok(Said { what: What::Open, .. }) => return None,
-                said => self.buried(said, &letter),
+                said => buried(said, &letter),
             };
-            let is_known = matches!(handled, Handled::Dead { .. } | Handled::Duplicate);
-            if is_known || !is_ahead(Some(until)) {
+            let is_again = matches!(handled, Handled::InFlight { .. } | Handled::Unavailable(_));
+            if !is_again || !is_ahead(Some(until)) {
                 return Some(handled);
             }
             pause.sleep(Some(until)).await;
@@ -385,7 +419,7 @@ impl Inner {
         error: String,
     ) -> Handled {
         let letter = self.letter(receipt, message, reason, attempts, error);
-        self.buried(self.receipts.dead(receipt, &letter, None).await, &letter)
+        buried(self.receipts.dead(receipt, &letter, None).await, &letter)
     }
 
     fn letter(
@@ -403,22 +437,6 @@ impl Inner {
             reason,
             attempts,
             error,
-        }
-    }
-
-    /// What becomes of a message whose letter was to be written.
-    fn buried(&self, said: Result<Said, StoreError>, letter: &DeadLetter) -> Handled {
-        let reason = letter.reason;
-        match said {
-            Ok(Said { what: What::Written, .. }) => Handled::Dead { reason, is_known: false },
-            Ok(Said { what: What::Dead(_), .. }) => Handled::Dead { reason, is_known: true },
-            Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
-            // It holds up its own message alone.
-            Err(error) if error.kind() == StoreErrorKind::Invalid => {
-                let failure = Failure::retry(format!("its dead letter is refused: {error}"));
-                Handled::Failed { attempts: letter.attempts.max(1), failure }
-            }
-            Err(error) => Handled::Unavailable(error),
         }
     }
 
@@ -502,7 +520,7 @@ impl Inner {
             Err(tried) => {
                 open.rollback(patience).await;
                 // Of a batch the receipts of all are in danger where a handler commits.
-                if let (Tried::Failed(_), Some((said, transaction)), true) = (&tried, taken, slots.len() > 1)
+                if let (Some((said, transaction)), true) = (taken, slots.len() > 1)
                     && self.receipts.may_be_committed(held, transaction).await
                 {
                     return Tried::Torn(said, transaction);
@@ -642,6 +660,20 @@ fn known(said: &Said) -> Option<Handled> {
     }
 }
 
+/// What becomes of a message whose letter was to be written.
+fn buried(said: Result<Said, StoreError>, letter: &DeadLetter) -> Handled {
+    match said {
+        Ok(Said { what: What::Written, .. }) => Handled::Dead { reason: letter.reason, is_known: false },
+        Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
+        // It holds up its own message alone.
+        Err(error) if error.kind() == StoreErrorKind::Invalid => {
+            let failure = Failure::retry(format!("its dead letter is refused: {error}"));
+            Handled::Failed { attempts: letter.attempts.max(1), failure }
+        }
+        Err(error) => Handled::Unavailable(error),
+    }
+}
+
 fn set(slots: &mut [Slot<'_>], at: &[usize], said: Vec<Said>, handled: impl Fn(Said) -> Option<Handled>) {
     for (at, said) in at.iter().zip(said) {
         if let Some(slot) = slots.get_mut(*at) {
@@ -692,10 +724,6 @@ fn is_refusal(error: &sqlx::Error) -> bool {
 
 fn is_rolled_back_in(failure: &Failure) -> bool {
     failure.error().downcast_ref::<sqlx::Error>().is_some_and(is_rolled_back)
-}
-
-fn has_code(error: &sqlx::Error, code: &str) -> bool {
-    error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
 }
 
 pub(super) fn digest(message: &Message) -> [u8; 32] {

@@ -33,7 +33,7 @@ const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun(u.id, $2) FROM unnest
 const FAILED: &str =
     "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
 
-const DEAD: &str = "SELECT d.outcome, 0 AS attempts, NULL::text AS reason \
+const DEAD: &str = "SELECT d.outcome, 0 AS attempts, d.known_reason AS reason \
      FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) AS d";
 
 const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing FROM unnest($1::text[]) AS a (name) \
@@ -178,29 +178,30 @@ impl Receipts {
         Ok(now.is_some() && now == transaction.map(|transaction| transaction.number))
     }
 
-    /// Whether that transaction may have been committed, after all. Its own session is asked first, and another one where that
-    /// has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was not, by us.
+    /// Whether that transaction was committed, after all, or may yet be. Its own session is asked first, and another one where
+    /// that has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was not, by us.
     pub(super) async fn may_be_committed(&self, mut held: Held, transaction: Transaction) -> bool {
         const STATUS: &str = "SELECT txid_status($1) AS status";
-        let is_it = |row: &PgRow| {
-            row.try_get::<Option<String>, _>("status")
-                .is_ok_and(|status| status.as_deref() == Some("committed"))
-        };
-        let query = self.ask(STATUS).bind(transaction.number);
-        if let Ok(row) = held.alone(self.patience, async |connection| query.fetch_one(connection).await).await
-        {
-            return is_it(&row);
-        }
+        let ask = || self.ask(STATUS).bind(transaction.number);
+        let query = ask();
+        let mut said = held.alone(self.patience, async |connection| query.fetch_all(connection).await).await;
         drop(held);
         let until = tokio::time::Instant::now() + self.patience;
         let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
-        while tokio::time::Instant::now() < until {
-            if let Ok(rows) = self.alone(self.ask(STATUS).bind(transaction.number)).await {
-                return rows.first().is_some_and(is_it);
+        loop {
+            match said {
+                Ok(rows) => {
+                    let status = rows.first().and_then(|row| row.try_get("status").ok().flatten());
+                    return matches!(status, Some("committed" | "in progress"));
+                }
+                // The server knows of no such number: it was lost in a crash.
+                Err(StepError::Refused(error)) if has_code(&error, "22023") => return false,
+                Err(_) if tokio::time::Instant::now() >= until => return false,
+                Err(_) => {}
             }
             pause.sleep(Some(until)).await;
+            said = self.alone(ask()).await;
         }
-        false
     }
 
     /// Notes that messages are begun.
@@ -385,6 +386,10 @@ fn all(rows: &[PgRow], count: usize) -> Result<Vec<Said>, sqlx::Error> {
         return Err(sqlx::Error::RowNotFound);
     }
     rows.iter().map(said).collect()
+}
+
+pub(super) fn has_code(error: &sqlx::Error, code: &str) -> bool {
+    error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
 }
 
 fn transaction(row: &PgRow) -> Result<Option<Transaction>, sqlx::Error> {

@@ -2,14 +2,14 @@
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use oncegate_inbox::{Failure, Handled, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
-use oncegate_servers::{Break, PgBouncer, PostgresServer, Way, freeze, thaw};
+use oncegate_servers::{Break, PgBouncer, PostgresOptions, PostgresServer, Way, freeze, thaw};
 
 use crate::support::{
     Database, LONG, again, effect, inbox, new, ordered, pool, prepare, run, until, word, words,
@@ -169,48 +169,114 @@ async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing
 
 /// A number of a transaction that was lost with its server is given to another one, which commits: it says nothing of the first.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_crash_of_the_server_in_a_handler_makes_no_letter_of_what_took_its_number() {
-    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+async fn a_crash_of_the_server_in_a_handler_makes_no_letters_of_what_took_its_number() {
+    // Nothing is written of a transaction before its COMMIT, so that its number is forgotten with it.
+    let settings = vec!["wal_writer_delay=10s".to_owned(), "autovacuum=off".to_owned()];
+    let mut options = PostgresOptions::default();
+    options.settings = settings;
+    let start = move || PostgresServer::start_with(options).unwrap();
+    let server = tokio::task::spawn_blocking(start).await.unwrap();
     let url = server.url();
     prepare(&url).await;
-    // Nothing is written of a transaction before its COMMIT, so that its number is forgotten with it.
-    let mut connection = PgConnection::connect(&url).await.unwrap();
-    run(&mut connection, "ALTER SYSTEM SET wal_writer_delay = '10s'").await;
-    run(&mut connection, "SELECT pg_reload_conf()").await;
-    let port = url.parse::<PgConnectOptions>().unwrap().get_port();
-    let inbox = inbox(pool(&url, port, 2).await);
-    let server = Arc::new(std::sync::Mutex::new(server));
-    let batch: Vec<_> = ["a", "b", "c"].map(new).into();
-    let first = Arc::new(AtomicBool::new(true));
-    let (there, its) = (url.clone(), server.clone());
-    let handled = inbox.process_batch(&batch, async move |connection, message| {
-        effect(connection, message).await?;
-        if !first.swap(false, Ordering::SeqCst) {
-            return Ok(());
+    let inbox = inbox(pool(&url, url.parse::<PgConnectOptions>().unwrap().get_port(), 2).await);
+    let server = Arc::new(Mutex::new(server));
+    for (whose, expected) in [("nobody", "processed 1"), ("another", "processed 1"), ("copies", "duplicate")]
+    {
+        // Somebody of the server may write in between, so not each turn comes to what is tested.
+        let mut turns = 0..20;
+        loop {
+            let turn = turns.next().expect("the number was never forgotten");
+            let ids: Vec<_> = ["a", "b", "c"].map(|id| format!("{id} {turn} {whose}")).into();
+            let batch: Vec<_> = ids.iter().map(|id| new(id)).collect();
+            // What the first run came to: the number that was lost, and the one that was taken after the crash.
+            let numbers = Arc::new(Mutex::new(None));
+            let (its, there, copies, noted) = (server.clone(), url.clone(), batch.clone(), numbers.clone());
+            let (other, begun) = (inbox.clone(), Instant::now());
+            let handled = inbox.process_batch(&batch, async move |connection, message| {
+                effect(connection, message).await?;
+                if noted.lock().unwrap().is_some() {
+                    return Ok(());
+                }
+                let number = "SELECT txid_current()";
+                let lost: i64 = sqlx::query_scalar(number).fetch_one(&mut *connection).await?;
+                *noted.lock().unwrap() = Some((lost, 0));
+                let its = its.clone();
+                let crash = move || {
+                    let mut server = its.lock().unwrap();
+                    server.stop_immediately().unwrap();
+                    server.start_again().unwrap();
+                };
+                tokio::task::spawn_blocking(crash).await?;
+                let mut connection = PgConnection::connect(&there).await?;
+                let next = "SELECT txid_snapshot_xmax(txid_current_snapshot())";
+                while sqlx::query_scalar::<_, i64>(next).fetch_one(&mut connection).await? < lost
+                    && whose != "nobody"
+                {
+                    sqlx::query(number).execute(&mut connection).await?;
+                }
+                let taken = match whose {
+                    // What is given next.
+                    "nobody" => next,
+                    "another" => number,
+                    _ => {
+                        let copies = words(&other.process_batch(&copies, effect).await);
+                        assert_eq!(copies, ["processed 1"; 3]);
+                        "SELECT max(transaction) FROM effects"
+                    }
+                };
+                let taken: i64 = sqlx::query_scalar(taken).fetch_one(&mut connection).await?;
+                *noted.lock().unwrap() = Some((lost, taken));
+                Err(Failure::retry("the server was away"))
+            });
+            let handled = words(&handled.await);
+            let mut connection = PgConnection::connect(&url).await.unwrap();
+            let effects = "SELECT count(*) FROM effects WHERE message = ANY ($1)";
+            let effects: i64 =
+                sqlx::query_scalar(effects).bind(ids).fetch_one(&mut connection).await.unwrap();
+            assert_eq!((handled, effects), (vec![expected.to_owned(); 3], 3));
+            assert!(
+                begun.elapsed() < LONG,
+                "{whose}: its whole patience has gone for a number that is not there"
+            );
+            let letters = "SELECT count(*) FROM oncegate.dead_letters";
+            let letters: i64 = sqlx::query_scalar(letters).fetch_one(&mut connection).await.unwrap();
+            assert_eq!(letters, 0);
+            let (lost, taken) = numbers.lock().unwrap().unwrap();
+            if taken == lost {
+                break;
+            }
         }
-        let number = "SELECT txid_current()";
-        let lost: i64 = sqlx::query_scalar(number).fetch_one(&mut *connection).await?;
-        let its = its.clone();
-        tokio::task::spawn_blocking(move || {
-            let mut server = its.lock().unwrap();
-            server.stop_immediately().unwrap();
-            server.start_again().unwrap();
-        })
-        .await
-        .unwrap();
-        let mut other = PgConnection::connect(&there).await?;
-        let mut taken = 0;
-        while taken < lost {
-            taken = sqlx::query_scalar(number).fetch_one(&mut other).await?;
-        }
-        assert_eq!(taken, lost, "its number was not forgotten");
-        Err(Failure::retry("the server was away"))
-    });
-    assert_eq!(words(&handled.await), ["processed 1"; 3]);
-    let counts = "SELECT (SELECT count(*) FROM effects), (SELECT count(*) FROM oncegate.dead_letters)";
-    let mut connection = PgConnection::connect(&url).await.unwrap();
-    let counts: (i64, i64) = sqlx::query_as(counts).fetch_one(&mut connection).await.unwrap();
-    assert_eq!(counts, (3, 0));
+    }
+}
+
+/// The handler's own COMMIT is under way while its connection ends: whoever asks hears that the transaction is in progress.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_commit_of_a_handler_that_comes_late_is_waited_for() {
+    for (how, expected) in [(Break::Late, "dead outcome-unknown"), (Break::LateEnd, "processed 1")] {
+        let database = Database::fresh().await;
+        let way = Way::to(database.server.port()).await.unwrap();
+        let inbox = inbox(pool(&database.url(), way.port(), 2).await);
+        way.arm(b"COMMIT", how);
+        let is_first = Arc::new(AtomicBool::new(true));
+        let batch: Vec<_> = ["a", "b", "c"].map(new).into();
+        let handled = inbox.process_batch(&batch, async move |connection, message| {
+            effect(connection, message).await?;
+            if is_first.swap(false, Ordering::SeqCst) {
+                sqlx::raw_sql("COMMIT").execute(&mut *connection).await?;
+            }
+            Ok(())
+        });
+        let release = async {
+            way.broken().await;
+            // Time to ask for it a few times. The transaction is open all the while.
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            way.go_on();
+        };
+        let (handled, ()) = tokio::join!(handled, release);
+        assert_eq!(words(&handled), [expected; 3], "{how:?}");
+        let letters = if how == Break::Late { 3 } else { 0 };
+        assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, letters, "{how:?}");
+    }
 }
 
 /// Not a test by itself: a consumer in a process of its own. Reads messages, one batch for each line, and writes what became of

@@ -381,7 +381,8 @@ async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_t
             sqlx::query(lock).bind(record.as_bytes().to_vec()).execute(&mut other).await.unwrap();
             other.close().await.unwrap();
         });
-        let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted";
+        let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted \
+             AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
         let deadline = Instant::now() + LONG;
         while shared.number(waits).await == 0 {
             assert!(Instant::now() < deadline, "nobody waits");

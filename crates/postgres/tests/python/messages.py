@@ -38,7 +38,7 @@ def handle(db, me, message, order, effect):
 def give_up(db, record, order, reason, attempts, error):
     args = (record, reason, attempts, error, [], [], order.encode(), KEPT)
     sql = "SELECT * FROM oncegate.message_dead(%s, 'billing', %s, %s, %s, 'orders', null, null, %s, %s, %s, %s)"
-    outcome, _ = db.execute(sql, args).fetchone()
+    outcome, *_ = db.execute(sql, args).fetchone()
     return outcome != "in-flight"
 
 
