@@ -461,13 +461,14 @@ async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
 #[tokio::test]
 async fn an_answer_counts_only_when_enough_replicas_have_it() {
     let primary = start(ServerOptions::new());
-    let url = format!("{}?wait-replicas=1&wait-timeout=200ms", primary.url());
-    let store = open(&url).await;
-    let error = unavailable(try_claim(&store, 1, 1).await);
+    let waiting = |timeout| format!("{}?wait-replicas=1&wait-timeout={timeout}", primary.url());
+    let hasty = open(&waiting("200ms")).await;
+    let error = unavailable(try_claim(&hasty, 1, 1).await);
     assert!(error.contains("0 of 1 replicas"), "{error}");
     let replica = start(ServerOptions::new().with(format!("replicaof 127.0.0.1 {}", primary.port())));
     primary.wait_for(&["INFO", "replication"], "state=online").unwrap();
     // The same claim is still that one.
+    let store = open(&waiting("30s")).await;
     let grant = granted(&store, 1, 1).await;
     assert_eq!(grant.attempts, 1);
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
