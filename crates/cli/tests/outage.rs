@@ -414,7 +414,7 @@ async fn redis_that_flushes_every_write_executes_nothing_twice() {
         load.goes_on(5).await;
     }
 
-    block_in_place(|| server.command(&["CLIENT", "PAUSE", "4000", "ALL"])).unwrap();
+    block_in_place(|| server.command(&["CLIENT", "PAUSE", "10000", "ALL"])).unwrap();
     is_degraded(&sidecar).await;
     load.is_refused(50).await;
     load.goes_on(30).await;

@@ -11,7 +11,7 @@ use crate::support::{
 };
 
 /// Nothing here waits for a transaction; machines of tests are slow all the same.
-const AT_ONCE: Duration = Duration::from_secs(3);
+const AT_ONCE: Duration = Duration::from_secs(10);
 
 /// The effect of an application, and its completion, in one transaction that is not yet at its end.
 async fn business(database: &Database, token: u64) -> sqlx::postgres::PgConnection {
