@@ -382,9 +382,9 @@ END
 $$;
 
 -- Gives a message up, in a transaction of its own: it is dead and its letter is written, or neither. Outcomes: written; dead,
--- which it was before, for known_reason, and no second letter is written; processed; in-flight. doubtful_at: it is given up where it was processed by
--- the transaction that took it then, and only there, because that is known to have been committed without all of its effect;
--- open, where it is not processed.
+-- which it was before, for known_reason, and no second letter is written; processed; in-flight. doubtful_at: it is given up where
+-- it was processed by the transaction that took it then, and only there, because that is known to have been committed without all
+-- of its effect; open, where it is not processed.
 CREATE FUNCTION oncegate.message_dead(
     id bytea,
     consumer text,

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_inbox::Message;
+use oncegate_inbox::{Failure, Handled, Message};
 use oncegate_postgres::sqlx::postgres::PgConnection;
 use oncegate_postgres::sqlx::{self};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
-use crate::support::{Database, again, effect, inbox, new, pool, run, word, words};
+use crate::support::{Database, LONG, again, effect, inbox, new, pool, run, word, words};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
@@ -43,6 +43,43 @@ async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in
     assert_eq!(word(&inbox.process(&again("a"), hasty).await), "failed 1");
     assert_eq!(word(&inbox.process(&again("a"), hasty).await), "dead attempts-exhausted");
     assert!(database.effects().await.is_empty());
+}
+
+/// It commits the receipts of its batch with the first message; of the last it leaves a statement behind that says to come again.
+async fn commits_and_leaves(connection: &mut PgConnection, message: &Message) -> Result<(), Failure> {
+    effect(connection, message).await?;
+    if message.payload == "a" {
+        sqlx::raw_sql("COMMIT; BEGIN").execute(connection).await?;
+    } else if message.payload == "c" {
+        let late =
+            "DO $$ BEGIN PERFORM pg_sleep(0.5); RAISE EXCEPTION 'late' USING ERRCODE = '40001'; END $$";
+        let _passed_over = timeout(Duration::from_millis(50), sqlx::raw_sql(late).execute(connection)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_written() {
+    let database = Database::fresh().await;
+    let inbox = database.inbox(4).await;
+    let mut operator = database.connect().await;
+    run(&mut operator, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'b')").await;
+    let began = Instant::now();
+    let refused = inbox.process_batch(&["a", "b", "c"].map(new), commits_and_leaves).await;
+    assert_eq!(words(&refused), ["dead outcome-unknown", "failed 1", "dead outcome-unknown"]);
+    assert!(began.elapsed() < LONG, "its whole patience has gone for a letter that is refused");
+
+    let database = Database::fresh().await;
+    let patience = Duration::from_secs(5);
+    let inbox = database.inbox(4).await.with_patience(patience);
+    let mut operator = database.connect().await;
+    run(&mut operator, "BEGIN; LOCK TABLE oncegate.dead_letters").await;
+    let (batch, began) = (["a", "1", "2", "3", "4", "5", "6", "c"].map(new), Instant::now());
+    let away = inbox.process_batch(&batch, commits_and_leaves).await;
+    assert!(matches!(away[0], Handled::Unavailable(_)), "{:?}", words(&away));
+    assert_eq!(words(&away[1..]), ["not begun"; 7]);
+    assert!(began.elapsed() < patience * 8, "each has waited for what is out of reach");
+    run(&mut operator, "ROLLBACK").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
