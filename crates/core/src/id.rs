@@ -45,16 +45,25 @@ impl fmt::Display for KeyError {
 impl std::error::Error for KeyError {}
 
 impl IdempotencyKey {
-    /// Takes the octets as they are.
+    /// A key of these bytes: a byte string, a `str`, a `String`, a `Vec<u8>`.
+    ///
+    /// ```
+    /// use oncegate_core::IdempotencyKey;
+    ///
+    /// let key = IdempotencyKey::new(b"order-123")?;
+    /// assert_eq!(key, IdempotencyKey::new("order-123")?);
+    /// assert_eq!(key, IdempotencyKey::new(format!("order-{}", 123))?);
+    /// # Ok::<_, oncegate_core::KeyError>(())
+    /// ```
     ///
     /// # Errors
-    /// [`KeyError`] where there are none, or more than [`limits::KEY_MAX`].
-    pub fn new(octets: impl Into<Arc<[u8]>>) -> Result<Self, KeyError> {
-        let octets = octets.into();
-        match octets.len() {
+    /// [`KeyError`] if there are none, or more than [`limits::KEY_MAX`].
+    pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, KeyError> {
+        let bytes = bytes.as_ref();
+        match bytes.len() {
             0 => Err(KeyError::Empty),
             n if n > limits::KEY_MAX => Err(KeyError::TooLong { octets: n }),
-            _ => Ok(Self(octets)),
+            _ => Ok(Self(bytes.into())),
         }
     }
 
@@ -356,7 +365,7 @@ mod tests {
 
     #[test]
     fn a_key_has_1_to_255_octets() {
-        assert_eq!(IdempotencyKey::new([]).unwrap_err(), KeyError::Empty);
+        assert_eq!(IdempotencyKey::new(b"").unwrap_err(), KeyError::Empty);
         assert!(IdempotencyKey::new([b'k'; 1]).is_ok());
         assert!(IdempotencyKey::new([b'k'; limits::KEY_MAX]).is_ok());
         assert_eq!(
@@ -400,7 +409,7 @@ mod tests {
 
     #[test]
     fn debug_output_shows_neither_key_nor_whole_id() {
-        let key = IdempotencyKey::new(*b"customer-4711").unwrap();
+        let key = IdempotencyKey::new(b"customer-4711").unwrap();
         assert!(!format!("{key:?}").contains("4711"));
         assert_eq!(format!("{:?}", RecordId::from_bytes([0xab; 32])), "abababab");
     }

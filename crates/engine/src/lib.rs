@@ -39,7 +39,7 @@
 //!
 //! # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
 //! let engine = Engine::new(Arc::new(MemoryStore::new(Wall)));
-//! let key = IdempotencyKey::new(*b"order-123").unwrap();
+//! let key = IdempotencyKey::new(b"order-123").unwrap();
 //! let pay = |input: &[u8]| ClaimRequest {
 //!     id: RecordId::derive(&Scope::single_tenant(), &key),
 //!     fingerprint: Fingerprint::of_parts("pay", &[input]),

@@ -155,7 +155,7 @@ impl World {
 }
 
 fn id() -> RecordId {
-    RecordId::derive(&Scope::single_tenant(), &IdempotencyKey::new(*b"k").unwrap())
+    RecordId::derive(&Scope::single_tenant(), &IdempotencyKey::new(b"k").unwrap())
 }
 
 fn request() -> ClaimRequest {

@@ -412,7 +412,7 @@ mod tests {
                 request = request.header("authorization", credential);
             }
             let (parts, ()) = request.body(()).unwrap().into_parts();
-            settings.record_id(&parts, &IdempotencyKey::new(*b"k").unwrap())
+            settings.record_id(&parts, &IdempotencyKey::new(b"k").unwrap())
         };
         let (by_endpoint, by_caller) =
             (Settings::default(), Settings::default().with_key_scope(KeyScope::Caller));

@@ -259,7 +259,7 @@ impl Transactor {
     ///
     /// let pay = async || {
     ///     let scope = Scope::caller("customer", b"ada").within(&[b"POST /payments"]);
-    ///     let key = IdempotencyKey::new(*b"order-123")?;
+    ///     let key = IdempotencyKey::new(b"order-123")?;
     ///     let done = transactor.transact(&scope, &key, &("ada", 500), async |connection| {
     ///         let id: i64 = sqlx::query_scalar("INSERT INTO payments (customer, cents) VALUES ($1, $2) RETURNING id")
     ///             .bind("ada")
@@ -586,7 +586,7 @@ impl Transactor {
     /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
     /// # let pool = sqlx::PgPool::connect(&server.url()).await?;
     /// # sqlx::query("CREATE TABLE payments (cents bigint)").execute(&pool).await?;
-    /// # let (scope, key) = (Scope::single_tenant(), IdempotencyKey::new(*b"order-123")?);
+    /// # let (scope, key) = (Scope::single_tenant(), IdempotencyKey::new(b"order-123")?);
     /// let transactor = Transactor::new(pool.clone());
     ///
     /// let mut transaction = pool.begin().await?;
