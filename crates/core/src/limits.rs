@@ -9,6 +9,9 @@ pub const KEY_MAX: usize = 255;
 /// Most members of a body that a key is built of. A business key has two or three; each costs a walk through the body.
 pub const KEY_MEMBERS_MAX: usize = 16;
 
+/// Longest name of a service, in characters. It is hashed into each record's identifier, and people type it.
+pub const SERVICE_NAME_MAX: usize = 100;
+
 /// Longest operation name (method and path) that is kept beside a record so that an operator can read it. Longer ones
 /// are cut at a character boundary: the name is for eyes, the [`RecordId`](crate::RecordId) holds the whole.
 pub const OPERATION_MAX: usize = 256;
@@ -56,3 +59,7 @@ pub const WAITERS_MAX: usize = 1000;
 /// Most completions that an engine goes on trying to write in the background while its store is out of reach; each holds
 /// a response in memory.
 pub const DEFERRED_MAX: usize = 1024;
+
+/// Most pairs of a form that are compared as pairs; a form with more is compared byte by byte. Frameworks read 1000 to 4096
+/// pairs at most, and sorting hundreds of thousands keeps a processor busy for a second.
+pub const FORM_PAIRS_MAX: usize = 16_384;

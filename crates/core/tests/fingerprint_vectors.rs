@@ -55,6 +55,7 @@ fn fingerprint(case: &Value) -> Fingerprint {
     let headers: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
     rules(&case["rules"]).fingerprint(&FingerprintInput {
         method: text(case, "method"),
+        authority: case["authority"].as_str().unwrap_or_default(),
         target: text(case, "target"),
         content_type: text(case, "content_type").as_bytes(),
         content_coding: text(case, "content_coding"),

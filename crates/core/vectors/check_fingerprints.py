@@ -200,13 +200,22 @@ def select(value, path, excluded):
     return without(value, excluded)
 
 
+def says_something(value):
+    """Whether there is a string, a number, true or false in it."""
+    if isinstance(value, dict):
+        return any(map(says_something, value.values()))
+    if isinstance(value, list):
+        return any(map(says_something, value))
+    return value is not ABSENT and value is not None
+
+
 def json_body(body, rules):
     value = parse_json(body)
     canonical_json(value)
     excluded = [tokens(pointer) for pointer in rules["exclude"]]
-    if not rules["include"]:
-        value = without(value, excluded)
-        return "json", part(b"" if value is ABSENT else canonical_json(value).encode())
+    if not any(says_something(select(value, tokens(pointer), excluded)) for pointer in rules["include"]):
+        left = without(value, excluded)
+        return "json", part(canonical_json(left if says_something(left) else value).encode())
     pointers = sorted({pointer.encode() for pointer in rules["include"]})
     out = count(len(pointers))
     for pointer in pointers:
@@ -224,14 +233,25 @@ def decode_form(text):
     return re.sub(rb"%(..)", lambda found: bytes([int(found[1], 16)]), text.replace(b"+", b" "))
 
 
+MAX_PAIRS = 16_384
+
+
+def stem(name):
+    found = re.search(rb"[0-9A-Za-z]+", name)
+    return found[0].lower() if found else b""
+
+
 def form_body(body):
+    if b";" in body or body.count(b"&") >= MAX_PAIRS:
+        raise Raw("read in different ways, or too long")
     pairs = []
     for segment in body.split(b"&"):
         name, equals, value = segment.partition(b"=")
         if not equals:
             raise Raw("no pair")
         pairs.append((decode_form(name), decode_form(value)))
-    pairs.sort(key=lambda pair: pair[0].split(b"[")[0])
+    if all(re.fullmatch(rb"[ -~]*", name) for name, _ in pairs):
+        pairs.sort(key=lambda pair: stem(pair[0]))
     return "form", count(len(pairs)) + b"".join(part(name) + part(value) for name, value in pairs)
 
 
@@ -295,7 +315,7 @@ def fingerprint(case):
         tag, content = "raw", part(body)
     headers = sorted(((n.encode(), v.encode()) for n, v in case["headers"]), key=lambda header: header[0])
     digest = hashlib.sha256()
-    for text in ("oncegate-fp-1", case["method"], case["target"]):
+    for text in ("oncegate-fp-1", case["method"], case.get("authority", ""), case["target"]):
         digest.update(part(text.encode()))
     digest.update(part(name) + part(tag.encode()) + part(case["content_coding"].lower().encode()))
     digest.update(count(len(headers)) + b"".join(part(n) + part(v) for n, v in headers))

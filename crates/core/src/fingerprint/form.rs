@@ -1,47 +1,78 @@
 //! Bodies of type `application/x-www-form-urlencoded`.
 
+use std::ops::Range;
+
+use crate::limits;
+
 /// The pairs of a form, decoded and in canonical order.
 pub(super) struct Form {
-    pairs: Vec<(Vec<u8>, Vec<u8>)>,
+    /// All names and values, decoded, in the order of the body.
+    bytes: Vec<u8>,
+    pairs: Vec<Pair>,
+}
+
+struct Pair {
+    name: Range<usize>,
+    value: Range<usize>,
 }
 
 impl Form {
-    /// `None` for a body that servers read in different ways: an empty segment, a segment without `=`, or a
-    /// `%` that no two hexadecimal digits follow.
+    /// `None` for a body that servers read in different ways, or that has too many pairs.
     pub(super) fn read(body: &[u8]) -> Option<Self> {
-        let mut pairs = Vec::new();
+        if body.contains(&b';') {
+            return None;
+        }
+        let mut form = Self { bytes: Vec::new(), pairs: Vec::new() };
         for segment in body.split(|byte| *byte == b'&') {
+            if form.pairs.len() == limits::FORM_PAIRS_MAX {
+                return None;
+            }
             let equals = segment.iter().position(|byte| *byte == b'=')?;
             let (name, value) = segment.split_at_checked(equals)?;
-            pairs.push((decode(name)?, decode(value.strip_prefix(b"=")?)?));
+            let pair = Pair { name: form.decode(name)?, value: form.decode(value.strip_prefix(b"=")?)? };
+            form.pairs.push(pair);
         }
-        // A stable sort: values of one name keep their order.
-        pairs.sort_by(|(a, _), (b, _)| root(a).cmp(root(b)));
-        Some(Self { pairs })
+        let Self { bytes, pairs } = &mut form;
+        let name = |pair: &Pair| bytes.get(pair.name.clone()).unwrap_or_default();
+        if pairs.iter().all(|pair| name(pair).iter().all(|byte| matches!(byte, b' '..=b'~'))) {
+            // A stable sort: pairs of one stem keep their order.
+            pairs.sort_by(|a, b| stem(name(a)).cmp(stem(name(b))));
+        }
+        Some(form)
     }
 
-    pub(super) fn pairs(&self) -> &[(Vec<u8>, Vec<u8>)] {
-        &self.pairs
+    pub(super) fn len(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// Names and values.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        let text = |range: &Range<usize>| self.bytes.get(range.clone()).unwrap_or_default();
+        self.pairs.iter().map(move |pair| (text(&pair.name), text(&pair.value)))
+    }
+
+    /// Appends `text`, decoded. Returns the place where it stands.
+    fn decode(&mut self, text: &[u8]) -> Option<Range<usize>> {
+        let start = self.bytes.len();
+        let mut bytes = text.iter();
+        while let Some(byte) = bytes.next() {
+            self.bytes.push(match byte {
+                b'+' => b' ',
+                b'%' => hex(*bytes.next()?)? << 4 | hex(*bytes.next()?)?,
+                byte => *byte,
+            });
+        }
+        Some(start..self.bytes.len())
     }
 }
 
-/// The name up to its first bracket. `items[][id]` and `items[][count]` build one list together in many
-/// frameworks, and which pairs make one element depends on their order.
-fn root(name: &[u8]) -> &[u8] {
-    name.split(|byte| *byte == b'[').next().unwrap_or_default()
-}
-
-fn decode(text: &[u8]) -> Option<Vec<u8>> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut bytes = text.iter();
-    while let Some(byte) = bytes.next() {
-        out.push(match byte {
-            b'+' => b' ',
-            b'%' => hex(*bytes.next()?)? << 4 | hex(*bytes.next()?)?,
-            byte => *byte,
-        });
-    }
-    Some(out)
+/// The first run of letters and digits, in lower case. Frameworks fold names in many ways: PHP makes `a.b`, `a b` and
+/// `a_b` one name, ASP.NET `A` and `a`; and `items[][id]` and `items[][count]` build one list together, whose elements
+/// depend on the order of the pairs. Names that any of them takes for one have one stem.
+fn stem(name: &[u8]) -> impl Iterator<Item = u8> {
+    let start = name.iter().position(u8::is_ascii_alphanumeric).unwrap_or(name.len());
+    let run = name.iter().skip(start).take_while(|byte| byte.is_ascii_alphanumeric());
+    run.map(u8::to_ascii_lowercase)
 }
 
 fn hex(digit: u8) -> Option<u8> {

@@ -599,3 +599,32 @@ pub(super) fn quoted(text: &str) -> Vec<u8> {
     out.push(b'"');
     out
 }
+
+/// Whether a canonical text has a string, a number, `true` or `false` in it. `null`, empty arrays and empty objects say
+/// nothing that could tell two documents apart.
+pub(super) fn has_value(mut text: &[u8]) -> bool {
+    loop {
+        match text {
+            [] => return false,
+            [b't' | b'f' | b'-' | b'0'..=b'9', ..] => return true,
+            [b'"', rest @ ..] => match string_end(rest) {
+                // A name: its value follows.
+                [b':', value @ ..] => text = value,
+                _ => return true,
+            },
+            // Brackets, commas, and the letters of `null`.
+            [_, rest @ ..] => text = rest,
+        }
+    }
+}
+
+/// What follows a string whose opening quote is gone already.
+fn string_end(mut text: &[u8]) -> &[u8] {
+    loop {
+        match text {
+            [b'"', rest @ ..] => return rest,
+            [b'\\', _, rest @ ..] | [_, rest @ ..] => text = rest,
+            [] => return text,
+        }
+    }
+}

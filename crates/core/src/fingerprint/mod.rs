@@ -12,13 +12,14 @@
 //!
 //! 1. part: `oncegate-fp-1`;
 //! 2. part: the method, as given;
-//! 3. part: the target, path and query as received;
-//! 4. part: the media type, below;
-//! 5. part: the body's tag: `json`, `json-include`, `form`, `multipart` or `raw`;
-//! 6. part: the content coding that could not be undone, in ASCII lower case; normally empty;
-//! 7. count of the chosen headers; for each of them part: name, part: value. They are sorted by name as
+//! 3. part: the authority (host and port) that the request is for, as given; empty if it does not count;
+//! 4. part: the target, path and query as received;
+//! 5. part: the media type, below;
+//! 6. part: the body's tag: `json`, `json-include`, `form`, `multipart` or `raw`;
+//! 7. part: the content coding that could not be undone, in ASCII lower case; normally empty;
+//! 8. count of the chosen headers; for each of them part: name, part: value. They are sorted by name as
 //!    bytes; values of one name keep their order;
-//! 8. the body, as its tag says:
+//! 9. the body, as its tag says:
 //!    - `json`: part: the canonical JSON;
 //!    - `json-include`: count of the included pointers, without repetitions; for each of them, sorted as
 //!      bytes, part: the pointer as configured, part: the canonical JSON of its value, or the six letters
@@ -42,7 +43,7 @@
 //! whatever its type: an absent body is an empty body. Otherwise `multipart/*` is `multipart`,
 //! `application/x-www-form-urlencoded` is `form`, and `application/json` and every other type whose subtype
 //! ends in `+json`, behind at least one more character, is `json` (`json-include` where pointers are
-//! included). Everything else, and everything that can't be read by the rules below, is
+//! included and one of them selects a value). Everything else, and everything that can't be read by the rules below, is
 //! `raw`.
 //!
 //! ## JSON
@@ -64,15 +65,28 @@
 //! equal and 9007199254740992 and 9007199254740993 are not.
 //!
 //! Excluded members and elements are left out of the canonical form, commas included; an array index means
-//! the position before anything is left out. If the whole document is excluded, its canonical form is empty.
-//! With included pointers, exclusion comes first: what lies in an excluded value is `absent`.
+//! the position before anything is left out. With included pointers, exclusion comes first: what lies in an
+//! excluded value is `absent`.
+//!
+//! Pointers never make all bodies equal. *Nothing to compare* is a text without any string, number, `true` or
+//! `false` in it: nothing at all, `null`, empty arrays and objects, and arrays and objects of these. Where all
+//! included pointers together select nothing to compare (a pointer that is misspelt selects nothing), the
+//! body is `json`, as if no pointer was included. Where exclusion leaves nothing to compare, the canonical
+//! form of the whole document counts.
 //!
 //! ## Forms
 //! The body is split at `&`, and each segment at its first `=`. In names and values `+` is a space and `%`
-//! with two hexadecimal digits is a byte. Pairs are sorted, stably, by their name up to its first `[`, as
-//! bytes. So values of one name keep their order, and so do the entries of one list: `i[][id]=1&i[][n]=2`
-//! says something else the other way round. An empty segment, a segment without `=`, or a `%` without its
-//! digits makes the body `raw`.
+//! with two hexadecimal digits is a byte. Pairs are sorted, stably, by the *stem* of their name, as bytes: the
+//! first run of ASCII letters and digits in it, in lower case. So pairs whose names have one stem keep their
+//! order, because a server may read them as one name or as one list: `a.b=1&a_b=2` says something else the
+//! other way round to PHP, `A=1&a=2` to ASP.NET, `i[][id]=1&i[][n]=2` to many. The pairs of a form with a name
+//! that has a byte other than space and visible ASCII are not sorted at all.
+//!
+//! The body is `raw` where one of these holds:
+//!
+//! 1. there is an empty segment, a segment without `=`, or a `%` without its digits;
+//! 2. there is a `;` (written as itself), which some servers take for a `&`;
+//! 3. there are more than 16 384 pairs.
 //!
 //! ## Multipart
 //! Parts in their order, without preamble, boundary and epilogue. All header fields of a part count, names in
@@ -221,6 +235,9 @@ impl fmt::Display for Fingerprint {
 pub struct FingerprintInput<'a> {
     /// The request method, as received.
     pub method: &'a str,
+    /// The host, and the port if it is not the default, that the request is for. Empty if requests to different hosts
+    /// may be the same.
+    pub authority: &'a str,
     /// Path and query, as received.
     pub target: &'a str,
     /// The value of the `Content-Type` field, as received; empty if there is none.
@@ -274,7 +291,8 @@ impl FingerprintRules {
 
     /// Counts, of a JSON body, only this value and the others that are included.
     ///
-    /// An included value that the body does not have counts as absent, which is not `null`.
+    /// An included value that the body does not have counts as absent, which is not `null`. A body that has none of the
+    /// included values is compared as a whole, so that a misspelt pointer does not make all bodies equal.
     ///
     /// ```
     /// use oncegate_core::{FingerprintInput, FingerprintRules, JsonPointer};
@@ -294,7 +312,8 @@ impl FingerprintRules {
         self
     }
 
-    /// Leaves this value out of a JSON body: a time stamp, a trace id, whatever is new in each retry.
+    /// Leaves this value out of a JSON body: a time stamp, a trace id, whatever is new in each retry. A body of which
+    /// nothing would be left is compared as a whole.
     ///
     /// ```
     /// use oncegate_core::{FingerprintInput, FingerprintRules, JsonPointer};
@@ -325,6 +344,7 @@ impl FingerprintRules {
         let mut hasher = Hasher::new(pending);
         hasher.part(REQUEST);
         hasher.part(input.method.as_bytes());
+        hasher.part(input.authority.as_bytes());
         hasher.part(input.target.as_bytes());
         hasher.part(&media_type.name);
         hasher.part(body.tag().as_bytes());
@@ -356,8 +376,14 @@ impl FingerprintRules {
         .unwrap_or(Body::Raw(body))
     }
 
+    /// What counts of a document. Never so little that all documents would be equal.
     fn select<'a>(&'a self, document: &'a [u8], selected: &'a mut Vec<u8>) -> Body<'a> {
-        if !self.include.is_empty() {
+        let includes = self.include.iter().any(|pointer| {
+            selected.clear();
+            pointer::select(document, pointer, &self.exclude, selected);
+            json::has_value(selected)
+        });
+        if includes {
             return Body::Included { rules: self, document };
         }
         if self.exclude.is_empty() {
@@ -365,7 +391,7 @@ impl FingerprintRules {
         }
         selected.clear();
         pointer::exclude(document, &self.exclude, selected);
-        Body::Json(selected)
+        Body::Json(if json::has_value(selected) { selected } else { document })
     }
 }
 
@@ -409,7 +435,7 @@ impl Body<'_> {
                 }
             }
             Self::Form(form) => {
-                hasher.count(form.pairs().len());
+                hasher.count(form.len());
                 for (name, value) in form.pairs() {
                     hasher.part(name);
                     hasher.part(value);

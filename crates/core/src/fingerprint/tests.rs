@@ -294,6 +294,7 @@ fn nesting_at_the_limit_is_canonical_and_one_deeper_is_raw() {
 fn what_is_not_body_counts_too() {
     let input = FingerprintInput {
         method: "POST",
+        authority: "a.test",
         target: "/a?b=c",
         content_type: b"text/plain",
         content_coding: "",
@@ -304,6 +305,8 @@ fn what_is_not_body_counts_too() {
     let all = [
         input,
         FingerprintInput { method: "PATCH", ..input },
+        FingerprintInput { authority: "b.test", ..input },
+        FingerprintInput { authority: "", ..input },
         FingerprintInput { target: "/a?b=d", ..input },
         FingerprintInput { target: "/a", ..input },
         FingerprintInput { content_type: b"text/html", ..input },
@@ -316,8 +319,8 @@ fn what_is_not_body_counts_too() {
         FingerprintInput { body: b"hello ", ..input },
         FingerprintInput { body: b"", ..input },
         // The same characters with another border between the fields.
-        FingerprintInput { method: "POST/", target: "a?b=c", ..input },
-        FingerprintInput { method: "POS", target: "T/a?b=c", ..input },
+        FingerprintInput { authority: "a.test/", target: "a?b=c", ..input },
+        FingerprintInput { method: "POSTa", authority: ".test", ..input },
         FingerprintInput { target: "/a?b=ctext", content_type: b"/plain", ..input },
     ];
     for (at, a) in all.iter().enumerate() {
@@ -440,6 +443,8 @@ fn forms_are_compared_as_pairs() {
         ("b=1&a=1&a=2", "a=1&b=1&a=2"),
         ("z=1&i[]=1&i[]=2", "i%5B%5D=1&i[]=2&z=1"),
         ("a=%FF&b=", "b=&a=%ff"),
+        ("_a.x=1&b=2&a.y=3", "b=2&_a.x=1&a.y=3"),
+        ("a=x%3By&b=1", "b=1&a=x%3by"),
     ];
     for (a, b) in equal {
         assert_eq!(of(FORM, a), of(FORM, b), "{a} and {b}");
@@ -458,11 +463,25 @@ fn forms_are_compared_as_pairs() {
         ("ab=c", "a=bc"),
         ("i[][n]=1&i[][m]=2", "i[][m]=2&i[][n]=1"),
         ("i[]=1&i[0]=2", "i[0]=2&i[]=1"),
+        // PHP: a space, a dot and an open bracket are an underscore, and spaces in front are none.
+        ("a.b=1&a_b=2", "a_b=2&a.b=1"),
+        ("a+b=1&a_b=2", "a_b=2&a+b=1"),
+        ("a[b=1&a_b=2", "a_b=2&a[b=1"),
+        ("+a=1&a=2", "a=2&+a=1"),
+        // ASP.NET: case does not count.
+        ("amount=1&Amount=2", "Amount=2&amount=1"),
+        ("a.b=1&A[b]=2", "A[b]=2&a.b=1"),
+        // Whatever somebody folds beyond ASCII.
+        ("k=1&%E2%84%AA=2", "%E2%84%AA=2&k=1"),
+        ("a%00b=1&c=2", "c=2&a%00b=1"),
     ];
     for (a, b) in different {
         assert_ne!(of(FORM, a), of(FORM, b), "{a} and {b}");
     }
-    for body in ["a", "&", "a=1&", "&a=1", "a=1&&b=2", "a=%", "a=%1", "a=%g1", "a=%1g", "%=1", "a=%+1"] {
+    for body in [
+        "a", "&", "a=1&", "&a=1", "a=1&&b=2", "a=%", "a=%1", "a=%g1", "a=%1g", "%=1", "a=%+1", "a=1;b=2",
+        "a;b=1",
+    ] {
         assert_eq!(of(FORM, body), raw(FORM, body), "{body}");
     }
 }
@@ -658,6 +677,72 @@ fn excluded_values_are_left_out() {
 }
 
 #[test]
+fn a_form_has_a_bounded_number_of_pairs() {
+    let pairs = |count: usize| format!("{}b=1", "a=1&".repeat(count - 1));
+    assert_ne!(
+        of(FORM, pairs(crate::limits::FORM_PAIRS_MAX)),
+        raw(FORM, pairs(crate::limits::FORM_PAIRS_MAX))
+    );
+    assert_eq!(
+        of(FORM, pairs(crate::limits::FORM_PAIRS_MAX + 1)),
+        raw(FORM, pairs(crate::limits::FORM_PAIRS_MAX + 1))
+    );
+}
+
+#[test]
+fn what_says_something_is_found() {
+    for text in
+        ["1", "-1", "true", "false", r#""""#, r#"["a"]"#, r#"{"a":[[],{"b":0}]}"#, r#"{"\":":"}"#, "[null,1]"]
+    {
+        assert!(json::has_value(text.as_bytes()), "{text}");
+    }
+    for text in ["", "null", "[]", "{}", "[[],{}]", r#"{"a":{"1":[]},"\"t:":null}"#, "[null,null]"] {
+        assert!(!json::has_value(text.as_bytes()), "{text}");
+    }
+}
+
+#[test]
+fn pointers_that_leave_nothing_to_compare_do_not_make_all_bodies_equal() {
+    let including = |text: &str| FingerprintRules::new().include(pointer(text));
+    let excluding = |text: &str| FingerprintRules::new().exclude(pointer(text));
+    let body =
+        |amount: u32| format!(r#"{{"amount":{amount},"note":null,"items":[],"meta":{{"tags":[{{}}]}}}}"#);
+    for rules in [
+        including("/Amount"),
+        including("/amount/value"),
+        including("/items/0"),
+        // They are there, and say nothing.
+        including("/note"),
+        including("/items"),
+        including("/meta").include(pointer("/note")),
+        including("/meta/amount").exclude(pointer("/note")),
+        including("/amount").exclude(pointer("/amount")),
+        excluding("/amount"),
+        excluding(""),
+    ] {
+        assert_ne!(under(&rules, JSON, body(500)), under(&rules, JSON, body(999_999)), "{rules:?}");
+        assert_eq!(
+            under(&rules, JSON, body(500)),
+            under(&rules, JSON, format!(" {}", body(500))),
+            "{rules:?}"
+        );
+    }
+    let (root, list) = (including("/amount"), excluding("/0"));
+    assert_ne!(under(&root, JSON, r#"[{"amount":1}]"#), under(&root, JSON, r#"[{"amount":2}]"#));
+    assert_ne!(under(&list, JSON, "[1]"), under(&list, JSON, "[2]"));
+    assert_eq!(under(&list, JSON, "[1,3]"), under(&list, JSON, "[2,3]"));
+    // What is excluded stays excluded where no included value is there.
+    let both = including("/Amount").exclude(pointer("/sent"));
+    assert_eq!(
+        under(&both, JSON, r#"{"amount":1,"sent":1}"#),
+        under(&both, JSON, r#"{"amount":1,"sent":2}"#)
+    );
+    // One that is there is enough.
+    let two = including("/amount").include(pointer("/currency"));
+    assert_eq!(under(&two, JSON, r#"{"amount":1,"sent":1}"#), under(&two, JSON, r#"{"amount":1,"sent":2}"#));
+}
+
+#[test]
 fn only_included_values_count() {
     let rules = FingerprintRules::new().include(pointer("/order")).include(pointer("/to/iban"));
     let of = |body: &str| under(&rules, JSON, body);
@@ -698,8 +783,9 @@ fn exclusion_comes_before_inclusion() {
     let body = r#"{"a":{"b":{"c":1,"d":2}}}"#;
     assert_eq!(under("/a/b/c", body), under("/a/b/c", r#"{"a":{"b":{"c":9,"d":2}}}"#));
     assert_ne!(under("/a/b/c", body), under("/a/b/c", r#"{"a":{"b":{"c":1,"d":9}}}"#));
+    // What is included and excluded is not there. Without it nothing is left, so all of the body counts.
     for exclude in ["/a/b", "/a", ""] {
-        assert_eq!(under(exclude, body), under("/x", "{}"), "{exclude}");
+        assert_eq!(under(exclude, body), of(JSON, body), "{exclude}");
     }
     assert_eq!(under("/z/b/c", body), under("/x", body));
 }
