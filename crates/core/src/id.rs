@@ -154,37 +154,109 @@ impl fmt::Debug for CallerTag {
     }
 }
 
-/// What a key is unique within: a caller, and an operation where keys belong to operations.
+/// The name of a service. Services that share a store keep their keys apart by it; programs with the same name share keys.
+///
+/// 1 to [`limits::SERVICE_NAME_MAX`] visible ASCII characters. Cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ServiceName(Arc<str>);
+
+/// The error for a text that is not a [`ServiceName`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InvalidServiceName;
+
+impl fmt::Display for InvalidServiceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a service name has 1 to {} ASCII characters and no space", limits::SERVICE_NAME_MAX)
+    }
+}
+
+impl std::error::Error for InvalidServiceName {}
+
+impl ServiceName {
+    /// Reads a name.
+    ///
+    /// # Errors
+    /// [`InvalidServiceName`] if it is empty, too long, or has a character other than visible ASCII.
+    pub fn new(name: &str) -> Result<Self, InvalidServiceName> {
+        let fits = (1..=limits::SERVICE_NAME_MAX).contains(&name.len());
+        if fits && name.bytes().all(|byte| byte.is_ascii_graphic()) {
+            Ok(Self(name.into()))
+        } else {
+            Err(InvalidServiceName)
+        }
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ServiceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a key is unique within: a service if the store is shared by several, a caller, and an operation if keys belong to
+/// operations.
 ///
 /// The caller's identity (a credential, a subject, a tenant) is hashed at once and kept nowhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scope<'a> {
     caller: [u8; 32],
+    /// The caller's digest, or that of the service and the caller.
+    owner: [u8; 32],
     operation: &'a [&'a [u8]],
 }
 
 impl<'a> Scope<'a> {
-    /// The scope of one caller, told apart by `identity`, whose `kind` (such as `header:authorization`) keeps equal
-    /// identities of different kinds apart.
+    /// The scope of one caller, identified by `identity`. `kind` (such as `header:authorization`) keeps equal identities of
+    /// different kinds apart.
     #[must_use]
     pub fn caller(kind: &str, identity: &[u8]) -> Self {
+        Self::caller_of_parts(&[(kind, identity)])
+    }
+
+    /// The scope of a caller who is identified by several parts together, such as a tenant and a session: pairs of kind and
+    /// identity. Their order counts. Without any part it is that of a [single tenant](Self::single_tenant).
+    #[must_use]
+    pub fn caller_of_parts(parts: &[(&str, &[u8])]) -> Self {
+        if parts.is_empty() {
+            return Self::single_tenant();
+        }
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-caller-1");
-        part(&mut hash, kind.as_bytes());
-        part(&mut hash, identity);
-        Self { caller: hash.finalize().into(), operation: &[] }
+        for (kind, identity) in parts {
+            part(&mut hash, kind.as_bytes());
+            part(&mut hash, identity);
+        }
+        let caller = hash.finalize().into();
+        Self { caller, owner: caller, operation: &[] }
     }
 
     /// The scope of a service that has one caller only, or whose callers may share keys.
     #[must_use]
     pub const fn single_tenant() -> Self {
-        Self { caller: [0; 32], operation: &[] }
+        Self { caller: [0; 32], owner: [0; 32], operation: &[] }
+    }
+
+    /// The same scope within this service: for stores that several services share. Without a name, the scope is that of
+    /// every program that gives none.
+    #[must_use]
+    pub fn with_service(&self, service: &ServiceName) -> Self {
+        let mut hash = Sha256::new();
+        part(&mut hash, b"oncegate-service-1");
+        part(&mut hash, service.as_str().as_bytes());
+        part(&mut hash, &self.caller);
+        Self { owner: hash.finalize().into(), ..*self }
     }
 
     /// Narrows the caller's scope to an operation, such as a method and a path.
     #[must_use]
     pub const fn within<'b>(&self, operation: &'b [&'b [u8]]) -> Scope<'b> {
-        Scope { caller: self.caller, operation }
+        Scope { caller: self.caller, owner: self.owner, operation }
     }
 
     /// The parts of the operation, none where keys belong to the caller alone.
@@ -193,7 +265,7 @@ impl<'a> Scope<'a> {
         self.operation
     }
 
-    /// The caller's mark for listings.
+    /// The caller's mark for listings. It does not depend on the service.
     #[must_use]
     pub fn caller_tag(&self) -> CallerTag {
         let mut tag = [0; 8];
@@ -204,22 +276,26 @@ impl<'a> Scope<'a> {
     }
 }
 
-/// Where a record is found: SHA-256 over the length-prefixed parts of its scope and its key.
+/// The identifier of a record: SHA-256 over the length-prefixed parts of its scope and its key.
 ///
-/// The parts are never joined into a string, so no separator inside a key can make two records meet. The layout is
-/// published in `vectors/record_ids.json`:
-/// `SHA-256( lp("oncegate-record-1") lp(caller digest) u64(number of operation parts) lp(part)* lp(key) )` with
-/// `lp(x) = u64 big-endian length, then x`.
+/// The parts are never joined into a string, so no separator inside a key can make two records meet. With
+/// `lp(x) = u64 big-endian length, then x`:
+///
+/// - caller = 32 zero octets for a single tenant, otherwise `SHA-256( lp("oncegate-caller-1") (lp(kind) lp(identity))+ )`;
+/// - owner = the caller if no service is named, otherwise `SHA-256( lp("oncegate-service-1") lp(service) lp(caller) )`;
+/// - record = `SHA-256( lp("oncegate-record-1") lp(owner) u64(number of operation parts) lp(part)* lp(key) )`.
+///
+/// `vectors/record_ids.json` has examples.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecordId([u8; 32]);
 
 impl RecordId {
-    /// Derives the place of the record for `key` in `scope`.
+    /// Derives the identifier of the record for `key` in `scope`.
     #[must_use]
     pub fn derive(scope: &Scope<'_>, key: &IdempotencyKey) -> Self {
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-record-1");
-        part(&mut hash, &scope.caller);
+        part(&mut hash, &scope.owner);
         hash.update((scope.operation.len() as u64).to_be_bytes());
         for operation in scope.operation {
             part(&mut hash, operation);
@@ -397,6 +473,53 @@ mod tests {
     #[test]
     fn callers_of_different_kinds_with_equal_identities_are_apart() {
         assert_ne!(Scope::caller("header:x-tenant", b"7"), Scope::caller("header:authorization", b"7"));
+    }
+
+    #[test]
+    fn no_two_lists_of_parts_are_one_caller() {
+        let callers = [
+            Scope::single_tenant(),
+            Scope::caller("a", b"b"),
+            Scope::caller("ab", b""),
+            Scope::caller_of_parts(&[("a", b"b"), ("c", b"d")]),
+            Scope::caller_of_parts(&[("c", b"d"), ("a", b"b")]),
+            Scope::caller_of_parts(&[("a", b"bc"), ("", b"d")]),
+            Scope::caller_of_parts(&[("a", b"b"), ("c", b"")]),
+        ];
+        let owners: std::collections::HashSet<_> = callers.iter().map(|scope| scope.owner).collect();
+        assert_eq!(owners.len(), callers.len());
+        assert_eq!(Scope::caller_of_parts(&[]), Scope::single_tenant());
+        assert_eq!(Scope::caller_of_parts(&[("a", b"b")]), Scope::caller("a", b"b"));
+    }
+
+    #[test]
+    fn two_services_on_one_store_share_no_key_and_show_the_same_caller() {
+        let key = IdempotencyKey::new(*b"k").unwrap();
+        let service = |name| ServiceName::new(name).unwrap();
+        for scope in [Scope::single_tenant(), Scope::caller("a", b"b")] {
+            let (orders, stock) =
+                (scope.with_service(&service("orders")), scope.with_service(&service("stock")));
+            let ids = [scope, orders, stock].map(|scope| RecordId::derive(&scope, &key));
+            assert!(ids[0] != ids[1] && ids[0] != ids[2] && ids[1] != ids[2]);
+            assert_eq!(orders.caller_tag(), scope.caller_tag());
+            assert_eq!(orders.with_service(&service("stock")), stock, "the last name counts");
+            let operation: [&[u8]; 1] = [b"POST"];
+            assert_ne!(
+                RecordId::derive(&orders.within(&operation), &key),
+                RecordId::derive(&stock.within(&operation), &key)
+            );
+        }
+    }
+
+    #[test]
+    fn a_service_name_is_visible_ascii_within_its_limit() {
+        let longest = "x".repeat(limits::SERVICE_NAME_MAX);
+        for name in ["orders", "a.b/c-1", &longest] {
+            assert_eq!(ServiceName::new(name).unwrap().as_str(), name);
+        }
+        for name in ["", "two words", "größe", "a\n", &format!("{longest}x")] {
+            assert_eq!(ServiceName::new(name), Err(InvalidServiceName), "{name}");
+        }
     }
 
     #[test]

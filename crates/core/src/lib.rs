@@ -59,7 +59,10 @@ pub use decide::{
 pub use fingerprint::{
     Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
 };
-pub use id::{AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, RecordId, Scope};
+pub use id::{
+    AttemptId, CallerTag, FencingToken, IdempotencyKey, InvalidServiceName, KeyError, RecordId, Scope,
+    ServiceName,
+};
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
 pub use record::{Answer, Label, Record, State, StateName};

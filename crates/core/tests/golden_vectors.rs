@@ -1,7 +1,7 @@
 //! The published vectors: what a program in another language has to agree with.
 
 use bytes::Bytes;
-use oncegate_core::{IdempotencyKey, RecordId, Scope, StoredResponse};
+use oncegate_core::{IdempotencyKey, RecordId, Scope, ServiceName, StoredResponse};
 use serde_json::Value;
 
 fn vectors(name: &str) -> Value {
@@ -20,9 +20,16 @@ fn record_ids_and_downstream_keys() {
     let cases = vectors["cases"].as_array().unwrap();
     assert!(cases.len() >= 10);
     for case in cases {
-        let scope = match case["caller"].as_object() {
-            None => Scope::single_tenant(),
-            Some(caller) => Scope::caller(caller["kind"].as_str().unwrap(), &octets(&caller["identity_hex"])),
+        let caller: Vec<_> = case["caller"].as_array().unwrap().iter().collect();
+        let caller: Vec<_> = caller
+            .iter()
+            .map(|part| (part["kind"].as_str().unwrap(), octets(&part["identity_hex"])))
+            .collect();
+        let caller: Vec<_> = caller.iter().map(|(kind, identity)| (*kind, &identity[..])).collect();
+        let scope = Scope::caller_of_parts(&caller);
+        let scope = match case["service"].as_str() {
+            None => scope,
+            Some(service) => scope.with_service(&ServiceName::new(service).unwrap()),
         };
         let parts: Vec<_> = case["operation_hex"].as_array().unwrap().iter().map(octets).collect();
         let parts: Vec<_> = parts.iter().map(|part| &part[..]).collect();

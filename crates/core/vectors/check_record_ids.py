@@ -21,14 +21,21 @@ def lp(octets: bytes) -> bytes:
 
 
 def caller_digest(caller) -> bytes:
-    if caller is None:
+    """`caller` is a list of pairs of kind and identity, empty for a single tenant."""
+    if not caller:
         return bytes(32)
-    kind, identity = caller
-    return hashlib.sha256(lp(b"oncegate-caller-1") + lp(kind.encode()) + lp(identity)).digest()
+    pairs = b"".join(lp(kind.encode()) + lp(identity) for kind, identity in caller)
+    return hashlib.sha256(lp(b"oncegate-caller-1") + pairs).digest()
 
 
-def record_id(caller, operation, key) -> bytes:
-    parts = lp(b"oncegate-record-1") + lp(caller_digest(caller)) + struct.pack(">Q", len(operation))
+def owner_digest(service, caller) -> bytes:
+    if service is None:
+        return caller_digest(caller)
+    return hashlib.sha256(lp(b"oncegate-service-1") + lp(service.encode()) + lp(caller_digest(caller))).digest()
+
+
+def record_id(service, caller, operation, key) -> bytes:
+    parts = lp(b"oncegate-record-1") + lp(owner_digest(service, caller)) + struct.pack(">Q", len(operation))
     return hashlib.sha256(parts + b"".join(map(lp, operation)) + lp(key)).digest()
 
 
@@ -41,33 +48,43 @@ def downstream_key(record: bytes, step: str) -> str:
 
 
 def record_cases():
-    bearer = ("header:authorization", b"Bearer sk_test_1")
+    bearer = [("header:authorization", b"Bearer sk_test_1")]
     payments = [b"POST", b"/v1/payments"]
     uuid_key = b"8e03978e-40d5-43e8-bc93-6894a57f9324"
+    session = [("cookie:sid", b"31d4d96e"), ("header:x-tenant", b"acme")]
     return [
-        ("single tenant, no operation", None, [], b"k"),
-        ("single tenant, endpoint", None, payments, uuid_key),
-        ("caller by credential, endpoint", bearer, payments, uuid_key),
-        ("caller by credential, caller only", bearer, [], uuid_key),
-        ("another credential", ("header:authorization", b"Bearer sk_test_2"), payments, uuid_key),
-        ("same identity of another kind", ("header:x-tenant", b"Bearer sk_test_1"), payments, uuid_key),
-        ("anonymous", ("anonymous", b""), payments, uuid_key),
-        ("border between method and path, 1", None, [b"POST", b"/ab"], b"c"),
-        ("border between method and path, 2", None, [b"POST/a", b"b"], b"c"),
-        ("border between path and key", None, [b"POST", b"/a"], b"bc"),
-        ("separators in a key", None, [b"POST", b"/a"], b":|/\x00\xff"),
-        ("key of 255 octets", None, payments, b"k" * 255),
-        ("case of a key counts", None, payments, uuid_key.upper()),
+        ("single tenant, no operation", None, [], [], b"k"),
+        ("single tenant, endpoint", None, [], payments, uuid_key),
+        ("caller by credential, endpoint", None, bearer, payments, uuid_key),
+        ("caller by credential, caller only", None, bearer, [], uuid_key),
+        ("another credential", None, [("header:authorization", b"Bearer sk_test_2")], payments, uuid_key),
+        ("same identity of another kind", None, [("header:x-tenant", b"Bearer sk_test_1")], payments, uuid_key),
+        ("anonymous", None, [("anonymous", b"")], payments, uuid_key),
+        ("caller of two parts", None, session, payments, uuid_key),
+        ("caller of one of these parts", None, session[1:], payments, uuid_key),
+        ("border between two parts of a caller", None, [("cookie:sid", b"31d4d96eacme")], payments, uuid_key),
+        ("caller by host", None, [("authority", b"acme.example"), *bearer], payments, uuid_key),
+        ("border between method and path, 1", None, [], [b"POST", b"/ab"], b"c"),
+        ("border between method and path, 2", None, [], [b"POST/a", b"b"], b"c"),
+        ("border between path and key", None, [], [b"POST", b"/a"], b"bc"),
+        ("separators in a key", None, [], [b"POST", b"/a"], b":|/\x00\xff"),
+        ("key of 255 octets", None, [], payments, b"k" * 255),
+        ("case of a key counts", None, [], payments, uuid_key.upper()),
+        ("service, single tenant", "orders", [], payments, uuid_key),
+        ("another service", "stock", [], payments, uuid_key),
+        ("service, caller by credential", "orders", bearer, payments, uuid_key),
+        ("service, caller of two parts, caller only", "orders", session, [], uuid_key),
     ]
 
 
 def record_ids():
     cases = []
-    for name, caller, operation, key in record_cases():
-        record = record_id(caller, operation, key)
+    for name, service, caller, operation, key in record_cases():
+        record = record_id(service, caller, operation, key)
         cases.append({
             "name": name,
-            "caller": caller and {"kind": caller[0], "identity_hex": caller[1].hex()},
+            "service": service,
+            "caller": [{"kind": kind, "identity_hex": identity.hex()} for kind, identity in caller],
             "operation_hex": [part.hex() for part in operation],
             "key_hex": key.hex(),
             "caller_tag": caller_digest(caller)[:8].hex(),

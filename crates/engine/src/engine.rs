@@ -10,8 +10,8 @@ use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Fingerprint, Label, Outcome, RecordId, Store, StoreError, StoreErrorKind,
-    StoredResponse,
+    AttemptId, Claim, Command, Fingerprint, Label, Outcome, RecordId, Scope, ServiceName, Store, StoreError,
+    StoreErrorKind, StoredResponse,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, oneshot};
@@ -38,6 +38,7 @@ pub struct Engine {
 pub(crate) struct Inner {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) service: Option<ServiceName>,
     pub(crate) keeper: Keeper,
     pub(crate) tasks: TaskTracker,
     pub(crate) deferred: Arc<Semaphore>,
@@ -97,6 +98,7 @@ pub enum ClaimOutcome {
 pub struct EngineBuilder {
     store: Arc<dyn Store>,
     observer: Arc<dyn Observer>,
+    service: Option<ServiceName>,
     purge_every: Option<Duration>,
     runtime: Option<Handle>,
 }
@@ -113,6 +115,14 @@ impl EngineBuilder {
     #[must_use]
     pub fn with_observer(self, observer: impl Observer) -> Self {
         Self { observer: Arc::new(observer), ..self }
+    }
+
+    /// The service that the program is part of, for a store that several services share: the HTTP layer and the functions
+    /// on this engine share their keys with programs of the same name, and with no other. Without a name they share them
+    /// with every program that gives none.
+    #[must_use]
+    pub fn with_service(self, service: ServiceName) -> Self {
+        Self { service: Some(service), ..self }
     }
 
     /// How often records past their retention are removed; `None` leaves that to somebody else. Every second by default.
@@ -134,6 +144,7 @@ impl EngineBuilder {
                 ),
                 store: self.store,
                 observer: self.observer,
+                service: self.service,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
                 late: Arc::new(Semaphore::new(LATE)),
@@ -171,6 +182,7 @@ impl Engine {
         EngineBuilder {
             store,
             observer: Arc::new(()),
+            service: None,
             purge_every: Some(Duration::from_secs(1)),
             runtime: None,
         }
@@ -180,6 +192,15 @@ impl Engine {
     #[must_use]
     pub fn store(&self) -> &Arc<dyn Store> {
         &self.inner.store
+    }
+
+    /// The scope within the service of this engine.
+    #[must_use]
+    pub fn in_service<'a>(&self, scope: Scope<'a>) -> Scope<'a> {
+        match &self.inner.service {
+            Some(service) => scope.with_service(service),
+            None => scope,
+        }
     }
 
     /// How many records somebody in this process is at.

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use oncegate_core::{
     Clock, Command, FingerprintRules, IdempotencyKey, JsonPointer, KeyError, MemoryStore, OnAbandoned,
-    Resolution, Resolve, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+    Resolution, Resolve, ServiceName, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
 };
 use oncegate_engine::{
     Attempt, Engine, ErrorFate, FateOf, Function, FunctionError, NotJson, Policy, ReleasedErrors, ReleasedIf,
@@ -634,4 +634,38 @@ async fn an_error_after_an_abandoned_attempt_does_not_forget_that_one() {
         .run_in_place("k", "the input", async |attempt: Attempt| Ok::<_, &str>(attempt.is_after_abandoned()))
         .await;
     assert!(said.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn services_that_share_a_store_share_no_keys() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
+    let engine = |service: Option<&str>| {
+        let builder = Engine::builder(store.clone());
+        match service {
+            Some(name) => builder.with_service(ServiceName::new(name).unwrap()).build(),
+            None => builder.build(),
+        }
+    };
+    let runs = Arc::new(AtomicUsize::new(0));
+    let charge = async |service: Option<&str>, caller: Option<&str>| {
+        let mut function = engine(service).function("charge");
+        if let Some(caller) = caller {
+            function = function.with_caller("customer", caller);
+        }
+        let call = function.call(key(), &5);
+        let runs = runs.clone();
+        call.run(async move |_| Ok::<_, String>(runs.fetch_add(1, Ordering::Relaxed) + 1)).await.unwrap()
+    };
+    for (service, caller, run) in [
+        (None, None, 1),
+        (Some("orders"), None, 2),
+        (Some("stock"), None, 3),
+        (Some("orders"), Some("ada"), 4),
+        (Some("stock"), Some("ada"), 5),
+        (None, Some("ada"), 6),
+    ] {
+        assert_eq!(charge(service, caller).await, run, "{service:?} {caller:?}");
+        // Another process of the same service has the same keys.
+        assert_eq!(charge(service, caller).await, run, "{service:?} {caller:?}");
+    }
 }

@@ -105,10 +105,12 @@ struct Settings {
 
 impl Engine {
     /// A function of this name, whose calls take effect once for each key. The name is part of where its records are found: a
-    /// function that gets another name, or shares one, gets or shares keys. Operators see it as the record's operation.
+    /// function that gets another name, or shares one, gets or shares keys. Functions of programs that share a store share
+    /// keys as well, unless their engines [name their services](crate::EngineBuilder::with_service). Operators see the name as
+    /// the record's operation.
     #[must_use]
     pub fn function(&self, name: &str) -> Function {
-        let scope = Scope::single_tenant();
+        let scope = self.in_service(Scope::single_tenant());
         Function {
             settings: Arc::new(Settings {
                 engine: self.clone(),
@@ -161,7 +163,7 @@ impl<P> Function<P> {
     pub fn with_caller(self, kind: &str, identity: impl AsRef<[u8]>) -> Self {
         self.with(|settings| {
             settings.has_caller = true;
-            settings.scope = Scope::caller(kind, identity.as_ref());
+            settings.scope = settings.engine.in_service(Scope::caller(kind, identity.as_ref()));
             settings.label = Label::new(settings.scope.caller_tag(), &settings.name);
         })
     }
