@@ -56,6 +56,7 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &[u8]) -> Fi
         .collect();
     settings.fingerprint.fingerprint(&FingerprintInput {
         method: parts.method.as_str(),
+        authority: "",
         target,
         content_type: field(header::CONTENT_TYPE),
         content_coding: &content_coding,
