@@ -11,11 +11,15 @@
 //!              release │  │   │  │ claim          │ complete (same token), resolve
 //!                      ▼  │   │  │ (reexecute,    │
 //!               released ─┘   │  │  reconcile)    │
-//!                      ▲ claim│  │                │
-//!                      │      ▼  │  claim (park)  │
-//!                      │   past its lease ─────▶ unknown
-//!                      └────────── resolve ───────┘
+//!                ▲     claim  │  │                │
+//!                │            ▼  │  claim (park)  │
+//!                │        past its lease ─────▶ unknown ◀── complete (unknown)
+//!                │                                │
+//!                └────────────────────────────────┘ release (same token), resolve
 //! ```
+//!
+//! The end of a lease is no end of an attempt: until another one takes over, its owner may renew, complete and release. It may
+//! also complete or release a record that was parked, because nothing was executed in between; it cannot renew one.
 //!
 //! The rules that every line below keeps:
 //! 1. `renew`, `step`, `complete` and `release` compare the token; a stale owner hears [`Outcome::Fenced`] and changes nothing.

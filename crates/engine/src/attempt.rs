@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    Command, Complete, Completion, FencingToken, Grant, OnAbandoned, Outcome, Record, RecordId, Release,
-    Store, StoreError, limits,
+    AttemptId, Command, Complete, Completion, FencingToken, Grant, OnAbandoned, Outcome, Record, RecordId,
+    Release, Store, StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
 
-use crate::engine::Inner;
+use crate::engine::{ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
 use crate::flight::{Landing, Leader, lock};
 use crate::function::ErrorFate;
@@ -165,6 +165,8 @@ pub(crate) struct Held {
     pub(crate) inner: Arc<Inner>,
     pub(crate) attempt: Attempt,
     pub(crate) leader: Leader,
+    /// The claim, if an answer to it was lost: it may reach the store once more, after the attempt has ended.
+    claim: Option<Box<(ClaimRequest, AttemptId)>>,
 }
 
 /// What became of the end of an attempt.
@@ -175,8 +177,8 @@ pub enum Settled {
     Done,
     /// Somebody else owns the record; nothing was changed. The effect of this attempt may stand beside the other's.
     Fenced,
-    /// The store is out of reach. The engine goes on trying until the lease ends; if that fails too, the record ends as
-    /// abandoned.
+    /// The store is out of reach. The engine goes on trying until the record's retention ends. From the end of the lease
+    /// on, the next claim of another process finds an abandoned record; under `park` this end is still taken after that.
     Deferred(StoreError),
     /// Something may have taken place of which nothing is recorded: a [step](Attempt::step) of this attempt, or what an abandoned
     /// one did. So the key is not free, and the record is left to its lease, as after a crash.
@@ -187,7 +189,14 @@ impl Permit {
     pub(crate) fn new(inner: Arc<Inner>, attempt: Attempt, leader: Leader) -> Self {
         leader.set_executing(*lock(&attempt.0.lease_until));
         inner.keeper.keep(&attempt);
-        Self(Some(Held { inner, attempt, leader }))
+        Self(Some(Held { inner, attempt, leader, claim: None }))
+    }
+
+    /// Says that an answer to the claim was lost before it was granted.
+    pub(crate) fn claimed_in_doubt(&mut self, request: ClaimRequest, attempt: AttemptId) {
+        if let Some(held) = &mut self.0 {
+            held.claim = Some(Box::new((request, attempt)));
+        }
     }
 
     /// What the handler may know. `None` never, except after a panic inside this type.
@@ -305,17 +314,18 @@ impl Held {
         self.inner.emit(Event::new(self.attempt.record_id(), Some(self.attempt.token()), kind));
     }
 
-    async fn cancel(self) {
+    async fn cancel(mut self) {
         if self.attempt.is_after_abandoned() {
             // Nothing was begun under this claim, but under an earlier one: to free the key would forget that.
             self.inner.keeper.forget(&self.attempt);
             return self.emit(EventKind::Abandoned);
         }
         match self.try_settle(&Ending::Release).await {
-            Err(Some(_)) => self.defer(Ending::Release),
+            Err(Unsettled::Failed(_)) => self.defer(Ending::Release),
             _ => {
                 self.inner.keeper.forget(&self.attempt);
                 self.emit(EventKind::ClaimCancelled);
+                self.retract_late_claim();
             }
         }
     }
@@ -338,11 +348,11 @@ impl Held {
                 self.land(ending);
                 Settled::Done
             }
-            Err(None) => {
+            Err(Unsettled::Fenced) => {
                 self.fenced();
                 Settled::Fenced
             }
-            Err(Some(error)) => {
+            Err(Unsettled::Failed(error)) => {
                 self.emit(EventKind::SettlementDeferred(error.kind()));
                 self.defer(ending);
                 Settled::Deferred(error)
@@ -350,23 +360,26 @@ impl Held {
         }
     }
 
-    /// Asks the store once. `Err(None)` means fenced.
-    async fn try_settle(&self, ending: &Ending) -> Result<(), Option<StoreError>> {
-        let command = ending.command(&self.attempt);
-        match self.inner.store.apply(self.attempt.record_id(), command).await {
-            Ok(Outcome::Completed | Outcome::Released) => Ok(()),
-            Ok(Outcome::Fenced) => Err(None),
-            Ok(other) => Err(Some(StoreError::invalid(format!(
-                "the store answered {other:?} to the end of an attempt"
-            )))),
-            Err(error) => Err(Some(error)),
-        }
+    async fn try_settle(&self, ending: &Ending) -> Result<(), Unsettled> {
+        self.inner.end(&self.attempt, ending).await
     }
 
-    fn land(self, ending: Ending) {
+    fn land(mut self, ending: Ending) {
         self.inner.keeper.forget(&self.attempt);
         self.emit(ending.event());
+        if matches!(ending, Ending::Release) {
+            self.retract_late_claim();
+        }
         self.leader.land(ending.landing());
+    }
+
+    /// After a release: if an answer to the claim was lost, what was sent first may still reach the store, which would
+    /// grant it.
+    pub(crate) fn retract_late_claim(&mut self) {
+        if let Some(claim) = self.claim.take() {
+            let (request, attempt) = *claim;
+            self.inner.retract(request, attempt);
+        }
     }
 
     pub(crate) fn fenced(self) {
@@ -375,8 +388,9 @@ impl Held {
         self.emit(EventKind::Fenced);
     }
 
-    /// Goes on trying in the background until the lease ends, which is no longer renewed. Until then everybody else in
-    /// this process hears that the request is in progress.
+    /// Goes on trying in the background until the record is past its retention. The lease is no longer renewed. Until it
+    /// ends, every other claim of this process finds the request in progress; after it, each of them tries first to store
+    /// this end. The store takes it under the current token, also of a record that was parked meanwhile.
     fn defer(self, ending: Ending) {
         self.inner.keeper.forget(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
@@ -385,24 +399,116 @@ impl Held {
         let inner = self.inner.clone();
         inner.tasks.spawn(async move {
             let _place = place;
-            let give_up = *lock(&self.attempt.0.lease_until);
-            let mut pause = Duration::from_millis(50);
+            let lease_until = *lock(&self.attempt.0.lease_until);
+            let mut pause = PAUSE_FIRST;
             loop {
-                let again = (Instant::now() + pause).min(give_up);
+                let again = (Instant::now() + pause).min(lease_until);
                 tokio::time::sleep_until(again).await;
                 match self.try_settle(&ending).await {
                     Ok(()) => return self.land(ending),
-                    Err(None) => return self.fenced(),
-                    Err(Some(error)) if !error.kind().may_pass() || again >= give_up => {
-                        tracing::error!(record = ?self.attempt.record_id(), %error, "completion lost, outcome unknown");
-                        return self.emit(EventKind::SettlementLost);
+                    Err(Unsettled::Fenced) => return self.fenced(),
+                    Err(Unsettled::Failed(error)) if !error.kind().may_pass() || again >= lease_until => {
+                        return self.outlast(ending, error).await;
                     }
-                    Err(Some(error)) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),
+                    Err(Unsettled::Failed(error)) => pause = again_after((pause * 2).min(PAUSE_LAST), &error),
                 }
             }
         });
     }
+
+    /// The lease is over. Those who came along ask for themselves.
+    async fn outlast(self, ending: Ending, mut error: StoreError) {
+        let Self { inner, attempt, leader, claim } = self;
+        let record = attempt.record_id();
+        let give_up = Instant::now() + attempt.0.policy.retention;
+        let unstored =
+            Unstored { attempt, ending, claim: Mutex::new(claim), stored: tokio::sync::Mutex::default() };
+        let unstored = inner.unstored.add(record, unstored);
+        drop(leader);
+        if error.kind().may_pass() {
+            tracing::warn!(
+                ?record,
+                error = %error,
+                "the end of an attempt could not be stored before its lease was over; it is tried again until the retention \
+                 of the record is over"
+            );
+        }
+        while error.kind().may_pass() && Instant::now() < give_up {
+            tokio::time::sleep(again_after(PAUSE_LAST, &error)).await;
+            match inner.store_end(&unstored).await {
+                Ok(()) => return,
+                Err(again) => error = again,
+            }
+        }
+        tracing::error!(?record, error = %error, "the end of an attempt could not be stored: its outcome is unknown");
+        inner.emit(Event::new(record, Some(unstored.attempt.token()), EventKind::SettlementLost));
+    }
 }
+
+/// The end of an attempt that the store did not take before the lease was over.
+pub(crate) struct Unstored {
+    attempt: Attempt,
+    ending: Ending,
+    claim: Mutex<Option<Box<(ClaimRequest, AttemptId)>>>,
+    /// Whether the store has taken or refused it. Held while it is sent, so that it is sent once at a time.
+    stored: tokio::sync::Mutex<bool>,
+}
+
+/// Why the store did not take the end of an attempt.
+enum Unsettled {
+    /// Another attempt owns the record.
+    Fenced,
+    /// The store failed.
+    Failed(StoreError),
+}
+
+impl Inner {
+    /// Asks the store once.
+    async fn end(&self, attempt: &Attempt, ending: &Ending) -> Result<(), Unsettled> {
+        match self.store.apply(attempt.record_id(), ending.command(attempt)).await {
+            Ok(Outcome::Completed | Outcome::Released) => Ok(()),
+            Ok(Outcome::Fenced) => Err(Unsettled::Fenced),
+            Ok(other) => {
+                let error =
+                    StoreError::invalid(format!("the store answered {other:?} to the end of an attempt"));
+                Err(Unsettled::Failed(error))
+            }
+            Err(error) => Err(Unsettled::Failed(error)),
+        }
+    }
+
+    /// Tries to store an end whose lease is over.
+    ///
+    /// # Errors
+    /// The store failed.
+    pub(crate) async fn store_end(self: &Arc<Self>, unstored: &Unstored) -> Result<(), StoreError> {
+        let mut stored = unstored.stored.lock().await;
+        if *stored {
+            return Ok(());
+        }
+        let kind = match self.end(&unstored.attempt, &unstored.ending).await {
+            Ok(()) => unstored.ending.event(),
+            Err(Unsettled::Fenced) => {
+                unstored.attempt.set_lost();
+                EventKind::Fenced
+            }
+            Err(Unsettled::Failed(error)) => return Err(error),
+        };
+        *stored = true;
+        self.emit(Event::new(unstored.attempt.record_id(), Some(unstored.attempt.token()), kind));
+        let claim = lock(&unstored.claim).take();
+        if let (EventKind::Released, Some(claim)) = (kind, claim) {
+            let (request, attempt) = *claim;
+            self.retract(request, attempt);
+        }
+        Ok(())
+    }
+}
+
+/// Pauses between tries to store the end of an attempt. The last one is short, so that it is stored soon after the store is
+/// back: a claim of another process may come first, and park the record.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+const PAUSE_LAST: Duration = Duration::from_secs(2);
 
 /// How long to wait before a store that failed is asked again, at most as long as was meant. Where nothing was sent it cost
 /// nothing, and what is waiting goes on soon after the store is back.

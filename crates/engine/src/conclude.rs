@@ -127,7 +127,7 @@ impl Held {
         Ok((Concluded::Fenced, None))
     }
 
-    fn concluded(self, said: Said, (concluded, note): Tried) -> Concluded {
+    fn concluded(mut self, said: Said, (concluded, note): Tried) -> Concluded {
         let (event, landing) = match (&concluded, said) {
             (Concluded::Fenced | Concluded::Deferred(_), _) => {
                 self.fenced();
@@ -157,6 +157,9 @@ impl Held {
             }
         }
         self.emit(event);
+        if matches!(concluded, Concluded::Released) {
+            self.retract_late_claim();
+        }
         self.leader.land(landing);
         concluded
     }

@@ -21,13 +21,14 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::answer::AnswerPermit;
-use crate::attempt::{Attempt, DEFERRED, Permit};
+use crate::attempt::{Attempt, DEFERRED, Permit, Unstored};
 use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
 use crate::keeper::Keeper;
+use crate::pending::Pending;
 use crate::policy::Policy;
-use crate::retract::LATE;
+use crate::retract::{Doubt, LATE, VERY_LATE};
 
 /// Drives one store: claims, renews, waits, completes. Cheap to clone; all clones are one engine.
 #[derive(Clone)]
@@ -42,8 +43,13 @@ pub(crate) struct Inner {
     pub(crate) keeper: Keeper,
     pub(crate) tasks: TaskTracker,
     pub(crate) deferred: Arc<Semaphore>,
-    /// Places for those who look for a claim that may come late.
+    /// Claims whose answer was lost.
+    pub(crate) doubts: Pending<Doubt>,
+    /// Ends of attempts that the store did not take before the lease was over.
+    pub(crate) unstored: Pending<Unstored>,
+    /// Places for those who look for a claim that may come late, and very late.
     pub(crate) late: Arc<Semaphore>,
+    pub(crate) very_late: Arc<Semaphore>,
     /// Nobody begins anything more.
     pub(crate) closing: CancellationToken,
     pub(crate) completion_missing: Rarely,
@@ -147,7 +153,10 @@ impl EngineBuilder {
                 service: self.service,
                 tasks: TaskTracker::new(),
                 deferred: Arc::new(Semaphore::new(DEFERRED)),
+                doubts: Pending::default(),
+                unstored: Pending::default(),
                 late: Arc::new(Semaphore::new(LATE)),
+                very_late: Arc::new(Semaphore::new(VERY_LATE)),
                 closing: CancellationToken::new(),
                 completion_missing: Rarely::default(),
                 flights: Arc::default(),
@@ -441,7 +450,11 @@ impl Inner {
         patience: Option<Arc<Patience>>,
     ) -> Result<ClaimOutcome, StoreError> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
-        let attempt = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
+        let identifier = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
+        if let Err(error) = self.settle_earlier(&request.id).await {
+            leader.land(Landing::Failed(error.kind()));
+            return Err(error);
+        }
         let store = self.store.clone();
         let mut pause = POLL_FIRST;
         let mut changed = None;
@@ -449,7 +462,7 @@ impl Inner {
         let mut is_doubtful = false;
         loop {
             let asked_at = Instant::now();
-            let outcome = match self.ask(&request, attempt).await {
+            let outcome = match self.ask(&request, identifier).await {
                 Ok((outcome, maybe_applied)) => {
                     is_doubtful |= maybe_applied;
                     outcome
@@ -457,7 +470,7 @@ impl Inner {
                 Err(Unanswered { error, maybe_applied }) => {
                     leader.land(Landing::Failed(error.kind()));
                     if maybe_applied {
-                        self.retract(request, attempt);
+                        self.retract(request, identifier);
                     }
                     return Err(error);
                 }
@@ -466,7 +479,11 @@ impl Inner {
                 Outcome::Execute(grant) => {
                     let attempt =
                         Attempt::new(self.store.clone(), request.id, grant, request.policy, number, asked_at);
-                    return Ok(ClaimOutcome::Execute(Permit::new(self, attempt, leader)));
+                    let mut permit = Permit::new(self, attempt, leader);
+                    if is_doubtful {
+                        permit.claimed_in_doubt(request, identifier);
+                    }
+                    return Ok(ClaimOutcome::Execute(permit));
                 }
                 Outcome::Replay(response) => {
                     (Landing::Replay(response.clone()), ClaimOutcome::Replay(response))
@@ -491,7 +508,7 @@ impl Inner {
                             // Those who came along ask for themselves.
                             () = gone.notified() => {
                                 if is_doubtful {
-                                    self.retract(request, attempt);
+                                    self.retract(request, identifier);
                                 }
                                 return Ok(ClaimOutcome::InProgress { lease_left });
                             }
@@ -504,10 +521,6 @@ impl Inner {
                             pause = (pause * 2).min(POLL_LAST);
                         }
                         continue;
-                    }
-                    // Of somebody else, or of ourselves: the first one may still be on its way.
-                    if is_doubtful {
-                        self.retract(request.clone(), attempt);
                     }
                     (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })
                 }
@@ -522,6 +535,10 @@ impl Inner {
                     return Err(StoreError::invalid(format!("the store answered {other:?} to a claim")));
                 }
             };
+            // Another attempt owns the record, or our own first try, which may still be on its way.
+            if is_doubtful && matches!(outcome, ClaimOutcome::InProgress { .. } | ClaimOutcome::Mismatch) {
+                self.retract(request, identifier);
+            }
             leader.land(landing);
             return Ok(outcome);
         }

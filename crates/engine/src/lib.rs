@@ -70,6 +70,7 @@ mod flight;
 mod function;
 mod keeper;
 mod panic;
+mod pending;
 mod policy;
 mod retract;
 pub mod step;

@@ -1,10 +1,21 @@
-//! A claim whose answer was lost: looked for, and taken back where it was granted after all.
+//! Claims in doubt: the answer was lost, so that the store may have granted them or may still do so. Nothing is executed
+//! under such a claim, so it is looked for and released. Otherwise its key would be blocked, and its outcome would be
+//! unknown after the lease, although nothing was ever executed.
+//!
+//! ```text
+//!  answer lost ──▶ the store does not answer ──▶ not there (yet) ──▶ not there for five minutes ──▶ given up
+//!                        │  every 2 s at most        │  three times in a lease   │  every 30 s      after the retention
+//!                        ▼                           ▼                           ▼
+//!                      found: released          found: released             found: released
+//! ```
+//!
+//! A claim may become visible long after it was sent: a commit may wait for a standby that is away.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{AttemptId, Command, Outcome, Release, State, StoreError};
-use tokio::sync::OwnedSemaphorePermit;
+use oncegate_core::{AttemptId, Command, Outcome, RecordId, Release, State, StoreError};
+use tokio::sync::{Mutex, OwnedSemaphorePermit};
 use tokio::time::{Instant, sleep_until};
 
 use crate::attempt::again_after;
@@ -14,19 +25,49 @@ use crate::event::{Event, EventKind};
 /// Before the first look; doubled each time.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 
-/// Between two looks at the longest, as long as the store does not answer.
+/// Longest pause between two looks while the store does not answer.
 const PAUSE_OUT: Duration = Duration::from_secs(2);
 
-/// How long a claim that was not there at the first look is looked for at the longest, however long a lease lasts.
-const LATE_LONGEST: Duration = Duration::from_secs(5 * 60);
+/// Longest pause between two looks for a claim that is not there. At first it is a third of the lease at most, so that a
+/// claim that arrives late is released before its own lease ends.
+const PAUSE_LATE: Duration = Duration::from_secs(30);
 
-/// How many claims that were not there at the first look may be looked for at a time. More are left to their leases.
+/// How long a claim that is not there is looked for often.
+const LATE_OFTEN: Duration = Duration::from_secs(5 * 60);
+
+/// How many claims may be looked for at a time while the store answers. A further one is left to its lease.
 pub(crate) const LATE: usize = 1024;
 
-/// What a look comes to.
+/// How many claims may still be looked for after [`LATE_OFTEN`], until their records would be past the retention.
+pub(crate) const VERY_LATE: usize = 4096;
+
+/// A claim in doubt.
+pub(crate) struct Doubt {
+    request: ClaimRequest,
+    attempt: AttemptId,
+    /// Whether it is settled. Held during a look, so that there is one at a time.
+    settled: Mutex<bool>,
+}
+
+/// How long a claim has been looked for, with its place among those of the same phase.
+enum Phase {
+    /// The store has not answered yet. The place is one of the completions that are put off.
+    Unanswered {
+        _place: OwnedSemaphorePermit,
+    },
+    Late {
+        _place: OwnedSemaphorePermit,
+        since: Instant,
+    },
+    VeryLate {
+        _place: OwnedSemaphorePermit,
+    },
+}
+
+/// The result of a look.
 enum Seen {
-    /// It was taken back, or nothing can come of it any more.
-    Over,
+    /// It was released, or it cannot be granted any more.
+    Settled,
     /// It is not there; it may still be on its way.
     NotThere,
     /// The store does not answer.
@@ -34,75 +75,113 @@ enum Seen {
 }
 
 impl Inner {
-    /// Takes back a claim whose answer never came. Its sender was told that nothing was executed, so the key must not stay
-    /// blocked and end as an unknown outcome. It may reach the store after the first look, so that there are more of them,
-    /// ever more seldom, for as long as a lease lasts, and five minutes at the longest.
+    /// Looks for a claim in doubt in the background, and releases it if it was granted. Only for a claim under which
+    /// nothing is executed.
     pub(crate) fn retract(self: &Arc<Self>, request: ClaimRequest, attempt: AttemptId) {
         let Ok(place) = self.deferred.clone().try_acquire_owned() else { return };
+        let doubt = self.doubts.add(request.id, Doubt { request, attempt, settled: Mutex::new(false) });
         let inner = self.clone();
-        self.tasks.spawn(async move { inner.look_for(&request, attempt, place).await });
+        self.tasks.spawn(async move { inner.look_for(&doubt, place).await });
     }
 
-    async fn look_for(&self, request: &ClaimRequest, attempt: AttemptId, place: OwnedSemaphorePermit) {
-        let mut give_up = Instant::now() + request.policy.lease;
-        let mut early = Some(place);
-        let mut late = None;
+    /// Settles what this process left unsettled at a record, before it claims the record again: claims in doubt, and the
+    /// ends of attempts that the store has not taken. Otherwise the new claim might find one of them after its lease, and
+    /// park or execute what is known not to have happened, or to have happened.
+    ///
+    /// # Errors
+    /// The store did not answer, so that the record must not be claimed.
+    pub(crate) async fn settle_earlier(self: &Arc<Self>, id: &RecordId) -> Result<(), StoreError> {
+        for end in self.unstored.of(id) {
+            match self.store_end(&end).await {
+                Err(error) if error.kind().may_pass() => return Err(error),
+                _ => {}
+            }
+        }
+        for doubt in self.doubts.of(id) {
+            if let Seen::Out(error) = self.look(&doubt).await {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    async fn look_for(&self, doubt: &Doubt, place: OwnedSemaphorePermit) {
+        let policy = doubt.request.policy;
+        let lease_over = Instant::now() + policy.lease;
+        let give_up = lease_over + policy.retention;
+        let often = (policy.lease / 3).min(PAUSE_LATE);
+        let mut phase = Phase::Unanswered { _place: place };
         let mut pause = PAUSE_FIRST;
         loop {
             let at = give_up.min(Instant::now() + pause);
+            let may_end = !matches!(phase, Phase::Unanswered { .. }) || Instant::now() >= lease_over;
             let is_closing = tokio::select! {
                 () = sleep_until(at) => false,
-                // What most likely never comes keeps nobody from ending.
-                () = self.closing.cancelled(), if late.is_some() => true,
+                // What most likely never comes keeps no engine from ending.
+                () = self.closing.cancelled(), if may_end => true,
             };
-            let is_last = is_closing || at == give_up;
-            pause *= 2;
-            match self.look(request, attempt).await {
-                Seen::Over => return,
-                _ if is_last => return,
-                Seen::Out(error) => pause = again_after(pause.min(PAUSE_OUT), &error),
-                Seen::NotThere if late.is_some() => {}
-                Seen::NotThere => {
-                    let Ok(place) = self.late.clone().try_acquire_owned() else { return };
-                    late = Some(place);
-                    // Completions that are put off do not lack it.
-                    early.take();
-                    give_up = give_up.min(Instant::now() + LATE_LONGEST);
-                    pause = PAUSE_FIRST;
-                }
+            let seen = self.look(doubt).await;
+            if matches!(seen, Seen::Settled) || is_closing || at == give_up {
+                return;
             }
+            if let Seen::Out(error) = seen {
+                pause = again_after((pause * 2).min(PAUSE_OUT), &error);
+                continue;
+            }
+            (phase, pause) = match phase {
+                Phase::Unanswered { .. } => {
+                    let Ok(place) = self.late.clone().try_acquire_owned() else { return };
+                    (Phase::Late { _place: place, since: Instant::now() }, PAUSE_FIRST)
+                }
+                Phase::Late { since, .. } if since.elapsed() >= LATE_OFTEN => {
+                    let Ok(place) = self.very_late.clone().try_acquire_owned() else { return };
+                    (Phase::VeryLate { _place: place }, PAUSE_LATE)
+                }
+                late @ Phase::Late { .. } => (late, (pause * 2).min(often)),
+                very_late @ Phase::VeryLate { .. } => (very_late, PAUSE_LATE),
+            };
         }
     }
 
-    async fn look(&self, request: &ClaimRequest, attempt: AttemptId) -> Seen {
-        // Where it was never granted there is nothing to take back, and to claim it for that would get in the way of those
-        // who come again.
+    /// One look, and the release of what it finds. One at a time for each doubt.
+    async fn look(&self, doubt: &Doubt) -> Seen {
+        let mut settled = doubt.settled.lock().await;
+        if *settled {
+            return Seen::Settled;
+        }
+        let seen = self.look_now(&doubt.request, doubt.attempt).await;
+        *settled = matches!(seen, Seen::Settled);
+        seen
+    }
+
+    async fn look_now(&self, request: &ClaimRequest, attempt: AttemptId) -> Seen {
+        // A claim that was never granted is not claimed just to be released: that would block those who come again.
         match self.store.lookup(request.id).await {
             Err(error) if error.kind().may_pass() => return Seen::Out(error),
-            Err(_) => return Seen::Over,
+            Err(_) => return Seen::Settled,
             Ok(record) => match record.map(|record| record.state) {
                 Some(State::InProgress { attempt: holder, .. }) if holder == attempt => {}
-                // Nothing changes these for a claim that comes late.
-                Some(State::Completed(_) | State::Unknown) => return Seen::Over,
+                // A claim that comes late does not change these.
+                Some(State::Completed(_) | State::Unknown) => return Seen::Settled,
                 _ => return Seen::NotThere,
             },
         }
         match self.store.apply(request.id, claim_command(request, attempt)).await {
             // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
-            Ok(Outcome::Execute(grant)) if grant.after_abandoned => Seen::Over,
+            Ok(Outcome::Execute(grant)) if grant.after_abandoned => Seen::Settled,
             Ok(Outcome::Execute(grant)) => {
                 let release = Release { token: grant.token, retention: request.policy.retention };
                 match self.store.apply(request.id, Command::Release(release)).await {
                     Ok(_) => {
                         self.emit(Event::new(request.id, Some(grant.token), EventKind::ClaimCancelled));
-                        Seen::Over
+                        Seen::Settled
                     }
                     Err(error) => Seen::Out(error),
                 }
             }
             Err(error) if error.kind().may_pass() => Seen::Out(error),
-            // Somebody else has it, or it cannot be read.
-            _ => Seen::Over,
+            // Another attempt owns the record, or it cannot be read.
+            _ => Seen::Settled,
         }
     }
 }

@@ -514,14 +514,23 @@ async fn where_the_store_does_not_answer_nothing_is_run() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_completion_that_is_lost_leaves_the_caller_its_value_and_the_others_an_unknown_outcome() {
+async fn a_completion_that_is_not_stored_before_its_lease_is_over_is_stored_when_the_store_takes_it() {
     let world = World::new();
     world.faults.always(Operation::Complete, Fault::Refuse);
     let ran = world.charge().call("k", &()).run_detailed(async |_| Ok::<_, String>(7)).await.unwrap();
     assert_eq!((ran.value, ran.stored), (7, Stored::Deferred));
     sleep(LEASE * 2).await;
-    let result = world.charge().run("k", &(), async |_| -> Result<u8, String> { panic!("ran again") }).await;
+    let again = async |_: Attempt| -> Result<u8, String> { panic!("ran again") };
+    // This process knows that it ran, and does not make an unknown outcome of it.
+    let result = world.charge().run("k", &(), again).await;
+    assert!(matches!(result, Err(FunctionError::Store(_))), "{result:?}");
+    // Another one cannot know.
+    let other = World::on(world.store.clone());
+    let result = other.charge().run("k", &(), again).await;
     assert!(matches!(result, Err(FunctionError::Unknown)), "{result:?}");
+    world.faults.heal();
+    assert_eq!(world.charge().run("k", &(), again).await.unwrap(), 7);
+    assert_eq!(other.charge().run("k", &(), again).await.unwrap(), 7);
 }
 
 #[tokio::test(start_paused = true)]
