@@ -63,3 +63,14 @@ pub const DEFERRED_MAX: usize = 1024;
 /// Most pairs of a form that are compared as pairs; a form with more is compared byte by byte. Frameworks read 1000 to 4096
 /// pairs at most, and sorting hundreds of thousands keeps a processor busy for a second.
 pub const FORM_PAIRS_MAX: usize = 16_384;
+
+/// Most parts and header lines of a multipart body that are compared one by one; a body with more is compared byte by byte.
+/// Each takes many times the memory of the few bytes that it has in the body.
+pub const MULTIPART_ITEMS_MAX: usize = 16_384;
+
+/// Most bytes that a byte of a compressed request body may become; a body that grows more is compared as it was sent. JSON
+/// and forms grow 5 to 50 times. Formats allow 1000 times, with which two kilobytes of request would keep a processor busy.
+pub const DECODED_RATIO_MAX: usize = 100;
+
+/// Bytes that every compressed request body may become, however small it is: a short body may repeat itself.
+pub const DECODED_FREE: usize = 64 * 1024;

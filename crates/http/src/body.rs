@@ -3,6 +3,8 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
@@ -12,7 +14,7 @@ use http_body_util::BodyExt;
 use pin_project_lite::pin_project;
 use tokio::sync::mpsc;
 
-use crate::budget::Held;
+use crate::budget::{Held, NoRoom, TIED_RESPONSE, tie};
 
 /// Any error of a body.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
@@ -49,10 +51,35 @@ pin_project! {
     enum ResponseInner<B> {
         /// Untouched.
         Passing { #[pin] body: B },
-        /// Read or stored whole.
-        Whole { body: Whole },
+        /// Read or stored whole, with what is held of the budget for it.
+        Whole { body: Whole, held: Option<Held> },
         /// Pumped from the handler by a task of its own.
-        Pumped { frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>, size: SizeHint },
+        Pumped { pumped: Pumped },
+    }
+}
+
+/// The client's end of a body that a task of its own pumps from the handler.
+pub(crate) struct Pumped {
+    pub(crate) frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>,
+    pub(crate) size: SizeHint,
+    /// True where the frames end before the body does: the client took nothing for too long.
+    pub(crate) is_cut: Arc<AtomicBool>,
+    /// What is held for the first frames, and how many of them the client has not taken.
+    pub(crate) ahead: Option<(Held, usize)>,
+}
+
+impl Pumped {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = ready!(self.frames.poll_recv(cx));
+        if let Some((_, left)) = &mut self.ahead {
+            *left = left.saturating_sub(1);
+        }
+        self.ahead.take_if(|(_, left)| *left == 0);
+        // What ends like this must not look whole.
+        if frame.is_none() && self.is_cut.swap(false, Ordering::Acquire) {
+            return Poll::Ready(Some(Err("the client took nothing for too long".into())));
+        }
+        Poll::Ready(frame)
     }
 }
 
@@ -104,15 +131,19 @@ impl<B> ResponseBody<B> {
         Self { inner: ResponseInner::Passing { body } }
     }
 
-    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Self {
-        Self { inner: ResponseInner::Whole { body: Whole::new(data, trailers) } }
+    /// The layer's own words, which are few.
+    pub(crate) fn own(data: Bytes) -> Self {
+        Self { inner: ResponseInner::Whole { body: Whole::new(data, None), held: None } }
     }
 
-    pub(crate) const fn pumped(
-        frames: mpsc::Receiver<Result<Frame<Bytes>, BoxError>>,
-        size: SizeHint,
-    ) -> Self {
-        Self { inner: ResponseInner::Pumped { frames, size } }
+    /// An answer, and what is held for it.
+    pub(crate) fn whole(data: Bytes, trailers: Option<HeaderMap>, held: Held) -> Self {
+        let (data, held) = tie(data, held, TIED_RESPONSE);
+        Self { inner: ResponseInner::Whole { body: Whole::new(data, trailers), held } }
+    }
+
+    pub(crate) const fn pumped(pumped: Pumped) -> Self {
+        Self { inner: ResponseInner::Pumped { pumped } }
     }
 }
 
@@ -161,15 +192,15 @@ where
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().inner.project() {
             ResponseProj::Passing { body } => poll_passing(body, cx),
-            ResponseProj::Whole { body } => Poll::Ready(body.next().map(Ok)),
-            ResponseProj::Pumped { frames, .. } => frames.poll_recv(cx),
+            ResponseProj::Whole { body, .. } => Poll::Ready(body.next().map(Ok)),
+            ResponseProj::Pumped { pumped } => pumped.poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.inner {
             ResponseInner::Passing { body } => body.is_end_stream(),
-            ResponseInner::Whole { body } => body.is_end(),
+            ResponseInner::Whole { body, .. } => body.is_end(),
             ResponseInner::Pumped { .. } => false,
         }
     }
@@ -177,8 +208,8 @@ where
     fn size_hint(&self) -> SizeHint {
         match &self.inner {
             ResponseInner::Passing { body } => body.size_hint(),
-            ResponseInner::Whole { body } => body.size(),
-            ResponseInner::Pumped { size, .. } => *size,
+            ResponseInner::Whole { body, .. } => body.size(),
+            ResponseInner::Pumped { pumped } => pumped.size,
         }
     }
 }
@@ -218,8 +249,9 @@ pub(crate) enum Read<B> {
     Broken(BoxError),
 }
 
-/// Reads a body, but not beyond `limit` octets and the chunk that crosses it.
-pub(crate) async fn read_up_to<B>(body: B, limit: usize) -> Read<B>
+/// Reads a body, but not beyond `limit` bytes and the chunk that crosses it. `charge` is told the length of each chunk, and says
+/// whether there is room for it.
+pub(crate) async fn read_up_to<B>(body: B, limit: usize, mut charge: impl FnMut(usize) -> bool) -> Read<B>
 where
     B: Body<Error: Into<BoxError>>,
 {
@@ -238,10 +270,14 @@ where
         };
         match frame.into_data() {
             Ok(data) => {
-                len = len.saturating_add(data.len());
-                if !data.is_empty() {
-                    chunks.push(data);
+                if data.is_empty() {
+                    continue;
                 }
+                if !charge(data.len()) {
+                    return Read::Broken(NoRoom.into());
+                }
+                len = len.saturating_add(data.len());
+                chunks.push(data);
                 if len > limit {
                     return Read::More { chunks, rest: body };
                 }

@@ -1,16 +1,10 @@
-//! How much the bodies of requests with a key may hold together, over all connections.
+//! How much the bodies of requests with a key may hold together, and how much those of their answers, over all connections.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::sync::atomic::{AtomicIsize, Ordering};
 
 use bytes::Bytes;
-use http_body::{Body, Frame, SizeHint};
-use pin_project_lite::pin_project;
-
-use crate::body::{BoxError, into_bytes};
 
 /// What may still be held.
 ///
@@ -18,10 +12,11 @@ use crate::body::{BoxError, into_bytes};
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
-    /// What nobody has drawn: one number for all copies of the layer.
-    left: Arc<AtomicUsize>,
+    /// What is not drawn: one number for all copies of the layer. Below zero where more is held than the limit, because
+    /// [it had to be](Held::add_always).
+    left: Arc<AtomicIsize>,
     /// What this copy has drawn ahead, so that its small bodies meet no other thread's.
-    here: AtomicUsize,
+    here: AtomicIsize,
 }
 
 /// Most that one copy draws ahead.
@@ -29,41 +24,55 @@ const AHEAD_MAX: usize = 64 * 1024;
 
 impl Budget {
     pub(crate) fn new(limit: usize) -> Self {
-        Self { limit, left: Arc::new(AtomicUsize::new(limit)), here: AtomicUsize::new(0) }
+        Self { limit, left: Arc::new(AtomicIsize::new(signed(limit))), here: AtomicIsize::new(0) }
     }
 
     /// The same budget, for a copy of the layer that is used on another thread.
     pub(crate) fn apart(&self) -> Self {
-        Self { limit: self.limit, left: self.left.clone(), here: AtomicUsize::new(0) }
+        Self { limit: self.limit, left: self.left.clone(), here: AtomicIsize::new(0) }
     }
 
-    /// So little of a small budget that what copies drew ahead keeps nobody from the rest.
+    /// Whether there is room for anything at all.
+    pub(crate) fn has_room(&self) -> bool {
+        self.here.load(Ordering::Relaxed) > 0 || self.left.load(Ordering::Relaxed) > 0
+    }
+
+    /// So little of a small budget that what copies drew ahead keeps no other copy from the rest.
     fn ahead(&self) -> usize {
         (self.limit / 4096).min(AHEAD_MAX)
     }
 
-    fn take(&self, octets: usize) -> bool {
-        if draw(&self.here, octets) {
+    fn take(&self, bytes: usize) -> bool {
+        if draw(&self.here, bytes) {
             return true;
         }
         let ahead = self.ahead();
-        if draw(&self.left, octets.saturating_add(ahead)) {
-            self.here.fetch_add(ahead, Ordering::Relaxed);
+        if draw(&self.left, bytes.saturating_add(ahead)) {
+            self.here.fetch_add(signed(ahead), Ordering::Relaxed);
             return true;
         }
         // The last that there is.
         let here = self.here.swap(0, Ordering::Relaxed);
-        let missing = octets.saturating_sub(here);
-        let taken = draw(&self.left, missing);
-        self.here.fetch_add(if taken { here.saturating_sub(octets) } else { here }, Ordering::Relaxed);
+        let bytes = signed(bytes);
+        let missing = bytes.saturating_sub(here).max(0);
+        let taken = draw(&self.left, missing.unsigned_abs());
+        self.here.fetch_add(if taken { (here - bytes).max(0) } else { here }, Ordering::Relaxed);
         taken
     }
 
-    fn give(&self, octets: usize) {
-        let here = self.here.fetch_add(octets, Ordering::Relaxed).saturating_add(octets);
-        if here > 2 * self.ahead() {
+    fn take_always(&self, bytes: usize) {
+        if !self.take(bytes) {
+            self.left.fetch_sub(signed(bytes), Ordering::Relaxed);
+        }
+    }
+
+    fn give(&self, bytes: usize) {
+        let bytes = signed(bytes);
+        let here = self.here.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let ahead = signed(self.ahead());
+        if here > 2 * ahead {
             let all = self.here.swap(0, Ordering::Relaxed);
-            let kept = all.min(self.ahead());
+            let kept = all.min(ahead);
             self.here.fetch_add(kept, Ordering::Relaxed);
             self.left.fetch_add(all - kept, Ordering::Relaxed);
         }
@@ -76,35 +85,72 @@ impl Drop for Budget {
     }
 }
 
-/// The numbers guard no memory, so their order with other writes does not matter.
-fn draw(from: &AtomicUsize, octets: usize) -> bool {
-    from.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(octets)).is_ok()
+/// No body is larger than half of the address space.
+fn signed(bytes: usize) -> isize {
+    isize::try_from(bytes).unwrap_or(isize::MAX)
 }
 
-/// Octets that are held. Given back when this is dropped, whatever the reason.
+/// The numbers guard no memory, so their order with other writes does not matter.
+fn draw(from: &AtomicIsize, bytes: usize) -> bool {
+    let bytes = signed(bytes);
+    let drawn = from.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+        (left >= bytes).then(|| left.saturating_sub(bytes))
+    });
+    drawn.is_ok()
+}
+
+/// Bytes that are held. Given back when this is dropped, whatever the reason.
 pub(crate) struct Held {
     budget: Arc<Budget>,
-    octets: usize,
+    bytes: usize,
+    pieces: usize,
 }
+
+/// Beyond so many pieces a piece counts as [`PIECE`] bytes at the least: what is kept of each, besides its bytes.
+const FREE_PIECES: usize = 64;
+const PIECE: usize = 64;
 
 impl Held {
     pub(crate) const fn nothing(budget: Arc<Budget>) -> Self {
-        Self { budget, octets: 0 }
+        Self { budget, bytes: 0, pieces: 0 }
     }
 
     /// False where there is no room.
-    fn more(&mut self, octets: usize) -> bool {
-        let taken = self.budget.take(octets);
+    pub(crate) fn add(&mut self, bytes: usize) -> bool {
+        let taken = self.budget.take(bytes);
         if taken {
-            self.octets += octets;
+            self.bytes += bytes;
         }
         taken
     }
 
+    /// Takes what is there already, also where there is no room for it: the answer of an operation that took place.
+    pub(crate) fn add_always(&mut self, bytes: usize) {
+        self.budget.take_always(bytes);
+        self.bytes += bytes;
+    }
+
+    /// Takes one more piece of a body. False where there is no room.
+    pub(crate) fn add_piece(&mut self, bytes: usize) -> bool {
+        let bytes = self.counted(bytes);
+        self.add(bytes)
+    }
+
+    /// Takes one more piece of a body, also where there is no room for it.
+    pub(crate) fn add_piece_always(&mut self, bytes: usize) {
+        let bytes = self.counted(bytes);
+        self.add_always(bytes);
+    }
+
+    fn counted(&mut self, bytes: usize) -> usize {
+        self.pieces += 1;
+        if self.pieces > FREE_PIECES { bytes.max(PIECE) } else { bytes }
+    }
+
     /// Gives back all but these.
-    fn only(&mut self, octets: usize) {
-        if let Some(surplus) = self.octets.checked_sub(octets).filter(|surplus| *surplus > 0) {
-            self.octets = octets;
+    fn keep(&mut self, bytes: usize) {
+        if let Some(surplus) = self.bytes.checked_sub(bytes).filter(|surplus| *surplus > 0) {
+            self.bytes = bytes;
             self.budget.give(surplus);
         }
     }
@@ -112,27 +158,30 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.only(0);
+        self.keep(0);
     }
 }
 
 impl fmt::Debug for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Held").field(&self.octets).finish()
+        f.debug_tuple("Held").field(&self.bytes).finish()
     }
 }
 
-/// From this size on, what is held is given back when the last reference to the octets goes: a slow service may take a
-/// large body at once and hold it long. Smaller ones are given back with the request's body, without an allocation.
-const TIED_FROM: usize = 64 * 1024;
+/// From this size on, what is held for a request is given back when the last reference to the bytes goes: a slow service may
+/// take a large body at once and hold it long. Smaller ones are given back with the body, without an allocation.
+pub(crate) const TIED_REQUEST: usize = 64 * 1024;
 
-/// The octets, and what has to live as long as the body does.
-pub(crate) fn tie(data: Bytes, mut held: Held) -> (Bytes, Option<Held>) {
-    held.only(data.len());
+/// The same for answers. One client of HTTP/2 may have a hundred of them on their way, which it does not read.
+pub(crate) const TIED_RESPONSE: usize = 4 * 1024;
+
+/// The bytes, and what has to live as long as the body does. From `tied_from` bytes on, what is held lives as long as the bytes.
+pub(crate) fn tie(data: Bytes, mut held: Held, tied_from: usize) -> (Bytes, Option<Held>) {
+    held.keep(data.len());
     if data.is_empty() {
         return (data, None);
     }
-    if data.len() < TIED_FROM {
+    if data.len() < tied_from {
         return (data, Some(held));
     }
     (Bytes::from_owner(Tied { data, _held: held }), None)
@@ -149,73 +198,22 @@ impl AsRef<[u8]> for Tied {
     }
 }
 
-/// Why a body broke off: there is no room for it.
+/// Why a body is not taken: there is no room for it.
 #[derive(Debug)]
 pub(crate) struct NoRoom;
 
 impl fmt::Display for NoRoom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("too much is being received at the moment")
+        f.write_str("too much is held at the moment")
     }
 }
 
 impl std::error::Error for NoRoom {}
 
-pin_project! {
-    /// A body on its way in: what comes of it is taken from the budget.
-    pub(crate) struct Charged<'a, B> {
-        #[pin]
-        body: B,
-        held: &'a mut Held,
-        pieces: usize,
-    }
-}
-
-impl<'a, B> Charged<'a, B> {
-    pub(crate) const fn new(body: B, held: &'a mut Held) -> Self {
-        Self { body, held, pieces: 0 }
-    }
-}
-
-/// Beyond so many pieces a piece counts as [`PIECE`] octets at the least: what is kept of each, beside its octets.
-const FREE_PIECES: usize = 64;
-const PIECE: usize = 64;
-
-impl<B: Body<Error: Into<BoxError>>> Body for Charged<'_, B> {
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let this = self.project();
-        let frame = match ready!(this.body.poll_frame(cx)) {
-            None => return Poll::Ready(None),
-            Some(Err(error)) => return Poll::Ready(Some(Err(error.into()))),
-            Some(Ok(frame)) => into_bytes(frame),
-        };
-        if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
-            *this.pieces += 1;
-            let counted = if *this.pieces > FREE_PIECES { data.len().max(PIECE) } else { data.len() };
-            if !this.held.more(counted) {
-                return Poll::Ready(Some(Err(NoRoom.into())));
-            }
-        }
-        Poll::Ready(Some(Ok(frame)))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
 
     fn held(budget: &Arc<Budget>) -> Held {
@@ -223,25 +221,42 @@ mod tests {
     }
 
     fn left(budget: &Budget) -> usize {
-        budget.left.load(Ordering::Relaxed) + budget.here.load(Ordering::Relaxed)
+        let left = budget.left.load(Ordering::Relaxed) + budget.here.load(Ordering::Relaxed);
+        usize::try_from(left).unwrap()
     }
 
     #[test]
-    fn is_taken_to_the_last_octet_and_given_back() {
+    fn is_taken_to_the_last_byte_and_given_back() {
         for limit in [0, 1, 100, 4096, 1 << 20, 1 << 28] {
             let budget = Arc::new(Budget::new(limit));
             for _ in 0..3 {
                 let mut all = held(&budget);
-                assert!(!all.more(limit + 1));
-                assert!(all.more(limit), "{limit}");
+                assert!(!all.add(limit + 1));
+                assert!(all.add(limit), "{limit}");
                 let mut more = held(&budget);
-                assert!(!more.more(1), "{limit}");
+                assert!(!more.add(1), "{limit}");
                 drop(more);
-                all.only(limit / 2);
+                all.keep(limit / 2);
                 assert_eq!(left(&budget), limit - limit / 2);
                 drop(all);
                 assert_eq!(left(&budget), limit);
             }
+        }
+    }
+
+    #[test]
+    fn what_had_to_be_taken_is_missing_until_it_is_given_back() {
+        for limit in [0, 100, 1 << 28] {
+            let budget = Arc::new(Budget::new(limit));
+            let mut all = held(&budget);
+            all.add_always(limit + 50);
+            assert!(!budget.has_room());
+            let mut one = held(&budget);
+            assert!(!one.add(1), "{limit}");
+            all.keep(limit / 2);
+            assert_eq!((one.add(limit - limit / 2), left(&budget)), (true, 0), "{limit}");
+            drop((all, one));
+            assert_eq!((budget.has_room(), left(&budget)), (limit > 0, limit));
         }
     }
 
@@ -251,14 +266,14 @@ mod tests {
         let one = Arc::new(Budget::new(limit));
         let other = Arc::new(one.apart());
         let (mut a, mut b) = (held(&one), held(&other));
-        assert!(a.more(10) && b.more(10));
+        assert!(a.add(10) && b.add(10));
         // What the other drew ahead is all that is missing here.
-        assert!(!a.more(limit - 20));
-        assert!(a.more(limit - 20 - AHEAD_MAX));
-        assert!(!b.more(AHEAD_MAX + 1));
-        assert!(b.more(AHEAD_MAX));
+        assert!(!a.add(limit - 20));
+        assert!(a.add(limit - 20 - AHEAD_MAX));
+        assert!(!b.add(AHEAD_MAX + 1));
+        assert!(b.add(AHEAD_MAX));
         drop((a, b));
-        assert!(one.here.load(Ordering::Relaxed) <= 2 * AHEAD_MAX);
+        assert!(one.here.load(Ordering::Relaxed) <= signed(2 * AHEAD_MAX));
         drop(other);
         assert_eq!(left(&one), limit);
     }
@@ -274,21 +289,21 @@ mod tests {
                 scope.spawn(move || {
                     let mut kept = Vec::new();
                     for round in 0..2000_usize {
-                        let octets = (seed * 7919 + round * 104_729) % 100_000;
+                        let bytes = (seed * 7919 + round * 104_729) % 100_000;
                         let mut one = held(&apart);
-                        if one.more(octets) {
-                            assert!(now.fetch_add(octets, Ordering::SeqCst) + octets <= limit);
+                        if one.add(bytes) {
+                            assert!(now.fetch_add(bytes, Ordering::SeqCst) + bytes <= limit);
                             kept.push(one);
                         }
                         if kept.len() > 3 || round % 5 == 0 {
                             for one in kept.drain(..) {
-                                now.fetch_sub(one.octets, Ordering::SeqCst);
+                                now.fetch_sub(one.bytes, Ordering::SeqCst);
                                 drop(one);
                             }
                         }
                     }
                     for one in kept.drain(..) {
-                        now.fetch_sub(one.octets, Ordering::SeqCst);
+                        now.fetch_sub(one.bytes, Ordering::SeqCst);
                     }
                 });
             }
@@ -297,12 +312,12 @@ mod tests {
     }
 
     #[test]
-    fn a_large_body_is_held_as_long_as_its_octets() {
-        for (len, tied) in [(TIED_FROM - 1, false), (TIED_FROM, true)] {
+    fn a_large_body_is_held_as_long_as_its_bytes() {
+        for (len, tied) in [(TIED_REQUEST - 1, false), (TIED_REQUEST, true)] {
             let budget = Arc::new(Budget::new(1 << 20));
             let mut taken = held(&budget);
-            assert!(taken.more(len + 100));
-            let (data, rest) = tie(Bytes::from(vec![7; len]), taken);
+            assert!(taken.add(len + 100));
+            let (data, rest) = tie(Bytes::from(vec![7; len]), taken, TIED_REQUEST);
             assert_eq!((data.len(), rest.is_none(), left(&budget)), (len, tied, (1 << 20) - len));
             let part = data.slice(1..2);
             drop((data, rest));

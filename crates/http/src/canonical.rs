@@ -1,14 +1,15 @@
 //! From a request to its record and its fingerprint.
 
 use std::borrow::Cow;
-use std::io::Read as _;
+use std::io::Read;
 
 use flate2::read::{DeflateDecoder, MultiGzDecoder, ZlibDecoder};
 use http::header;
 use http::request::Parts;
 use oncegate_core::fingerprint::FingerprintInput;
-use oncegate_core::{Fingerprint, IdempotencyKey, Label, NaturalKey, NoNaturalKey, RecordId, Scope};
+use oncegate_core::{Fingerprint, IdempotencyKey, Label, NaturalKey, NoNaturalKey, RecordId, Scope, limits};
 
+use crate::budget::{Held, NoRoom};
 use crate::profile::KeyScope;
 use crate::settings::Settings;
 
@@ -32,23 +33,18 @@ pub(crate) fn locate(
 
 /// The key that this request's body carries.
 pub(crate) fn natural_key(
-    settings: &Settings,
     key: &NaturalKey,
     parts: &Parts,
-    body: &[u8],
+    body: &DecodedBody<'_>,
 ) -> Result<IdempotencyKey, NoNaturalKey> {
-    let field = |name| parts.headers.get(name).map_or(&b""[..], |value| value.as_bytes());
-    match decoded(field(header::CONTENT_ENCODING), body, settings.max_request_body) {
-        (body, coding) if coding.is_empty() => key.of(field(header::CONTENT_TYPE), &body),
-        _ => Err(NoNaturalKey::NotJson),
-    }
+    let content_type = parts.headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    if body.coding.is_empty() { key.of(content_type, &body.bytes) } else { Err(NoNaturalKey::NotJson) }
 }
 
 /// What makes this request the same as another.
-pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &[u8]) -> Fingerprint {
+pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
     let target = parts.uri.path_and_query().map_or_else(|| parts.uri.path(), |target| target.as_str());
     let field = |name| parts.headers.get(name).map_or(&b""[..], |value| value.as_bytes());
-    let (body, content_coding) = decoded(field(header::CONTENT_ENCODING), body, settings.max_request_body);
     let headers: Vec<(&str, &[u8])> = settings
         .fingerprint_headers
         .iter()
@@ -59,34 +55,97 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &[u8]) -> Fi
         authority: "",
         target,
         content_type: field(header::CONTENT_TYPE),
-        content_coding: &content_coding,
+        content_coding: &body.coding,
         headers: &headers,
-        body: &body,
+        body: &body.bytes,
     })
 }
 
-/// The body with its content coding undone, so that the same body compressed twice is the same body. What cannot be
-/// undone, or would not fit the limit then, stays as it is, with the coding's name.
-fn decoded<'a>(coding: &'a [u8], body: &'a [u8], limit: usize) -> (Cow<'a, [u8]>, Cow<'a, str>) {
-    let name = String::from_utf8_lossy(coding.trim_ascii());
-    let undone = match name.to_ascii_lowercase().as_str() {
-        "" | "identity" => return (Cow::Borrowed(body), Cow::Borrowed("")),
-        "gzip" | "x-gzip" => read_limited(MultiGzDecoder::new(body), limit),
-        // RFC 9110, 8.4.1.2: zlib; some send bare deflate all the same.
-        "deflate" => read_limited(ZlibDecoder::new(body), limit)
-            .or_else(|| read_limited(DeflateDecoder::new(body), limit)),
-        _ => None,
-    };
-    match undone {
-        Some(undone) => (Cow::Owned(undone), Cow::Borrowed("")),
-        None => (Cow::Borrowed(body), name),
+/// A body with its content coding undone, so that the same body compressed twice is the same body.
+pub(crate) struct DecodedBody<'a> {
+    bytes: Cow<'a, [u8]>,
+    /// The coding that could not be undone, or whose body would be too large then. Empty where there is none.
+    coding: Cow<'a, str>,
+    /// Whether the body would be too large.
+    outgrows: bool,
+}
+
+impl DecodedBody<'_> {
+    /// Whether a content coding is left, because the body would be larger than it may be without it.
+    pub(crate) const fn outgrows(&self) -> bool {
+        self.outgrows
     }
 }
 
-fn read_limited(from: impl std::io::Read, limit: usize) -> Option<Vec<u8>> {
+/// Undoes the content coding of a body. What cannot be undone, or would be larger than `max` bytes or than
+/// [`limits::DECODED_RATIO_MAX`] times what was sent, stays as it is.
+///
+/// # Errors
+/// Where the budget has no room for what comes of it.
+pub(crate) fn decode<'a>(
+    parts: &'a Parts,
+    body: &'a [u8],
+    max: usize,
+    held: &mut Held,
+) -> Result<DecodedBody<'a>, NoRoom> {
+    let coding = parts.headers.get(header::CONTENT_ENCODING).map_or(&b""[..], |value| value.as_bytes());
+    decode_coding(coding, body, max, held)
+}
+
+fn decode_coding<'a>(
+    coding: &'a [u8],
+    body: &'a [u8],
+    max: usize,
+    held: &mut Held,
+) -> Result<DecodedBody<'a>, NoRoom> {
+    let max = max.min(body.len().saturating_mul(limits::DECODED_RATIO_MAX).max(limits::DECODED_FREE));
+    let name = String::from_utf8_lossy(coding.trim_ascii());
+    let undone = match name.to_ascii_lowercase().as_str() {
+        "" | "identity" => {
+            let bytes = Cow::Borrowed(body);
+            return Ok(DecodedBody { bytes, coding: Cow::Borrowed(""), outgrows: false });
+        }
+        "gzip" | "x-gzip" => read_limited(MultiGzDecoder::new(body), max, held)?,
+        // RFC 9110, 8.4.1.2: zlib; some clients send bare deflate anyway.
+        "deflate" => match read_limited(ZlibDecoder::new(body), max, held)? {
+            Undone::Damaged => read_limited(DeflateDecoder::new(body), max, held)?,
+            undone => undone,
+        },
+        _ => Undone::Damaged,
+    };
+    let outgrows = matches!(undone, Undone::TooLarge);
+    Ok(match undone {
+        Undone::Whole(bytes) => DecodedBody { bytes: Cow::Owned(bytes), coding: Cow::Borrowed(""), outgrows },
+        _ => DecodedBody { bytes: Cow::Borrowed(body), coding: name, outgrows },
+    })
+}
+
+/// A content coding, undone.
+enum Undone {
+    Whole(Vec<u8>),
+    TooLarge,
+    Damaged,
+}
+
+/// Reads at most `max` bytes, a step at a time, and takes each step from the budget before it is read.
+fn read_limited(mut from: impl Read, max: usize, held: &mut Held) -> Result<Undone, NoRoom> {
+    const STEP: usize = 16 * 1024;
     let mut to = Vec::new();
-    from.take(limit as u64 + 1).read_to_end(&mut to).ok()?;
-    (to.len() <= limit).then_some(to)
+    loop {
+        if !held.add(STEP) {
+            return Err(NoRoom);
+        }
+        let before = to.len();
+        if from.by_ref().take(STEP as u64).read_to_end(&mut to).is_err() {
+            return Ok(Undone::Damaged);
+        }
+        if to.len() > max {
+            return Ok(Undone::TooLarge);
+        }
+        if to.len() < before + STEP {
+            return Ok(Undone::Whole(to));
+        }
+    }
 }
 
 #[cfg(test)]
@@ -95,8 +154,17 @@ mod tests {
     use flate2::Compression;
     use flate2::write::{DeflateEncoder, GzEncoder, ZlibEncoder};
     use std::io::Write as _;
+    use std::sync::Arc;
+
+    use crate::budget::Budget;
 
     const PLAIN: &[u8] = br#"{"amount":1}"#;
+
+    fn decoded<'a>(coding: &'a [u8], body: &'a [u8], max: usize) -> (Cow<'a, [u8]>, Cow<'a, str>) {
+        let budget = Arc::new(Budget::new(1 << 30));
+        let body = decode_coding(coding, body, max, &mut Held::nothing(budget)).unwrap();
+        (body.bytes, body.coding)
+    }
 
     fn gzip(plain: &[u8], level: u32) -> Vec<u8> {
         let mut encoder = GzEncoder::new(Vec::new(), Compression::new(level));
@@ -130,6 +198,30 @@ mod tests {
         assert_eq!(decoded(b"gzip", &bomb, 100), (Cow::Borrowed(&bomb[..]), "gzip".into()));
         let fits = gzip(&[0; 100], 9);
         assert_eq!(decoded(b"gzip", &fits, 100).0.len(), 100);
+    }
+
+    #[test]
+    fn a_body_that_grows_too_much_stays_coded() {
+        let free = limits::DECODED_FREE;
+        for (len, undone) in [(free, true), (free + 1, false), (8 * free, false)] {
+            let bomb = gzip(&vec![b'x'; len], 9);
+            assert!(bomb.len() < free / limits::DECODED_RATIO_MAX, "{}", bomb.len());
+            assert_eq!(decoded(b"gzip", &bomb, 1 << 20).1.is_empty(), undone, "{len}");
+        }
+        // What is large already may grow, too.
+        let plain: Vec<u8> = (0..100_000_u32).flat_map(|number| (number % 1000).to_be_bytes()).collect();
+        assert_eq!(decoded(b"gzip", &gzip(&plain, 9), 1 << 20).0, plain);
+    }
+
+    #[test]
+    fn what_comes_of_a_body_is_taken_from_the_budget() {
+        let plain: Vec<u8> = (0..100_000_u32).flat_map(u32::to_be_bytes).collect();
+        let coded = gzip(&plain, 9);
+        for (limit, fits) in [(plain.len() / 2, false), (2 * plain.len(), true)] {
+            let budget = Arc::new(Budget::new(limit));
+            let mut held = Held::nothing(budget);
+            assert_eq!(decode_coding(b"gzip", &coded, 1 << 20, &mut held).is_ok(), fits);
+        }
     }
 
     #[test]

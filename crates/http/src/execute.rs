@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,7 +16,8 @@ use oncegate_engine::{Panicked, Permit, Settled, catch_panic};
 use tokio::sync::mpsc;
 use tower_service::Service;
 
-use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
+use crate::body::{BoxError, Pumped, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
+use crate::budget::{Budget, Held};
 use crate::context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
 use crate::headers::kept_trailers;
 use crate::profile::ServerErrors;
@@ -29,6 +31,8 @@ pub(crate) struct Execution {
     pub(crate) settings: Arc<Settings>,
     pub(crate) permit: Permit,
     pub(crate) key: IdempotencyKey,
+    /// What all answers may hold together.
+    pub(crate) response_budget: Arc<Budget>,
 }
 
 /// How an execution ends: the answer for the client, who may be gone, and what is left to do while it is read.
@@ -147,7 +151,8 @@ impl Execution {
             return Box::pin(self.settle_and_pass(Fate::Tombstone, parts, body)).await;
         }
         let limit = self.settings.max_response_body;
-        match catch_panic(read_up_to(body, limit)).await {
+        let mut held = Held::nothing(self.response_budget.clone());
+        match catch_panic(read_up_to(body, limit, charging(&mut held))).await {
             Ok(Read::Whole { chunks, trailers }) => {
                 let kept = self.settings.kept.of(&parts.headers);
                 let stored = StoredResponse::new(
@@ -158,12 +163,12 @@ impl Execution {
                 );
                 let completion = stored.map_or(Completion::Tombstone, Completion::Replayable);
                 let settled = self.permit.complete(completion).await;
-                let body = ResponseBody::whole(join(chunks), trailers);
+                let body = ResponseBody::whole(join(chunks), trailers, held);
                 Ended::with(Executed::Response(marked(parts, body, status_of(&settled))))
             }
             Ok(Read::More { chunks, rest }) => {
                 let settled = self.permit.complete(Completion::Tombstone).await;
-                stream(&self.settings, parts, chunks, rest, status_of(&settled))
+                stream(&self.settings, parts, (chunks, held), rest, status_of(&settled))
             }
             // The answer broke off: the client got nothing of it, and what it would have said is not known.
             Ok(Read::Broken(error)) => {
@@ -188,10 +193,11 @@ impl Execution {
         };
         if body.is_end_stream() {
             // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one only.
-            let body = ResponseBody::whole(Bytes::new(), None);
+            let body = ResponseBody::own(Bytes::new());
             return Ended::with(Executed::Response(marked(parts, body, status_of(&settled))));
         }
-        stream(&self.settings, parts, Vec::new(), Box::pin(body), status_of(&settled))
+        let nothing = (Vec::new(), Held::nothing(self.response_budget));
+        stream(&self.settings, parts, nothing, Box::pin(body), status_of(&settled))
     }
 
     /// The handler ended without an answer, so whether its effect happened is not known.
@@ -277,11 +283,19 @@ const fn status_of(settled: &Settled) -> Option<&'static str> {
     }
 }
 
+/// Counts what is read of an answer. It is taken whether there is room for it or not: the operation took place.
+pub(crate) fn charging(held: &mut Held) -> impl FnMut(usize) -> bool {
+    |bytes| {
+        held.add_piece_always(bytes);
+        true
+    }
+}
+
 /// An answer whose body was not read to its end: what was read comes first, and the rest is pumped behind it.
 pub(crate) fn stream<RB, E>(
     settings: &Settings,
     parts: Parts,
-    read: Vec<Bytes>,
+    (read, held): (Vec<Bytes>, Held),
     rest: Pin<Box<RB>>,
     status: Option<&'static str>,
 ) -> Ended<RB, E>
@@ -294,42 +308,58 @@ where
     if let Some(upper) = size.upper() {
         size.set_upper(upper + ahead);
     }
-    let (frames, receiver) = mpsc::channel(STREAM_FRAMES.max(read.len()));
+    let (sender, frames) = mpsc::channel(STREAM_FRAMES.max(read.len()));
+    let ahead = Some((held, read.len())).filter(|(_, count)| *count > 0);
     for chunk in read {
-        let _fits = frames.try_send(Ok(Frame::data(chunk)));
+        let _fits = sender.try_send(Ok(Frame::data(chunk)));
     }
-    let response = marked(parts, ResponseBody::pumped(receiver, size), status);
-    let rest = pump(rest, frames, settings.stream_patience);
+    let is_cut = Arc::new(AtomicBool::new(false));
+    let pumped = Pumped { frames, size, is_cut: is_cut.clone(), ahead };
+    let response = marked(parts, ResponseBody::pumped(pumped), status);
+    let rest = pump(rest, sender, is_cut, settings.stream_patience);
     Ended { answer: Ok(Executed::Response(response)), rest: Some(Box::pin(rest)) }
 }
 
-/// Brings a handler's body to the client, at the client's pace. A client that goes away does not stop the body: it is read
-/// on, for so long, so that the handler runs to its end.
+/// Brings a handler's body to the client, at the client's pace. A client that goes away, or that takes nothing for `patience`,
+/// does not stop the body: it is read on for `patience`, so that the handler runs to its end.
 async fn pump<RB>(
     mut body: Pin<Box<RB>>,
     frames: mpsc::Sender<Result<Frame<Bytes>, BoxError>>,
+    is_cut: Arc<AtomicBool>,
     patience: Duration,
 ) where
     RB: Body<Error: Into<BoxError>>,
 {
+    let mut client = Some(frames);
     let mut give_up = None;
     loop {
-        let client = !frames.is_closed();
-        if !client && give_up.is_none() {
+        client.take_if(|client| client.is_closed());
+        if client.is_none() && give_up.is_none() {
             give_up = Some(tokio::time::Instant::now() + patience);
         }
         let frame = tokio::select! {
             frame = next_frame(&mut body) => frame,
-            () = frames.closed(), if client => continue,
+            () = closed(client.as_ref()) => continue,
             () = sleep_until(give_up), if give_up.is_some() => return,
         };
         let Some(frame) = frame else { return };
-        let broken = frame.is_err();
-        // Whether it was taken is seen at the next turn.
-        let _taken = frames.send(frame).await;
-        if broken {
+        let is_broken = frame.is_err();
+        if let Some(frames) = &client
+            && tokio::time::timeout(patience, frames.send(frame)).await.is_err()
+        {
+            is_cut.store(true, Ordering::Release);
+            client = None;
+        }
+        if is_broken {
             return;
         }
+    }
+}
+
+async fn closed(client: Option<&mpsc::Sender<Result<Frame<Bytes>, BoxError>>>) {
+    match client {
+        Some(client) => client.closed().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -5,16 +5,28 @@ use std::sync::Arc;
 
 use http::Method;
 use oncegate_engine::{ConfigError, Engine};
+use tokio::sync::Semaphore;
 use tower_layer::Layer;
 
 use crate::budget::Budget;
 use crate::event::RequestObserver;
+use crate::in_flight::InFlight;
 use crate::service::Idempotency;
 use crate::settings::Settings;
 
 /// What request bodies may hold together by default: 128 of the largest that are taken by default, and no more than a
 /// small machine can spare.
 const REQUEST_BUDGET: usize = 256 * 1024 * 1024;
+
+/// What the bodies of answers may hold together by default: 256 of the largest that are stored by default.
+const RESPONSE_BUDGET: usize = 256 * 1024 * 1024;
+
+/// Most requests with a key that are under way at the same time by default. Each may hold a connection to the service and an
+/// answer.
+const MAX_IN_FLIGHT: usize = 2048;
+
+/// Most of one caller by default: half of them, so that one caller does not keep all others away.
+const MAX_IN_FLIGHT_PER_CALLER: usize = 1024;
 
 /// Makes retries safe. See the [crate] for what it does exactly.
 #[derive(Clone)]
@@ -27,6 +39,11 @@ pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) observer: Arc<dyn RequestObserver>,
     pub(crate) request_budget: Arc<Budget>,
+    pub(crate) response_budget: Arc<Budget>,
+    pub(crate) in_flight: Arc<InFlight>,
+    /// How many large bodies are compared at the same time: no more than there are cores, so that small ones are not kept
+    /// waiting.
+    pub(crate) comparisons: Arc<Semaphore>,
     default: Arc<Settings>,
     routes: Vec<Route>,
 }
@@ -98,6 +115,9 @@ impl IdempotencyLayer {
             engine,
             observer: Arc::new(()),
             request_budget: Arc::new(Budget::new(REQUEST_BUDGET)),
+            response_budget: Arc::new(Budget::new(RESPONSE_BUDGET)),
+            in_flight: Arc::new(InFlight::new(MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_CALLER)),
+            comparisons: Arc::new(Semaphore::new(cores())),
             default: Arc::new(Settings::default()),
             routes: Vec::new(),
         };
@@ -147,19 +167,53 @@ impl IdempotencyLayer {
         self.change(|shared| shared.request_budget = Arc::new(Budget::new(octets)))
     }
 
+    /// How many bytes the bodies of answers to requests with a key may hold together, on all routes and in all copies of the
+    /// layer, until clients have taken them. A replay for which there is no room is refused with a 503. An answer of an
+    /// operation that took place is given anyway; while there is no room, no other request is executed. By default 256 MiB.
+    #[must_use]
+    pub fn with_response_budget(self, bytes: usize) -> Self {
+        self.change(|shared| shared.response_budget = Arc::new(Budget::new(bytes)))
+    }
+
+    /// Most requests with a key that are under way at the same time, on all routes and in all copies of the layer: from before
+    /// their claim until their handler has ended, also where the client has hung up. One more is refused with a 503, and
+    /// nothing is claimed. By default 2048.
+    ///
+    /// # Errors
+    /// For 0, with which nothing would ever run.
+    pub fn with_max_in_flight(self, max: usize) -> Result<Self, ConfigError> {
+        check_max("max_in_flight", max)?;
+        Ok(self
+            .change(|shared| shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight).with_max(max))))
+    }
+
+    /// Most requests with a key of one caller that are under way at the same time. Requests without a credential are of one
+    /// caller. It does not count where there is [one caller only](crate::CallerScope::single_tenant). By default 1024.
+    ///
+    /// # Errors
+    /// For 0, with which nothing would ever run.
+    pub fn with_max_in_flight_per_caller(self, max: usize) -> Result<Self, ConfigError> {
+        check_max("max_in_flight_per_caller", max)?;
+        Ok(self.change(|shared| {
+            shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight).with_max_per_caller(max));
+        }))
+    }
+
     /// The settings that a request with this method and path (without a query) runs under.
     #[must_use]
     pub fn settings(&self, method: &Method, path: &str) -> &Settings {
         self.shared.settings(method, path)
     }
 
-    /// A copy that shares no reference count with this one, only the engine, the observer and what request bodies may hold
-    /// together: for programs with a runtime per core, where every request would otherwise pass that count from core to
-    /// core.
+    /// A copy that shares no reference count with this one, only the engine, the observer and the limits of what may be held
+    /// and be under way together: for programs with a runtime per core, where every request would otherwise pass that count
+    /// from core to core.
     #[must_use]
     pub fn unshared(&self) -> Self {
         let mut shared = Shared::clone(&self.shared);
         shared.request_budget = Arc::new(shared.request_budget.apart());
+        shared.response_budget = Arc::new(shared.response_budget.apart());
+        shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight));
         Self { shared: Arc::new(shared) }
     }
 
@@ -168,6 +222,17 @@ impl IdempotencyLayer {
         change(&mut shared);
         Self { shared: Arc::new(shared) }
     }
+}
+
+fn check_max(name: &str, max: usize) -> Result<(), ConfigError> {
+    if max == 0 {
+        return Err(ConfigError::new(format!("{name} is 0, with which every request would be refused")));
+    }
+    Ok(())
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get)
 }
 
 impl Shared {

@@ -87,6 +87,7 @@ mod event;
 mod execute;
 mod grpc;
 mod headers;
+mod in_flight;
 mod key;
 mod layer;
 mod profile;

@@ -21,7 +21,7 @@ pub enum Condition {
     RequestTooLarge,
     /// The request's body ended early.
     RequestIncomplete,
-    /// The requests that are being received hold as much as they may.
+    /// Requests or answers hold as much as they may, or too many requests are under way.
     Overloaded,
     /// The request does not say whose it is.
     ScopeUnavailable,
@@ -118,7 +118,7 @@ impl Condition {
             Self::KeyInvalid => "Idempotency-Key is invalid",
             Self::RequestTooLarge => "The request is too large to be protected by an Idempotency-Key",
             Self::RequestIncomplete => "The request ended before its body was complete",
-            Self::Overloaded => "Too much is being received at the moment",
+            Self::Overloaded => "Too much is under way at the moment",
             Self::ScopeUnavailable => "The request does not tell whose Idempotency-Key this is",
             Self::StoreUnavailable => "Idempotency-Keys cannot be honoured at the moment",
             Self::KeyReused => "Idempotency-Key is already used",
@@ -143,7 +143,7 @@ impl Condition {
             }
             Self::RequestIncomplete => "Nothing was executed. Send the request again.",
             Self::Overloaded => {
-                "Nothing was executed: there is no room for the body. Send the same request with the same key later."
+                "There is no room for this request at the moment. Send the same request with the same key later."
             }
             Self::ScopeUnavailable => {
                 "Nothing was executed. The service expects callers to be told apart before the request reaches it."

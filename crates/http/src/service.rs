@@ -12,7 +12,7 @@ use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
 use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
-use oncegate_core::{IdempotencyKey, Scope, StoreErrorKind, StoredResponse};
+use oncegate_core::{Fingerprint, IdempotencyKey, NoNaturalKey, Scope, StoreErrorKind, StoredResponse};
 use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
@@ -20,12 +20,13 @@ use tower_service::Service;
 
 use crate::answer::{Asked, Question, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
-use crate::budget::{Charged, Held, NoRoom, tie};
+use crate::budget::{Held, NoRoom, TIED_REQUEST, tie};
 use crate::canonical;
 use crate::event::Disposition;
 use crate::execute::{Ended, Execution, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
+use crate::in_flight::Slot;
 use crate::layer::Shared;
 use crate::refusal::{Condition, Refusal};
 use crate::settings::{Settings, StoreOutage};
@@ -177,22 +178,30 @@ impl Keyed {
             Ok(read) => read,
             Err(refusal) => return Ok(self.refuse(refusal)),
         };
-        let key = match key.map_or_else(|| self.natural_key(&parts, &data), Ok) {
+        let Some(slot) = self.enter(&scope) else {
+            return Ok(self.refuse(overloaded(TOO_MANY)));
+        };
+        let (parts, compared) = match self.compare(parts, &data, key.is_none()).await {
+            Ok(compared) => compared,
+            Err(refusal) => return Ok(self.refuse(refusal)),
+        };
+        let key = match key.map_or_else(|| self.natural_key(compared.natural_key), Ok) {
             Ok(key) => key,
             Err(refusal) if self.settings.profile.require_key => return Ok(self.refuse(refusal)),
             Err(_) => {
+                drop(slot);
                 let request = Request::from_parts(parts, RequestBody::whole(data, trailers, held));
                 return Box::pin(self.pass(inner, request)).await;
             }
         };
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
-        let fingerprint = canonical::fingerprint(&self.settings, &parts, &data);
+        let fingerprint = compared.fingerprint;
         let policy = self.settings.policy.with_answers_asked_for(self.asks_for_answers());
         let claim = ClaimRequest { id, fingerprint, label, policy };
         let request = || Request::from_parts(parts, RequestBody::whole(data, trailers, held));
         match self.shared.engine.claim(claim).await {
-            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, permit, key, request()).await,
-            Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay(&stored)),
+            Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, (permit, slot), key, request()).await,
+            Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay_if_room(&stored)),
             Ok(ClaimOutcome::InProgress { lease_left }) => {
                 let retry_after = lease_left.as_secs_f64().ceil().min(RETRY_AFTER_MAX);
                 let refusal = Refusal::new(Condition::RequestInProgress);
@@ -251,12 +260,56 @@ impl Keyed {
         }
     }
 
+    /// Counts this request as one that is under way, where there is room for one more and for an answer.
+    fn enter(&self, scope: &Scope<'_>) -> Option<Slot> {
+        let caller = (!self.settings.caller.is_single_tenant()).then(|| scope.caller_tag());
+        self.shared.in_flight.enter(caller).filter(|_| self.shared.response_budget.has_room())
+    }
+
+    /// What makes this request the same as another. A body that is large, or becomes large, is not compared on the thread that
+    /// serves: nothing else would be served meanwhile.
+    async fn compare(
+        &self,
+        parts: Parts,
+        data: &Bytes,
+        needs_key: bool,
+    ) -> Result<(Parts, Compared), Refusal> {
+        let held = || Held::nothing(self.shared.request_budget.clone());
+        let no_room = |NoRoom| overloaded(NO_ROOM);
+        if data.len() <= COMPARED_HERE {
+            let body = canonical::decode(&parts, data, COMPARED_HERE, &mut held());
+            let body = body.map_err(no_room)?;
+            if !body.outgrows() {
+                let compared = Compared::of(&self.settings, &parts, &body, needs_key);
+                drop(body);
+                return Ok((parts, compared));
+            }
+        }
+        // Nobody closes it.
+        let turn = self.shared.comparisons.clone().acquire_owned().await.ok();
+        let (settings, data, mut held) = (self.settings.clone(), data.clone(), held());
+        let compare = move || {
+            let body = canonical::decode(&parts, &data, settings.max_request_body, &mut held)?;
+            let compared = Compared::of(&settings, &parts, &body, needs_key);
+            drop((body, turn));
+            Ok((parts, compared))
+        };
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => runtime.spawn_blocking(compare).await.unwrap_or(Err(NoRoom)),
+            Err(_) => compare(),
+        }
+        .map_err(no_room)
+    }
+
     /// The key that the body carries. The client is told it, in quotes, as any syntax of the field has it: it names the record
     /// to operators, too.
-    fn natural_key(&mut self, parts: &Parts, body: &[u8]) -> Result<IdempotencyKey, Refusal> {
+    fn natural_key(
+        &mut self,
+        key: Option<Result<IdempotencyKey, NoNaturalKey>>,
+    ) -> Result<IdempotencyKey, Refusal> {
         let missing = || Refusal::new(Condition::KeyMissing);
         let members = self.settings.natural_key.as_ref().ok_or_else(missing)?;
-        let key = canonical::natural_key(&self.settings, members, parts, body).map_err(|why| {
+        let key = key.ok_or_else(missing)?.map_err(|why| {
             let names: Vec<_> = members.members().iter().map(|member| member.as_str()).collect();
             missing().with_detail(format!(
                 "The key of this operation is built of members of its JSON body ({}), and {why}. Nothing was executed.",
@@ -290,7 +343,7 @@ impl Keyed {
         let limit = self.settings.max_request_body;
         let mut held = Held::nothing(self.shared.request_budget.clone());
         let read = {
-            let mut reading = pin!(read_up_to(Charged::new(body, &mut held), limit));
+            let mut reading = pin!(read_up_to(body, limit, |bytes| held.add_piece(bytes)));
             // Most bodies are there with their heads, and need no timer.
             match poll_fn(|cx| Poll::Ready(reading.as_mut().poll(cx))).await {
                 Poll::Ready(read) => read,
@@ -301,7 +354,7 @@ impl Keyed {
         };
         match read {
             Read::Whole { chunks, trailers } => {
-                let (data, held) = tie(join(chunks), held);
+                let (data, held) = tie(join(chunks), held, TIED_REQUEST);
                 Ok((data, trailers, held))
             }
             Read::More { .. } => {
@@ -309,9 +362,7 @@ impl Keyed {
                     format!("{} At most {limit} octets are taken.", Condition::RequestTooLarge.detail());
                 Err(Refusal::new(Condition::RequestTooLarge).with_detail(detail))
             }
-            Read::Broken(error) if error.is::<NoRoom>() => {
-                Err(Refusal::new(Condition::Overloaded).with_retry_after(1))
-            }
+            Read::Broken(error) if error.is::<NoRoom>() => Err(overloaded(NO_ROOM)),
             Read::Broken(error) => {
                 tracing::debug!(%error, "request body broke off");
                 Err(Refusal::new(Condition::RequestIncomplete))
@@ -324,7 +375,7 @@ impl Keyed {
     async fn execute<S, B, RB>(
         self,
         inner: S,
-        permit: Permit,
+        (permit, slot): (Permit, Slot),
         key: IdempotencyKey,
         request: Request<RequestBody<B>>,
     ) -> Result<Response<ResponseBody<RB>>, S::Error>
@@ -335,12 +386,18 @@ impl Keyed {
         B: Send + 'static,
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
-        let execution = Execution { settings: self.settings.clone(), permit, key };
+        let response_budget = self.shared.response_budget.clone();
+        let execution = Execution { settings: self.settings.clone(), permit, key, response_budget };
         let mut work: Pin<Box<dyn Future<Output = Ended<RB, S::Error>> + Send>> =
             Box::pin(execution.run(inner, request));
         let answer = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
             Poll::Ready(Ended { answer, rest }) => {
-                rest.map(|rest| self.shared.engine.spawn(rest));
+                if let Some(rest) = rest {
+                    self.shared.engine.spawn(async move {
+                        rest.await;
+                        drop(slot);
+                    });
+                }
                 answer
             }
             Poll::Pending => {
@@ -351,6 +408,7 @@ impl Keyed {
                     if let Some(rest) = rest {
                         rest.await;
                     }
+                    drop(slot);
                 });
                 // Otherwise the task was cut off with its runtime.
                 let cut_off = |_| Ok(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)));
@@ -365,7 +423,7 @@ impl Keyed {
                 Ok(self.echoed(response))
             }
             Ok(Executed::Recorded(stored, status)) => {
-                let mut response = self.replay(&stored);
+                let mut response = self.replay(&stored, self.held_always(&stored));
                 if let Some(status) = status {
                     set_status(&mut response, status);
                 }
@@ -394,7 +452,7 @@ impl Keyed {
         let question = Question { settings: self.settings.clone(), permit, key };
         match self.shared.engine.spawn(question.ask(parts)).await {
             Ok(Asked::Answer(stored, status)) => {
-                let mut response = self.replay(&stored);
+                let mut response = self.replay(&stored, self.held_always(&stored));
                 if let Some(status) = status {
                     set_status(&mut response, status);
                 }
@@ -421,7 +479,24 @@ impl Keyed {
         Ok(self.echoed(response.map(ResponseBody::passing)))
     }
 
-    fn replay<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
+    /// The stored answer, where there is room for it: it can be had again.
+    fn replay_if_room<RB>(&self, stored: &StoredResponse) -> Response<ResponseBody<RB>> {
+        let mut held = Held::nothing(self.shared.response_budget.clone());
+        if held.add(stored.body().len()) {
+            self.replay(stored, held)
+        } else {
+            self.refuse(overloaded(NO_ROOM_FOR_ANSWER))
+        }
+    }
+
+    /// What is held for an answer that is given whether there is room for it or not.
+    fn held_always(&self, stored: &StoredResponse) -> Held {
+        let mut held = Held::nothing(self.shared.response_budget.clone());
+        held.add_always(stored.body().len());
+        held
+    }
+
+    fn replay<RB>(&self, stored: &StoredResponse, held: Held) -> Response<ResponseBody<RB>> {
         let Ok(status) = http::StatusCode::from_u16(stored.status()) else {
             return self.refuse(Refusal::new(Condition::RecordCorrupt));
         };
@@ -432,7 +507,7 @@ impl Keyed {
                 headers.append(TRAILER, HeaderValue::from_name(name.clone()));
             }
         }
-        let mut response = Response::new(ResponseBody::whole(stored.body(), trailers));
+        let mut response = Response::new(ResponseBody::whole(stored.body(), trailers, held));
         *response.status_mut() = status;
         *response.headers_mut() = headers;
         let marker = self.settings.profile.replay_marker.clone();
@@ -445,7 +520,7 @@ impl Keyed {
         let condition = refusal.condition;
         let response = refusal.into_response(&self.settings.profile, self.grpc);
         self.shared.observer.observe(Disposition::Refused(condition), Some(response.status()));
-        self.echoed(response.map(|body: Bytes| ResponseBody::whole(body, None)))
+        self.echoed(response.map(|body: Bytes| ResponseBody::own(body)))
     }
 
     fn echoed<T>(&self, mut response: Response<T>) -> Response<T> {
@@ -466,6 +541,35 @@ pub(crate) enum Executed<RB> {
     /// There is no answer.
     Refused(Refusal),
 }
+
+/// Larger bodies are compared on a thread of their own: this many bytes take a tenth of a millisecond.
+const COMPARED_HERE: usize = 64 * 1024;
+
+/// What is known of a request once its body was read.
+struct Compared {
+    fingerprint: Fingerprint,
+    /// The key that the body carries, where the route asks for it.
+    natural_key: Option<Result<IdempotencyKey, NoNaturalKey>>,
+}
+
+impl Compared {
+    fn of(settings: &Settings, parts: &Parts, body: &canonical::DecodedBody<'_>, needs_key: bool) -> Self {
+        let members = settings.natural_key.as_ref().filter(|_| needs_key);
+        let natural_key = members.map(|members| canonical::natural_key(members, parts, body));
+        Self { fingerprint: canonical::fingerprint(settings, parts, body), natural_key }
+    }
+}
+
+fn overloaded(detail: &'static str) -> Refusal {
+    Refusal::new(Condition::Overloaded).with_detail(detail).with_retry_after(1)
+}
+
+const NO_ROOM: &str =
+    "Nothing was executed: there is no room for the body. Send the same request with the same key later.";
+const NO_ROOM_FOR_ANSWER: &str = "The first request with this key was processed, and there is no room for its answer at the \
+     moment. Send the same request with the same key later to get it.";
+const TOO_MANY: &str = "Nothing was executed: too many requests with a key are under way, or too many answers wait for their \
+     clients. Send the same request with the same key later.";
 
 /// What `key-reused` means where the key is built of the body.
 const REUSED_MEMBERS: &str = "The key of this operation is built of members of its JSON body, and another request had the \

@@ -14,9 +14,11 @@ use oncegate_engine::{Concluded, Panicked, Said, catch_panic};
 
 use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
+use crate::budget::Held;
 use crate::context::{Relayed, Unanswered};
 use crate::execute::{
-    Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, fate, marked, stream, take_directive,
+    Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, charging, fate, marked, stream,
+    take_directive,
 };
 use crate::headers::{kept_trailers, restore};
 use crate::refusal::{Condition, Refusal};
@@ -37,6 +39,7 @@ impl Execution {
         let fate = fate(&self.settings, response.status(), directive);
         let (parts, body) = response.into_parts();
         let settings = self.settings.clone();
+        let mut held = Held::nothing(self.response_budget.clone());
         let answer = |completion| Said::Answer { completion, success: parts.status.is_success() };
         if fate != Fate::Replay || cannot_be_stored(&parts) {
             let nothing = matches!(fate, Fate::Release | Fate::Unknown);
@@ -44,16 +47,16 @@ impl Execution {
             let concluded = self.permit.conclude(said).await;
             let status = status_of(&concluded).filter(|status| !nothing || *status == FENCED);
             return match concluded {
-                Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own)),
+                Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
                 // It stays an answer without a body: a client of gRPC reads the status of its call in the head of such a one.
                 _ if body.is_end_stream() => {
-                    let body = ResponseBody::whole(Bytes::new(), None);
+                    let body = ResponseBody::own(Bytes::new());
                     Ended::with(Executed::Response(marked(parts, body, status)))
                 }
-                _ => stream(&settings, parts, Vec::new(), Box::pin(body), status),
+                _ => stream(&settings, parts, (Vec::new(), held), Box::pin(body), status),
             };
         }
-        match catch_panic(read_up_to(body, settings.max_response_body)).await {
+        match catch_panic(read_up_to(body, settings.max_response_body, charging(&mut held))).await {
             Ok(Read::Whole { chunks, trailers }) => {
                 let stored = StoredResponse::new(
                     parts.status.as_u16(),
@@ -65,9 +68,9 @@ impl Execution {
                 let concluded = self.permit.conclude(said).await;
                 let status = status_of(&concluded);
                 Ended::with(match concluded {
-                    Concluded::Recorded(own) => instead(&settings, parts, &own),
+                    Concluded::Recorded(own) => instead(&settings, parts, &own, held),
                     _ => {
-                        let body = ResponseBody::whole(join(chunks), trailers);
+                        let body = ResponseBody::whole(join(chunks), trailers, held);
                         Executed::Response(marked(parts, body, status))
                     }
                 })
@@ -76,8 +79,8 @@ impl Execution {
                 let concluded = self.permit.conclude(answer(Completion::Tombstone)).await;
                 let status = status_of(&concluded);
                 match concluded {
-                    Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own)),
-                    _ => stream(&settings, parts, chunks, rest, status),
+                    Concluded::Recorded(own) => Ended::with(instead(&settings, parts, &own, held)),
+                    _ => stream(&settings, parts, (chunks, held), rest, status),
                 }
             }
             Ok(Read::Broken(error)) => {
@@ -106,7 +109,7 @@ impl Execution {
 }
 
 /// The answer of the record, in place of the handler's. What a record never keeps (a cookie, the id of this request) stays.
-fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse) -> Executed<RB> {
+fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse, mut held: Held) -> Executed<RB> {
     let Ok(status) = StatusCode::from_u16(own.status()) else {
         return Executed::Refused(Refusal::new(Condition::RecordCorrupt));
     };
@@ -124,7 +127,9 @@ fn instead<RB>(settings: &Settings, mut parts: Parts, own: &StoredResponse) -> E
     for name in trailers.iter().flat_map(|trailers| trailers.keys()) {
         parts.headers.append(TRAILER, name.clone().into());
     }
-    Executed::Response(marked(parts, ResponseBody::whole(own.body(), trailers), None))
+    let body = own.body();
+    held.add_always(body.len());
+    Executed::Response(marked(parts, ResponseBody::whole(body, trailers, held), None))
 }
 
 /// What a client is told where the record does not have what it gets.

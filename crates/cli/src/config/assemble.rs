@@ -51,17 +51,11 @@ pub(super) fn draft(
         let what = "nothing asks there: nowhere is on-abandoned reconcile or completion upstream";
         warnings.push(Problem::warning(path.source.clone(), what));
     }
-    let budget = given(&values.request_budget);
-    let of_routes = routes.iter().map(|route| route.config.max_request_body);
-    let largest = of_routes.fold(default.max_request_body, usize::max);
-    if budget < largest {
-        let what = format!(
-            "all request bodies together may hold {}, but one alone may have {} (max-request-body)",
-            units::size_text(budget as u64),
-            units::size_text(largest as u64)
-        );
-        problems.push(Problem::error(values.request_budget.as_ref().map(|given| given.source.clone()), what));
-    }
+    check_budgets(
+        values,
+        std::iter::once(&default).chain(routes.iter().map(|route| &route.config)),
+        problems,
+    );
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
     // A URL that could not be read has been complained about already.
@@ -85,6 +79,9 @@ pub(super) fn draft(
         connect_timeout: given(&values.connect_timeout),
         drain_timeout: given(&values.drain_timeout),
         request_budget: given(&values.request_budget),
+        response_budget: given(&values.response_budget),
+        max_in_flight: given(&values.max_in_flight),
+        max_in_flight_per_caller: given(&values.max_in_flight_per_caller),
         store_cache: given(&values.store_cache),
         store_patience: given(&values.store_patience),
         threads: values.threads.as_ref().map(|threads| threads.value),
@@ -98,6 +95,32 @@ pub(super) fn draft(
     problems.extend(once);
     problems.sort_by_key(Problem::rank);
     Draft { store, tls, admin_token_file, problems: std::mem::take(problems), config }
+}
+
+/// What all bodies may hold together has to be as much as one may have, or the largest would always be refused.
+fn check_budgets<'a>(
+    values: &Values,
+    routes: impl Iterator<Item = &'a RouteConfig>,
+    problems: &mut Vec<Problem>,
+) {
+    let (mut request, mut response) = (0, 0);
+    for route in routes {
+        request = request.max(route.max_request_body);
+        response = response.max(route.settings.max_response_body());
+    }
+    for (budget, largest, what, name) in [
+        (&values.request_budget, request, "request bodies", "max-request-body"),
+        (&values.response_budget, response, "answers", "max-response-body"),
+    ] {
+        if given(budget) < largest {
+            let what = format!(
+                "all {what} together may hold {}, but one alone may have {} ({name})",
+                units::size_text(given(budget) as u64),
+                units::size_text(largest as u64)
+            );
+            problems.push(Problem::error(budget.as_ref().map(|given| given.source.clone()), what));
+        }
+    }
 }
 
 /// The value of a setting that has a default.

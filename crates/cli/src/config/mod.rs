@@ -66,6 +66,12 @@ pub(crate) struct Config {
     pub(crate) drain_timeout: Duration,
     /// What the bodies of requests with a key may hold together.
     pub(crate) request_budget: usize,
+    /// What the bodies of their answers may hold together.
+    pub(crate) response_budget: usize,
+    /// How many requests with a key may be under way.
+    pub(crate) max_in_flight: usize,
+    /// How many of one caller.
+    pub(crate) max_in_flight_per_caller: usize,
     /// What a store in a directory may keep of its file.
     pub(crate) store_cache: usize,
     /// How long the store may take before it is asked whether it is well.
@@ -159,6 +165,9 @@ impl Config {
     ) -> Result<IdempotencyLayer, ConfigError> {
         let layer = IdempotencyLayer::new(engine)
             .with_request_budget(self.request_budget)
+            .with_response_budget(self.response_budget)
+            .with_max_in_flight(self.max_in_flight)?
+            .with_max_in_flight_per_caller(self.max_in_flight_per_caller)?
             .with_settings(settings(&self.default))?;
         self.routes.iter().try_fold(layer, |layer, route| {
             layer.with_route(route.methods.clone(), route.pattern.as_str(), settings(&route.config))

@@ -345,6 +345,22 @@ settings! {
     "max-response-body" LIMITS Route One "SIZE" Value("1MiB");
     max_response_body: usize = units::response_body;
 
+    /// How much the bodies of all answers to requests with a key may hold together, until clients have taken them. A replay for
+    /// which there is no room is refused with 503; and while there is none, nothing new is executed. At least as much as
+    /// one stored answer may be, and at most 1024GiB.
+    "response-budget" LIMITS Service One "SIZE" Value("256MiB");
+    response_budget: usize = units::response_budget;
+
+    /// The most requests with a key that are under way at the same time, until the service has answered them, also where
+    /// the client has hung up. One more is refused with 503, and nothing is executed.
+    "max-in-flight" LIMITS Service One "N" Value("2048");
+    max_in_flight: usize = units::max_in_flight;
+
+    /// The most requests with a key of one caller that are under way at the same time. All callers without a credential are
+    /// one. It does not count where scope is `single-tenant`.
+    "max-in-flight-per-caller" LIMITS Service One "N" Value("1024");
+    max_in_flight_per_caller: usize = units::max_in_flight;
+
     /// How long the service may stay silent, before its answer begins and within it, or `none`. The outcome of a
     /// request with a key whose answer did not come in time is unknown.
     "upstream-timeout" LIMITS Route One "DURATION" Value("30s");

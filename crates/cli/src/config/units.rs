@@ -294,6 +294,20 @@ pub(crate) fn request_budget(text: &str) -> Read<usize> {
     at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
 }
 
+pub(crate) fn response_budget(text: &str) -> Read<usize> {
+    at_most(text, REQUEST_BUDGET_MAX, "all of it may be in memory at once")
+}
+
+/// Most that may be configured: a machine has no more ports for connections to one service than 65 535 for each address.
+const IN_FLIGHT_MAX: usize = 1_000_000;
+
+pub(crate) fn max_in_flight(text: &str) -> Read<usize> {
+    match text.parse() {
+        Ok(number @ 1..=IN_FLIGHT_MAX) => Ok(number),
+        _ => Err(format!("{text:?} is not a number of requests; from 1 to {IN_FLIGHT_MAX} is allowed")),
+    }
+}
+
 /// Largest that may be configured for the store's pages: more than machines have.
 const STORE_CACHE_MAX: usize = 1 << 40;
 
@@ -645,6 +659,11 @@ mod tests {
         assert!(request_body("1GiB").is_ok());
         assert!(error(request_body("1073741825")).contains("at most 1GiB"));
         assert!(request_budget("1024GiB").is_ok());
+        assert!(response_budget("1024GiB").is_ok());
+        assert!(error(response_budget("1025GiB")).contains("at most 1024GiB"));
+        assert_eq!((max_in_flight("1"), max_in_flight("1000000")), (Ok(1), Ok(1_000_000)));
+        assert!(error(max_in_flight("0")).contains("from 1 to 1000000"));
+        assert!(error(max_in_flight("1000001")).contains("from 1 to 1000000"));
         assert!(store_cache("1024GiB").is_ok());
         assert!(error(store_cache("1025GiB")).contains("at most 1024GiB"));
         assert!(error(request_budget("1099511627777")).contains("at most 1024GiB"));

@@ -98,7 +98,8 @@
 //!    before it (the first: or the start of the body);
 //! 3. something other than CRLF comes before the first delimiter, or after the last one;
 //! 4. a part does not have header lines (a token, a colon, a value without CR, LF and NUL), an empty line and
-//!    a body.
+//!    a body;
+//! 5. parts and header lines are more than 16 384 together.
 //!
 //! # Caveats
 //! - Parameters other than `charset` don't count: where `application/json;v=1` and `;v=2` are different

@@ -3,6 +3,7 @@
 //! Strict on purpose: where two readers could see different parts, the body stays raw.
 
 use super::media_type::{is_token, trim};
+use crate::limits;
 
 /// One part of a multipart body.
 pub(super) struct Part<'b> {
@@ -17,6 +18,7 @@ pub(super) fn read<'b>(body: &'b [u8], boundary: &[u8]) -> Option<Vec<Part<'b>>>
     let dashes = delimiter.strip_prefix(b"\r\n")?;
     let mut rest = body.strip_prefix(b"\r\n").unwrap_or(body).strip_prefix(dashes)?;
     let mut parts = Vec::new();
+    let mut left = limits::MULTIPART_ITEMS_MAX;
     loop {
         // `rest` stands behind a delimiter.
         if let Some(epilogue) = rest.strip_prefix(b"--") {
@@ -28,12 +30,15 @@ pub(super) fn read<'b>(body: &'b [u8], boundary: &[u8]) -> Option<Vec<Part<'b>>>
         if part.starts_with(dashes) {
             return None;
         }
-        parts.push(read_part(part)?);
+        let part = read_part(part, left)?;
+        left = left.checked_sub(1 + part.headers.len())?;
+        parts.push(part);
         rest = after.strip_prefix(delimiter.as_slice())?;
     }
 }
 
-fn read_part(mut rest: &[u8]) -> Option<Part<'_>> {
+/// `None` where there are more than `max` header lines.
+fn read_part(mut rest: &[u8], max: usize) -> Option<Part<'_>> {
     let mut headers = Vec::new();
     loop {
         let (line, after) = rest.split_at_checked(find(rest, b"\r\n")?)?;
@@ -43,7 +48,10 @@ fn read_part(mut rest: &[u8]) -> Option<Part<'_>> {
         }
         let (name, value) = line.split_at_checked(line.iter().position(|byte| *byte == b':')?)?;
         // A line that continues the one before has no token before its colon.
-        if !is_token(name) || line.iter().any(|byte| matches!(byte, b'\r' | b'\n' | 0)) {
+        if headers.len() == max
+            || !is_token(name)
+            || line.iter().any(|byte| matches!(byte, b'\r' | b'\n' | 0))
+        {
             return None;
         }
         headers.push((name.to_ascii_lowercase(), trim(value.strip_prefix(b":")?)));

@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::*;
+use crate::limits;
 
 fn canonical(body: impl AsRef<[u8]>) -> Option<String> {
     let mut scratch = json::Scratch::default();
@@ -484,6 +485,28 @@ fn forms_are_compared_as_pairs() {
     ] {
         assert_eq!(of(FORM, body), raw(FORM, body), "{body}");
     }
+}
+
+#[test]
+fn forms_and_multipart_bodies_of_too_many_pieces_stay_raw() {
+    let max = limits::FORM_PAIRS_MAX;
+    let form = |pairs: usize| vec!["a=b"; pairs].join("&");
+    assert_ne!(of(FORM, form(max)), raw(FORM, form(max)));
+    assert_eq!(of(FORM, form(max + 1)), raw(FORM, form(max + 1)));
+
+    let max = limits::MULTIPART_ITEMS_MAX;
+    let kind = "multipart/form-data; boundary=x";
+    // A part with a line counts as two.
+    for part in ["--x\r\n\r\n1\r\n", "--x\r\na:b\r\n\r\n1\r\n"] {
+        let lines = part.matches(':').count();
+        let body = |parts: usize| format!("{}--x--", part.repeat(parts));
+        let most = max / (1 + lines);
+        assert_ne!(of(kind, body(most)), raw(kind, body(most)), "{part:?}");
+        assert_eq!(of(kind, body(most + 1)), raw(kind, body(most + 1)), "{part:?}");
+    }
+    let lines = |lines: usize| format!("--x\r\n{}\r\n1\r\n--x--", "a:b\r\n".repeat(lines));
+    assert_ne!(of(kind, lines(max - 1)), raw(kind, lines(max - 1)));
+    assert_eq!(of(kind, lines(max)), raw(kind, lines(max)));
 }
 
 #[test]

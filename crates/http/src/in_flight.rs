@@ -1,0 +1,136 @@
+//! How many requests with a key may be under way at the same time, over all connections and of one caller.
+//!
+//! A request counts from before its claim until its handler has ended. Handlers go on when clients hang up, so the number of
+//! connections bounds nothing here.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use oncegate_core::CallerTag;
+
+/// Callers are spread over so many maps, so that threads seldom wait for each other.
+const SHARDS: usize = 16;
+
+/// The requests that are under way. Copies count together.
+#[derive(Clone)]
+pub(crate) struct InFlight {
+    max: usize,
+    max_per_caller: usize,
+    counts: Arc<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    all: AtomicUsize,
+    callers: [Mutex<HashMap<CallerTag, usize>>; SHARDS],
+}
+
+impl InFlight {
+    pub(crate) fn new(max: usize, max_per_caller: usize) -> Self {
+        Self { max, max_per_caller, counts: Arc::default() }
+    }
+
+    pub(crate) fn with_max(self, max: usize) -> Self {
+        Self { max, ..self }
+    }
+
+    pub(crate) fn with_max_per_caller(self, max_per_caller: usize) -> Self {
+        Self { max_per_caller, ..self }
+    }
+
+    /// Counts one more request of this caller, or of none where all requests are one caller's. `None` where there are too many.
+    pub(crate) fn enter(self: &Arc<Self>, caller: Option<CallerTag>) -> Option<Slot> {
+        let all = &self.counts.all;
+        let entered =
+            all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |now| (now < self.max).then_some(now + 1));
+        entered.ok()?;
+        // From here on it is given back.
+        let mut slot = Slot { in_flight: self.clone(), caller: None };
+        if let Some(caller) = caller {
+            let mut callers = self.counts.callers(caller);
+            let now = callers.entry(caller).or_insert(0);
+            if *now >= self.max_per_caller {
+                return None;
+            }
+            *now += 1;
+            slot.caller = Some(caller);
+        }
+        Some(slot)
+    }
+}
+
+impl Counts {
+    fn callers(&self, caller: CallerTag) -> MutexGuard<'_, HashMap<CallerTag, usize>> {
+        let shard = caller.as_bytes().first().map_or(0, |byte| usize::from(*byte)) % SHARDS;
+        let [first, ..] = &self.callers;
+        self.callers.get(shard).unwrap_or(first).lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request that is under way, until this is dropped.
+pub(crate) struct Slot {
+    in_flight: Arc<InFlight>,
+    caller: Option<CallerTag>,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let counts = &self.in_flight.counts;
+        if let Some(caller) = self.caller
+            && let Entry::Occupied(mut entry) = counts.callers(caller).entry(caller)
+        {
+            match entry.get_mut() {
+                // Callers come and go: only those with requests are remembered.
+                0 | 1 => {
+                    entry.remove();
+                }
+                now => *now -= 1,
+            }
+        }
+        counts.all.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slot").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn remembered(in_flight: &InFlight) -> usize {
+        in_flight.counts.callers.iter().map(|callers| callers.lock().unwrap().len()).sum()
+    }
+
+    #[test]
+    fn is_full_at_either_limit_and_gives_back() {
+        let in_flight = Arc::new(InFlight::new(3, 2));
+        let (ada, bob) = (Some(CallerTag::from_bytes([1; 8])), Some(CallerTag::from_bytes([2; 8])));
+        for _ in 0..3 {
+            let mut slots = vec![in_flight.enter(ada).unwrap(), in_flight.enter(ada).unwrap()];
+            assert!(in_flight.enter(ada).is_none());
+            slots.push(in_flight.enter(bob).unwrap());
+            assert!(in_flight.enter(bob).is_none() && in_flight.enter(None).is_none());
+            slots.remove(0);
+            slots.push(in_flight.enter(ada).unwrap());
+            drop(slots);
+            assert_eq!((in_flight.counts.all.load(Ordering::Relaxed), remembered(&in_flight)), (0, 0));
+        }
+        let slots: Vec<_> = (0..3).map(|_| in_flight.enter(None).unwrap()).collect();
+        assert!(in_flight.enter(None).is_none());
+        drop(slots);
+    }
+
+    #[test]
+    fn a_refused_caller_leaves_nothing_behind() {
+        let in_flight = Arc::new(InFlight::new(10, 0));
+        assert!(in_flight.enter(Some(CallerTag::from_bytes([1; 8]))).is_none());
+        assert_eq!(in_flight.counts.all.load(Ordering::Relaxed), 0);
+    }
+}

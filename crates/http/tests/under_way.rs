@@ -1,0 +1,180 @@
+//! How many requests with a key are under way at the same time, and how much their answers hold together.
+
+#![allow(clippy::unwrap_used)]
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use oncegate_core::MemoryStore;
+use oncegate_engine::Engine;
+use oncegate_http::{CallerScope, Idempotency, IdempotencyLayer, RequestBody, ResponseBody, Settings};
+use oncegate_testkit::ManualClock;
+use tokio::sync::Notify;
+use tower_layer::Layer;
+use tower_service::Service;
+
+/// Answers with as many bytes as the path says, or waits until it is told to.
+#[derive(Clone, Default)]
+struct Handler {
+    go_on: Arc<Notify>,
+    runs: Arc<AtomicUsize>,
+}
+
+impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
+    type Response = Response<Full<Bytes>>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<RequestBody<Full<Bytes>>>) -> Self::Future {
+        let Self { go_on, runs } = self.clone();
+        Box::pin(async move {
+            runs.fetch_add(1, Ordering::Relaxed);
+            let path = request.uri().path().trim_matches('/').to_owned();
+            if path == "waits" {
+                go_on.notified().await;
+            }
+            Ok(Response::new(Full::from(vec![b'x'; path.parse().unwrap_or(2)])))
+        })
+    }
+}
+
+fn layer() -> IdempotencyLayer {
+    IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1)))))
+}
+
+type Answer = Response<ResponseBody<Full<Bytes>>>;
+
+async fn send(service: &mut Idempotency<Handler>, path: &str, caller: &str, key: &str) -> Answer {
+    let mut request = Request::post(path).header("idempotency-key", key);
+    if !caller.is_empty() {
+        request = request.header("authorization", caller);
+    }
+    service.call(request.body(Full::default()).unwrap()).await.unwrap()
+}
+
+#[track_caller]
+fn is_overloaded(answer: &Answer) {
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(answer.headers()["retry-after"], "1");
+}
+
+/// Sends one that waits, and hangs up.
+async fn hang_up(service: &mut Idempotency<Handler>, caller: &str, key: &str) {
+    let sent = tokio::time::timeout(Duration::from_secs(1), send(service, "/waits", caller, key)).await;
+    assert!(sent.is_err(), "{:?}", sent.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn handlers_of_clients_that_hung_up_count_until_they_end() {
+    let handler = Handler::default();
+    let layer = layer().with_max_in_flight(3).unwrap();
+    let mut service = layer.layer(handler.clone());
+    // A copy for another thread counts with it.
+    let mut other = layer.unshared().layer(handler.clone());
+    hang_up(&mut service, "1", "1").await;
+    hang_up(&mut other, "2", "2").await;
+    hang_up(&mut service, "3", "3").await;
+    is_overloaded(&send(&mut service, "/2", "4", "4").await);
+    is_overloaded(&send(&mut other, "/2", "4", "4").await);
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 3);
+    // Without a key it is not detached, and does not count.
+    let plain = Request::post("/2").body(Full::default()).unwrap();
+    assert_eq!(service.call(plain).await.unwrap().status(), StatusCode::OK);
+    handler.go_on.notify_waiters();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    // Nothing was claimed for the one that was refused.
+    assert_eq!(send(&mut service, "/2", "4", "4").await.status(), StatusCode::OK);
+    assert_eq!(send(&mut service, "/waits", "1", "1").await.headers()["idempotent-replayed"], "true");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_takes_no_more_than_its_part() {
+    let handler = Handler::default();
+    let layer = layer().with_max_in_flight_per_caller(2).unwrap();
+    let mut service = layer.unshared().layer(handler.clone());
+    let mut other = layer.unshared().layer(handler.clone());
+    for key in ["1", "2"] {
+        hang_up(&mut service, "ada", key).await;
+    }
+    for service in [&mut service, &mut other] {
+        is_overloaded(&send(service, "/2", "ada", "3").await);
+        assert_eq!(send(service, "/2", "bob", "3").await.status(), StatusCode::OK);
+        // Callers without a credential are one.
+        assert_eq!(send(service, "/2", "", "3").await.status(), StatusCode::OK);
+    }
+    for key in ["1", "2"] {
+        hang_up(&mut other, "", key).await;
+    }
+    is_overloaded(&send(&mut service, "/2", "", "4").await);
+    handler.go_on.notify_waiters();
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_there_is_one_caller_the_limit_of_a_caller_does_not_count() {
+    let settings = Settings::default().with_caller(CallerScope::single_tenant());
+    let layer = layer().with_settings(settings).unwrap().with_max_in_flight_per_caller(1).unwrap();
+    let mut service = layer.layer(Handler::default());
+    for key in ["1", "2", "3"] {
+        hang_up(&mut service, "ada", key).await;
+    }
+}
+
+#[test]
+fn a_limit_of_nothing_is_refused() {
+    assert!(layer().with_max_in_flight(0).is_err());
+    assert!(layer().with_max_in_flight_per_caller(0).is_err());
+    assert!(layer().with_max_in_flight(1).is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn replays_are_given_while_there_is_room_for_them() {
+    let handler = Handler::default();
+    let mut service = layer().with_response_budget(100_000).layer(handler.clone());
+    for (len, key) in [("/30000", "1"), ("/10", "2")] {
+        let first = send(&mut service, len, "", key).await;
+        assert_eq!(
+            first.into_body().collect().await.unwrap().to_bytes().len(),
+            len[1..].parse::<usize>().unwrap()
+        );
+    }
+    let mut held: Vec<_> = Vec::new();
+    for _ in 0..3 {
+        let replay = send(&mut service, "/30000", "", "1").await;
+        assert_eq!(replay.headers()["idempotent-replayed"], "true");
+        held.push(replay.into_body());
+    }
+    is_overloaded(&send(&mut service, "/30000", "", "1").await);
+    assert_eq!(send(&mut service, "/10", "", "2").await.status(), StatusCode::OK);
+    // What was read and is still referred to, as by a connection that has not written it, is held.
+    let frame = held.pop().unwrap().frame().await.unwrap().unwrap().into_data().unwrap();
+    is_overloaded(&send(&mut service, "/30000", "", "1").await);
+    drop(frame);
+    assert_eq!(send(&mut service, "/30000", "", "1").await.status(), StatusCode::OK);
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_of_what_took_place_is_given_and_while_there_is_no_room_nothing_is_executed() {
+    let handler = Handler::default();
+    let mut service = layer().with_response_budget(100_000).layer(handler.clone());
+    let large = send(&mut service, "/150000", "", "1").await;
+    assert_eq!(large.status(), StatusCode::OK);
+    is_overloaded(&send(&mut service, "/2", "", "2").await);
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
+    assert_eq!(large.into_body().collect().await.unwrap().to_bytes().len(), 150_000);
+    assert_eq!(send(&mut service, "/2", "", "2").await.status(), StatusCode::OK);
+    // It is stored; there will never be room for it at once.
+    is_overloaded(&send(&mut service, "/150000", "", "1").await);
+}
