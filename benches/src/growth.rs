@@ -5,6 +5,7 @@
 
 use std::fmt::Write as _;
 use std::future::Future;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -13,8 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use oncegate_core::{Clock, MemoryStore, Store, Timestamp};
-use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
+use oncegate_core::{Clock, MemoryStore, Store, SystemClock, Timestamp};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 
 use crate::records::{LEASE, Result, claim, complete, replay, resident, scatter};
 
@@ -149,11 +150,12 @@ impl Population {
     fn embedded(
         directory: &Path,
         records: u64,
-        change: impl FnOnce(EmbeddedOptions, usize) -> EmbeddedOptions,
+        change: impl FnOnce(EmbeddedOptions, NonZeroUsize) -> EmbeddedOptions,
     ) -> Result<Self> {
         let clock = Arc::new(MovedClock { wall: SystemClock::new(), ahead: AtomicU64::new(0) });
         let options = EmbeddedOptions::new(directory).with_clock(clock.clone());
-        let store = EmbeddedStore::open(change(options, IN_FLIGHT_FILL))?;
+        let store =
+            EmbeddedStore::open(change(options, NonZeroUsize::MIN.saturating_add(IN_FLIGHT_FILL - 1)))?;
         Ok(Self::new(Arc::new(store), clock, records))
     }
 

@@ -37,8 +37,8 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Bytes;
-use oncegate_core::{MemoryStore, Store};
-use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
+use oncegate_core::{MemoryStore, Store, SystemClock};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::Engine;
 use oncegate_http::IdempotencyLayer;
 

@@ -1,8 +1,11 @@
 //! Time as a store sees it.
 
 use std::fmt;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::limits;
 
 /// A point in time by the store's clock: milliseconds since 1970-01-01T00:00:00Z.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -42,16 +45,265 @@ impl fmt::Display for Timestamp {
     }
 }
 
-/// The clock of a store. Nothing in this crate reads a clock by itself.
+/// A source of time. [`decide`](crate::decide()) and everything around it read no clock: a store does, and passes the time
+/// on.
 pub trait Clock: Send + Sync + 'static {
-    /// The time now.
+    /// The time of day, which may be set while the program runs, ahead or back.
     fn now(&self) -> Timestamp;
+
+    /// The time that has passed since some fixed moment, by a clock that nobody sets. A store tells by it that the time of
+    /// day was set. By default it is the time of day itself: such a clock is trusted whatever it shows.
+    fn elapsed(&self) -> Duration {
+        Duration::from_millis(self.now().as_millis())
+    }
 }
 
 impl<C: Clock + ?Sized> Clock for Arc<C> {
     fn now(&self) -> Timestamp {
         (**self).now()
     }
+
+    fn elapsed(&self) -> Duration {
+        (**self).elapsed()
+    }
+}
+
+/// The clocks of the operating system: the time of day, and the monotonic clock next to it.
+#[derive(Clone, Copy, Debug)]
+pub struct SystemClock {
+    start: Instant,
+}
+
+impl SystemClock {
+    /// The clocks of this machine.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { start: Instant::now() }
+    }
+}
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Timestamp {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Timestamp(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+}
+
+/// The time of a store that lives in this process: it never runs backwards, and never jumps.
+///
+/// Retentions and leases are spans of time, so a store must not take a clock that was *set* for time that has *passed*: a
+/// record that expires because of a wrong answer of a time server is executed again. The time of the store therefore goes
+/// on at the pace of the monotonic clock, and follows the time of day only as far as this table says.
+///
+/// | the time of day is set | the store's time |
+/// |---|---|
+/// | ahead by at most [`limits::CLOCK_STEP_MAX`] | follows at once |
+/// | ahead by more | goes on at its own pace until the clock is set back, or an operator [accepts](Self::accept) the new time |
+/// | back | goes on at its own pace |
+///
+/// A store that outlives the process goes on [where it was](Self::resume) and counts the time between two processes by the
+/// time of day, because nothing else knows it. If the time of day is behind the last write then, the store's time goes on
+/// from that write; when the time of day is set right later, it is to be [accepted](ClockSkew::is_expected).
+pub struct StoreClock<C> {
+    clock: C,
+    /// The store's time when `elapsed` was zero, in milliseconds. It only grows.
+    base: AtomicU64,
+    /// Whether the time of day is, or was when last seen, too far ahead to be followed.
+    is_ahead: AtomicBool,
+    ahead: Mutex<Ahead>,
+}
+
+/// What is remembered while the time of day is too far ahead.
+#[derive(Debug, Default)]
+struct Ahead {
+    /// The store's time from which on it may lag: records that were written later are younger than the time of day says.
+    since: Option<Timestamp>,
+    /// The time of day was behind the last write when the store was opened: it was wrong, and will be set.
+    expected: bool,
+}
+
+/// The times of the last write of a process before this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LastWrite {
+    /// By the store's clock.
+    pub time: Timestamp,
+    /// By the time of day. Later than `time` by more than [`limits::CLOCK_STEP_MAX`] if the store did not follow it.
+    pub wall: Timestamp,
+    /// From when on, by the store's clock, it did not follow the time of day.
+    pub lagging_since: Option<Timestamp>,
+}
+
+/// A disagreement between the time of day and the time that has passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClockSkew {
+    /// The difference.
+    pub by: Duration,
+    /// Whether the time of day is ahead of the store's time; behind it otherwise.
+    pub is_ahead: bool,
+    /// If it is ahead: the store's time from which on the two disagree.
+    pub since: Timestamp,
+    /// Whether the time of day was known to be wrong when the store was opened, so that this is its correction. The store
+    /// accepts it by itself.
+    pub is_expected: bool,
+}
+
+impl fmt::Display for ClockSkew {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.by.as_secs();
+        if self.is_ahead {
+            write!(
+                f,
+                "the clock of this machine was set ahead by {seconds} s. Records and leases go by the time that has passed \
+                 since, so nothing expires early. Set the clock right, or, if it is right, run `oncegate clock accept`"
+            )
+        } else {
+            write!(
+                f,
+                "the clock of this machine is {seconds} s behind the time of the store, which goes on at its own pace. Set the \
+                 clock right"
+            )
+        }
+    }
+}
+
+impl<C: Clock> StoreClock<C> {
+    /// The time of a store that begins now.
+    pub fn new(clock: C) -> Self {
+        let base = millis(clock.now(), clock.elapsed());
+        Self { clock, base: base.into(), is_ahead: false.into(), ahead: Mutex::default() }
+    }
+
+    /// The time of a store that was last written by another process.
+    pub fn resume(clock: C, last: LastWrite) -> Self {
+        let wall = clock.now();
+        let lagged = last.wall.since(last.time) > limits::CLOCK_STEP_MAX;
+        let (time, ahead) = if lagged && wall >= last.wall {
+            // As far apart as before: no process in between has accepted it.
+            let since = Some(last.lagging_since.unwrap_or(last.time));
+            (last.time.after(wall.since(last.wall)), Ahead { since, expected: false })
+        } else if wall >= last.time {
+            (wall, Ahead::default())
+        } else {
+            let expected = last.time.since(wall) > limits::CLOCK_STEP_MAX;
+            (last.time, Ahead { since: expected.then_some(last.time), expected })
+        };
+        let base = millis(time, clock.elapsed());
+        let is_ahead = ahead.since.is_some().into();
+        Self { clock, base: base.into(), is_ahead, ahead: Mutex::new(ahead) }
+    }
+
+    /// The time of day, as it is.
+    pub fn wall(&self) -> Timestamp {
+        self.clock.now()
+    }
+
+    /// The disagreement between the time of day and the time that has passed, if it is more than
+    /// [`limits::CLOCK_STEP_MAX`].
+    pub fn skew(&self) -> Option<ClockSkew> {
+        let mut ahead = self.lock();
+        let reading = self.read();
+        self.note(&mut ahead, &reading);
+        let Reading { time, wall, .. } = reading;
+        let is_ahead = wall > time;
+        let by = if is_ahead { wall.since(time) } else { time.since(wall) };
+        (by > limits::CLOCK_STEP_MAX).then(|| ClockSkew {
+            by,
+            is_ahead,
+            since: ahead.since.unwrap_or(time),
+            is_expected: is_ahead && ahead.expected,
+        })
+    }
+
+    /// From when on the store's time lags, to be kept for the next process.
+    pub fn lagging_since(&self) -> Option<Timestamp> {
+        let ahead = self.lock();
+        ahead.since.filter(|_| !ahead.expected)
+    }
+
+    /// Moves the store's time ahead by this much, which is the [difference](ClockSkew::by) that was accepted. The store
+    /// first [moves](crate::Record::shifted) by as much what it has written since the two disagree.
+    pub fn accept(&self, by: Duration) {
+        let mut ahead = self.lock();
+        self.base.fetch_add(u64::try_from(by.as_millis()).unwrap_or(u64::MAX), Ordering::SeqCst);
+        *ahead = Ahead::default();
+        self.is_ahead.store(false, Ordering::SeqCst);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ahead> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read(&self) -> Reading {
+        // The time of day is read first: a pause in between makes it look older than it is, and never newer.
+        let wall = self.clock.now();
+        let elapsed = u64::try_from(self.clock.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let base = self.base.load(Ordering::SeqCst);
+        Reading { wall, elapsed, time: Timestamp(base.saturating_add(elapsed)) }
+    }
+
+    /// Remembers whether the time of day is too far ahead to be followed.
+    fn note(&self, ahead: &mut Ahead, reading: &Reading) {
+        if !reading.can_follow() {
+            ahead.since.get_or_insert(reading.time);
+            self.is_ahead.store(true, Ordering::SeqCst);
+        } else if !(ahead.expected && reading.wall < reading.time) {
+            *ahead = Ahead::default();
+            self.is_ahead.store(false, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Both clocks at one moment.
+struct Reading {
+    wall: Timestamp,
+    elapsed: u64,
+    /// The store's time, before it follows the time of day.
+    time: Timestamp,
+}
+
+impl Reading {
+    fn can_follow(&self) -> bool {
+        self.wall.since(self.time) <= limits::CLOCK_STEP_MAX
+    }
+}
+
+impl<C: Clock> Clock for StoreClock<C> {
+    fn now(&self) -> Timestamp {
+        let mut reading = self.read();
+        if !reading.can_follow() || self.is_ahead.load(Ordering::SeqCst) {
+            let mut ahead = self.lock();
+            // Once more: this thread may have been held up since, and must not undo what others have seen meanwhile.
+            reading = self.read();
+            self.note(&mut ahead, &reading);
+        }
+        if !reading.can_follow() || reading.wall <= reading.time {
+            return reading.time;
+        }
+        let follows = reading.wall.0.saturating_sub(reading.elapsed);
+        let base = self.base.fetch_max(follows, Ordering::SeqCst).max(follows);
+        Timestamp(base.saturating_add(reading.elapsed))
+    }
+}
+
+impl<C> fmt::Debug for StoreClock<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreClock").finish_non_exhaustive()
+    }
+}
+
+/// `time` with `elapsed` taken off, in milliseconds.
+fn millis(time: Timestamp, elapsed: Duration) -> u64 {
+    time.0.saturating_sub(u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX))
 }
 
 #[cfg(test)]
@@ -65,5 +317,149 @@ mod tests {
         assert_eq!(start.after(Duration::from_millis(5)), Timestamp::from_millis(15));
         assert_eq!(start.after(Duration::MAX), Timestamp::from_millis(u64::MAX));
         assert_eq!(start.since(Timestamp::from_millis(12)), Duration::ZERO);
+    }
+
+    /// Two clocks to set by hand.
+    #[derive(Default)]
+    struct Hands {
+        wall: AtomicU64,
+        elapsed: AtomicU64,
+    }
+
+    impl Clock for Hands {
+        fn now(&self) -> Timestamp {
+            Timestamp(self.wall.load(Ordering::SeqCst))
+        }
+
+        fn elapsed(&self) -> Duration {
+            Duration::from_millis(self.elapsed.load(Ordering::SeqCst))
+        }
+    }
+
+    impl Hands {
+        fn at(wall: u64) -> Arc<Self> {
+            Arc::new(Self { wall: wall.into(), elapsed: 7.into() })
+        }
+
+        fn pass(&self, millis: u64) {
+            self.wall.fetch_add(millis, Ordering::SeqCst);
+            self.elapsed.fetch_add(millis, Ordering::SeqCst);
+        }
+
+        fn set(&self, wall: u64) {
+            self.wall.store(wall, Ordering::SeqCst);
+        }
+    }
+
+    const HOUR: u64 = 3_600_000;
+    const STEP: u64 = limits::CLOCK_STEP_MAX.as_millis() as u64;
+    const START: u64 = 500_000 * HOUR;
+
+    fn last(time: u64, wall: u64) -> LastWrite {
+        LastWrite { time: Timestamp(time), wall: Timestamp(wall), lagging_since: None }
+    }
+
+    #[test]
+    fn a_small_step_ahead_is_followed_and_the_way_back_is_not() {
+        let hands = Hands::at(START);
+        let clock = StoreClock::new(hands.clone());
+        hands.set(START + STEP);
+        assert_eq!(clock.now().0, START + STEP);
+        assert_eq!(clock.skew(), None);
+        hands.set(START);
+        hands.pass(1000);
+        assert_eq!(clock.now().0, START + STEP + 1000);
+        assert_eq!(clock.skew(), None);
+    }
+
+    #[test]
+    fn a_clock_that_jumps_ahead_and_comes_back_moves_nothing() {
+        let hands = Hands::at(START);
+        let clock = StoreClock::new(hands.clone());
+        hands.set(START + STEP + 1);
+        assert_eq!(clock.now().0, START);
+        assert!(clock.skew().is_some_and(|skew| skew.is_ahead && !skew.is_expected));
+        hands.set(START + 48 * HOUR);
+        hands.pass(1000);
+        assert_eq!(clock.now().0, START + 1000);
+        assert_eq!(clock.lagging_since(), Some(Timestamp(START)));
+        hands.set(START + 2000);
+        hands.pass(1000);
+        assert_eq!(clock.now().0, START + 3000);
+        assert_eq!((clock.skew(), clock.lagging_since()), (None, None));
+    }
+
+    #[test]
+    fn an_accepted_time_is_gone_on_from() {
+        let hands = Hands::at(START);
+        let clock = StoreClock::new(hands.clone());
+        hands.set(START + 48 * HOUR);
+        hands.pass(1000);
+        let skew = clock.skew().unwrap();
+        assert_eq!((skew.by, skew.since.0), (Duration::from_millis(48 * HOUR), START + 1000));
+        clock.accept(skew.by);
+        assert_eq!(clock.now().0, START + 48 * HOUR + 1000);
+        assert_eq!(clock.skew(), None);
+    }
+
+    #[test]
+    fn a_clock_far_behind_is_reported_and_the_time_goes_on() {
+        let hands = Hands::at(START);
+        let clock = StoreClock::new(hands.clone());
+        hands.set(START - HOUR);
+        hands.pass(1000);
+        assert_eq!(clock.now().0, START + 1000);
+        assert!(clock.skew().is_some_and(|skew| !skew.is_ahead && skew.by == Duration::from_millis(HOUR)));
+    }
+
+    #[test]
+    fn a_start_with_the_clock_behind_is_a_floor_and_no_offset() {
+        let hands = Hands::at(START - 10 * HOUR);
+        let clock = StoreClock::resume(hands.clone(), last(START, START));
+        hands.pass(1000);
+        assert_eq!(clock.now().0, START + 1000);
+        // Corrected: the time of day is right, and what it is ahead is how long the machine was off.
+        hands.set(START + 2000);
+        assert_eq!(clock.now().0, START + 2000);
+        assert_eq!(clock.skew(), None);
+        hands.pass(1000);
+        assert_eq!(clock.now().0, START + 3000);
+    }
+
+    #[test]
+    fn a_correction_by_more_than_a_step_is_to_be_accepted_with_all_that_was_written_since_the_start() {
+        let hands = Hands::at(START - 10 * HOUR);
+        let clock = StoreClock::resume(hands.clone(), last(START, START));
+        hands.pass(1000);
+        assert!(clock.skew().is_some_and(|skew| !skew.is_ahead));
+        hands.set(START + 60 * HOUR);
+        let skew = clock.skew().unwrap();
+        assert!(skew.is_ahead && skew.is_expected, "{skew:?}");
+        assert_eq!((skew.since.0, skew.by), (START, Duration::from_millis(60 * HOUR - 1000)));
+        clock.accept(skew.by);
+        assert_eq!(clock.now().0, START + 60 * HOUR);
+    }
+
+    #[test]
+    fn the_time_between_two_processes_is_counted_and_a_lag_is_kept() {
+        let resumed = |wall, last| {
+            let clock = StoreClock::resume(Hands::at(wall), last);
+            (clock.now().0, clock.skew().map(|skew| (skew.since.0, skew.by)), clock.lagging_since())
+        };
+        assert_eq!(resumed(START + HOUR, last(START, START)), (START + HOUR, None, None));
+        let mut lagging = last(START, START + 48 * HOUR);
+        lagging.lagging_since = Some(Timestamp(START - 5));
+        let by = Duration::from_millis(48 * HOUR);
+        let since = Some(Timestamp(START - 5));
+        assert_eq!(resumed(START + 49 * HOUR, lagging), (START + HOUR, Some((START - 5, by)), since));
+        // It was wrong, and was set right in between.
+        assert_eq!(resumed(START + HOUR, lagging), (START + HOUR, None, None));
+    }
+
+    #[test]
+    fn the_systems_clocks_agree() {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let shown = Duration::from_millis(StoreClock::new(SystemClock::new()).now().as_millis());
+        assert!(shown + Duration::from_millis(2) >= wall && shown < wall + Duration::from_secs(60));
     }
 }

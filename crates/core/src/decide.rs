@@ -143,7 +143,8 @@ pub enum Completion {
 pub struct Release {
     /// The owner's token.
     pub token: FencingToken,
-    /// How long the released record is remembered for its token.
+    /// How long the released record is remembered for its token. One with finished steps is remembered for as long as it was
+    /// to be before, if that is longer.
     pub retention: Duration,
 }
 
@@ -470,6 +471,12 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
     Decision::put(Outcome::Resolved { from }, record)
 }
 
+/// A key that is free is remembered for its token only, and need not be for long. Finished steps are remembered for as long
+/// as they were to be: whoever releases them need not know of them.
 fn released(record: &Record, retention: Duration, now: Timestamp) -> Record {
-    Record { state: State::Released, changed_at: now, expires_at: now.after(retention), ..record.clone() }
+    let mut expires_at = now.after(retention);
+    if !record.steps.is_empty() {
+        expires_at = expires_at.max(record.expires_at);
+    }
+    Record { state: State::Released, changed_at: now, expires_at, ..record.clone() }
 }

@@ -5,7 +5,8 @@
 //! Oncegate drives this function: the engine as futures, the doors (HTTP, functions, messages) from their own side, the
 //! stores inside their transactions.
 //!
-//! This crate does no I/O, reads no clock, draws no random number and knows no async runtime and no HTTP library.
+//! This crate does no I/O, draws no random number and knows no async runtime and no HTTP library. [`decide`] reads no clock:
+//! a store passes the time to it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -51,7 +52,7 @@ mod step;
 mod store;
 mod watch;
 
-pub use clock::{Clock, Timestamp};
+pub use clock::{Clock, ClockSkew, LastWrite, StoreClock, SystemClock, Timestamp};
 pub use decide::{
     Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, RecordStep, Release, Renew,
     Resolution, Resolve, Write, decide,
@@ -69,7 +70,7 @@ pub use record::{Answer, Label, Record, State, StateName};
 pub use response::{ResponseError, StoredResponse};
 pub use step::{Step, StepError, Steps};
 pub use store::{
-    AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
+    Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
     StoreErrorKind, StoreFuture,
 };
 pub use watch::{Watcher, Watchers};

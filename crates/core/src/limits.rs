@@ -28,6 +28,10 @@ pub const RETENTION_MIN: Duration = Duration::from_secs(1);
 /// Longest retention: 400 days, a year and a margin. The store is not an archive.
 pub const RETENTION_MAX: Duration = Duration::from_secs(400 * 24 * 60 * 60);
 
+/// Largest step of the time of day that a store in this process follows by itself. A clock that is disciplined moves by
+/// less; one that moves by more was set, and nothing tells whether it was right before or is right now.
+pub const CLOCK_STEP_MAX: Duration = Duration::from_secs(5 * 60);
+
 /// Largest response, headers and body, that a record may hold, whatever is configured. A store commits it in one
 /// transaction.
 pub const RESPONSE_MAX: usize = 64 * 1024 * 1024;

@@ -4,31 +4,36 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use crate::clock::{Clock, Timestamp};
+use crate::clock::{Clock, StoreClock, Timestamp};
 use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
 use crate::map::{RecordMap, Sharded};
 use crate::record::Record;
 use crate::store::{
-    AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
+    Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
     StoreFuture,
 };
 
 /// Records in memory. Nothing survives the process; within it, everything the protocol promises holds.
 pub struct MemoryStore<C> {
-    clock: C,
+    clock: StoreClock<C>,
     shards: Sharded<Shard>,
     audit: Mutex<Audit>,
     capacity_per_shard: usize,
 }
 
+/// When a record is looked at for the first time to see whether it is to be purged.
+const FIRST_LOOK: Duration = Duration::from_secs(600);
+
 #[derive(Default)]
 struct Shard {
     records: RecordMap<RecordId, Box<Record>>,
-    /// When to look at a record again, in coarse steps, so that purging reads only what is due. A record is in here once
-    /// per claim; if it lives longer than it was noted for (a renewal, a completion), it is noted again when it is due.
+    /// When to look at a record again, in coarse steps, so that purging reads only what is due. A record is in here once:
+    /// noted when it is first written, for [`FIRST_LOOK`] at the latest, and again when it is due and lives longer. So one
+    /// that is released soon, and expires early, does not stay for the retention that it was claimed with.
     due: BTreeMap<u64, Vec<RecordId>>,
 }
 
@@ -48,7 +53,7 @@ impl<C: Clock> MemoryStore<C> {
     /// records are never pushed out, because that would free their keys.
     pub fn with_capacity(clock: C, records: usize) -> Self {
         Self {
-            clock,
+            clock: StoreClock::new(clock),
             shards: Sharded::default(),
             audit: Mutex::default(),
             capacity_per_shard: records.div_ceil(Sharded::<Shard>::COUNT),
@@ -72,12 +77,12 @@ impl<C: Clock> MemoryStore<C> {
         match write {
             Write::Keep => {}
             Write::Put(record) => {
-                if matches!(command, Command::Claim(_)) {
-                    if !shard.records.contains_key(&id) && shard.records.len() >= self.capacity_per_shard {
-                        let full = StoreError::unavailable("the memory store is full");
-                        return Err(full.with_extent(Extent::Writes));
+                if !shard.records.contains_key(&id) {
+                    if shard.records.len() >= self.capacity_per_shard {
+                        let full = StoreError::unavailable("the memory store takes no new keys: it is full");
+                        return Err(full.with_extent(Extent::Writes).with_nothing_sent());
                     }
-                    shard.note(due_step(record.expires_at), id);
+                    shard.note(due_step(record.expires_at.min(now.after(FIRST_LOOK))), id);
                 }
                 if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &outcome) {
                     lock(&self.audit).add(AuditEntry {
@@ -98,6 +103,19 @@ impl<C: Clock> MemoryStore<C> {
             Write::Delete => drop(shard.records.remove(&id)),
         }
         Ok(outcome)
+    }
+
+    fn accept_now(&self) -> Option<Duration> {
+        // All of them at once: what is written meanwhile would be neither shifted nor by the new time.
+        let mut shards: Vec<_> = self.shards.each().collect();
+        let skew = self.clock.skew().filter(|skew| skew.is_ahead)?;
+        for record in shards.iter_mut().flat_map(|shard| shard.records.values_mut()) {
+            if record.changed_at >= skew.since {
+                **record = (**record).clone().shifted(skew.by);
+            }
+        }
+        self.clock.accept(skew.by);
+        Some(skew.by)
     }
 
     fn list_now(&self, query: &ListQuery) -> ListPage {
@@ -177,6 +195,14 @@ impl<C: Clock> Store for MemoryStore<C> {
 
     fn now(&self) -> Timestamp {
         self.clock.now()
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        self.clock.skew().map(|skew| Advisory::new("clock", skew.to_string())).into_iter().collect()
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        Box::pin(async move { Ok(self.accept_now()) })
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
@@ -145,6 +146,19 @@ impl Record {
     #[must_use]
     pub fn is_expired(&self, now: Timestamp) -> bool {
         now >= self.expires_at
+    }
+
+    /// The record as if everything in it had happened later by this much: for a store whose clock was
+    /// [set](crate::StoreClock::accept) while it was written.
+    #[must_use]
+    pub fn shifted(mut self, by: Duration) -> Self {
+        self.created_at = self.created_at.after(by);
+        self.changed_at = self.changed_at.after(by);
+        self.expires_at = self.expires_at.after(by);
+        if let State::InProgress { lease_until, .. } = &mut self.state {
+            *lease_until = lease_until.after(by);
+        }
+        self
     }
 
     /// The state as seen at `now`.

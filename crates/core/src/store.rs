@@ -77,8 +77,40 @@ pub trait Store: Send + Sync + 'static {
     /// The store's clock, which leases and retentions are measured by.
     fn now(&self) -> Timestamp;
 
+    /// What an operator should know of although the store serves: a clock that was set, a configuration that can lose
+    /// records. It is asked for each time that somebody looks, and must cost nothing.
+    fn advisories(&self) -> Vec<Advisory> {
+        Vec::new()
+    }
+
+    /// Goes on from the time of day, which was set ahead by more than the store follows by itself, because an operator says
+    /// that it is right; and returns by how much that is. `None` if there was nothing to accept.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`]; [`StoreErrorKind::Invalid`] from a store whose clock is that of its server.
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        let error = "the clock of this store is that of its server: set that one right";
+        Box::pin(std::future::ready(Err(StoreError::invalid(error))))
+    }
+
     /// What the store promises.
     fn capabilities(&self) -> Capabilities;
+}
+
+/// Something that an operator should know of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Advisory {
+    /// A short name that does not change, for metrics and alerts.
+    pub name: &'static str,
+    /// What is the matter, and what to do.
+    pub text: String,
+}
+
+impl Advisory {
+    /// An advisory.
+    pub fn new(name: &'static str, text: impl Into<String>) -> Self {
+        Self { name, text: text.into() }
+    }
 }
 
 /// What a store promises, as the table in GUARANTEES.md spells it.

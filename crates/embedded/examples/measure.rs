@@ -288,7 +288,7 @@ fn response() -> StoredResponse {
 
 /// The octets of a claimed and of a completed record.
 fn encoded() -> (Arc<[u8]>, Arc<[u8]>) {
-    let store = oncegate_core::MemoryStore::new(oncegate_embedded::SystemClock::new());
+    let store = oncegate_core::MemoryStore::new(oncegate_core::SystemClock::new());
     let runtime = Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         let Ok(Outcome::Execute(grant)) = store.apply(id(0), claim(0)).await else { panic!("not executed") };

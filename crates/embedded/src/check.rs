@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use oncegate_core::{Clock as _, RecordId, StateName, codec};
+use oncegate_core::{Clock as _, ClockSkew, RecordId, StateName, StoreClock};
 use redb::{Database, ReadableDatabase as _, ReadableTable as _};
 
-use crate::clock::SystemClock;
+use crate::clock::MachineClock;
 use crate::database::{self, FileMedium, Medium as _, Unverified, guard};
 use crate::error::OpenError;
 use crate::options::EmbeddedOptions;
-use crate::schema::{AUDIT, RECORDS, decode_audit};
+use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
 
 /// What [`check`] found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,6 +27,8 @@ pub struct CheckReport {
     pub audit_entries: u64,
     /// The numbers of audit entries that are there and cannot be read.
     pub unreadable_audit: Vec<u64>,
+    /// The disagreement between the clock of this machine and the time of the store.
+    pub clock: Option<ClockSkew>,
     /// What is wrong with the file as a whole. Records may be missing then without being named above.
     pub damage: Option<String>,
 }
@@ -80,14 +82,20 @@ fn damage(result: Result<(), OpenError>) -> Result<Option<String>, OpenError> {
 }
 
 fn read_all(database: &Database, report: &mut CheckReport) -> Result<(), redb::Error> {
-    let now = SystemClock::new().now();
     let txn = database.begin_read()?;
+    let clock = MachineClock::default();
+    let clock = match database::last_write(&txn.open_table(META)?)? {
+        Some(last) => StoreClock::resume(clock, last),
+        None => StoreClock::new(clock),
+    };
+    report.clock = clock.skew();
+    let now = clock.now();
     for entry in txn.open_table(RECORDS)?.iter()? {
         let (id, octets) = entry?;
         let id = RecordId::from_bytes(*id.value());
-        match codec::decode(&id, octets.value()) {
-            Ok(record) if record.is_expired(now) => report.expired += 1,
-            Ok(record) => *report.records.entry(record.state_name(now)).or_default() += 1,
+        match decode(&id, octets.value()) {
+            Ok((_, record)) if record.is_expired(now) => report.expired += 1,
+            Ok((_, record)) => *report.records.entry(record.state_name(now)).or_default() += 1,
             Err(_) => report.unreadable.push(id),
         }
     }

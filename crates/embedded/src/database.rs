@@ -7,8 +7,10 @@ use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 
-use oncegate_core::Timestamp;
+use oncegate_core::{LastWrite, Timestamp};
 use redb::backends::FileBackend;
 use redb::{
     BackendError, Builder, Database, DatabaseError, Durability, ReadableDatabase as _, ReadableTable as _,
@@ -18,8 +20,10 @@ use tracing::{info, warn};
 
 use crate::directory::Directory;
 use crate::error::OpenError;
+use crate::overlay::Overlay;
 use crate::schema::{
-    AUDIT, CLOCK_STEP, EXPIRY, FORMAT, META, META_CLOCK, META_FORMAT, META_OPENED, OPENED_SHIFT, RECORDS,
+    AUDIT, CLOCK_STEP, EXPIRY, FORMAT, META, META_BYTES, META_CLOCK, META_FORMAT, META_LAGGING, META_OPENED,
+    META_WALL, OPENED_SHIFT, RECORDS,
 };
 
 /// Where the octets of the file are.
@@ -39,6 +43,11 @@ pub(crate) trait Medium: Send + Sync + 'static {
         Box::new(|| ())
     }
 
+    /// How many bytes more the disk takes, where that can be told.
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// The format version, where it can be read without changing anything.
     fn peek_format(&self) -> Option<u64> {
         None
@@ -47,7 +56,38 @@ pub(crate) trait Medium: Send + Sync + 'static {
 
 /// Octets for redb, wherever they are.
 #[derive(Debug)]
-pub(crate) struct Backend(pub(crate) Box<dyn StorageBackend>);
+pub(crate) struct Backend {
+    octets: Box<dyn StorageBackend>,
+    /// Whether a flush failed: what is shown then need not be on the disk.
+    flush_failed: Arc<AtomicBool>,
+}
+
+impl Backend {
+    pub(crate) fn new(octets: Box<dyn StorageBackend>) -> Self {
+        Self { octets, flush_failed: Arc::default() }
+    }
+}
+
+/// The same file, opened without writing to it.
+pub(crate) struct Unwritten(pub(crate) Arc<dyn Medium>);
+
+impl Medium for Unwritten {
+    fn open(&self) -> io::Result<Backend> {
+        Ok(Backend::new(Box::new(Overlay::new(self.0.open()?.octets)?)))
+    }
+
+    fn probe(&self) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path()
+    }
+
+    fn read_ahead(&self) -> Box<dyn Fn()> {
+        self.0.read_ahead()
+    }
+}
 
 /// What is opened how.
 #[derive(Clone, Copy, Debug)]
@@ -59,10 +99,15 @@ pub(crate) struct OpenSettings {
 /// An opened file.
 pub(crate) struct Opened {
     pub(crate) database: Database,
-    /// Every write so far was made before this time by the store's clock.
-    pub(crate) clock_floor: Timestamp,
+    /// When it was last written; every write so far was made before this time by the store's clock. `None` where nothing
+    /// was written yet.
+    pub(crate) last_write: Option<LastWrite>,
     /// The number for the next entry of the expiry index.
     pub(crate) next_number: u64,
+    /// How many bytes all records have.
+    pub(crate) record_bytes: u64,
+    /// Whether a flush of this file has failed since it was opened.
+    pub(crate) flush_failed: Arc<AtomicBool>,
 }
 
 /// Beyond this, it is likely that what was read ahead would be gone again when it is verified.
@@ -80,7 +125,7 @@ impl FileMedium {
         let created = directory.create_records(|path| {
             let file = FileBackend::new(open_file(path).map_err(OpenError::io("open the new file"))?);
             let file = file.map_err(|error| open_error(path, error))?;
-            create(path, Backend(Box::new(file)))
+            create(path, Backend::new(Box::new(file)))
         })?;
         if created {
             info!(dir = %dir.display(), "created a new store");
@@ -92,7 +137,7 @@ impl FileMedium {
 impl Medium for FileMedium {
     fn open(&self) -> io::Result<Backend> {
         let file = FileBackend::new(open_file(&self.directory.records())?);
-        Ok(Backend(Box::new(file.map_err(io::Error::other)?)))
+        Ok(Backend::new(Box::new(file.map_err(io::Error::other)?)))
     }
 
     fn probe(&self) -> io::Result<()> {
@@ -112,6 +157,11 @@ impl Medium for FileMedium {
             });
             drop(read);
         })
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        let disk = rustix::fs::statvfs(self.directory.path()).ok()?;
+        Some(disk.f_bavail.saturating_mul(disk.f_frsize))
     }
 
     fn peek_format(&self) -> Option<u64> {
@@ -156,22 +206,47 @@ pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened
 fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened, OpenError> {
     let path = medium.path();
     check_format(&path, medium.peek_format())?;
-    let Unverified { mut database, bytes, repaired } = open_unverified(medium, settings.cache_bytes)?;
+    let Unverified { mut database, bytes, repaired, flush_failed } =
+        open_unverified(medium, settings.cache_bytes)?;
     check_format(&path, Some(read_format(&path, &database)?))?;
     if !repaired && bytes <= settings.verify_bytes {
         medium.read_ahead()();
         verify(&path, &mut database)?;
     }
-    let (clock, opened) = write(&database, |txn| {
+    let marked = write(&database, |txn| {
         let mut meta = txn.open_table(META)?;
         let opened = meta.get(META_OPENED)?.map_or(0, |n| n.value()).saturating_add(1);
         meta.insert(META_OPENED, opened)?;
-        let clock = meta.get(META_CLOCK)?.map_or(0, |millis| millis.value().saturating_add(CLOCK_STEP));
-        Ok((clock, opened))
-    })
-    .map_err(|error| error_of(&path, error))?;
-    let next_number = opened << OPENED_SHIFT;
-    Ok(Opened { database, clock_floor: Timestamp::from_millis(clock), next_number })
+        let counted = meta.get(META_BYTES)?.map(|bytes| bytes.value()).filter(|_| !repaired);
+        let record_bytes = counted.map_or_else(|| count_bytes(txn), Ok)?;
+        Ok((opened, last_write(&meta)?, record_bytes))
+    });
+    let (opened, last_write, record_bytes) = marked.map_err(|error| error_of(&path, error))?;
+    Ok(Opened { database, last_write, next_number: opened << OPENED_SHIFT, record_bytes, flush_failed })
+}
+
+/// When the file was last written.
+pub(crate) fn last_write(
+    meta: &impl redb::ReadableTable<&'static str, u64>,
+) -> Result<Option<LastWrite>, redb::Error> {
+    let read = |name| meta.get(name).map(|value| value.map(|value| value.value()));
+    let Some(time) = read(META_CLOCK)? else { return Ok(None) };
+    let since = read(META_LAGGING)?.filter(|since| *since > 0);
+    let later = |millis: u64| Timestamp::from_millis(millis.saturating_add(CLOCK_STEP));
+    Ok(Some(LastWrite {
+        time: later(time),
+        wall: later(read(META_WALL)?.unwrap_or(time)),
+        lagging_since: since.map(Timestamp::from_millis),
+    }))
+}
+
+/// Reads every record, which is done once where they were never counted, and after a stop that was not clean.
+fn count_bytes(txn: &WriteTransaction) -> Result<u64, redb::Error> {
+    let mut bytes = 0;
+    for entry in txn.open_table(RECORDS)?.iter()? {
+        bytes += entry?.1.value().len() as u64;
+    }
+    Ok(bytes)
 }
 
 /// A file as redb opens it.
@@ -180,13 +255,15 @@ pub(crate) struct Unverified {
     pub(crate) bytes: u64,
     /// Whether it was not stopped cleanly. Then every page was verified.
     pub(crate) repaired: bool,
+    pub(crate) flush_failed: Arc<AtomicBool>,
 }
 
 /// Opens the file as redb does.
 pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result<Unverified, OpenError> {
     let path = medium.path();
     let backend = medium.open().map_err(OpenError::io(format!("open {}", path.display())))?;
-    let bytes = backend.0.len().map_err(OpenError::io(format!("read {}", path.display())))?;
+    let flush_failed = backend.flush_failed.clone();
+    let bytes = backend.octets.len().map_err(OpenError::io(format!("read {}", path.display())))?;
     if bytes == 0 {
         // redb would take it for a new one.
         return Err(OpenError::Damaged { file: path, what: "it is empty".to_owned() });
@@ -206,7 +283,7 @@ pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result
         .set_repair_callback(on_repair)
         .create_with_backend(backend)
         .map_err(|error| open_error(&path, error))?;
-    Ok(Unverified { database, bytes, repaired: repaired.get() })
+    Ok(Unverified { database, bytes, repaired: repaired.get(), flush_failed })
 }
 
 /// Verifies every page of the file.
@@ -217,14 +294,36 @@ pub(crate) fn verify(path: &Path, database: &mut Database) -> Result<(), OpenErr
     Ok(())
 }
 
-/// What redb makes of a page that was damaged is sometimes a panic. Whoever opens a file shall hear of damage instead.
+/// What redb makes of a page that was damaged is sometimes a panic. Whoever opens a file gets [`OpenError::Damaged`] instead.
 pub(crate) fn guard<T>(path: &Path, run: impl FnOnce() -> Result<T, OpenError>) -> Result<T, OpenError> {
-    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+    quietly(run).unwrap_or_else(|_| {
         Err(OpenError::Damaged {
             file: path.to_owned(),
             what: "its pages make no sense to the database".to_owned(),
         })
     })
+}
+
+thread_local! {
+    /// Whether a panic of this thread is caught and reported in words.
+    static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs it and catches its panic, of which nothing is printed: whoever calls this reports what it means.
+pub(crate) fn quietly<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let others = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !IS_CAUGHT.get() {
+                others(panic);
+            }
+        }));
+    });
+    let before = IS_CAUGHT.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(run));
+    IS_CAUGHT.set(before);
+    result
 }
 
 /// Runs `change` in a transaction and commits it durably.
@@ -274,6 +373,13 @@ pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), OpenEr
             found,
             known: FORMAT,
         }),
+        // No release wrote one.
+        Some(found) if found < FORMAT => Err(OpenError::Damaged {
+            file: path.to_owned(),
+            what: format!(
+                "it is of format {found}, which only programs before the first release wrote; make a new store"
+            ),
+        }),
         _ => Ok(()),
     }
 }
@@ -305,59 +411,64 @@ fn tells_of_damage(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData)
 }
 
+/// Whether the disk, or what this user may take of it, is full.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
 impl fmt::Debug for FileMedium {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "FileMedium({})", self.directory.path().display())
     }
 }
 
-/// Hands everything on.
+/// Hands everything on, and remembers that a flush failed.
 impl StorageBackend for Backend {
     fn len(&self) -> io::Result<u64> {
-        self.0.len()
+        self.octets.len()
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.0.read(offset, out)
+        self.octets.read(offset, out)
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        self.0.set_len(len)
+        self.octets.set_len(len)
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        self.0.sync_data()
+        self.octets.sync_data().inspect_err(|_| self.flush_failed.store(true, Ordering::SeqCst))
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.0.write(offset, data)
+        self.octets.write(offset, data)
     }
 
     fn close(&self) -> io::Result<()> {
-        self.0.close()
+        self.octets.close()
     }
 
     fn try_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
-        self.0.try_lock_range(start, end)
+        self.octets.try_lock_range(start, end)
     }
 
     fn try_lock_shared_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
-        self.0.try_lock_shared_range(start, end)
+        self.octets.try_lock_shared_range(start, end)
     }
 
     fn lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
-        self.0.lock_range(start, end)
+        self.octets.lock_range(start, end)
     }
 
     fn lock_shared_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
-        self.0.lock_shared_range(start, end)
+        self.octets.lock_shared_range(start, end)
     }
 
     fn unlock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
-        self.0.unlock_range(start, end)
+        self.octets.unlock_range(start, end)
     }
 
     fn query_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
-        self.0.query_lock_range(start, end)
+        self.octets.query_lock_range(start, end)
     }
 }

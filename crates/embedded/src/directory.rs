@@ -4,6 +4,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
+use crate::database::is_full;
 use crate::error::OpenError;
 
 const LOCK: &str = "lock";
@@ -44,8 +45,11 @@ impl Directory {
             }
             Err(TryLockError::Error(source)) => return Err(io(source)),
         }
-        // Not synced: it matters only while this process lives.
-        lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())).map_err(io)?;
+        // Not synced: it matters only while this process lives. On a full disk the next one cannot be told who has it.
+        match lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())) {
+            Err(error) if !is_full(&error) => return Err(io(error)),
+            _ => {}
+        }
         Ok(Self { path: path.to_owned(), lock })
     }
 

@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
+use crate::database::is_full;
+
 /// Why a store does not open. Its `Display` is a sentence for whoever runs the program.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -41,6 +43,11 @@ pub enum OpenError {
 }
 
 impl OpenError {
+    /// Whether there is no room on the disk.
+    pub(crate) fn is_full(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if is_full(source))
+    }
+
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }

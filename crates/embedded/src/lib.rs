@@ -99,12 +99,14 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod batch;
 mod check;
 mod clock;
 mod database;
 mod directory;
 mod error;
 mod options;
+mod overlay;
 mod queue;
 mod reader;
 mod schema;
@@ -116,7 +118,6 @@ mod writer;
 mod tests;
 
 pub use check::{CheckReport, check};
-pub use clock::SystemClock;
 pub use error::OpenError;
 pub use options::EmbeddedOptions;
 pub use store::EmbeddedStore;

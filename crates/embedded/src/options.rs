@@ -1,12 +1,13 @@
 //! How a store is opened.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use oncegate_core::Clock;
 
-use crate::clock::SystemClock;
+use crate::clock::MachineClock;
 
 /// How a store is opened.
 #[derive(Clone)]
@@ -17,6 +18,8 @@ pub struct EmbeddedOptions {
     pub(crate) cache_bytes: usize,
     pub(crate) max_batch: usize,
     pub(crate) verify_bytes: u64,
+    pub(crate) max_records: u64,
+    pub(crate) max_record_bytes: u64,
 }
 
 impl EmbeddedOptions {
@@ -25,15 +28,17 @@ impl EmbeddedOptions {
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self {
             dir: dir.into(),
-            clock: Arc::new(SystemClock::new()),
+            clock: Arc::new(MachineClock::default()),
             cache_bytes: 64 * 1024 * 1024,
             max_batch: 1024,
             verify_bytes: 256 * 1024 * 1024,
+            max_records: u64::MAX,
+            max_record_bytes: u64::MAX,
         }
     }
 
-    /// Leases and retentions are measured by this clock, which must never run backwards while the store is open.
-    /// Default: a [`SystemClock`].
+    /// Leases and retentions are measured by this clock. Default: the clocks of the machine. When its time of day is set,
+    /// see [`StoreClock`](oncegate_core::StoreClock).
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = clock;
@@ -48,10 +53,26 @@ impl EmbeddedOptions {
         self
     }
 
-    /// The most commands in one transaction, at least 1. Default: 1024. Commands are never held back to fill one.
+    /// The most commands in one transaction. Default: 1024. Commands are never held back to fill one.
     #[must_use]
-    pub fn with_max_batch(mut self, commands: usize) -> Self {
-        self.max_batch = commands.max(1);
+    pub fn with_max_batch(mut self, commands: NonZeroUsize) -> Self {
+        self.max_batch = commands.get();
+        self
+    }
+
+    /// The most records, those past their retention included until they are purged. A claim of one more is refused; nothing
+    /// is pushed out, because that would free its key. Default: no limit but the disk.
+    #[must_use]
+    pub fn with_max_records(mut self, records: u64) -> Self {
+        self.max_records = records;
+        self
+    }
+
+    /// The most bytes that all records have together. A claim of one more is refused when there are as many. The file takes
+    /// two to three times as much. Default: no limit but the disk.
+    #[must_use]
+    pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
+        self.max_record_bytes = bytes;
         self
     }
 
@@ -71,6 +92,8 @@ impl fmt::Debug for EmbeddedOptions {
             .field("cache_bytes", &self.cache_bytes)
             .field("max_batch", &self.max_batch)
             .field("verify_bytes", &self.verify_bytes)
+            .field("max_records", &self.max_records)
+            .field("max_record_bytes", &self.max_record_bytes)
             .finish_non_exhaustive()
     }
 }

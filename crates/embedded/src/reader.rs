@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
-use oncegate_core::{AuditEntry, Clock as _, ListPage, ListQuery, RecordId, StoreError, codec, limits};
+use oncegate_core::{AuditEntry, Clock as _, ListPage, ListQuery, RecordId, StoreError, limits};
 use redb::{Database, ReadableDatabase as _};
 
 use crate::queue::Taken;
-use crate::schema::{AUDIT, RECORDS, decode_audit};
+use crate::schema::{AUDIT, RECORDS, decode, decode_audit};
 use crate::shared::{Scan, Shared, closed};
 
 /// The most records that one call looks at.
@@ -57,8 +57,8 @@ fn list(shared: &Shared, database: &Database, query: &ListQuery) -> Result<ListP
         if query.after == Some(id) {
             continue;
         }
-        match codec::decode(&id, octets) {
-            Ok(record) if query.matches(&record, now) => {
+        match decode(&id, octets) {
+            Ok((_, record)) if query.matches(&record, now) => {
                 bytes += octets.len();
                 page.records.push((id, record));
             }

@@ -1,14 +1,16 @@
 //! What the file holds: four tables, and the octets of an audit entry.
 
-use oncegate_core::{AuditEntry, RecordId, StateName, Timestamp};
+use oncegate_core::codec::{self, CodecError};
+use oncegate_core::{AuditEntry, Record, RecordId, StateName, Timestamp};
 use redb::TableDefinition;
 
-/// Identifier → record, as [`oncegate_core::codec`] writes it.
+/// Identifier → its key in [`EXPIRY`], two numbers in 16 bytes, and the record, as [`oncegate_core::codec`] writes it.
 pub(crate) const RECORDS: TableDefinition<'_, &[u8; 32], &[u8]> = TableDefinition::new("records");
 
 /// (When to look at a record again, number) → its identifier, so that purging reads only what is due. A record is noted
 /// when it is first written; if it then lives longer than it was noted for (a renewal, a completion), it is noted again
-/// when it is due. The numbers grow, so that what is noted in one transaction stands together in the file; by the
+/// when it is due, and at once if it is to go earlier (a release). The numbers grow, so that what is noted in one
+/// transaction stands together in the file; by the
 /// identifiers, which are random, each would be on a page of its own.
 pub(crate) const EXPIRY: TableDefinition<'_, (u64, u64), &[u8; 32]> = TableDefinition::new("expiry");
 
@@ -24,12 +26,21 @@ pub(crate) const META_FORMAT: &str = "format";
 /// A time that every write so far is earlier than, but for less than [`CLOCK_STEP`] milliseconds.
 pub(crate) const META_CLOCK: &str = "clock";
 
+/// The time of day at the time of [`META_CLOCK`].
+pub(crate) const META_WALL: &str = "wall";
+
+/// From when on the store's clock has not followed the time of day; absent or zero while they agree.
+pub(crate) const META_LAGGING: &str = "lagging";
+
+/// How many bytes all records have, as it was when the clock was last written. Absent in a file that never counted them.
+pub(crate) const META_BYTES: &str = "bytes";
+
 /// How often the store was opened: what is written to prove that it can be, and the upper part of the numbers in the
 /// expiry index.
 pub(crate) const META_OPENED: &str = "opened";
 
 /// The version that this program writes.
-pub(crate) const FORMAT: u64 = 1;
+pub(crate) const FORMAT: u64 = 2;
 
 /// How far, in milliseconds, the written clock may be behind: as long as opening the store again may have to wait.
 pub(crate) const CLOCK_STEP: u64 = 100;
@@ -40,6 +51,29 @@ pub(crate) const OPENED_SHIFT: u32 = 40;
 
 /// How coarse the expiry index is, in milliseconds. Coarse, so that what expires together stands together.
 const EXPIRY_STEP: u64 = 2000;
+
+/// A key of [`EXPIRY`].
+pub(crate) type Note = (u64, u64);
+
+/// A value of [`RECORDS`].
+pub(crate) fn encode(id: &RecordId, (due, number): Note, record: &Record) -> Vec<u8> {
+    let mut octets = Vec::with_capacity(512);
+    octets.extend_from_slice(&due.to_be_bytes());
+    octets.extend_from_slice(&number.to_be_bytes());
+    octets.extend_from_slice(&codec::encode(id, record));
+    octets
+}
+
+/// Reads a value of [`RECORDS`].
+///
+/// # Errors
+/// Where the record cannot be read. Its note has no checksum; one that is wrong costs a look at the wrong time.
+pub(crate) fn decode(id: &RecordId, octets: &[u8]) -> Result<(Note, Record), CodecError> {
+    let (due, rest) = octets.split_first_chunk().ok_or(CodecError::Damaged)?;
+    let (number, record) = rest.split_first_chunk().ok_or(CodecError::Damaged)?;
+    let note = (u64::from_be_bytes(*due), u64::from_be_bytes(*number));
+    Ok((note, codec::decode(id, record)?))
+}
 
 /// A record is due in the first step that starts at its expiry or after it.
 pub(crate) fn due_step(expires_at: Timestamp) -> u64 {

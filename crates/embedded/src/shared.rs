@@ -1,25 +1,42 @@
 //! What the callers and the two threads share.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Duration;
 
-use oncegate_core::{AuditEntry, Command, Extent, ListPage, ListQuery, Outcome, RecordId, StoreError};
+use oncegate_core::{
+    AuditEntry, Clock, Command, Extent, ListPage, ListQuery, Outcome, RecordId, StoreClock, StoreError, codec,
+};
 use redb::Database;
 use tokio::sync::oneshot;
 
-use crate::clock::StoreClock;
+use crate::database::quietly;
 use crate::queue::{Queue, Refused};
 
 pub(crate) struct Shared {
     state: RwLock<State>,
-    pub(crate) clock: StoreClock,
+    pub(crate) clock: StoreClock<Arc<dyn Clock>>,
     pub(crate) jobs: Queue<Job>,
     pub(crate) scans: Queue<Scan>,
+    /// Whether a part of the file was found damaged since it was last verified as a whole.
+    in_doubt: AtomicBool,
+    advice: [AtomicBool; 2],
+}
+
+/// What an operator should know of although the store serves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Advice {
+    /// The time of day and the time that has passed disagree.
+    Clock = 0,
+    /// New keys are refused for want of room.
+    Full = 1,
 }
 
 /// Whether the file can be used. Only the writer changes this.
 pub(crate) enum State {
     Open(Database),
+    /// The disk is full. What was committed is read, and the writer tries to open the file again.
+    ReadOnly(Database, Arc<str>),
     /// A read or write failed. The file is closed, and the writer tries to open it again.
     Failing(Arc<str>),
     /// The file is not whole. An operator has to look.
@@ -45,6 +62,10 @@ pub(crate) enum Job {
     Check {
         reply: Reply<()>,
     },
+    /// The time of day is right, however far ahead it was set.
+    AcceptClock {
+        reply: Reply<Option<Duration>>,
+    },
     /// A reader found the database in a state that it does not come out of by itself.
     Suspect,
 }
@@ -56,14 +77,49 @@ pub(crate) enum Scan {
 }
 
 impl Shared {
-    pub(crate) fn new(database: Database, clock: StoreClock, max_batch: usize) -> Self {
+    pub(crate) fn new(state: State, clock: StoreClock<Arc<dyn Clock>>, max_batch: usize) -> Self {
         Self {
-            state: RwLock::new(State::Open(database)),
+            state: RwLock::new(state),
             clock,
             // Enough for sixteen full batches. A command that waits for longer would hold its request for too long.
             jobs: Queue::new(max_batch.saturating_mul(16)),
             scans: Queue::new(64),
+            in_doubt: AtomicBool::new(false),
+            advice: Default::default(),
         }
+    }
+
+    /// From now on a record that is not found may be hidden by damage.
+    pub(crate) fn doubt(&self) {
+        if !self.in_doubt.swap(true, Ordering::SeqCst) {
+            tracing::error!(
+                "a part of the file of the embedded store is damaged: new keys are refused, because a record that is not \
+                 found may be there; stop the program and run `oncegate check`"
+            );
+        }
+    }
+
+    /// The whole file was verified.
+    pub(crate) fn trust(&self) {
+        self.in_doubt.store(false, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.in_doubt.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn advise(&self, advice: Advice, holds: bool) {
+        if let Some(place) = self.advice.get(advice as usize) {
+            place.store(holds, Ordering::SeqCst);
+        }
+    }
+
+    pub(crate) fn advises(&self, advice: Advice) -> bool {
+        self.advice.get(advice as usize).is_some_and(|place| place.load(Ordering::SeqCst))
+    }
+
+    pub(crate) fn is_read_only(&self) -> bool {
+        matches!(&*self.state(), State::ReadOnly(..))
     }
 
     /// Whole after every panic: the one change is an assignment.
@@ -75,7 +131,7 @@ impl Shared {
     pub(crate) fn set_state(&self, state: State) {
         let before =
             std::mem::replace(&mut *self.state.write().unwrap_or_else(PoisonError::into_inner), state);
-        if catch_unwind(AssertUnwindSafe(|| drop(before))).is_err() {
+        if quietly(|| drop(before)).is_err() {
             tracing::error!("closing the file failed");
         }
     }
@@ -87,9 +143,12 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let state = self.state();
         let database = state.database()?;
-        match catch_unwind(AssertUnwindSafe(|| read(database))) {
+        match quietly(|| read(database)) {
             Ok(Ok(value)) => Ok(value),
-            Ok(Err(redb::Error::Corrupted(what))) => Err(damaged_page(&what)),
+            Ok(Err(redb::Error::Corrupted(what))) => {
+                self.doubt();
+                Err(damaged_page(&what))
+            }
             Ok(Err(error)) => {
                 self.suspect();
                 Err(StoreError::unavailable(format!("the embedded store cannot read its file: {error}")))
@@ -111,7 +170,7 @@ impl State {
     /// The database, where it can be used.
     pub(crate) fn database(&self) -> Result<&Database, StoreError> {
         match self {
-            Self::Open(database) => Ok(database),
+            Self::Open(database) | Self::ReadOnly(database, _) => Ok(database),
             Self::Failing(what) => Err(StoreError::unavailable(format!(
                 "the embedded store cannot use its file and tries to open it again: {what}"
             ))),
@@ -121,13 +180,28 @@ impl State {
     }
 }
 
+impl State {
+    /// Why nothing can be written.
+    pub(crate) fn writable(&self) -> Result<(), StoreError> {
+        match self {
+            Self::ReadOnly(_, what) => Err(full(&format!("its file cannot be written to: {what}"))),
+            state => state.database().map(drop),
+        }
+    }
+}
+
 impl Job {
+    pub(crate) const fn is_claim(&self) -> bool {
+        matches!(self, Self::Apply { command: Command::Claim(_), .. })
+    }
+
     pub(crate) fn fail(self, why: impl FnOnce() -> StoreError) {
         // Nobody may be waiting any more, here and below.
         match self {
             Self::Apply { reply, .. } => drop(reply.send(Err(why()))),
             Self::Purge { reply, .. } => drop(reply.send(Err(why()))),
             Self::Check { reply } => drop(reply.send(Err(why()))),
+            Self::AcceptClock { reply } => drop(reply.send(Err(why()))),
             Self::Suspect => {}
         }
     }
@@ -160,6 +234,30 @@ pub(crate) fn refused(why: Refused) -> StoreError {
             .with_nothing_sent(),
         Refused::Closed => closed(),
     }
+}
+
+/// There is no room for a claim, and it was not carried out. What needs no room is still answered.
+pub(crate) fn full(why: &str) -> StoreError {
+    StoreError::unavailable(format!("the embedded store takes no new keys: {why}"))
+        .with_extent(Extent::Writes)
+        .with_nothing_sent()
+}
+
+/// No record was found, and damage may hide one.
+pub(crate) fn hidden() -> StoreError {
+    StoreError::corrupt(
+        "no record was found, but a part of the file of the embedded store is damaged and may hide one; stop the program and run \
+         `oncegate check`",
+    )
+}
+
+/// Whether a record cannot be read because something changed it, and not because a newer program wrote it.
+pub(crate) const fn tells_of_damage(error: &codec::CodecError) -> bool {
+    !matches!(error, codec::CodecError::UnknownVersion(_))
+}
+
+pub(crate) fn unreadable(id: &RecordId, error: codec::CodecError) -> StoreError {
+    StoreError::corrupt(format!("record {id:?}… cannot be read")).with_source(error)
 }
 
 pub(crate) fn closed() -> StoreError {

@@ -3,23 +3,24 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Clock as _, Command, Durability, Fencing, ListPage, ListQuery, Outcome, Record,
-    RecordId, Store, StoreError, StoreFuture, Timestamp, Write, codec, decide,
+    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, Fencing, ListPage, ListQuery, Outcome,
+    Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp, Write, decide,
 };
 use redb::{Database, ReadableDatabase as _};
 use tokio::sync::oneshot;
-use tracing::warn;
 
-use crate::clock::StoreClock;
-use crate::database::{self, FileMedium, Medium, OpenSettings, Opened};
+use crate::database::{self, FileMedium, Medium, OpenSettings, Unwritten};
 use crate::error::OpenError;
 use crate::options::EmbeddedOptions;
 use crate::reader;
-use crate::schema::RECORDS;
-use crate::shared::{Job, Reply, Scan, Shared, closed, refused};
-use crate::writer::{Writer, unreadable};
+use crate::schema::{CLOCK_STEP, RECORDS, decode};
+use crate::shared::{
+    Advice, Job, Reply, Scan, Shared, State, closed, hidden, refused, tells_of_damage, unreadable,
+};
+use crate::writer::{FileState, Writer};
 
 /// The durable store of one node: a file in a directory of its own, no server. See the [crate's page](crate).
 pub struct EmbeddedStore {
@@ -41,26 +42,40 @@ impl EmbeddedStore {
 
     /// Opens the store on whatever keeps its octets.
     pub(crate) fn open_medium(medium: Box<dyn Medium>, options: EmbeddedOptions) -> Result<Self, OpenError> {
+        let medium: Arc<dyn Medium> = Arc::from(medium);
         let settings = OpenSettings { cache_bytes: options.cache_bytes, verify_bytes: options.verify_bytes };
-        let Opened { database, clock_floor, next_number } = database::open(&*medium, settings)?;
-        let clock = StoreClock::new(options.clock);
-        clock.wait_for(clock_floor);
-        let behind = clock.not_before(clock_floor);
-        if behind.as_secs() > 60 {
-            warn!(
-                seconds = behind.as_secs(),
-                "the clock is behind the last write; the store's time goes on from that write"
-            );
-        }
-        let shared = Arc::new(Shared::new(database, clock, options.max_batch));
+        let (opened, unwritable) = match database::open(&*medium, settings) {
+            Ok(opened) => (opened, None),
+            // What is known is answered all the same, and requests without a key need no store at all.
+            Err(error @ OpenError::Io { .. }) if error.is_full() => {
+                let opened = database::open(&Unwritten(medium.clone()), settings)?;
+                (opened, Some(error.to_string()))
+            }
+            Err(error) => return Err(error),
+        };
+        let clock = match opened.last_write {
+            Some(last) => {
+                wait_for(&*options.clock, last.time);
+                StoreClock::resume(options.clock, last)
+            }
+            None => StoreClock::new(options.clock),
+        };
+        let file = FileState::of(&opened);
+        let state = match &unwritable {
+            Some(why) => State::ReadOnly(opened.database, why.as_str().into()),
+            None => State::Open(opened.database),
+        };
+        let shared = Arc::new(Shared::new(state, clock, options.max_batch));
         let store = Self { shared: shared.clone(), threads: Mutex::default() };
         let writer = Writer {
             shared: shared.clone(),
             medium,
             settings,
             max_batch: options.max_batch,
-            clock_floor,
-            next_number,
+            max_records: options.max_records,
+            max_record_bytes: options.max_record_bytes,
+            file,
+            unwritable,
             purges: std::collections::VecDeque::new(),
         };
         store.spawn("oncegate-writer", move || writer.run())?;
@@ -92,6 +107,9 @@ impl EmbeddedStore {
     fn claim_by_reading(&self, id: &RecordId, command: &Command) -> Result<Option<Outcome>, StoreError> {
         let now = self.shared.clock.now();
         let record = self.read_record(id)?;
+        if record.is_none() && self.shared.is_in_doubt() {
+            return Err(hidden());
+        }
         let decision = decide(record.as_ref(), command, now);
         Ok((decision.write == Write::Keep).then_some(decision.outcome))
     }
@@ -100,18 +118,23 @@ impl EmbeddedStore {
         let read = |database: &Database| -> Result<_, redb::Error> {
             let records = database.begin_read()?.open_table(RECORDS)?;
             let octets = records.get(id.as_bytes())?;
-            Ok(octets.map(|octets| codec::decode(id, octets.value())))
+            Ok(octets.map(|octets| decode(id, octets.value()).map(|(_, record)| record)))
         };
-        self.shared.read(read)?.transpose().map_err(|error| unreadable(id, error))
+        self.shared.read(read)?.transpose().map_err(|error| {
+            if tells_of_damage(&error) {
+                self.shared.doubt();
+            }
+            unreadable(id, error)
+        })
     }
 
     async fn submit<T>(&self, job: impl FnOnce(Reply<T>) -> Job) -> Result<T, StoreError> {
-        self.shared.state().database()?;
+        self.shared.state().writable()?;
         let (reply, answer) = oneshot::channel();
         self.shared.jobs.push(job(reply)).map_err(refused)?;
         // Once more: had the file failed in between, after the writer refused all that waited, the command would wait
         // until the file is open again.
-        self.shared.state().database()?;
+        self.shared.state().writable()?;
         answer.await.unwrap_or_else(|_| Err(closed()))
     }
 
@@ -161,8 +184,44 @@ impl Store for EmbeddedStore {
         self.shared.clock.now()
     }
 
+    fn advisories(&self) -> Vec<Advisory> {
+        let mut advisories = Vec::new();
+        if let Some(skew) = self.shared.clock.skew().filter(|skew| !skew.is_expected) {
+            advisories.push(Advisory::new("clock", skew.to_string()));
+        }
+        if let Err(error) = self.shared.state().writable() {
+            advisories.push(Advisory::new("not-writable", error.to_string()));
+        } else if self.shared.advises(Advice::Full) {
+            let text =
+                "the store has no room: new keys are refused until records are purged or the limit is raised";
+            advisories.push(Advisory::new("full", text));
+        }
+        if self.shared.is_in_doubt() {
+            advisories.push(Advisory::new("damage", hidden().to_string()));
+        }
+        advisories
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        Box::pin(self.submit(|reply| Job::AcceptClock { reply }))
+    }
+
     fn capabilities(&self) -> Capabilities {
         Capabilities::new("embedded", Durability::Synced, Fencing::Monotonic)
+    }
+}
+
+/// Waits, where the clock is only as far behind `floor` as one that was not set back can be: a store that is opened again
+/// at once. Otherwise the time of the store would get ahead of that of day, a little with each restart.
+fn wait_for(clock: &dyn Clock, floor: Timestamp) {
+    let mut last = clock.now();
+    while last < floor && floor.since(last) <= Duration::from_millis(CLOCK_STEP) {
+        thread::sleep(Duration::from_millis(2));
+        let now = clock.now();
+        if now == last {
+            return; // a clock that is moved by hand
+        }
+        last = now;
     }
 }
 

@@ -4,61 +4,88 @@
 //! only then answers all of them. While it commits, the next commands gather; it never waits for more of them.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{
-    AuditEntry, Clock as _, Command, Outcome, RecordId, StoreError, Timestamp, Write, codec, decide, limits,
-};
-use redb::{Database, ReadableTable as _, ReadableTableMetadata as _, StorageError, Table, WriteTransaction};
+use oncegate_core::{Clock as _, Outcome, StoreError, Timestamp};
+use redb::{Database, WriteTransaction};
 use tracing::{error, info, warn};
 
-use crate::database::{self, Medium, OpenSettings, Opened};
+use crate::batch::{Batch, Room};
+use crate::database::{self, Medium, OpenSettings, Opened, Unwritten, is_full, quietly};
 use crate::error::OpenError;
 use crate::queue::Taken;
-use crate::schema::{AUDIT, CLOCK_STEP, EXPIRY, META, META_CLOCK, RECORDS, due_step, encode_audit};
-use crate::shared::{Job, Reply, Shared, State, closed, damaged_page};
+use crate::schema::{CLOCK_STEP, META, META_BYTES, META_CLOCK, META_LAGGING, META_WALL};
+use crate::shared::{Advice, Job, Reply, Shared, State, closed};
 
 /// The most octets of responses in one transaction, but for one response that is larger: it bounds what a transaction
 /// holds in memory and how long it takes.
 const BATCH_BYTES: usize = 8 * 1024 * 1024;
 
-/// The most entries of the expiry index that one transaction looks at, so that a purge does not hold up the commands
-/// that arrive meanwhile.
-const PURGE_STEP: usize = 256;
-
-/// When an unreadable record is looked at again by a purge. It is never removed.
-const UNREADABLE_AGAIN: Duration = Duration::from_secs(24 * 60 * 60);
+/// While the disk has less room than this, nothing is claimed: what is left is for completing what runs.
+const DISK_RESERVE: u64 = 16 * 1024 * 1024;
 
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(5);
 
 pub(crate) struct Writer {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) medium: Box<dyn Medium>,
+    pub(crate) medium: Arc<dyn Medium>,
     pub(crate) settings: OpenSettings,
     pub(crate) max_batch: usize,
-    /// The clock as it stands in the file.
-    pub(crate) clock_floor: Timestamp,
-    /// The number for the next entry of the expiry index.
-    pub(crate) next_number: u64,
+    pub(crate) max_records: u64,
+    pub(crate) max_record_bytes: u64,
+    pub(crate) file: FileState,
+    /// Why the file cannot be written to from the beginning.
+    pub(crate) unwritable: Option<String>,
     /// Purges that go on in the next transaction.
     pub(crate) purges: VecDeque<Job>,
+}
+
+/// What the writer knows of the file beyond the records.
+#[derive(Clone, Debug)]
+pub(crate) struct FileState {
+    /// The clock as it stands in the file.
+    clock_floor: Timestamp,
+    /// From when on the clock has not followed the time of day, as it stands in the file.
+    lagging_since: Option<Timestamp>,
+    /// The number for the next entry of the expiry index.
+    next_number: u64,
+    /// How many bytes all records have.
+    record_bytes: u64,
+    flush_failed: Arc<AtomicBool>,
+}
+
+impl FileState {
+    pub(crate) fn of(opened: &Opened) -> Self {
+        Self {
+            clock_floor: opened.last_write.map_or(Timestamp::default(), |last| last.time),
+            lagging_since: opened.last_write.and_then(|last| last.lagging_since),
+            next_number: opened.next_number,
+            record_bytes: opened.record_bytes,
+            flush_failed: opened.flush_failed.clone(),
+        }
+    }
 }
 
 /// What one job came to in a transaction that is not yet committed.
 enum Done {
     Applied(Outcome),
-    Purged { now: usize, more: bool },
+    Purged {
+        now: usize,
+        more: bool,
+    },
+    /// By how much the clock moves ahead.
+    Accepted(Option<Duration>),
     Checked,
 }
 
 /// A batch that is on disk.
 struct Committed {
     done: Vec<Result<Done, StoreError>>,
-    clock_floor: Timestamp,
-    next_number: u64,
+    file: FileState,
+    is_damaged: bool,
 }
 
 /// Why a batch came to nothing.
@@ -81,6 +108,9 @@ impl Writer {
     pub(crate) fn run(mut self) {
         // Also when this thread panics: nobody may be left waiting for it.
         let _last = Last(self.shared.clone());
+        if let Some(why) = self.unwritable.take() {
+            self.recover(&why, Vec::new());
+        }
         loop {
             let deadline = (!self.purges.is_empty()).then(Instant::now);
             let mut jobs: Vec<Job> = self.purges.drain(..).collect();
@@ -88,10 +118,14 @@ impl Writer {
                 Taken::Jobs(taken) => jobs.extend(taken),
                 Taken::Nothing => {}
                 // A purge that goes on and on must not hold up the end.
-                Taken::Closed => return jobs.into_iter().for_each(|job| job.fail(closed)),
+                Taken::Closed => {
+                    jobs.into_iter().for_each(|job| job.fail(closed));
+                    return self.write_last();
+                }
             }
             jobs.retain(is_awaited);
             if !jobs.is_empty() {
+                self.accept_correction();
                 self.commit(jobs);
             }
         }
@@ -102,16 +136,23 @@ impl Writer {
         let shared = self.shared.clone();
         let state = shared.state();
         let State::Open(database) = &*state else {
-            let damaged = || state.database().err().unwrap_or_else(closed);
-            return jobs.into_iter().for_each(|job| job.fail(damaged));
+            drop(state);
+            return jobs.into_iter().for_each(|job| self.fail(job));
         };
-        let committed = catch_unwind(AssertUnwindSafe(|| self.apply_all(database, &jobs)));
+        let committed = quietly(|| self.apply_all(database, &jobs));
         drop(state);
         match committed.unwrap_or(Err(Failure::Panic)) {
             // M17: the commit has returned, so what is answered here is on disk.
-            Ok(committed) => {
-                (self.clock_floor, self.next_number) = (committed.clock_floor, committed.next_number);
-                for (job, done) in jobs.into_iter().zip(committed.done) {
+            Ok(Committed { done, file, is_damaged }) => {
+                self.file = file;
+                if is_damaged {
+                    self.shared.doubt();
+                }
+                let is_full = done.iter().any(|done| {
+                    done.as_ref().is_err_and(|error| error.extent() == oncegate_core::Extent::Writes)
+                });
+                self.tell_of_room(&jobs, is_full);
+                for (job, done) in jobs.into_iter().zip(done) {
                     self.answer(job, done);
                 }
             }
@@ -124,7 +165,8 @@ impl Writer {
         // One time for the whole transaction.
         let now = self.shared.clock.now();
         let mut done = Vec::with_capacity(jobs.len());
-        let mut batch = Batch::new(&txn, now, self.next_number)?;
+        let FileState { next_number, record_bytes, .. } = self.file;
+        let mut batch = Batch::new(&txn, now, self.room(), (next_number, record_bytes))?;
         for job in jobs {
             done.push(match job {
                 Job::Apply { id, command, .. } => batch.apply(*id, command)?.map(Done::Applied),
@@ -132,28 +174,116 @@ impl Writer {
                     let (now, more) = batch.purge(limit.saturating_sub(*purged))?;
                     Ok(Done::Purged { now, more })
                 }
+                Job::AcceptClock { .. } => Ok(match self.shared.clock.skew().filter(|skew| skew.is_ahead) {
+                    Some(skew) => {
+                        batch.shift(skew.since, skew.by)?;
+                        Done::Accepted(Some(skew.by))
+                    }
+                    None => Done::Accepted(None),
+                }),
                 Job::Check { .. } => Ok(Done::Checked),
                 Job::Suspect => return Err(Failure::Suspect),
             });
         }
-        let (changed, next_number) = (batch.changed, batch.next_number);
+        let (changed, is_damaged) = (batch.changed, batch.is_damaged());
+        let mut file = FileState {
+            next_number: batch.next_number,
+            record_bytes: batch.record_bytes,
+            ..self.file.clone()
+        };
         drop(batch);
         if !changed {
             txn.abort()?;
-            return Ok(Committed { done, clock_floor: self.clock_floor, next_number });
+            return Ok(Committed { done, file, is_damaged });
         }
-        let clock_floor = self.write_clock(&txn, now)?;
+        let accepted = done.iter().find_map(|done| match done {
+            Ok(Done::Accepted(by)) => *by,
+            _ => None,
+        });
+        let since = self.shared.clock.lagging_since().filter(|_| accepted.is_none());
+        let now = accepted.map_or(now, |by| now.after(by));
+        if since != file.lagging_since
+            || now.as_millis() >= file.clock_floor.as_millis().saturating_add(CLOCK_STEP)
+        {
+            (file.clock_floor, file.lagging_since) = (now, since);
+            self.write_meta(&txn, &file)?;
+        }
         txn.commit()?;
-        Ok(Committed { done, clock_floor, next_number })
+        if let Some(by) = accepted {
+            self.shared.clock.accept(by);
+        }
+        Ok(Committed { done, file, is_damaged })
     }
 
     /// Keeps the clock in the file less than [`CLOCK_STEP`] behind what was written.
-    fn write_clock(&self, txn: &WriteTransaction, now: Timestamp) -> Result<Timestamp, redb::Error> {
-        if now.as_millis() < self.clock_floor.as_millis().saturating_add(CLOCK_STEP) {
-            return Ok(self.clock_floor);
+    fn write_meta(&self, txn: &WriteTransaction, file: &FileState) -> Result<(), redb::Error> {
+        let mut meta = txn.open_table(META)?;
+        meta.insert(META_CLOCK, file.clock_floor.as_millis())?;
+        meta.insert(META_WALL, self.shared.clock.wall().as_millis())?;
+        meta.insert(META_LAGGING, file.lagging_since.map_or(0, Timestamp::as_millis))?;
+        meta.insert(META_BYTES, file.record_bytes)?;
+        Ok(())
+    }
+
+    /// The sums that were not written since the clock was.
+    fn write_last(&self) {
+        let state = self.shared.state();
+        if let State::Open(database) = &*state {
+            let written = quietly(|| database::write(database, |txn| self.write_meta(txn, &self.file)));
+            if !matches!(written, Ok(Ok(()))) {
+                warn!("the file of the embedded store could not be written to when it was closed");
+            }
         }
-        txn.open_table(META)?.insert(META_CLOCK, now.as_millis())?;
-        Ok(now)
+    }
+
+    fn room(&self) -> Room {
+        Room {
+            max_records: self.max_records,
+            max_record_bytes: self.max_record_bytes,
+            is_disk_low: self.medium.free_bytes().is_some_and(|bytes| bytes < DISK_RESERVE),
+            is_damaged: self.shared.is_in_doubt(),
+        }
+    }
+
+    /// Says once when new keys begin to be refused, and once when they no longer are.
+    fn tell_of_room(&self, jobs: &[Job], is_full: bool) {
+        let claims = jobs.iter().any(Job::is_claim);
+        if !claims || is_full == self.shared.advises(Advice::Full) {
+            return;
+        }
+        self.shared.advise(Advice::Full, is_full);
+        if is_full {
+            warn!(
+                "the embedded store has no room: new keys are refused until records are purged or the limit is raised"
+            );
+        } else {
+            info!("the embedded store has room again");
+        }
+    }
+
+    /// Accepts the time of day by itself when it was known to be wrong at the start and is set right; and says so when the
+    /// two clocks begin to disagree.
+    fn accept_correction(&mut self) {
+        let skew = self.shared.clock.skew();
+        match skew {
+            Some(skew) if skew.is_expected => {
+                let (reply, _answer) = tokio::sync::oneshot::channel();
+                info!(
+                    seconds = skew.by.as_secs(),
+                    "the clock was set right: the time of the store goes on from it"
+                );
+                self.commit(vec![Job::AcceptClock { reply }]);
+            }
+            Some(skew) if !self.shared.advises(Advice::Clock) => {
+                warn!(seconds = skew.by.as_secs(), "{skew}");
+                self.shared.advise(Advice::Clock, true);
+            }
+            None if self.shared.advises(Advice::Clock) => {
+                info!("the clock of this machine and the time of the store agree again");
+                self.shared.advise(Advice::Clock, false);
+            }
+            _ => {}
+        }
     }
 
     fn answer(&mut self, job: Job, done: Result<Done, StoreError>) {
@@ -168,28 +298,33 @@ impl Writer {
                 }
             }
             (Job::Check { reply }, Ok(Done::Checked)) => drop(reply.send(Ok(()))),
+            (Job::AcceptClock { reply }, Ok(Done::Accepted(by))) => drop(reply.send(Ok(by))),
             (job, Err(error)) => job.fail(|| error),
             (job, Ok(_)) => job.fail(|| StoreError::unavailable("the embedded store lost an answer")),
         }
     }
 
-    /// Closes the file and opens it again, with growing pauses, until it can be written or turns out to be damaged.
+    /// Closes the file and opens it again, with growing pauses, until it can be written or turns out to be damaged. While
+    /// the disk is full, what was committed is read.
     ///
     /// After an error redb answers nothing any more, and the operating system may have dropped what it could not write.
     /// [`database::open`] says why the file is safe to go on with after that.
     fn recover(&mut self, what: &str, jobs: Vec<Job>) {
         error!(
             error = what,
-            "the file of the embedded store failed; every command is refused until it can be used again"
+            "the file of the embedded store failed; every write is refused until it can be used again"
         );
-        self.refuse(what);
+        if !self.shared.is_read_only() {
+            self.refuse(what);
+        }
         jobs.into_iter().for_each(|job| self.fail(job));
         let mut pause = Duration::ZERO;
         while self.refuse_for(pause) {
             match self.reopen() {
-                Ok(Opened { database, clock_floor, next_number }) => {
-                    (self.clock_floor, self.next_number) = (clock_floor, next_number);
-                    self.shared.set_state(State::Open(database));
+                Ok(opened) => {
+                    self.file = FileState::of(&opened);
+                    self.shared.set_state(State::Open(opened.database));
+                    self.shared.trust();
                     info!("the file of the embedded store can be used again");
                     return;
                 }
@@ -200,7 +335,7 @@ impl Writer {
                 }
                 Err(error) => {
                     warn!(%error, "the file of the embedded store still fails");
-                    self.refuse(&error.to_string());
+                    self.read_only(&error);
                 }
             }
             pause = (pause * 2).clamp(RETRY_FIRST, RETRY_LAST);
@@ -210,8 +345,31 @@ impl Writer {
     fn reopen(&self) -> Result<Opened, OpenError> {
         let io = |source| OpenError::Io { what: "write to its directory".to_owned(), source };
         self.medium.probe().map_err(io)?;
+        // One handle at a time has the file.
+        self.refuse("it is being opened again");
         // Whatever its size: a page that makes no sense may be the reason.
         database::open(&*self.medium, OpenSettings { verify_bytes: u64::MAX, ..self.settings })
+    }
+
+    /// Answers what is known while nothing can be written, if that is because the disk is full.
+    ///
+    /// Not after a flush that failed: what the operating system shows then need not be on the disk, and must not be answered
+    /// with.
+    fn read_only(&self, error: &OpenError) {
+        let OpenError::Io { source, .. } = error else { return self.refuse(&error.to_string()) };
+        if self.shared.is_read_only() {
+            return;
+        }
+        if !is_full(source) || self.file.flush_failed.load(Ordering::SeqCst) {
+            return self.refuse(&error.to_string());
+        }
+        match database::open(&Unwritten(self.medium.clone()), self.settings) {
+            Ok(opened) => {
+                warn!("the disk is full: keys that are recorded are answered, and nothing new is executed");
+                self.shared.set_state(State::ReadOnly(opened.database, error.to_string().into()));
+            }
+            Err(unreadable) => self.refuse(&unreadable.to_string()),
+        }
     }
 
     fn refuse(&self, what: &str) {
@@ -219,7 +377,7 @@ impl Writer {
     }
 
     fn fail(&self, job: Job) {
-        job.fail(|| self.shared.state().database().err().unwrap_or_else(closed));
+        job.fail(|| self.shared.state().writable().err().unwrap_or_else(closed));
     }
 
     /// Refuses all that comes, for this long. Says whether to go on.
@@ -254,7 +412,8 @@ fn is_awaited(job: &Job) -> bool {
         Job::Apply { reply, .. } => awaited(reply),
         Job::Purge { reply, .. } => awaited(reply),
         Job::Check { reply } => awaited(reply),
-        Job::Suspect => true,
+        // Once begun, it is done: the operator may have hung up.
+        Job::AcceptClock { .. } | Job::Suspect => true,
     }
 }
 
@@ -269,118 +428,4 @@ impl Drop for Last {
             jobs.into_iter().for_each(|job| job.fail(closed));
         }
     }
-}
-
-/// One transaction.
-struct Batch<'txn> {
-    txn: &'txn WriteTransaction,
-    records: Table<'txn, &'static [u8; 32], &'static [u8]>,
-    expiry: Table<'txn, (u64, u64), &'static [u8; 32]>,
-    now: Timestamp,
-    next_number: u64,
-    changed: bool,
-}
-
-impl<'txn> Batch<'txn> {
-    fn new(txn: &'txn WriteTransaction, now: Timestamp, next_number: u64) -> Result<Self, redb::Error> {
-        let (records, expiry) = (txn.open_table(RECORDS)?, txn.open_table(EXPIRY)?);
-        Ok(Self { txn, records, expiry, now, next_number, changed: false })
-    }
-
-    /// Applies one command. The inner error is this command's alone, and nothing was changed for it.
-    fn apply(&mut self, id: RecordId, command: &Command) -> Result<Result<Outcome, StoreError>, redb::Error> {
-        let record = match self.records.get(id.as_bytes()) {
-            Ok(None) => None,
-            Ok(Some(octets)) => match codec::decode(&id, octets.value()) {
-                Ok(record) => Some(record),
-                Err(error) => return Ok(Err(unreadable(&id, error))),
-            },
-            Err(StorageError::Corrupted(what)) => return Ok(Err(damaged_page(&what))),
-            Err(error) => return Err(error.into()),
-        };
-        let decision = decide(record.as_ref(), command, self.now);
-        match &decision.write {
-            Write::Keep => return Ok(Ok(decision.outcome)),
-            Write::Put(after) => {
-                self.records.insert(id.as_bytes(), codec::encode(&id, after).as_slice())?;
-                if record.is_none() {
-                    self.note(after.expires_at, id.as_bytes())?;
-                }
-                if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &decision.outcome)
-                {
-                    self.add_audit(AuditEntry {
-                        number: 0,
-                        at: self.now,
-                        id,
-                        from: *from,
-                        to: after.state_name(self.now),
-                        actor: resolve.actor.clone(),
-                        reason: resolve.reason.clone(),
-                    })?;
-                }
-            }
-            Write::Delete => drop(self.records.remove(id.as_bytes())?),
-        }
-        self.changed = true;
-        Ok(Ok(decision.outcome))
-    }
-
-    fn add_audit(&self, entry: AuditEntry) -> Result<(), redb::Error> {
-        let mut audit = self.txn.open_table(AUDIT)?;
-        let number = audit.last()?.map_or(0, |(number, _)| number.value()) + 1;
-        audit.insert(number, encode_audit(&entry).as_slice())?;
-        while audit.len()? > limits::AUDIT_ENTRIES_MAX {
-            audit.pop_first()?;
-        }
-        Ok(())
-    }
-
-    /// Removes at most `limit` expired records, looking at no more than [`PURGE_STEP`]. Says how many, and whether there
-    /// may be more.
-    fn purge(&mut self, limit: usize) -> Result<(usize, bool), redb::Error> {
-        let count = limit.min(PURGE_STEP);
-        let mut due = Vec::with_capacity(count);
-        for entry in self.expiry.range(..=(self.now.as_millis(), u64::MAX))?.take(count) {
-            let (key, id) = entry?;
-            due.push((key.value(), *id.value()));
-        }
-        let mut purged = 0;
-        for (key, id) in &due {
-            self.changed = true;
-            self.expiry.remove(key)?;
-            match self.expires_at(id)? {
-                Some(expires_at) if self.now >= expires_at => {
-                    self.records.remove(id)?;
-                    purged += 1;
-                }
-                Some(expires_at) => self.note(expires_at, id)?,
-                None => {}
-            }
-        }
-        Ok((purged, due.len() == count && count > 0))
-    }
-
-    /// Notes in the expiry index when to look at a record again.
-    fn note(&mut self, expires_at: Timestamp, id: &[u8; 32]) -> Result<(), redb::Error> {
-        self.expiry.insert((due_step(expires_at), self.next_number), id)?;
-        self.next_number += 1;
-        Ok(())
-    }
-
-    /// When the record expires; `None` where there is none.
-    fn expires_at(&self, id: &[u8; 32]) -> Result<Option<Timestamp>, redb::Error> {
-        let Some(octets) = self.records.get(id)? else { return Ok(None) };
-        let id = RecordId::from_bytes(*id);
-        Ok(Some(match codec::decode(&id, octets.value()) {
-            Ok(record) => record.expires_at,
-            Err(error) => {
-                error!(%id, %error, "a record cannot be read and is kept; run `oncegate check`");
-                self.now.after(UNREADABLE_AGAIN)
-            }
-        }))
-    }
-}
-
-pub(crate) fn unreadable(id: &RecordId, error: codec::CodecError) -> StoreError {
-    StoreError::corrupt(format!("record {id:?}… cannot be read")).with_source(error)
 }

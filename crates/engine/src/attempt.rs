@@ -285,7 +285,10 @@ impl Ending {
             Self::Complete(completion) => {
                 Command::Complete(Complete { token, completion: completion.clone(), retention })
             }
-            Self::Release => Command::Release(Release { token, retention }),
+            Self::Release => {
+                let retention = attempt.0.policy.released_retention();
+                Command::Release(Release { token, retention })
+            }
         }
     }
 

@@ -24,8 +24,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId, Store,
-    StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId,
+    Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
@@ -280,6 +280,14 @@ impl Store for Breaker {
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         self.0.store.changed(id)
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        self.0.store.advisories()
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        self.0.store.accept_clock()
     }
 
     fn now(&self) -> Timestamp {

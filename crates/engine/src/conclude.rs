@@ -111,7 +111,10 @@ impl Held {
                     let completion = completion.clone();
                     (Command::Complete(Complete { token, completion, retention }), note)
                 }
-                Next::Release => (Command::Release(Release { token, retention }), None),
+                Next::Release => {
+                    let retention = self.attempt.0.policy.released_retention();
+                    (Command::Release(Release { token, retention }), None)
+                }
             };
             match self.inner.store.apply(id, command).await? {
                 Outcome::Completed => return Ok((Concluded::Taken, note)),

@@ -20,6 +20,9 @@ pub struct Policy {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError(String);
 
+/// See [`Policy::released_retention`].
+const RELEASED_LEASES: u32 = 4;
+
 impl ConfigError {
     /// An error that names the setting and its bounds.
     #[must_use]
@@ -103,6 +106,13 @@ impl Policy {
     #[must_use]
     pub const fn retention(&self) -> Duration {
         self.retention
+    }
+
+    /// How long a key that was freed is remembered for its token: a few leases, in which whoever owned it before may still
+    /// write. Not for the retention: requests that are refused would fill the store.
+    #[must_use]
+    pub fn released_retention(&self) -> Duration {
+        (self.lease * RELEASED_LEASES).clamp(limits::RETENTION_MIN, self.retention.max(limits::RETENTION_MIN))
     }
 
     /// How long a duplicate waits.

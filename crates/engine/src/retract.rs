@@ -170,7 +170,7 @@ impl Inner {
             // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
             Ok(Outcome::Execute(grant)) if grant.after_abandoned => Seen::Settled,
             Ok(Outcome::Execute(grant)) => {
-                let release = Release { token: grant.token, retention: request.policy.retention };
+                let release = Release { token: grant.token, retention: request.policy.released_retention() };
                 match self.store.apply(request.id, Command::Release(release)).await {
                     Ok(_) => {
                         self.emit(Event::new(request.id, Some(grant.token), EventKind::ClaimCancelled));

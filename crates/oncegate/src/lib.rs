@@ -89,9 +89,9 @@ pub use oncegate_tiered as tiered;
 
 #[cfg(feature = "client")]
 pub use oncegate_client::{Client, Intent, RetryPolicy};
-pub use oncegate_core::{IdempotencyKey, MemoryStore, Store};
+pub use oncegate_core::{IdempotencyKey, MemoryStore, Store, SystemClock};
 #[cfg(feature = "embedded")]
-pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
+pub use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 pub use oncegate_engine::{Attempt, Breaker, Engine, Function, FunctionError, Policy};
 #[cfg(feature = "http")]
 pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings};

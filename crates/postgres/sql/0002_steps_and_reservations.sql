@@ -346,6 +346,7 @@ DECLARE
         WHEN resolve.resolution = 'complete' THEN CASE WHEN resolve.response IS NULL THEN 'tombstone' ELSE 'completed' END
     END;
     entry bigint;
+    expiry bigint;
 BEGIN
     IF end_state IS NULL OR end_state = 'released' AND resolve.response IS NOT NULL THEN
         RAISE EXCEPTION 'oncegate: resolution must be complete, or release without a response' USING ERRCODE = '22023';
@@ -374,6 +375,11 @@ BEGIN
         outcome := 'not-resolvable';
         RETURN;
     END IF;
+    -- Finished steps are remembered for as long as they were to be.
+    expiry := resolve.clock + resolve.retention_ms;
+    IF end_state = 'released' AND r.step_names IS NOT NULL THEN
+        expiry := greatest(expiry, r.expires_at);
+    END IF;
     outcome := 'resolved';
     UPDATE oncegate.records AS t SET
             state = end_state, attempt = NULL, lease_until = NULL, after_abandoned = NULL,
@@ -381,8 +387,8 @@ BEGIN
             step_names = CASE WHEN end_state = 'released' THEN t.step_names END,
             step_results = CASE WHEN end_state = 'released' THEN t.step_results END,
             changed_at = resolve.clock,
-            expires_at = resolve.clock + resolve.retention_ms,
-            purge_at = oncegate.purge_at(t.purge_at, resolve.clock + resolve.retention_ms, resolve.clock)
+            expires_at = expiry,
+            purge_at = oncegate.purge_at(t.purge_at, expiry, resolve.clock)
         WHERE t.id = resolve.id;
     INSERT INTO oncegate.audit (at, id, state_before, state_after, actor, reason)
         VALUES (resolve.clock, resolve.id, resolve.state_before, end_state, resolve.actor, resolve.reason)
@@ -392,6 +398,53 @@ BEGIN
         SELECT o.number FROM oncegate.audit AS o WHERE o.number <= entry - 100000 ORDER BY o.number LIMIT 100
         FOR UPDATE SKIP LOCKED);
     PERFORM oncegate.tell(resolve.id);
+END
+$$;
+
+-- Ends the attempt and frees the key. Outcomes: released, fenced, locked.
+CREATE OR REPLACE FUNCTION oncegate.release(
+    id bytea,
+    token bigint,
+    retention_ms bigint,
+    OUT outcome text,
+    OUT clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+    expiry bigint;
+BEGIN
+    PERFORM oncegate.check_duration('retention_ms', release.retention_ms, 34560000000);
+    clock := oncegate.now_ms();
+    SELECT t.* INTO r FROM oncegate.records AS t
+        WHERE t.id = release.id AND t.token = release.token AND release.clock < t.expires_at
+        FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        PERFORM FROM oncegate.records AS t
+            WHERE t.id = release.id AND t.token = release.token AND release.clock < t.expires_at;
+        outcome := CASE WHEN FOUND THEN 'locked' ELSE 'fenced' END;
+        RETURN;
+    END IF;
+    IF r.state IN ('in-progress', 'unknown') THEN
+        outcome := 'released';
+        -- The row stays, so that its token goes on growing; finished steps for as long as they were to be remembered.
+        expiry := release.clock + release.retention_ms;
+        IF r.step_names IS NOT NULL THEN
+            expiry := greatest(expiry, r.expires_at);
+        END IF;
+        UPDATE oncegate.records AS t SET
+                state = 'released', attempt = NULL, lease_until = NULL, after_abandoned = NULL,
+                changed_at = release.clock,
+                expires_at = expiry,
+                purge_at = oncegate.purge_at(t.purge_at, expiry, release.clock)
+            WHERE t.id = release.id;
+        PERFORM oncegate.tell(release.id);
+    ELSIF r.state = 'released' THEN
+        outcome := 'released'; -- sent twice
+    ELSE
+        outcome := 'fenced';
+    END IF;
 END
 $$;
 

@@ -101,6 +101,10 @@ end
 -- The channel is the key itself, in the same slot. Who may not publish still ends the attempt.
 local function ended(state, retention, ...)
   local expires_at = now + retention
+  -- Finished steps are remembered for as long as they were to be.
+  if state == 'released' and live.steps > 0 then
+    expires_at = math.max(expires_at, live.expires_at)
+  end
   redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
   redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
   if live.steps > 0 and state ~= 'unknown' and state ~= 'released' then

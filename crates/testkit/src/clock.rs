@@ -3,26 +3,39 @@ use std::time::Duration;
 
 use oncegate_core::{Clock, Timestamp};
 
-/// A clock that moves only by hand, and only ahead.
+/// A clock that moves only by hand.
 #[derive(Debug)]
-pub struct ManualClock(AtomicU64);
+pub struct ManualClock {
+    wall: AtomicU64,
+    elapsed: AtomicU64,
+}
 
 impl ManualClock {
     /// A clock that shows this many milliseconds since the Unix epoch.
     #[must_use]
     pub const fn at_millis(millis: u64) -> Self {
-        Self(AtomicU64::new(millis))
+        Self { wall: AtomicU64::new(millis), elapsed: AtomicU64::new(0) }
     }
 
-    /// Moves the clock ahead.
+    /// Lets time pass.
     pub fn advance(&self, by: Duration) {
-        let now = self.now().after(by).as_millis();
-        self.0.store(now, Ordering::SeqCst);
+        let millis = by.as_nanos().div_ceil(1_000_000) as u64;
+        self.wall.fetch_add(millis, Ordering::SeqCst);
+        self.elapsed.fetch_add(millis, Ordering::SeqCst);
+    }
+
+    /// Sets the time of day, ahead or back, without any time passing.
+    pub fn set_millis(&self, millis: u64) {
+        self.wall.store(millis, Ordering::SeqCst);
     }
 }
 
 impl Clock for ManualClock {
     fn now(&self) -> Timestamp {
-        Timestamp::from_millis(self.0.load(Ordering::SeqCst))
+        Timestamp::from_millis(self.wall.load(Ordering::SeqCst))
+    }
+
+    fn elapsed(&self) -> Duration {
+        Duration::from_millis(self.elapsed.load(Ordering::SeqCst))
     }
 }

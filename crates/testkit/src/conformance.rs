@@ -207,8 +207,12 @@ pub fn check_steps<S: Store>(store: &S) {
     // Released half-way: it is not free for another request, and an operator may say what came of it.
     let left = owned(0xe2);
     assert_eq!(record(left, 0, step(1)), Outcome::StepRecorded);
-    let release = Release { token: left.1, retention: minute };
+    let expires_at =
+        |id| block_on(store.lookup(id)).expect("the store answers").map(|record| record.expires_at);
+    let before = expires_at(left.0);
+    let release = Release { token: left.1, retention: Duration::from_secs(1) };
     assert_eq!(apply(left.0, Command::Release(release)), Outcome::Released);
+    assert!(expires_at(left.0) >= before, "its steps are remembered for as long as they were to be");
     let other = Claim {
         attempt: AttemptId::new(1),
         fingerprint: Fingerprint::of_parts("conformance", &[b"other"]),

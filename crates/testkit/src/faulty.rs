@@ -6,10 +6,11 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId, Store,
-    StoreError, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId,
+    Store, StoreError, StoreFuture, Timestamp,
 };
 
 /// Any store, with faults on demand. Without a fault it is the store inside.
@@ -268,6 +269,14 @@ impl Store for FaultyStore {
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         self.inner.changed(id)
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        self.inner.advisories()
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        self.inner.accept_clock()
     }
 
     fn now(&self) -> Timestamp {

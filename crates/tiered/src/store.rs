@@ -8,9 +8,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, Fingerprint, ListPage,
-    ListQuery, OnAbandoned, Outcome, Record, RecordId, Resolution, State, Store, StoreError, StoreErrorKind,
-    StoreFuture, StoredResponse, Timestamp, limits,
+    Advisory, Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, Fingerprint,
+    ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Resolution, State, Store, StoreError,
+    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -476,6 +476,14 @@ impl Store for TieredStore {
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         self.inner.back.changed(id)
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        self.inner.back.advisories()
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        self.inner.back.accept_clock()
     }
 
     fn now(&self) -> Timestamp {

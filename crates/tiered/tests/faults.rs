@@ -8,9 +8,8 @@ use std::time::Duration;
 
 use oncegate_core::{
     AuditEntry, Capabilities, Command, Complete, Completion, ListPage, ListQuery, MemoryStore, Outcome,
-    Record, RecordId, Resolution, Resolve, Store, StoreFuture, Timestamp,
+    Record, RecordId, Resolution, Resolve, Store, StoreFuture, SystemClock, Timestamp,
 };
-use oncegate_embedded::SystemClock;
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{

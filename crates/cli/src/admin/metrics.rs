@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
-    AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record, RecordId,
-    RecordMap, Sharded, Store, StoreErrorKind, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record,
+    RecordId, RecordMap, Sharded, Store, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Breaker, BreakerState, Engine, Event, EventKind, Observer};
 use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
@@ -513,6 +513,14 @@ impl Store for MeasuredStore {
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
         self.store.changed(id)
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        self.store.advisories()
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        self.store.accept_clock()
     }
 
     fn now(&self) -> Timestamp {

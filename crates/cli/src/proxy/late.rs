@@ -7,12 +7,12 @@ use std::fmt;
 use std::future::{Future, pending, ready};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Clock as _, Command, Durability, Fencing, ListPage, ListQuery, Outcome, Record,
-    RecordId, Store, StoreError, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Clock as _, Command, Durability, Fencing, ListPage, ListQuery,
+    Outcome, Record, RecordId, Store, StoreError, StoreFuture, SystemClock, Timestamp,
 };
-use oncegate_embedded::SystemClock;
 use tokio::task::JoinHandle;
 
 use super::run;
@@ -171,6 +171,20 @@ impl Store for LateStore {
             Some(store) => store.changed(id),
             None => Box::pin(pending()),
         }
+    }
+
+    fn advisories(&self) -> Vec<Advisory> {
+        match self.opened.get() {
+            Some(store) => store.advisories(),
+            None => {
+                let why = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+                vec![Advisory::new("not-opened", format!("the store could not be opened yet: {why}"))]
+            }
+        }
+    }
+
+    fn accept_clock(&self) -> StoreFuture<'_, Option<Duration>> {
+        self.call(Store::accept_clock)
     }
 
     fn now(&self) -> Timestamp {

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{MemoryStore, Store};
-use oncegate_embedded::{EmbeddedOptions, EmbeddedStore, SystemClock};
+use oncegate_core::{MemoryStore, Store, SystemClock};
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Gravity, RedisOptions, RedisStore};

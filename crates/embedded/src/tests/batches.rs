@@ -162,7 +162,11 @@ fn a_command_that_nobody_waits_for_is_not_carried_out() {
 #[test]
 fn too_many_waiting_commands_are_refused() {
     let disk = Disk::with_new_store();
-    let store = open_with(&disk, EmbeddedOptions::new("not a directory").with_max_batch(2)).unwrap();
+    let store = open_with(
+        &disk,
+        EmbeddedOptions::new("not a directory").with_max_batch(std::num::NonZeroUsize::new(2).unwrap()),
+    )
+    .unwrap();
     let (held, first) = hold_with_one_command(&disk, &store);
     let waiting: Vec<_> = (0..32).map(|n| send(&store, n, claim(1))).collect();
     let refused = block_on(store.apply(id(99), claim(1))).unwrap_err();

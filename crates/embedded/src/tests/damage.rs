@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use oncegate_core::{Outcome, Store as _, StoreErrorKind, codec};
+use oncegate_core::{Outcome, Store as _, StoreErrorKind};
 use oncegate_testkit::{ManualClock, block_on};
 
 use super::disk::Disk;
@@ -124,10 +124,12 @@ fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() 
                 errors += 1;
                 let page = block_on(store.list(Default::default())).unwrap();
                 assert!(page.unreadable.contains(&id(7)) || page.next.is_some());
-                // The others go on.
+                // The others go on; but what is not found may be there.
                 let outcome = block_on(store.apply(id(8), claim(1 << 64))).unwrap();
                 assert_eq!(outcome, Outcome::Replay(response(8, 700)));
-                token(&block_on(store.apply(id(RECORDS), claim(1))).unwrap());
+                let refused = block_on(store.apply(id(RECORDS), claim(1))).unwrap_err();
+                assert_eq!(refused.kind(), StoreErrorKind::Corrupt, "{refused}");
+                assert!(store.advisories().iter().any(|advisory| advisory.name == "damage"));
             }
         }
     }
@@ -189,7 +191,7 @@ fn an_unreadable_record_fails_its_own_command_only_and_is_never_purged() {
     }
     let record = block_on(store.lookup(id(1))).unwrap().unwrap();
     drop(store);
-    let of_another = codec::encode(&id(2), &record);
+    let of_another = crate::schema::encode(&id(2), (0, 0), &record);
     let database = redb::Builder::new().create_with_backend(disk.backend()).unwrap();
     crate::database::write(&database, |txn| {
         txn.open_table(crate::schema::RECORDS)?.insert(id(1).as_bytes(), of_another.as_slice())?;

@@ -90,7 +90,7 @@ impl Disk {
     }
 
     pub(super) fn backend(&self) -> Backend {
-        Backend(Box::new(self.clone()))
+        Backend::new(Box::new(self.clone()))
     }
 
     /// A copy of what is on the disk for certain: what a crash leaves if nothing more gets there.
@@ -296,8 +296,14 @@ impl Medium for DiskMedium {
     }
 
     fn probe(&self) -> io::Result<()> {
-        drop(self.0.wait_while_held());
-        Ok(())
+        let state = self.0.wait_while_held();
+        // One that lasts; a fault that is counted is for the file.
+        match state.fault {
+            Some(Fault { on: Operation::Write, after: 0, times: u64::MAX, errno }) => {
+                Err(io::Error::from_raw_os_error(errno))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn path(&self) -> PathBuf {

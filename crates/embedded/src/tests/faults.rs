@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Clock as _, Outcome, Store as _, StoreError, StoreErrorKind};
+use oncegate_core::{Clock as _, Extent, Outcome, Store as _, StoreError, StoreErrorKind};
 use oncegate_testkit::block_on;
 
 use super::disk::{Disk, Fault, Operation};
@@ -123,13 +123,71 @@ fn a_failed_read_is_unavailable_and_not_an_absent_record() {
     }
 }
 
+/// What is known is answered while nothing can be written, from the first moment or from the start of the program on.
+#[test]
+fn a_full_disk_leaves_what_is_recorded_to_be_answered() {
+    for restarted in [false, true] {
+        let disk = Disk::with_new_store();
+        let script = Script::new(7);
+        let mut store = open(&disk, script.clock.clone()).unwrap();
+        complete_one(&store, 1).unwrap();
+        if restarted {
+            drop(store);
+            disk.fail(fault(Operation::Write, 0, u64::MAX, ENOSPC));
+            store = open(&disk, script.clock.clone()).unwrap();
+        } else {
+            disk.fail(fault(Operation::Write, 0, u64::MAX, ENOSPC));
+        }
+        assert!(block_on(store.apply(id(2), claim(2))).is_err());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while block_on(store.lookup(id(1))).is_err() {
+            assert!(Instant::now() < deadline, "what was recorded is not answered");
+            std::thread::yield_now();
+        }
+        for _ in 0..3 {
+            let replayed = block_on(store.apply(id(1), claim(9))).unwrap();
+            assert_eq!(replayed, Outcome::Replay(response(1, LARGE)));
+            let refused = block_on(store.apply(id(2), claim(2))).unwrap_err();
+            assert_eq!((refused.kind(), refused.extent()), (StoreErrorKind::Unavailable, Extent::Writes));
+            assert!(refused.is_unsent(), "nothing was changed: {refused}");
+            assert_eq!(block_on(store.check()).unwrap_err().extent(), Extent::Writes);
+            assert_eq!(block_on(store.list(Default::default())).unwrap().records.len(), 1);
+        }
+        assert_eq!(store.advisories()[0].name, "not-writable");
+        disk.heal();
+        wait_until_usable(&store);
+        complete_one(&store, 2).unwrap();
+        assert!(store.advisories().is_empty());
+        let lost = disk.after_power_loss();
+        drop(store);
+        let store = open(&lost, script.clock.clone()).unwrap();
+        for n in [1, 2] {
+            assert_eq!(block_on(store.apply(id(n), claim(0))).unwrap(), Outcome::Replay(response(n, LARGE)));
+        }
+    }
+}
+
+/// What a failed flush leaves to be shown need not be on the disk, so nothing is answered with it.
+#[test]
+fn after_a_failed_flush_nothing_is_answered_until_the_file_is_proved() {
+    let disk = Disk::with_new_store();
+    let store = open(&disk, Script::new(7).clock).unwrap();
+    complete_one(&store, 1).unwrap();
+    disk.fail(fault(Operation::Sync, 0, u64::MAX, ENOSPC));
+    assert!(block_on(store.apply(id(2), claim(2))).is_err());
+    for _ in 0..100 {
+        assert!(block_on(store.lookup(id(1))).is_err());
+        assert_eq!(block_on(store.check()).unwrap_err().extent(), Extent::Store);
+    }
+}
+
 #[test]
 fn while_the_disk_fails_everything_is_refused_at_once_and_then_it_goes_on() {
     let disk = Disk::with_new_store();
     let script = Script::new(7);
     let store = open(&disk, script.clock.clone()).unwrap();
     block_on(store.apply(id(1), claim(1))).unwrap();
-    disk.fail(fault(Operation::Write, 0, u64::MAX, ENOSPC));
+    disk.fail(fault(Operation::Write, 0, u64::MAX, EIO));
     let start = Instant::now();
     for _ in 0..3 {
         for refused in [

@@ -1,10 +1,12 @@
 //! Tests on a disk of their own making, which can crash, tear, fail and hold still.
 
 mod batches;
+mod clock;
 mod crash;
 mod damage;
 mod disk;
 mod faults;
+mod room;
 mod script;
 
 use std::sync::Arc;

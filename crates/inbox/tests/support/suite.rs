@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::{MemoryStore, OnAbandoned, Store};
-use oncegate_embedded::SystemClock;
+use oncegate_core::{MemoryStore, OnAbandoned, Store, SystemClock};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
     Consumer, ConsumerName, Counts, DeadLetter, DeadLetters, DeadReason, Delivery, EventKind, Failure,

@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use hmac::{Hmac, KeyInit as _, Mac as _};
-use oncegate_core::{Clock, MemoryStore, OnAbandoned};
-use oncegate_embedded::SystemClock;
+use oncegate_core::{Clock, MemoryStore, OnAbandoned, SystemClock};
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::webhook::{WINDOW_DEFAULT, WINDOW_MIN, WebhookOptions, WebhookReceiver, WebhookScheme};
 use oncegate_inbox::{

@@ -1,0 +1,228 @@
+//! One transaction: what the commands that met in it do to the records.
+
+use std::time::Duration;
+
+use oncegate_core::{
+    AuditEntry, Command, Outcome, Record, RecordId, StoreError, Timestamp, Write, decide, limits,
+};
+use redb::{ReadableTable as _, ReadableTableMetadata as _, StorageError, Table, WriteTransaction};
+use tracing::error;
+
+use crate::schema::{AUDIT, EXPIRY, Note, RECORDS, decode, due_step, encode, encode_audit};
+use crate::shared::{damaged_page, full, hidden, tells_of_damage, unreadable};
+
+/// The most entries of the expiry index that one transaction looks at, so that a purge does not hold up the commands
+/// that arrive meanwhile.
+const PURGE_STEP: usize = 256;
+
+/// How much longer than its retention a record may stay before it is noted anew: to note each completion, which ends a
+/// little earlier than its claim said, would cost a write more.
+const NOTE_SLACK: Duration = Duration::from_secs(600);
+
+/// When an unreadable record is looked at again by a purge. It is never removed.
+const UNREADABLE_AGAIN: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// One transaction.
+pub(crate) struct Batch<'txn> {
+    txn: &'txn WriteTransaction,
+    records: Table<'txn, &'static [u8; 32], &'static [u8]>,
+    expiry: Table<'txn, (u64, u64), &'static [u8; 32]>,
+    now: Timestamp,
+    room: Room,
+    /// The number for the next entry of the expiry index.
+    pub(crate) next_number: u64,
+    pub(crate) changed: bool,
+    /// How many bytes all records have.
+    pub(crate) record_bytes: u64,
+}
+
+/// What new records there is room for.
+#[derive(Clone, Debug)]
+pub(crate) struct Room {
+    pub(crate) max_records: u64,
+    pub(crate) max_record_bytes: u64,
+    /// Whether the disk is about to be full: then nothing is claimed, so that what runs can still be completed.
+    pub(crate) is_disk_low: bool,
+    /// Whether a part of the file was found damaged, so that a record that is not found may be there.
+    pub(crate) is_damaged: bool,
+}
+
+impl<'txn> Batch<'txn> {
+    pub(crate) fn new(
+        txn: &'txn WriteTransaction,
+        now: Timestamp,
+        room: Room,
+        (next_number, record_bytes): (u64, u64),
+    ) -> Result<Self, redb::Error> {
+        let (records, expiry) = (txn.open_table(RECORDS)?, txn.open_table(EXPIRY)?);
+        Ok(Self { txn, records, expiry, now, room, next_number, changed: false, record_bytes })
+    }
+
+    /// Applies one command. The inner error is this command's alone, and nothing was changed for it.
+    pub(crate) fn apply(
+        &mut self,
+        id: RecordId,
+        command: &Command,
+    ) -> Result<Result<Outcome, StoreError>, redb::Error> {
+        let (note, record) = match self.records.get(id.as_bytes()) {
+            Ok(None) => (None, None),
+            Ok(Some(octets)) => match decode(&id, octets.value()) {
+                Ok((note, record)) => (Some(note), Some(record)),
+                Err(error) => {
+                    self.room.is_damaged |= tells_of_damage(&error);
+                    return Ok(Err(unreadable(&id, error)));
+                }
+            },
+            Err(StorageError::Corrupted(what)) => {
+                self.room.is_damaged = true;
+                return Ok(Err(damaged_page(&what)));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let decision = decide(record.as_ref(), command, self.now);
+        match &decision.write {
+            Write::Keep => return Ok(Ok(decision.outcome)),
+            Write::Put(after) => {
+                if matches!(command, Command::Claim(_))
+                    && let Some(refusal) = self.no_room(record.is_none())?
+                {
+                    return Ok(Err(refusal));
+                }
+                let latest = due_step(after.expires_at.after(NOTE_SLACK));
+                let note = match note.filter(|(due, _)| *due <= latest) {
+                    Some(note) => note,
+                    None => {
+                        note.map(|note| self.expiry.remove(note)).transpose()?;
+                        self.note(after.expires_at, id.as_bytes())?
+                    }
+                };
+                self.put(&id, note, after)?;
+                if let (Command::Resolve(resolve), Outcome::Resolved { from }) = (command, &decision.outcome)
+                {
+                    self.add_audit(AuditEntry {
+                        number: 0,
+                        at: self.now,
+                        id,
+                        from: *from,
+                        to: after.state_name(self.now),
+                        actor: resolve.actor.clone(),
+                        reason: resolve.reason.clone(),
+                    })?;
+                }
+            }
+            Write::Delete => {
+                note.map(|note| self.expiry.remove(note)).transpose()?;
+                self.remove(id.as_bytes())?;
+            }
+        }
+        self.changed = true;
+        Ok(Ok(decision.outcome))
+    }
+
+    /// Whether a part of the file was found damaged, in this transaction or before it.
+    pub(crate) const fn is_damaged(&self) -> bool {
+        self.room.is_damaged
+    }
+
+    /// Why a claim is not granted, although the protocol would grant it.
+    fn no_room(&self, is_new: bool) -> Result<Option<StoreError>, redb::Error> {
+        let Room { max_records, max_record_bytes, is_disk_low, is_damaged } = self.room;
+        Ok(if is_damaged && is_new {
+            Some(hidden())
+        } else if is_disk_low {
+            Some(full("the disk is nearly full, and what is left is kept for requests that are running"))
+        } else if is_new && self.records.len()? >= max_records {
+            Some(full(&format!("it holds the {max_records} records that it may hold")))
+        } else if is_new && self.record_bytes >= max_record_bytes {
+            Some(full(&format!("its records have the {max_record_bytes} bytes that they may have")))
+        } else {
+            None
+        })
+    }
+
+    fn put(&mut self, id: &RecordId, note: Note, record: &Record) -> Result<(), redb::Error> {
+        let octets = encode(id, note, record);
+        let before = self.records.insert(id.as_bytes(), octets.as_slice())?;
+        let before = before.map_or(0, |old| old.value().len());
+        self.record_bytes = (self.record_bytes + octets.len() as u64).saturating_sub(before as u64);
+        Ok(())
+    }
+
+    fn remove(&mut self, id: &[u8; 32]) -> Result<(), redb::Error> {
+        let before = self.records.remove(id)?.map_or(0, |old| old.value().len());
+        self.record_bytes = self.record_bytes.saturating_sub(before as u64);
+        Ok(())
+    }
+
+    /// Makes every record that was written since `since` younger by `by`: as old as it is by a clock that is ahead by so
+    /// much. Reads all records.
+    pub(crate) fn shift(&mut self, since: Timestamp, by: Duration) -> Result<usize, redb::Error> {
+        let mut later = Vec::new();
+        for entry in self.records.iter()? {
+            let (id, octets) = entry?;
+            let id = RecordId::from_bytes(*id.value());
+            match decode(&id, octets.value()) {
+                Ok((_, record)) if record.changed_at >= since => later.push(id),
+                _ => {}
+            }
+        }
+        for id in &later {
+            let record = self.records.get(id.as_bytes())?.map(|octets| decode(id, octets.value()));
+            if let Some(Ok((note, record))) = record {
+                self.put(id, note, &record.shifted(by))?;
+            }
+        }
+        self.changed = true;
+        Ok(later.len())
+    }
+
+    fn add_audit(&self, entry: AuditEntry) -> Result<(), redb::Error> {
+        let mut audit = self.txn.open_table(AUDIT)?;
+        let number = audit.last()?.map_or(0, |(number, _)| number.value()) + 1;
+        audit.insert(number, encode_audit(&entry).as_slice())?;
+        while audit.len()? > limits::AUDIT_ENTRIES_MAX {
+            audit.pop_first()?;
+        }
+        Ok(())
+    }
+
+    /// Removes at most `limit` expired records, looking at no more than [`PURGE_STEP`]. Says how many, and whether there
+    /// may be more.
+    pub(crate) fn purge(&mut self, limit: usize) -> Result<(usize, bool), redb::Error> {
+        let count = limit.min(PURGE_STEP);
+        let mut due = Vec::with_capacity(count);
+        for entry in self.expiry.range(..=(self.now.as_millis(), u64::MAX))?.take(count) {
+            let (key, id) = entry?;
+            due.push((key.value(), *id.value()));
+        }
+        let mut purged = 0;
+        for (key, id) in &due {
+            self.changed = true;
+            self.expiry.remove(key)?;
+            let Some(octets) = self.records.get(id)?.map(|octets| octets.value().to_vec()) else { continue };
+            match decode(&RecordId::from_bytes(*id), &octets) {
+                Ok((_, record)) if self.now >= record.expires_at => {
+                    self.remove(id)?;
+                    purged += 1;
+                }
+                Ok((_, record)) => {
+                    let note = self.note(record.expires_at, id)?;
+                    self.put(&RecordId::from_bytes(*id), note, &record)?;
+                }
+                Err(error) => {
+                    error!(id = %RecordId::from_bytes(*id), %error, "a record cannot be read and is kept; run `oncegate check`");
+                    self.note(self.now.after(UNREADABLE_AGAIN), id)?;
+                }
+            }
+        }
+        Ok((purged, due.len() == count && count > 0))
+    }
+
+    /// Notes in the expiry index when to look at a record again.
+    fn note(&mut self, expires_at: Timestamp, id: &[u8; 32]) -> Result<Note, redb::Error> {
+        let note = (due_step(expires_at), self.next_number);
+        self.expiry.insert(note, id)?;
+        self.next_number += 1;
+        Ok(note)
+    }
+}

@@ -1,0 +1,169 @@
+//! A file that is read while nothing can be written to it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use redb::StorageBackend;
+
+/// What is written is kept in blocks of this size: the size of a page of the database.
+const BLOCK: u64 = 4096;
+
+/// Most blocks that are kept. To open a file and to read it, the database writes its header and its list of free pages.
+const BLOCKS_MAX: usize = 16 * 1024;
+
+/// A file whose changes stay in memory and are forgotten with it.
+///
+/// redb opens a file only if it can write to it, and repairs it on the way. When the disk is full, that fails, although all
+/// that is needed to answer what is known is there. Over this, it opens the file as it was committed last.
+#[derive(Debug)]
+pub(crate) struct Overlay {
+    file: Box<dyn StorageBackend>,
+    changes: Mutex<Changes>,
+}
+
+#[derive(Debug)]
+struct Changes {
+    len: u64,
+    /// How much of the file itself is to be seen.
+    file_len: u64,
+    blocks: BTreeMap<u64, Box<[u8]>>,
+}
+
+impl Overlay {
+    pub(crate) fn new(file: Box<dyn StorageBackend>) -> io::Result<Self> {
+        let len = file.len()?;
+        let changes = Mutex::new(Changes { len, file_len: len, blocks: BTreeMap::new() });
+        Ok(Self { file, changes })
+    }
+
+    /// Whole after every panic: a block is changed after it was made.
+    fn changes(&self) -> MutexGuard<'_, Changes> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The octets of the file at this place; zeros beyond its end.
+    fn read_file(&self, file_len: u64, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let there = file_len.saturating_sub(offset).min(out.len() as u64) as usize;
+        let (from_file, beyond) = out.split_at_mut(there);
+        beyond.fill(0);
+        if from_file.is_empty() { Ok(()) } else { self.file.read(offset, from_file) }
+    }
+}
+
+/// The parts of `offset..offset + len` in each block: the block, where in it, and where in the whole.
+fn parts(
+    offset: u64,
+    len: usize,
+) -> impl Iterator<Item = (u64, std::ops::Range<usize>, std::ops::Range<usize>)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let at = offset + done as u64;
+        let start = (at % BLOCK) as usize;
+        let count = (len - done).min(BLOCK as usize - start);
+        let part = (at / BLOCK, start..start + count, done..done + count);
+        done += count;
+        (count > 0).then_some(part)
+    })
+}
+
+impl StorageBackend for Overlay {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.changes().len)
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let changes = self.changes();
+        if offset.saturating_add(out.len() as u64) > changes.len {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.read_file(changes.file_len, offset, out)?;
+        for (block, inside, whole) in parts(offset, out.len()) {
+            let changed = changes.blocks.get(&block).and_then(|block| block.get(inside));
+            if let (Some(changed), Some(out)) = (changed, out.get_mut(whole)) {
+                out.copy_from_slice(changed);
+            }
+        }
+        Ok(())
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let mut changes = self.changes();
+        changes.len = len;
+        changes.file_len = changes.file_len.min(len);
+        let _cut_off = changes.blocks.split_off(&len.div_ceil(BLOCK));
+        // What is left of the last block shall be zero when the file grows again.
+        let tail = (len % BLOCK) as usize..;
+        if let Some(tail) = changes.blocks.get_mut(&(len / BLOCK)).and_then(|block| block.get_mut(tail)) {
+            tail.fill(0);
+        }
+        Ok(())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let mut changes = self.changes();
+        for (block, inside, whole) in parts(offset, data.len()) {
+            if !changes.blocks.contains_key(&block) {
+                if changes.blocks.len() >= BLOCKS_MAX {
+                    return Err(io::Error::from(io::ErrorKind::StorageFull));
+                }
+                let mut octets = vec![0; BLOCK as usize].into_boxed_slice();
+                self.read_file(changes.file_len, block * BLOCK, &mut octets)?;
+                changes.blocks.insert(block, octets);
+            }
+            let to = changes.blocks.get_mut(&block).and_then(|block| block.get_mut(inside));
+            if let (Some(to), Some(data)) = (to, data.get(whole)) {
+                to.copy_from_slice(data);
+            }
+        }
+        changes.len = changes.len.max(offset + data.len() as u64);
+        Ok(())
+    }
+
+    fn close(&self) -> io::Result<()> {
+        self.file.close()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use redb::backends::InMemoryBackend;
+
+    #[test]
+    fn shows_what_was_written_over_what_is_there_and_leaves_that_alone() {
+        let file = InMemoryBackend::new();
+        file.set_len(10_000).unwrap();
+        file.write(0, &[1; 10_000]).unwrap();
+        let overlay = Overlay::new(Box::new(file)).unwrap();
+        overlay.write(4090, &[2; 10]).unwrap();
+        overlay.write(9_998, &[3; 6]).unwrap();
+        assert_eq!(overlay.len().unwrap(), 10_004);
+        let mut all = vec![0; 10_004];
+        overlay.read(0, &mut all).unwrap();
+        let expected = [vec![1; 4090], vec![2; 10], vec![1; 5898], vec![3; 6]].concat();
+        assert!(all == expected);
+        assert!(overlay.read(10_000, &mut [0; 5]).is_err(), "beyond the end");
+        let mut untouched = vec![0; 10_000];
+        overlay.file.read(0, &mut untouched).unwrap();
+        assert!(untouched == vec![1; 10_000]);
+    }
+
+    #[test]
+    fn what_was_cut_off_is_zeros_when_it_grows_again() {
+        let file = InMemoryBackend::new();
+        file.set_len(10_000).unwrap();
+        file.write(0, &[1; 10_000]).unwrap();
+        let overlay = Overlay::new(Box::new(file)).unwrap();
+        overlay.write(4096, &[1]).unwrap();
+        overlay.set_len(5000).unwrap();
+        overlay.set_len(9000).unwrap();
+        let mut all = vec![9; 9000];
+        overlay.read(0, &mut all).unwrap();
+        assert!(all == [vec![1; 5000], vec![0; 4000]].concat());
+    }
+}
