@@ -47,10 +47,12 @@ END
         --json "{\"payout\":\"$number\",\"account\":\"$account\",\"cents\":$cents}" \
         --output "$dir/answers/$number.json" --silent < /dev/null
     case $? in
-        0) note 'done' "$line" ;;
+        # 6: paid, and its answer cannot be had.
+        0 | 6) note 'done' "$line" ;;
         1) note refused "$line" ;;
         2) echo "payout $number: wrong usage" >&2; exit 2 ;;
         5) note unknown "$line"; echo "payout $number: somebody has to find out whether it was paid" >&2 ;;
+        7) later=1; echo "payout $number: turned away, look at the credentials and the address; it stays due" >&2 ;;
         # Nothing happened, or it is not known yet: the next run asks again under the same key.
         *) later=1; echo "payout $number: left for the next run" >&2 ;;
     esac

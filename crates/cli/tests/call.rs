@@ -115,7 +115,18 @@ async fn exit_codes_tell_definite_ends_and_others_apart() {
         ("303 See Other", "Location: /x\r\n", "", &[], 0, ""),
         ("301 Moved Permanently", "Location: https://x.example/\r\n", "moved", &[], 5, "moved"),
         ("402 Payment Required", "", "no", &[], 1, "no"),
-        ("401 Unauthorized", "", "who", &[], 1, "who"),
+        ("401 Unauthorized", "", "who", &[], 7, "who"),
+        ("403 Forbidden", "", "no", &[], 7, "no"),
+        ("404 Not Found", "", "where", &[], 7, "where"),
+        ("405 Method Not Allowed", "", "how", &[], 7, "how"),
+        ("413 Content Too Large", "", "much", &[], 7, "much"),
+        ("426 Upgrade Required", "", "old", &[], 7, "old"),
+        ("501 Not Implemented", "", "what", &[], 7, "what"),
+        ("505 HTTP Version Not Supported", "", "old", &[], 7, "old"),
+        ("511 Network Authentication Required", "", "who", &[], 7, "who"),
+        ("308 Permanent Redirect", "Location: https://x.example/\r\n", "", &[], 7, ""),
+        ("423 Locked", "", "locked", &[], 4, "locked"),
+        ("422 Unprocessable", "transient-error: true\r\n", "later", &[], 4, "later"),
         ("422 Unprocessable", PROBLEM, r#"{"type":"x:key-reused"}"#, &[], 1, r#"{"type":"x:key-reused"}"#),
         ("429 Too Many", "", "later", &[], 3, "later"),
         ("503 Unavailable", "", "down", &[], 4, "down"),
@@ -152,6 +163,116 @@ async fn exit_codes_tell_definite_ends_and_others_apart() {
     let end = ended(&["POST", &url, "--intent=a", "--attempts=2", "--json={}"]).await;
     assert_eq!(end.code, Some(3), "{end:?}");
     assert!(end.words.contains("nothing happened"), "{end:?}");
+}
+
+/// The answer to the first sending is lost while the service works. What it says to a duplicate of a running request, in its own
+/// words, is no word about the first one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refusal_after_a_lost_answer_is_not_definite_and_the_journal_keeps_the_intent() {
+    const JSON: &str = "Content-Type: application/json\r\n";
+    const ADYEN: &str = "Content-Type: application/json\r\ntransient-error: true\r\n";
+    let duplicates = [
+        ("422 Unprocessable", ADYEN, r#"{"status":422,"errorCode":"704","errorType":"validation"}"#),
+        ("423 Locked", "", ""),
+        ("422 Unprocessable", JSON, r#"{"name":"DUPLICATE_REQUEST_ID"}"#),
+        ("400 Bad Request", JSON, r#"{"errors":[{"code":"IDEMPOTENCY_KEY_REUSED"}]}"#),
+        ("422 Unprocessable", JSON, r#"{"code":"OURS_ALONE"}"#),
+        ("400 Bad Request", "", ""),
+        ("402 Payment Required", "", ""),
+        ("401 Unauthorized", "", ""),
+    ];
+    for (status, fields, body) in duplicates {
+        let runs = Arc::new(std::sync::atomic::AtomicBool::new(true));
+        let still = Arc::clone(&runs);
+        let (address, seen) = service(move |number| match number {
+            0 => None,
+            _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(answer(status, fields, body)),
+            _ => Some(answer("201 Created", "", "paid")),
+        })
+        .await;
+        let url = format!("http://{address}/payouts");
+        let dir = tempfile::tempdir().unwrap();
+        let journal = format!("--journal={}", dir.path().join("journal").display());
+        let send = ["POST", &url, &journal, "--intent=payout-7", "--json={}", "--attempts=3"];
+        let end = ended(&send).await;
+        assert_eq!(end.code, Some(4), "{status} {body}: {end:?}");
+        assert!(end.words.contains("may have happened"), "{end:?}");
+        let list = ended(&["--list", &journal]).await;
+        assert!(list.out.contains("maybe sent"), "{status} {body}: {list:?}");
+        // It was done, and the same call brings it.
+        runs.store(false, std::sync::atomic::Ordering::SeqCst);
+        let end = ended(&send).await;
+        assert_eq!((end.code, end.out.as_str()), (Some(0), "paid"), "{status}: {end:?}");
+        let all = seen.0.lock().unwrap();
+        let key = all[0].head.get("idempotency-key").map(str::to_owned);
+        assert!(all.iter().all(|one| one.head.get("idempotency-key").map(str::to_owned) == key));
+    }
+}
+
+/// A token that expired is no refusal: with another one the same call goes under the same key.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_turned_away_stays_in_the_journal_and_goes_when_that_is_mended() {
+    let (address, seen) = service(|number| match number {
+        0 | 1 => Some(answer("401 Unauthorized", "", "")),
+        _ => Some(answer("201 Created", "", "paid")),
+    })
+    .await;
+    let url = format!("http://{address}/payouts");
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    let send = |token: &'static str| {
+        let mut args: Vec<String> =
+            ["POST", &url, &journal, "--intent=payout-7", "--json={}"].map(String::from).into();
+        args.extend(["-H".to_owned(), format!("X-Api-Key: {token}")]);
+        async move { ended(&args.iter().map(String::as_str).collect::<Vec<_>>()).await }
+    };
+    let end = send("hush-expired").await;
+    assert!(
+        end.code == Some(7) && end.words.contains("mend that") && end.words.contains("credentials"),
+        "{end:?}"
+    );
+    let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();
+    assert!(!fs::read_to_string(&file).unwrap().contains("hush"));
+    let list = ended(&["--list", &journal]).await;
+    assert!(list.out.contains("never sent"), "{list:?}");
+    let resumed = ended(&["--resume", &journal, "-H", "X-Api-Key: hush-expired"]).await;
+    assert_eq!(resumed.code, Some(7), "{resumed:?}");
+    let end = send("hush-new").await;
+    assert_eq!((end.code, end.out.as_str(), seen.count()), (Some(0), "paid", 3), "{end:?}");
+    assert_eq!(seen.field(2, "x-api-key").as_deref(), Some("hush-new"));
+    assert_eq!(seen.field(2, "idempotency-key"), seen.field(0, "idempotency-key"));
+    assert!(!file.exists());
+}
+
+/// What was done stays done, also when the service knows its key no more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_intent_that_was_done_is_not_done_again_from_the_same_journal() {
+    for lifetime in ["--key-lifetime=1ms", "--plain"] {
+        let (address, seen) = always("201 Created", "", "paid").await;
+        let url = format!("http://{address}/payouts");
+        let dir = tempfile::tempdir().unwrap();
+        let journal = format!("--journal={}", dir.path().join("journal").display());
+        let send = ["POST", &url, &journal, "--intent=payout-7", "--json={}", lifetime];
+        assert_eq!(ended(&send).await.code, Some(0));
+        let again = ended(&send).await;
+        assert!(again.code == Some(6) && again.words.contains("done before"), "{again:?}");
+        let mut other = send;
+        other[4] = "--json={\"cents\":5}";
+        let end = ended(&other).await;
+        assert!(end.code == Some(5) && end.words.contains("another request"), "{end:?}");
+        assert_eq!(seen.count(), 1, "{lifetime}");
+        // It is not in the way of anything.
+        assert_eq!(ended(&["--list", &journal]).await.out, "");
+        assert_eq!(ended(&["--resume", &journal]).await.code, Some(0));
+        // Unless nothing is remembered.
+        let dir = tempfile::tempdir().unwrap();
+        let journal = format!("--journal={}", dir.path().join("journal").display());
+        let send = ["POST", &url, &journal, "--intent=payout-7", "--json={}", lifetime, "--keep-finished=0s"];
+        for _ in 0..2 {
+            assert_eq!(ended(&send).await.code, Some(0));
+        }
+        assert_eq!(seen.count(), 3);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -433,7 +554,44 @@ async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
     assert_eq!(lines("done.csv").len(), 11);
     assert_eq!(lines("refused.csv"), ["5,closed,300"]);
     assert!(lines("unknown.csv").is_empty());
-    assert_eq!(fs::read_dir(dir.path().join("journal")).unwrap().count(), 0);
+    let left = fs::read_dir(dir.path().join("journal")).unwrap().map(|file| file.unwrap().file_name());
+    assert_eq!(left.filter(|name| name != "finished").count(), 0);
+}
+
+/// A token that has expired turns every payout away. They stay due, the run says why, and the next one pays them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cron_job_whose_token_expired_keeps_its_lines() {
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cron-payout");
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("due.csv"), "7,DE02,500\n8,DE44,1250\n9,closed,300\n").unwrap();
+    let expired = Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let still = Arc::clone(&expired);
+    let (address, seen) = service(move |number| match number {
+        _ if still.load(std::sync::atomic::Ordering::SeqCst) => Some(answer("401 Unauthorized", "", "")),
+        _ if number % 2 == 0 => Some(answer("201 Created", "", "paid")),
+        _ => Some(answer("422 Unprocessable", "", "closed")),
+    })
+    .await;
+    let run = async || {
+        let mut job = Command::new("sh");
+        job.arg(example.join("pay.sh")).arg(dir.path()).env("ONCEGATE", env!("CARGO_BIN_EXE_oncegate"));
+        job.env("BANK", format!("http://{address}")).stdin(Stdio::null()).kill_on_drop(true);
+        end_of(job).await
+    };
+    let end = run().await;
+    assert_eq!(end.code, Some(1), "{end:?}");
+    assert!(end.words.contains("turned away"), "{end:?}");
+    for list in ["done.csv", "refused.csv", "unknown.csv"] {
+        assert!(!dir.path().join(list).exists(), "{list}");
+    }
+    let sent = seen.count();
+    assert!(sent >= 3);
+    expired.store(false, std::sync::atomic::Ordering::SeqCst);
+    let end = run().await;
+    assert_eq!(end.code, Some(0), "{end:?}");
+    let lines = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap_or_default().lines().count();
+    assert_eq!(lines("done.csv") + lines("refused.csv"), 3);
+    assert_eq!(lines("unknown.csv"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

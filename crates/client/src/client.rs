@@ -19,7 +19,7 @@ use crate::key::Carrier;
 use crate::policy::{Api, RetryPolicy};
 use crate::report::{Answer, Unfinished, Why};
 use crate::send::{Ask, Shared, Tries, is_repeatable, is_safe};
-use crate::verdict::Standing;
+use crate::verdict::{Standing, Verdict};
 
 /// Sends one request once. What goes on the wire is its business; what comes back, and whether to go on, is the
 /// [`Client`]'s.
@@ -143,6 +143,12 @@ impl<T: Transport> Client<T> {
     ) -> Result<Answer, Unfinished> {
         let sent = self.send_until(intent, opened.as_ref()).await;
         let noted = match (&sent, opened) {
+            // It can be sent under the same key when what turned it away is mended.
+            (Ok(answer), Some(opened))
+                if answer.verdict == Verdict::TurnedAway && !is_safe(intent.method()) =>
+            {
+                opened.entry.never_sent().await
+            }
             (Ok(answer), Some(opened)) => opened.entry.close(answer).await,
             (Err(open), Some(opened)) if !open.may_have_taken_effect() => opened.entry.never_sent().await,
             _ => Ok(()),
@@ -170,9 +176,11 @@ impl<T: Transport> Client<T> {
                 .into_iter()
                 .flatten()
                 .min(),
+            done_before: opened.is_some_and(|opened| opened.done_before),
         };
         if ask.standing == Standing::Once && ask.sent_before {
-            return Err(Unfinished::new(Why::Unknown, 0, true));
+            let why = if ask.done_before { Why::DoneBefore } else { Why::Unknown };
+            return Err(Unfinished::new(why, 0, true));
         }
         let headers = self.headers(intent, standing);
         let mut tries = IntentTries { transport: &self.transport, intent, headers };

@@ -19,11 +19,12 @@ pub(crate) struct Door {
     pub(crate) shared: Shared,
     pub(crate) carrier: Carrier,
     pub(crate) makes_keys: bool,
+    pub(crate) retries_keyless: bool,
 }
 
 /// What is done with one of them.
 pub(crate) enum Way {
-    /// Nothing protects it: it goes by once, and what comes back is not judged.
+    /// It has no key: it goes by once, and what comes back is neither read nor judged.
     Past,
     /// It is sent until there is a definite answer.
     Until(Ask),
@@ -31,7 +32,12 @@ pub(crate) enum Way {
 
 impl Door {
     pub(crate) fn new() -> Self {
-        Self { shared: Shared::new(RetryPolicy::default()), carrier: Carrier::default(), makes_keys: false }
+        Self {
+            shared: Shared::new(RetryPolicy::default()),
+            carrier: Carrier::default(),
+            makes_keys: false,
+            retries_keyless: false,
+        }
     }
 
     /// Gives the request the key that it is to have, and says what protects it.
@@ -51,31 +57,44 @@ impl Door {
                 if let Some(value) = value {
                     headers.insert(self.carrier.name().clone(), value);
                 }
-                if is_safe(method) {
-                    Standing::Safe
-                } else if has_one_value(headers, &self.carrier) {
-                    Standing::Keyed
-                } else if is_repeatable(method) {
-                    Standing::Repeatable
-                } else {
-                    return Ok(Way::Past);
+                match has_one_value(headers, &self.carrier) && !is_safe(method) {
+                    true => Standing::Keyed,
+                    false => keyless(method),
                 }
             }
-            Api::Plain if is_safe(method) => Standing::Safe,
-            Api::Plain if is_repeatable(method) => Standing::Repeatable,
-            Api::Plain => Standing::Once,
+            Api::Plain => keyless(method),
         };
+        match standing {
+            Standing::Keyed => {}
+            // A request that asks for a stream of events looks like any other `GET`. To read its answer would hold it back
+            // until its end, and to send it again would begin it once more.
+            _ if !self.retries_keyless => return Ok(Way::Past),
+            Standing::Once if self.shared.policy.api == Api::Idempotent => return Ok(Way::Past),
+            Standing::Safe | Standing::Repeatable | Standing::Once => {}
+        }
         Ok(Way::Until(Ask {
             method: method.clone(),
             standing,
             sent_before: false,
             created_at: None,
             key_lifetime: None,
+            done_before: false,
         }))
     }
 
     fn needs_key(&self, method: &Method, headers: &HeaderMap) -> bool {
         self.makes_keys && !is_repeatable(method) && !headers.contains_key(self.carrier.name())
+    }
+}
+
+/// What protects a request without a key: its method.
+fn keyless(method: &Method) -> Standing {
+    if is_safe(method) {
+        Standing::Safe
+    } else if is_repeatable(method) {
+        Standing::Repeatable
+    } else {
+        Standing::Once
     }
 }
 
@@ -108,6 +127,15 @@ macro_rules! settings {
         #[must_use]
         pub fn with_new_keys(mut self) -> Self {
             self.door.makes_keys = true;
+            self
+        }
+
+        /// Sends requests without a key again, too, where their method allows it: `GET`, `HEAD`, `OPTIONS`, `TRACE`, `PUT` and
+        /// `DELETE`; for [`Api::Plain`](crate::Api::Plain) every request that was certainly not processed. Their answers are
+        /// then read whole before they are handed on, so leave this off for a client that reads streams of events.
+        #[must_use]
+        pub fn with_keyless_retries(mut self) -> Self {
+            self.door.retries_keyless = true;
             self
         }
 

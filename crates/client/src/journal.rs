@@ -7,6 +7,8 @@ mod entry;
 #[cfg(all(unix, feature = "journal"))]
 mod files;
 #[cfg(all(unix, feature = "journal"))]
+mod finished;
+#[cfg(all(unix, feature = "journal"))]
 mod resume;
 #[cfg(test)]
 #[cfg(all(unix, feature = "journal"))]
@@ -44,14 +46,17 @@ pub trait Journal: Send + Sync + 'static {
 /// An intent in a [`Journal`] that is being sent. Dropping it leaves the intent there, for whoever takes it up: so ends an
 /// intent without a definite answer, and one whose future was dropped.
 pub trait JournalEntry: Send + Sync {
-    /// The intent has a definite answer and need not be sent again.
+    /// The intent has a definite answer and need not be sent again. A journal should remember for some time that it was done
+    /// ([`Opened::done_before`]): a caller that makes the same intent again, after the service has forgotten the key, would
+    /// have it done twice.
     ///
     /// # Errors
-    /// Where it could not be noted. The answer counts all the same.
+    /// If it could not be noted. The answer counts anyway.
     fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>>;
 
-    /// The intent has no definite answer, and it is certain that it was never processed, by this process or by an earlier
-    /// one. It stays, and may be noted as one that was never sent.
+    /// It is certain that the intent was never processed, by this process or by an earlier one: no attempt arrived, or the
+    /// service turned it away ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)). It stays, and may be noted as one that
+    /// was never sent.
     ///
     /// # Errors
     /// Where it could not be noted.
@@ -66,13 +71,14 @@ pub struct Opened {
     pub(crate) sent_before: bool,
     pub(crate) created_at: Option<Timestamp>,
     pub(crate) key_lifetime: Option<Duration>,
+    pub(crate) done_before: bool,
 }
 
 impl Opened {
     /// An intent that was not there.
     #[must_use]
     pub fn new(entry: Box<dyn JournalEntry>) -> Self {
-        Self { entry, sent_before: false, created_at: None, key_lifetime: None }
+        Self { entry, sent_before: false, created_at: None, key_lifetime: None, done_before: false }
     }
 
     /// An intent that was there, of a process that ended or gave up: whether it may have been sent, when it came to be, and
@@ -84,7 +90,19 @@ impl Opened {
         created_at: Timestamp,
         key_lifetime: Option<Duration>,
     ) -> Self {
-        Self { entry, sent_before, created_at: Some(created_at), key_lifetime }
+        Self { entry, sent_before, created_at: Some(created_at), key_lifetime, done_before: false }
+    }
+
+    /// An intent that was done before, and whose answer is not there any more: when it came to be, and for how long its key
+    /// was said to be good. Within that time it is sent again, for the same answer; after it, it is not sent
+    /// ([`Why::DoneBefore`]).
+    #[must_use]
+    pub fn done_before(
+        entry: Box<dyn JournalEntry>,
+        created_at: Timestamp,
+        key_lifetime: Option<Duration>,
+    ) -> Self {
+        Self { done_before: true, ..Self::again(entry, true, created_at, key_lifetime) }
     }
 }
 

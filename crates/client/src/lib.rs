@@ -59,31 +59,37 @@
 //! |---|---|
 //! | none, a time-out, or a body that broke off, whatever its status | again |
 //! | 2xx, 303 | [`Verdict::Done`] |
-//! | 301, 302, 304 | unknown; [`Verdict::Done`] for safe methods, or marked as a replay |
+//! | 301, 302, 304 | unknown; [`Verdict::Done`] for safe methods |
 //! | other 3xx | turned away |
 //! | marked as a replay (`Idempotent-Replayed: true`) | final: 4xx [`Verdict::Refused`], 5xx [`Verdict::Failed`] |
 //! | problem member `retry` = `same-key` | again |
-//! | … `new-key`, `fix-request` | turned away, with that [`Advice`] |
+//! | … `new-key`, `fix-request` | [`Verdict::Refused`] with that [`Advice`]; turned away if the status is one of those below |
 //! | … `stop`, with `outcome-unknown` | [`Why::Unknown`] |
 //! | … `stop`, with `replay-unavailable` | [`Verdict::Processed`] |
 //! | … `stop`, else | 4xx refused, 5xx unknown |
-//! | an error that names a request in progress, a key of another request, an unknown outcome | again, turned away, unknown |
+//! | an error that names a request in progress, a key of another request, an unknown outcome | again, refused, unknown |
 //! | `Stripe-Should-Retry` | again, or as `stop` |
 //! | 408, 425, 429, 502, 503, 504 | again |
-//! | 409 that names no kind of conflict | again: it may be in progress. One that names another kind is refused |
-//! | 401, 403, 404, 405, 407, 411, 413, 414, 415, 417, 421, 426, 431, 501, 505, 511 | turned away |
+//! | 409 and 423 that name no kind of conflict | again: it may be in progress. One that names another kind is refused |
+//! | 401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511 | turned away |
 //! | other 4xx | [`Verdict::Refused`] |
 //! | other 5xx | as [`ServerErrors`] says; again by default |
 //!
-//! *Turned away* is a refusal that was given before the operation. It is definite, unless an earlier attempt may have taken
-//! effect: a 401 after a time-out does not say that nobody was charged. Then it is [`Why::TurnedAway`].
+//! *Turned away* ([`Verdict::TurnedAway`]) is about the way to the operation and not about the operation: nothing took effect,
+//! and the same intent can be sent under the same key when that is mended.
+//!
+//! **After an attempt that may have taken effect, no refusal is definite** unless it is marked as the answer to the key: a 401
+//! after a time-out does not say that nobody was charged, and neither does a 422 with which a service refuses a duplicate of a
+//! request that still runs. A refusal by the operation is asked about again under the same key, because a service that marks
+//! replays then marks it; if it stays unmarked, and with a refusal before the operation, the intent ends as
+//! [`Why::TurnedAway`].
 //!
 //! # When it sends again, and when it stops
 //! [`RetryPolicy`] has the limits; all hold together. Pauses have full jitter. `Retry-After`, in seconds or as a date, is a
 //! minimum; one that is longer than is waited for ends the sending with [`Unfinished::come_back_at`]. A [`RetryBudget`]
 //! that all intents of a client share stops retries, and not first attempts, while most of them fail.
 //!
-//! Never again goes what nothing protects: a `POST` or `PATCH` without a key. For services that know no keys there is
+//! A `POST` or `PATCH` without a key is never sent again, because nothing protects it. For services that know no keys there is
 //! [`Api::Plain`], which repeats only what was certainly not processed.
 //!
 //! # Where it ends
@@ -100,6 +106,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod answers;
 mod backoff;
 mod budget;
 mod client;

@@ -59,9 +59,10 @@ pub enum Why {
     /// It may have taken effect, and sending it again brings no certainty: the service says so (`outcome-unknown`), or
     /// nothing protects the request from taking effect twice. Somebody has to find out.
     Unknown,
-    /// The last attempt was turned away before the operation (401, 403, 404, …), or for what an earlier one may have done
-    /// (409, 410, 412; any refusal of a `PUT` or `DELETE`), and an earlier one may have taken effect. The same intent can be
-    /// sent again when the way is free, such as with new credentials.
+    /// The last attempt was refused, or turned away before the operation, without a mark that this is the answer to the key;
+    /// and an earlier attempt may have taken effect, or may be under way. A refusal then says nothing of that one: many
+    /// services refuse a duplicate of a request that still runs with a 4xx of their own. The same intent can be sent again,
+    /// later or when what turned it away is mended.
     TurnedAway,
     /// It was sent as often as it may be.
     Attempts,
@@ -86,6 +87,9 @@ pub enum Why {
     /// What the journal has under this key is another request or cannot be read, or the intent that this one replaces has
     /// no definite answer. Nothing was sent by this call, and somebody has to look.
     JournalConflict,
+    /// The journal has the intent as done, and its key is older than the service promises to know it: sent again, it could
+    /// take effect once more. Nothing was sent by this call. The answer of that time is not in the journal.
+    DoneBefore,
 }
 
 impl Unfinished {
@@ -142,7 +146,9 @@ impl Unfinished {
             Why::TurnedAway => true, // with other credentials, or another way there
             Why::AnswerTooLarge => true, // with a higher limit
             Why::Body => true,       // with the body from its beginning
-            Why::Unknown | Why::KeyLifetime | Why::Unsendable | Why::JournalConflict => false,
+            Why::Unknown | Why::KeyLifetime | Why::Unsendable | Why::JournalConflict | Why::DoneBefore => {
+                false
+            }
         }
     }
 
@@ -178,7 +184,7 @@ impl fmt::Display for Unfinished {
             Why::Unknown => {
                 "it is not known whether the request took effect, and sending it again does not tell"
             }
-            Why::TurnedAway => "turned away, while an earlier attempt has no definite answer",
+            Why::TurnedAway => "refused, while an earlier attempt has no definite answer",
             Why::Attempts => "no definite answer after as many attempts as are allowed",
             Why::Deadline => "no definite answer within the deadline",
             Why::Budget => "no definite answer, and too many retries fail to go on",
@@ -190,15 +196,16 @@ impl fmt::Display for Unfinished {
             Why::Journal => "the journal did not take the intent down, so it was not sent",
             Why::InFlight => "somebody else is sending it just now",
             Why::JournalConflict => "the journal has something else under this key, so it was not sent",
+            Why::DoneBefore => "it was done before, and to send it again could do it once more",
         })?;
         write!(f, " (attempts: {}", inner.attempts)?;
         if let Some(response) = &inner.response {
             write!(f, ", last status: {}", response.status().as_u16())?;
         }
-        f.write_str(if inner.may_have_taken_effect {
-            "; it may have taken effect)"
-        } else {
-            "; it took no effect)"
+        f.write_str(match inner.why {
+            Why::DoneBefore => "; it took effect)",
+            _ if inner.may_have_taken_effect => "; it may have taken effect)",
+            _ => "; it took no effect)",
         })
     }
 }

@@ -79,8 +79,8 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
 /// Sends what comes by until there is a definite answer.
 ///
 /// What a request's key is, it is told by the request: by its header field, or by a [`Key`] among the extensions
-/// (`RequestBuilder::with_extension`). A `POST` or `PATCH` without one goes by once, and what comes back is handed on as it
-/// is.
+/// (`RequestBuilder::with_extension`). A request without one goes by once, and its answer is handed on as it streams,
+/// unless [`with_keyless_retries`](Self::with_keyless_retries) says otherwise.
 ///
 /// A definite answer has a [`Report`](crate::Report) among its extensions. Everything else is an error in which
 /// [`unfinished`] finds the [`Unfinished`]; the last answer, such as a 503, is in there.

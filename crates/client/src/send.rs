@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use http::{HeaderMap, Method, Response, StatusCode};
+use http::{Method, Response};
 use http_body::Body;
 use oncegate_core::{Clock, Timestamp};
 use tokio::time::{Instant, sleep, timeout};
@@ -18,7 +18,7 @@ use crate::policy::RetryPolicy;
 use crate::received::Received;
 use crate::report::{Report, Unfinished, Why};
 use crate::retry_after::retry_after;
-use crate::verdict::{Doubt, Meaning, Standing, Verdict, judge};
+use crate::verdict::{Asked, Doubt, Meaning, Standing, Verdict, judge};
 
 /// How one request is sent, once or several times.
 pub(crate) trait Tries: Send {
@@ -45,20 +45,8 @@ pub(crate) struct Ask {
     pub(crate) created_at: Option<Timestamp>,
     /// How long its key is good, where that is less than the policy says.
     pub(crate) key_lifetime: Option<Duration>,
-}
-
-impl Ask {
-    /// Whether what an earlier attempt did may be why this one is refused: 410 after it deleted, 412 after it changed, 409 after
-    /// it made what is there now. A replay is the answer of that attempt itself. Services that honour keys may look at none where
-    /// the method repeats by itself, as Oncegate does where it is not told otherwise; and some that know a key refuse what they
-    /// did under it, in place of answering again.
-    fn may_refuse_for_what_it_did(&self, status: StatusCode, headers: &HeaderMap) -> bool {
-        match self.standing {
-            Standing::Safe => false,
-            Standing::Keyed if hint::is_replay(headers) => false,
-            _ => is_repeatable(&self.method) || matches!(status.as_u16(), 409 | 410 | 412),
-        }
-    }
+    /// The journal has it as done.
+    pub(crate) done_before: bool,
 }
 
 /// How far the clocks of two processes may differ before nothing is told of the age of a key.
@@ -125,7 +113,8 @@ impl Shared {
         let mut attempts = 0;
         let mut paid = None;
         if doubt && self.is_too_old(ask, created_at) {
-            return Err(Unfinished::new(Why::KeyLifetime, attempts, doubt));
+            let why = if ask.done_before { Why::DoneBefore } else { Why::KeyLifetime };
+            return Err(Unfinished::new(why, attempts, doubt));
         }
         loop {
             attempts += 1;
@@ -150,7 +139,9 @@ impl Shared {
                     ..Step::of(Meaning::Again(Doubt::May))
                 },
             };
-            doubt |= !matches!(step.meaning, Meaning::Again(Doubt::None) | Meaning::TurnedAway(_));
+            // Refusals that leave a doubt had one before them.
+            doubt |=
+                matches!(step.meaning, Meaning::Again(Doubt::May | Doubt::InProgress) | Meaning::Unknown);
             let why = match self.next(ask, tries, &step, attempts, doubt, deadline, &mut backoff) {
                 Ok(pause) if !self.expires(ask, created_at, doubt, pause) => {
                     match self.budget.take(step.pressure) {
@@ -196,9 +187,12 @@ impl Shared {
         match step.meaning {
             _ if step.unsendable => return Err(Why::Unsendable),
             Meaning::Unknown => return Err(Why::Unknown),
-            Meaning::TurnedAway(_) => return Err(Why::TurnedAway),
+            Meaning::TurnedAway => return Err(Why::TurnedAway),
             // Twice could be twice too many.
             _ if ask.standing == Standing::Once && doubt => return Err(Why::Unknown),
+            Meaning::Contested if !tries.can_send_again() || attempts >= policy.attempts => {
+                return Err(Why::TurnedAway);
+            }
             _ if !tries.can_send_again() => return Err(Why::Body),
             _ if attempts >= policy.attempts => return Err(Why::Attempts),
             _ => {}
@@ -244,30 +238,26 @@ impl Shared {
             }
         };
         let whole = body.whole().cloned().unwrap_or_default();
-        let mut meaning = judge(ask.standing, self.policy.server_errors, head.status, &head.headers, &whole);
-        if doubt
-            && ask.may_refuse_for_what_it_did(head.status, &head.headers)
-            && let Meaning::Definite(Verdict::Refused(advice)) = meaning
-        {
-            meaning = Meaning::TurnedAway(advice);
-        }
+        let asked =
+            Asked { standing: ask.standing, server_errors: self.policy.server_errors, in_doubt: doubt };
+        let mut meaning = judge(asked, head.status, &head.headers, &whole);
         if head.extensions.get::<Elsewhere>().is_some() && meaning != Meaning::Definite(Verdict::Done) {
             // It is the answer of another address to another request. What came of this one, its key tells.
             meaning = Meaning::Again(Doubt::May);
         }
         let verdict = match meaning {
             Meaning::Definite(verdict) => verdict,
-            Meaning::TurnedAway(advice) if !doubt => Verdict::Refused(advice),
             _ => {
                 let pressure = match meaning {
-                    Meaning::Again(Doubt::InProgress) => Pressure::None,
+                    // It works, on this very request.
+                    Meaning::Again(Doubt::InProgress) | Meaning::Contested => Pressure::None,
                     _ => Pressure::Failure,
                 };
                 let response = Some(Response::from_parts(head, whole));
                 return Attempted::Open(Step { pressure, retry_after: after, response, ..Step::of(meaning) });
             }
         };
-        let replayed = ask.standing == Standing::Keyed && hint::is_replay(&head.headers);
+        let replayed = ask.standing == Standing::Keyed && hint::is_replay(head.status, &head.headers);
         Attempted::Definite(Response::from_parts(head, body), Report { verdict, attempts, replayed })
     }
 

@@ -1,7 +1,8 @@
 //! Over any Tower service of HTTP requests: a [layer](IntentLayer), and a [transport](Over) for [`Client`](crate::Client).
 //!
 //! What a request's key is, the layer is told by the request: by its header field, or by a [`Key`] among its
-//! extensions. A `POST` or `PATCH` without one goes by once, and what comes back is handed on as it is.
+//! extensions. A request without one goes by once, and its answer is handed on as it streams, unless
+//! [`IntentLayer::with_keyless_retries`] says otherwise.
 //!
 //! ```
 //! use std::convert::Infallible;

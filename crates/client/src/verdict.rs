@@ -1,13 +1,15 @@
-//! What an answer means: one table.
+//! The meaning of an answer: one table.
 
 use std::fmt;
 
 use http::{HeaderMap, StatusCode};
 
-use crate::hint::{self, Kind};
+use crate::answers::Says;
+use crate::hint;
 use crate::policy::ServerErrors;
 
-/// What a definite answer says. None of these changes when the same request is sent again under the same key.
+/// What a definite answer says. None of these but [`TurnedAway`](Self::TurnedAway) changes when the same request is sent
+/// again under the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verdict {
@@ -15,6 +17,10 @@ pub enum Verdict {
     Done,
     /// The service did not do it, and says what the caller may do.
     Refused(Advice),
+    /// The request was turned away before the operation, and nothing took effect: credentials (401, 403, 407), an address or
+    /// a method that is not there (404, 405, 421), a limit on the way (411, 413, 417, 431), a version (426, 505), a gateway
+    /// (501, 511), another address (300, 305 to 308). When that is mended, the same intent can be sent under the same key.
+    TurnedAway,
     /// The service failed, and this is the answer that it keeps. It does not say what took effect before it failed.
     Failed,
     /// It was processed, and the answer of that time cannot be given again: `replay-unavailable`.
@@ -38,20 +44,24 @@ impl fmt::Display for Verdict {
         f.write_str(match self {
             Self::Done => "done",
             Self::Refused(_) => "refused",
+            Self::TurnedAway => "turned away",
             Self::Failed => "failed",
             Self::Processed => "processed",
         })
     }
 }
 
-/// What to make of one answer.
+/// The meaning of one answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
     /// It is definite.
     Definite(Verdict),
-    /// This attempt was turned away before the operation. Definite, unless an earlier attempt may have taken effect: of that
-    /// one it says nothing.
-    TurnedAway(Advice),
+    /// This attempt was turned away or refused. An earlier attempt may have taken effect, and this answer says nothing of
+    /// that one. To ask again brings the same.
+    TurnedAway,
+    /// This attempt was refused by the operation. An earlier attempt may have taken effect or be under way, and the refusal
+    /// may be because of it. To ask again under the same key may bring its answer.
+    Contested,
     /// The same request under the same key may bring more.
     Again(Doubt),
     /// Nobody knows, and asking again does not help.
@@ -82,84 +92,125 @@ pub(crate) enum Standing {
     Once,
 }
 
-/// What this answer means. The only place where a status is judged.
-pub(crate) fn judge(
-    standing: Standing,
-    server_errors: ServerErrors,
-    status: StatusCode,
-    headers: &HeaderMap,
-    body: &[u8],
-) -> Meaning {
-    use Meaning::{Again, Definite, TurnedAway};
-    use Verdict::{Done, Failed, Refused};
+/// What is known of a request when its answer comes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked {
+    pub(crate) standing: Standing,
+    pub(crate) server_errors: ServerErrors,
+    /// Whether an earlier attempt may have taken effect.
+    pub(crate) in_doubt: bool,
+}
+
+/// The meaning of an answer by itself, as if it were the first one.
+enum Reading {
+    /// It does not depend on what was before.
+    Plain(Meaning),
+    /// The operation refused the request, and nothing says that this is its final answer.
+    Refused(Advice),
+    /// The request was turned away or refused before the operation.
+    Before(Verdict),
+}
+
+/// The meaning of this answer. The only place where a status is judged.
+pub(crate) fn judge(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Meaning {
+    // What is safe has no effect that a refusal could be silent about.
+    let in_doubt = asked.in_doubt && asked.standing != Standing::Safe;
+    match read(asked, status, headers, body) {
+        Reading::Plain(meaning) => meaning,
+        Reading::Refused(advice) if !in_doubt => Meaning::Definite(Verdict::Refused(advice)),
+        // A service that marks replays marks this one when it is asked again, and one that is still at work has its answer
+        // then. Without a key there is nothing to ask again under.
+        Reading::Refused(_) if asked.standing == Standing::Keyed => Meaning::Contested,
+        Reading::Before(verdict) if !in_doubt => Meaning::Definite(verdict),
+        Reading::Refused(_) | Reading::Before(_) => Meaning::TurnedAway,
+    }
+}
+
+fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Reading {
+    use Meaning::{Again, Definite};
+    use Reading::{Before, Plain, Refused};
+    use Verdict::{Done, Failed};
+    let Asked { standing, server_errors, .. } = asked;
     let code = status.as_u16();
     let keyed = standing == Standing::Keyed;
     match code {
-        100..=299 | 303 => return Definite(Done),
-        301 | 302 | 304 if standing == Standing::Safe => return Definite(Done),
-        // After it was done, as old services say it; or in place of it: another scheme, another host, a page to sign in. A replay
-        // says that it was the first answer, and not which of the two it was.
-        301 | 302 | 304 => return Meaning::Unknown,
-        300 | 305..=399 => return TurnedAway(Advice::FixRequest),
+        100..=299 | 303 => return Plain(Definite(Done)),
+        301 | 302 | 304 if standing == Standing::Safe => return Plain(Definite(Done)),
+        // Old services say it after they did it, and gateways instead of it: another scheme, another host, a page to sign in.
+        // A replay says that it was the first answer, and not which of the two it was.
+        301 | 302 | 304 => return Plain(Meaning::Unknown),
+        300 | 305..=399 => return Before(Verdict::TurnedAway),
         _ => {}
     }
-    if keyed && hint::is_replay(headers) {
+    let hint = hint::read(status, headers, body);
+    match hint.says {
         // Whatever it says: every further attempt would get the same.
-        return Definite(if code < 500 { Refused(Advice::FixRequest) } else { Failed });
+        Some(Says::Replayed) if keyed && code >= 500 => return Plain(Definite(Failed)),
+        Some(Says::Replayed) if keyed => return Plain(Definite(Verdict::Refused(Advice::FixRequest))),
+        Some(Says::Accepted) if keyed && code < 500 => {
+            return Plain(Definite(Verdict::Refused(Advice::FixRequest)));
+        }
+        _ => {}
     }
-    let problem = hint::problem(headers, body);
-    let doubt = match (problem.kind, code) {
+    let doubt = match (hint.says, code) {
         // Also with a 429: this attempt did nothing, and the one that it speaks of may.
-        (Kind::InProgress, _) => Doubt::InProgress,
-        (Kind::NotExecuted, _) | (_, 425 | 429) => Doubt::None,
+        (Some(Says::InProgress), _) => Doubt::InProgress,
+        (Some(Says::NotExecuted), _) | (_, 425 | 429) => Doubt::None,
         _ => Doubt::May,
     };
-    match problem.retry {
-        Some(Ok(())) => return Again(doubt),
+    match hint.retry {
+        Some(Ok(())) => return Plain(Again(doubt)),
         Some(Err(Advice::Stop)) => {
-            return match problem.kind {
-                Kind::ReplayUnavailable => Definite(Verdict::Processed),
-                Kind::ScopeUnavailable => TurnedAway(Advice::Stop),
-                Kind::OutcomeUnknown => Meaning::Unknown,
-                _ if code >= 500 => Meaning::Unknown,
-                _ => Definite(Refused(Advice::Stop)),
+            return match hint.says {
+                Some(Says::ReplayUnavailable) => Plain(Definite(Verdict::Processed)),
+                Some(Says::ScopeUnavailable) => Before(Verdict::TurnedAway),
+                Some(Says::OutcomeUnknown) => Plain(Meaning::Unknown),
+                _ if code >= 500 => Plain(Meaning::Unknown),
+                // It does not want to be asked again.
+                _ => Before(Verdict::Refused(Advice::Stop)),
             };
         }
-        Some(Err(advice)) => return TurnedAway(advice),
+        Some(Err(_)) if is_about_the_way(code) => return Before(Verdict::TurnedAway),
+        Some(Err(advice)) => return Before(Verdict::Refused(advice)),
         None => {}
     }
-    match problem.kind {
-        Kind::InProgress if keyed => return Again(Doubt::InProgress),
-        Kind::ReplayUnavailable if keyed => return Definite(Verdict::Processed),
-        Kind::KeyReused if keyed && code < 500 => return TurnedAway(Advice::NewKey),
-        Kind::OutcomeUnknown => return Meaning::Unknown,
+    match hint.says {
+        Some(Says::InProgress | Says::Again) if keyed => return Plain(Again(doubt)),
+        Some(Says::ReplayUnavailable) if keyed => return Plain(Definite(Verdict::Processed)),
+        Some(Says::KeyReused) if keyed && code < 500 => return Before(Verdict::Refused(Advice::NewKey)),
+        Some(Says::OutcomeUnknown) => return Plain(Meaning::Unknown),
         _ => {}
     }
     match hint::should_retry(headers) {
-        Some(true) => return Again(doubt),
-        Some(false) if code < 500 => return Definite(Refused(Advice::Stop)),
-        Some(false) if server_errors != ServerErrors::Final => return Meaning::Unknown,
-        Some(false) => return Definite(Failed),
+        Some(true) => return Plain(Again(doubt)),
+        Some(false) if is_about_the_way(code) => return Before(Verdict::TurnedAway),
+        Some(false) if code < 500 => return Refused(Advice::Stop),
+        Some(false) if server_errors != ServerErrors::Final => return Plain(Meaning::Unknown),
+        Some(false) => return Plain(Definite(Failed)),
         None => {}
     }
     match code {
-        408 => Again(Doubt::May),
-        // Without a name, a 409 under a key may be a request in progress, and who is told of a refusal takes a new key.
-        409 if keyed && problem.kind == Kind::Unnamed => Again(Doubt::InProgress),
-        425 | 429 => Again(Doubt::None),
-        // About the way to the operation, and not about the operation.
-        401 | 403 | 404 | 405 | 407 | 411 | 413 | 414 | 415 | 417 | 421 | 426 | 431 => {
-            TurnedAway(Advice::FixRequest)
-        }
-        400..=499 => Definite(Refused(Advice::FixRequest)),
-        501 | 505 | 511 => TurnedAway(Advice::FixRequest),
-        502..=504 => Again(doubt),
-        _ => match (standing, server_errors) {
+        408 => Plain(Again(Doubt::May)),
+        // Without a name, a conflict or a lock under a key may be a request in progress, and a caller that is told of a
+        // refusal takes a new key.
+        409 | 423 if keyed && !hint.is_named => Plain(Again(Doubt::InProgress)),
+        425 | 429 => Plain(Again(Doubt::None)),
+        _ if is_about_the_way(code) => Before(Verdict::TurnedAway),
+        // The request itself is malformed: its target, its media type.
+        414 | 415 => Before(Verdict::Refused(Advice::FixRequest)),
+        400..=499 => Refused(Advice::FixRequest),
+        502..=504 => Plain(Again(doubt)),
+        _ => Plain(match (standing, server_errors) {
             (_, ServerErrors::Final) => Definite(Failed),
             (Standing::Once, _) | (_, ServerErrors::Unknown) => Meaning::Unknown,
             (_, ServerErrors::Again) => Again(doubt),
-        },
+        }),
     }
+}
+
+/// Statuses about the way to the operation and not about the operation: credentials, routes, gateways, versions, limits.
+const fn is_about_the_way(code: u16) -> bool {
+    matches!(code, 401 | 403 | 404 | 405 | 407 | 411 | 413 | 417 | 421 | 426 | 431 | 501 | 505 | 511)
 }
 
 #[cfg(test)]
@@ -168,9 +219,9 @@ mod tests {
 
     use super::*;
     use Doubt::InProgress;
-    use Meaning::{Again, Definite, TurnedAway, Unknown};
+    use Meaning::{Again, Contested, Definite, Unknown};
     use Standing::{Keyed, Once, Repeatable, Safe};
-    use Verdict::{Done, Failed, Processed, Refused};
+    use Verdict::{Done, Failed, Processed, Refused, TurnedAway};
 
     const STANDINGS: [Standing; 4] = [Keyed, Safe, Repeatable, Once];
     const POLICIES: [ServerErrors; 3] = [ServerErrors::Again, ServerErrors::Final, ServerErrors::Unknown];
@@ -185,38 +236,105 @@ mod tests {
         headers
     }
 
+    const FIRST: Asked = Asked { standing: Keyed, server_errors: ServerErrors::Again, in_doubt: false };
+
     fn meaning(standing: Standing, status: u16, headers: &HeaderMap, body: &str) -> Meaning {
         let status = StatusCode::from_u16(status).unwrap();
-        judge(standing, ServerErrors::Again, status, headers, body.as_bytes())
+        judge(Asked { standing, ..FIRST }, status, headers, body.as_bytes())
+    }
+
+    fn meaning_in_doubt(status: u16, headers: &HeaderMap, body: &str) -> Meaning {
+        let status = StatusCode::from_u16(status).unwrap();
+        judge(Asked { in_doubt: true, ..FIRST }, status, headers, body.as_bytes())
     }
 
     /// The statuses of an answer that says nothing else, in words that the code does not share.
     #[test]
     fn the_table_of_bare_statuses() {
-        let turned_away = [401, 403, 404, 405, 407, 411, 413, 414, 415, 417, 421, 426, 431, 501, 505, 511];
+        let turned_away = [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511];
         for status in 100..=999 {
             for standing in STANDINGS {
-                for policy in POLICIES {
+                for server_errors in POLICIES {
                     let expected = match status {
                         100..300 | 303 => Definite(Done),
                         301 | 302 | 304 if standing == Safe => Definite(Done),
                         301 | 302 | 304 => Unknown,
-                        300..400 => TurnedAway(FIX),
+                        300..400 => Definite(TurnedAway),
                         425 | 429 => Again(Doubt::None),
                         408 | 502 | 503 | 504 => Again(Doubt::May),
-                        409 if standing == Keyed => Again(InProgress),
-                        _ if turned_away.contains(&status) => TurnedAway(FIX),
+                        409 | 423 if standing == Keyed => Again(InProgress),
+                        _ if turned_away.contains(&status) => Definite(TurnedAway),
                         400..500 => Definite(Refused(FIX)),
-                        _ if policy == ServerErrors::Final => Definite(Failed),
-                        _ if policy == ServerErrors::Unknown || standing == Once => Unknown,
+                        _ if server_errors == ServerErrors::Final => Definite(Failed),
+                        _ if server_errors == ServerErrors::Unknown || standing == Once => Unknown,
                         _ => Again(Doubt::May),
                     };
                     let code = StatusCode::from_u16(status).unwrap();
-                    let judged = judge(standing, policy, code, &HeaderMap::new(), b"");
-                    assert_eq!(judged, expected, "{status} {standing:?} {policy:?}");
+                    let asked = Asked { standing, server_errors, in_doubt: false };
+                    assert_eq!(judge(asked, code, &HeaderMap::new(), b""), expected, "{status} {asked:?}");
                 }
             }
         }
+    }
+
+    /// After an attempt that may have taken effect, a refusal that is not marked as the answer to the key is never definite.
+    #[test]
+    fn in_doubt_no_unmarked_refusal_is_definite() {
+        let bodies = [
+            "",
+            r#"{"code":"insufficient_funds"}"#,
+            r#"{"type":"https://shop.example/problems/name-taken"}"#,
+            r#"{"error":{"code":"version_conflict"}}"#,
+            r#"{"name":"DUPLICATE_REQUEST_ID"}"#,
+            r#"{"retry":"stop"}"#,
+            r#"{"retry":"fix-request"}"#,
+            r#"{"retry":"new-key"}"#,
+        ];
+        let fields: [&[(&str, &str)]; 4] = [
+            &[],
+            &[("stripe-should-retry", "false")],
+            &[("transient-error", "false")],
+            &[("idempotent-replayed", "false")],
+        ];
+        for status in (300..=599).filter(|status| ![301, 302, 303, 304].contains(status)) {
+            for standing in [Keyed, Repeatable, Once] {
+                for (body, fields) in bodies.iter().flat_map(|body| fields.map(|fields| (body, fields))) {
+                    let asked = Asked { standing, in_doubt: true, ..FIRST };
+                    let code = StatusCode::from_u16(status).unwrap();
+                    let judged = judge(asked, code, &json(fields), body.as_bytes());
+                    assert!(!matches!(judged, Definite(_)), "{status} {standing:?} {body}: {judged:?}");
+                }
+            }
+            let code = StatusCode::from_u16(status).unwrap();
+            let safe = Asked { standing: Safe, in_doubt: true, ..FIRST };
+            let first = Asked { standing: Safe, ..FIRST };
+            let judged = judge(safe, code, &HeaderMap::new(), b"");
+            assert_eq!(judged, judge(first, code, &HeaderMap::new(), b""), "{status}: it has no effect");
+        }
+        // The operation's own refusal is asked about again; what was turned away before the operation is not.
+        for status in [400, 402, 410, 412, 422, 451] {
+            assert_eq!(meaning_in_doubt(status, &HeaderMap::new(), ""), Contested, "{status}");
+        }
+        for status in [401, 403, 404, 413, 414, 415, 501] {
+            assert_eq!(meaning_in_doubt(status, &HeaderMap::new(), ""), Meaning::TurnedAway, "{status}");
+        }
+        let stop = r#"{"retry":"stop"}"#;
+        assert_eq!(
+            meaning_in_doubt(402, &json(&[]), stop),
+            Meaning::TurnedAway,
+            "it does not want to be asked"
+        );
+        // Marked as the answer to the key, it is definite.
+        for mark in [
+            ("idempotent-replayed", "true"),
+            ("idempotency-replay", "TRUE"),
+            ("repeatability-result", "Accepted"),
+        ] {
+            assert_eq!(meaning_in_doubt(402, &json(&[mark]), ""), Definite(Refused(FIX)), "{mark:?}");
+        }
+        let stamp = json(&[("x-gcs-idempotence-request-timestamp", "1763762400000")]);
+        assert_eq!(meaning_in_doubt(402, &stamp, ""), Definite(Refused(FIX)));
+        assert_eq!(meaning_in_doubt(409, &stamp, ""), Again(InProgress));
     }
 
     #[test]
@@ -227,7 +345,7 @@ mod tests {
                 let judged = meaning(Keyed, status, &headers, r#"{"retry":"same-key"}"#);
                 match (status, judged) {
                     (100..300 | 303, Definite(Done)) | (301 | 302 | 304, Unknown) => {}
-                    (300..400, TurnedAway(_))
+                    (300..400, Definite(TurnedAway))
                     | (400..500, Definite(Refused(_)))
                     | (500.., Definite(Failed)) => {}
                     (status, judged) => panic!("{status}: {judged:?}"),
@@ -246,8 +364,11 @@ mod tests {
             for headers in [&plain, &should] {
                 let told = |word: &str| meaning(Keyed, status, headers, &format!(r#"{{"retry":"{word}"}}"#));
                 assert!(matches!(told("same-key"), Again(_)), "{status}");
-                assert_eq!(told("new-key"), TurnedAway(Advice::NewKey), "{status}");
-                assert_eq!(told("fix-request"), TurnedAway(FIX), "{status}");
+                let is_about_the_way =
+                    [401, 403, 404, 405, 407, 411, 413, 417, 421, 426, 431, 501, 505, 511].contains(&status);
+                let refused = |advice| if is_about_the_way { TurnedAway } else { Refused(advice) };
+                assert_eq!(told("new-key"), Definite(refused(Advice::NewKey)), "{status}");
+                assert_eq!(told("fix-request"), Definite(refused(FIX)), "{status}");
                 let stop = if status < 500 { Definite(Refused(Advice::Stop)) } else { Unknown };
                 assert_eq!(told("stop"), stop, "{status}");
             }
@@ -269,14 +390,14 @@ mod tests {
     #[test]
     fn the_problems_of_oncegate() {
         let table = [
-            ("key-missing", 400, "fix-request", TurnedAway(FIX)),
-            ("key-invalid", 400, "fix-request", TurnedAway(FIX)),
-            ("request-too-large", 413, "fix-request", TurnedAway(FIX)),
+            ("key-missing", 400, "fix-request", Definite(Refused(FIX))),
+            ("key-invalid", 400, "fix-request", Definite(Refused(FIX))),
+            ("request-too-large", 413, "fix-request", Definite(TurnedAway)),
             ("request-incomplete", 400, "same-key", Again(Doubt::None)),
             ("overloaded", 503, "same-key", Again(Doubt::None)),
-            ("scope-unavailable", 500, "stop", TurnedAway(Advice::Stop)),
+            ("scope-unavailable", 500, "stop", Definite(TurnedAway)),
             ("store-unavailable", 503, "same-key", Again(Doubt::None)),
-            ("key-reused", 422, "new-key", TurnedAway(Advice::NewKey)),
+            ("key-reused", 422, "new-key", Definite(Refused(Advice::NewKey))),
             ("request-in-progress", 409, "same-key", Again(InProgress)),
             ("request-in-progress", 504, "same-key", Again(InProgress)),
             ("request-in-progress", 429, "same-key", Again(InProgress)),
@@ -287,8 +408,8 @@ mod tests {
             ("handler-failed", 500, "same-key", Again(Doubt::May)),
             ("upstream-unreachable", 502, "same-key", Again(Doubt::None)),
             ("upstream-unanswered", 502, "unprotected", Again(Doubt::May)),
-            ("request-malformed", 400, "fix-request", TurnedAway(FIX)),
-            ("request-unsupported", 501, "fix-request", TurnedAway(FIX)),
+            ("request-malformed", 400, "fix-request", Definite(Refused(FIX))),
+            ("request-unsupported", 501, "fix-request", Definite(TurnedAway)),
         ];
         for (name, status, retry, expected) in table {
             let body =
@@ -315,21 +436,74 @@ mod tests {
             (409, r#"{"type":"about:blank","title":"Conflict"}"#, Again(InProgress)),
             (429, r#"{"code":"idempotency_key_in_use"}"#, Again(InProgress)),
             (429, r#"{"code":"rate_limit"}"#, Again(Doubt::None)),
+            (423, "", Again(InProgress)),
+            (422, r#"{"status":422,"errorCode":"704","errorType":"validation"}"#, Again(InProgress)),
+            (422, r#"{"status":422,"errorCode":704}"#, Again(InProgress)),
+            (
+                422,
+                r#"{"name":"UNPROCESSABLE_ENTITY","details":[{"issue":"X"},{"issue":"PREVIOUS_REQUEST_IN_PROGRESS"}]}"#,
+                Again(InProgress),
+            ),
+            (
+                400,
+                r#"{"message":[{"errorName":"REQUEST_WITH_SAME_IDEMPOTENCY_KEY_ALREADY_IN_PROGRESS","code":"60102"}]}"#,
+                Again(InProgress),
+            ),
+            (
+                409,
+                r#"{"type":"https://developers.sinch.com/docs/errors/registry/idempotency-conflict"}"#,
+                Again(InProgress),
+            ),
             // Another kind of conflict is a refusal.
+            (423, r#"{"code":"account_locked"}"#, Definite(Refused(FIX))),
+            (422, r#"{"errorCode":"905"}"#, Definite(Refused(FIX))),
+            (422, r#"{"errorCode":["704"]}"#, Definite(Refused(FIX))),
             (409, r#"{"type":"https://shop.example/problems/name-taken"}"#, Definite(Refused(FIX))),
             (409, r#"{"error":{"code":"version_conflict"}}"#, Definite(Refused(FIX))),
             // What ours says of the execution, others may say of anything.
             (503, r#"{"code":"overloaded"}"#, Again(Doubt::May)),
             (503, r#"{"type":"https://shop.example/problems/overloaded"}"#, Again(Doubt::May)),
             (503, r#"{"type":"urn:oncegate:problem:overloaded"}"#, Again(Doubt::None)),
-            (400, r#"{"error":{"type":"idempotency_error"}}"#, TurnedAway(Advice::NewKey)),
-            (422, r#"{"code":"idempotency_conflict"}"#, TurnedAway(Advice::NewKey)),
-            (409, r#"{"type":"idempotency_key_already_used_error"}"#, TurnedAway(Advice::NewKey)),
+            (400, r#"{"error":{"type":"idempotency_error"}}"#, Definite(Refused(Advice::NewKey))),
+            (422, r#"{"code":"idempotency_conflict"}"#, Definite(Refused(Advice::NewKey))),
+            (409, r#"{"type":"idempotency_key_already_used_error"}"#, Definite(Refused(Advice::NewKey))),
+            (422, r#"{"name":"DUPLICATE_REQUEST_ID"}"#, Definite(Refused(Advice::NewKey))),
+            (
+                422,
+                r#"{"name":"UNPROCESSABLE_ENTITY","details":[{"issue":"DUPLICATE_REQUEST_ID"}]}"#,
+                Definite(Refused(Advice::NewKey)),
+            ),
+            (
+                400,
+                r#"{"errors":[{"category":"INVALID_REQUEST_ERROR","code":"IDEMPOTENCY_KEY_REUSED"}]}"#,
+                Definite(Refused(Advice::NewKey)),
+            ),
+            (400, r#"{"__type":"IdempotentParameterMismatchException"}"#, Definite(Refused(Advice::NewKey))),
+            (
+                409,
+                r#"{"error":{"type":"invalid_state","errors":[{"reason":"idempotent_creation_conflict"}]}}"#,
+                Definite(Refused(Advice::NewKey)),
+            ),
+            (
+                400,
+                r#"{"error":{"type":"idempotency_error","code":"idempotency_replay_unavailable"}}"#,
+                Definite(Processed),
+            ),
             (500, r#"{"type":"outcome-unknown"}"#, Unknown),
         ];
         for (status, body, expected) in table {
             assert_eq!(meaning(Keyed, status, &plain, body), expected, "{body}");
         }
+        // Adyen says by a field that the same request may be sent again later.
+        for status in [409, 422, 500] {
+            let transient = json(&[("transient-error", "true")]);
+            assert_eq!(
+                meaning(Keyed, status, &transient, r#"{"errorCode":"901"}"#),
+                Again(Doubt::May),
+                "{status}"
+            );
+        }
+        assert_eq!(meaning(Keyed, 422, &json(&[("transient-error", "false")]), ""), Definite(Refused(FIX)));
         assert_eq!(meaning(Repeatable, 409, &plain, ""), Definite(Refused(FIX)));
     }
 
@@ -338,12 +512,18 @@ mod tests {
         for status in 400..=599 {
             let told = |value: &str| meaning(Keyed, status, &json(&[("stripe-should-retry", value)]), "");
             assert!(matches!(told("true"), Again(_)), "{status}");
-            let stop = if status < 500 { Definite(Refused(Advice::Stop)) } else { Unknown };
+            let bare = meaning(Keyed, status, &HeaderMap::new(), "");
+            let stop = match status {
+                _ if bare == Definite(TurnedAway) => bare,
+                ..500 => Definite(Refused(Advice::Stop)),
+                _ => Unknown,
+            };
             assert_eq!(told("false"), stop, "{status}");
             assert_eq!(told("maybe"), meaning(Keyed, status, &HeaderMap::new(), ""), "{status}");
         }
         let no = json(&[("stripe-should-retry", "false")]);
         let status = StatusCode::INTERNAL_SERVER_ERROR;
-        assert_eq!(judge(Keyed, ServerErrors::Final, status, &no, b""), Definite(Failed));
+        let last = Asked { server_errors: ServerErrors::Final, ..FIRST };
+        assert_eq!(judge(last, status, &no, b""), Definite(Failed));
     }
 }

@@ -143,7 +143,7 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
     for status in 200..=599_u16 {
         let intent = Intent::post(service.url(&format!("/{status}"))).unwrap();
         let sent = client.send(&intent).await;
-        let again = matches!(status, 408 | 409 | 425 | 429 | 500 | 502..=504 | 506..=510 | 512..);
+        let again = matches!(status, 408 | 409 | 423 | 425 | 429 | 500 | 502..=504 | 506..=510 | 512..);
         assert_eq!(
             service.take(),
             vec![Some(intent.key().as_str().to_owned()); 1 + usize::from(again)],
@@ -333,8 +333,42 @@ async fn the_middleware_makes_keys_where_it_was_told_to_and_one_for_each_call() 
     }
     let keys = service.take();
     assert!(keys[0].is_some() && keys[0] == keys[1] && keys[2] == keys[3] && keys[1] != keys[2], "{keys:?}");
-    client.get(service.url("/")).send().await.unwrap();
-    assert_eq!(service.take(), [None, None]);
+    assert_eq!(client.get(service.url("/")).send().await.unwrap().status(), 503);
+    assert_eq!(service.take(), [None]);
+}
+
+/// Events that are sent as they happen: they arrive as they are sent, and are not begun again where they fall silent.
+#[tokio::test]
+async fn an_answer_without_a_key_streams_through_the_middleware_and_is_asked_for_once() {
+    for method in [http::Method::GET, http::Method::HEAD, http::Method::PUT, http::Method::DELETE] {
+        let service = Hostile::new(|_, _| Reply {
+            octets:
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n\
+                      9\r\ndata: 1\n\n\r\n"
+                    .to_vec(),
+            end: End::Hang,
+        })
+        .await;
+        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        let policy = quick().with_attempt_timeout(Duration::from_millis(200));
+        let middleware = IntentMiddleware::new().with_policy(policy);
+        let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
+        let mut response = client.request(method.clone(), service.url("/events")).send().await.unwrap();
+        if method != http::Method::HEAD {
+            assert_eq!(response.chunk().await.unwrap().unwrap(), "data: 1\n\n", "{method}");
+        }
+        assert_eq!(service.take(), [None], "{method}");
+    }
+    // Where that is wanted, what repeats by its method is sent again.
+    let service = Hostile::new(|number, _| answer(if number % 2 == 0 { 503 } else { 200 }, "", "")).await;
+    let again = IntentMiddleware::new().with_keyless_retries();
+    let client = with_middleware(reqwest::Client::builder(), again);
+    for method in [http::Method::GET, http::Method::PUT, http::Method::DELETE] {
+        assert_eq!(client.request(method.clone(), service.url("/")).send().await.unwrap().status(), 200);
+        assert_eq!(service.take(), [None, None], "{method}");
+    }
+    assert_eq!(client.post(service.url("/")).send().await.unwrap().status(), 503);
+    assert_eq!(service.take(), [None]);
 }
 
 #[tokio::test]
@@ -359,7 +393,8 @@ async fn a_redirection_is_an_answer_to_a_question_and_to_nothing_else() {
             let policy = quick().with_api(api);
             let builder = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
             let client = builder.no_proxy().build().unwrap();
-            let middleware = IntentMiddleware::new().with_policy(policy).with_redirects_off();
+            let middleware =
+                IntentMiddleware::new().with_policy(policy).with_redirects_off().with_keyless_retries();
             let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
             let ask = client.get(service.url("/")).header("idempotency-key", "k");
             assert_eq!(ask.send().await.unwrap().status(), status);
@@ -380,7 +415,7 @@ async fn a_redirection_to_nowhere_does_not_make_the_first_request_undone() {
     let location = format!("location: http://{nowhere}/receipt\r\n");
     let service = Hostile::new(move |_, _| answer(303, &location, "")).await;
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let plain = IntentMiddleware::new().with_policy(quick().with_api(Api::Plain));
+    let plain = IntentMiddleware::new().with_policy(quick().with_api(Api::Plain)).with_keyless_retries();
     let client = reqwest_middleware::ClientBuilder::new(client).with(plain).build();
     let error = client.post(service.url("/")).body("5").send().await.unwrap_err();
     let open = unfinished(&error).unwrap();

@@ -26,6 +26,8 @@ use oncegate_core::{Clock, Timestamp};
 #[derive(Clone, Copy)]
 enum Act {
     Answers(u16),
+    /// It answers as it did before.
+    Replays(u16),
     /// It did it, and its answer is lost.
     Loses,
     /// It is not reached.
@@ -70,6 +72,10 @@ impl Transport for Service {
         played.seen.push(request);
         match act {
             Act::Answers(status) => Ok(Response::builder().status(status).body(Full::default()).unwrap()),
+            Act::Replays(status) => {
+                let response = Response::builder().status(status).header("idempotent-replayed", "true");
+                Ok(response.body(Full::default()).unwrap())
+            }
             _ => Err(Failure::new(FailureKind::Doubtful, "lost")),
         }
     }
@@ -86,6 +92,12 @@ fn client(service: &Service, journal: &JournalDir) -> Client<Service> {
 fn payout(number: &str) -> Intent {
     let intent = Intent::post("http://bank.test/payouts").unwrap();
     intent.with_key(Key::derived("payout", [number])).with_json(format!(r#"{{"payout":"{number}"}}"#))
+}
+
+/// How many files there are, but for what is remembered of finished intents.
+fn files(journal: &JournalDir) -> usize {
+    let names = fs::read_dir(journal.path()).unwrap().map(|file| file.unwrap().file_name());
+    names.filter(|name| name != "finished").count()
 }
 
 fn open_journal(dir: &Path) -> JournalDir {
@@ -145,7 +157,7 @@ async fn what_has_no_answer_is_sent_again_oldest_first_as_it_was() {
         assert_eq!((sent.method(), sent.uri()), (before[at].method(), before[at].uri()));
         assert_eq!(sent.body(), before[at].body());
     }
-    assert_eq!(fs::read_dir(journal.path()).unwrap().count(), 0);
+    assert_eq!(files(&journal), 0);
     assert!(ends_are_none(&journal, &service).await);
 }
 
@@ -209,8 +221,14 @@ async fn what_certainly_never_arrived_is_remembered_as_such() {
     let later = client(&service, &journal).with_clock(Arc::new(much_later));
     service.now(Act::Answers(401));
     let answer = later.send(&payout("7")).await.unwrap();
-    assert!(matches!(answer.verdict, Verdict::Refused(_)), "it is the first sending, and refused for good");
-    assert_eq!((service.times(), journal.pending().await.unwrap().len()), (1, 0));
+    assert_eq!(answer.verdict, Verdict::TurnedAway, "it is the first sending");
+    // With another token it takes effect, under the same key.
+    assert!(!journal.pending().await.unwrap()[0].as_ref().unwrap().maybe_sent);
+    service.now(Act::Answers(201));
+    assert_eq!(later.send(&payout("7")).await.unwrap().verdict, Verdict::Done);
+    assert_eq!((service.times(), journal.pending().await.unwrap().len()), (2, 0));
+    let seen = service.seen();
+    assert_eq!(seen[0].headers()["idempotency-key"], seen[1].headers()["idempotency-key"]);
 
     // And once it may have arrived, that is what is remembered, whatever comes after.
     for act in [Act::Away, Act::Loses, Act::Away] {
@@ -296,7 +314,13 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
         .unwrap()
         .with_header("cookie", "session=hush")
         .unwrap()
-        .with_header("x-api-key", marked)
+        .with_header("x-mine", marked)
+        .unwrap()
+        .with_header("x-api-key", "hush-key")
+        .unwrap()
+        .with_header("x-amz-security-token", "hush-token")
+        .unwrap()
+        .with_header("private-token", "hush-private")
         .unwrap()
         .with_header("x-note", "kept")
         .unwrap();
@@ -312,7 +336,7 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
     let NotResumed::Fields(names) = &end else { panic!("{end:?}") };
     assert_eq!(
         names.iter().map(HeaderName::as_str).collect::<Vec<_>>(),
-        ["authorization", "cookie", "x-api-key"]
+        ["authorization", "cookie", "x-mine", "x-api-key", "x-amz-security-token", "private-token"]
     );
     let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
     assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1));
@@ -320,10 +344,19 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
     let brought: HeaderMap = [
         (AUTHORIZATION, HeaderValue::from_static("Bearer hush")),
         (HeaderName::from_static("cookie"), HeaderValue::from_static("session=hush")),
-        (HeaderName::from_static("x-api-key"), HeaderValue::from_static("hush-marked")),
+        (HeaderName::from_static("x-mine"), HeaderValue::from_static("hush-marked")),
+        (HeaderName::from_static("x-api-key"), HeaderValue::from_static("hush-key")),
+        (HeaderName::from_static("x-amz-security-token"), HeaderValue::from_static("hush-token")),
+        (HeaderName::from_static("private-token"), HeaderValue::from_static("hush-private")),
     ]
     .into_iter()
     .collect();
+    let mut other = brought.clone();
+    other.insert("private-token", HeaderValue::from_static("hush-another"));
+    let resume = journal.resume_pending(&client(&service, &journal)).await.unwrap();
+    let end = resume.with_fields(move |_| Ok(other.clone())).next().await.unwrap().unwrap().end;
+    assert!(matches!(end, Err(NotResumed::OtherCredentials)), "{end:?}");
+    assert_eq!(service.times(), 1);
     let resume = journal.resume_pending(&client(&service, &journal)).await.unwrap();
     let mut resume = resume.with_fields(move |_| Ok(brought.clone()));
     assert_eq!(resume.next().await.unwrap().unwrap().end.unwrap().verdict, Verdict::Done);
@@ -395,7 +428,7 @@ async fn what_another_caller_took_up_is_that_callers_from_then_on() {
         let answer = client(&service, &journal).send(&with("Bearer new")).await.unwrap();
         assert_eq!(answer.verdict, Verdict::Done);
         assert!(journal.pending().await.unwrap().is_empty());
-        assert_eq!(std::fs::read_dir(journal.path()).unwrap().count(), 0);
+        assert_eq!(files(&journal), 0);
     }
 }
 
@@ -407,12 +440,129 @@ async fn what_may_have_been_sent_without_credentials_is_not_sent_with_some() {
     let journal = open_journal(dir.path());
     client(&service, &journal).send(&payout("7")).await.unwrap_err();
     service.now(Act::Answers(201));
-    for name in ["authorization", "cookie"] {
+    for name in ["authorization", "cookie", "x-api-key", "x-auth-token"] {
         let known = payout("7").with_header(name, "secret").unwrap();
         let open = client(&service, &journal).send(&known).await.unwrap_err();
         assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1), "{name}");
     }
     assert_eq!(client(&service, &journal).send(&payout("7")).await.unwrap().verdict, Verdict::Done);
+}
+
+/// The service forgets a key, and whoever makes the same intent again must not have it done twice.
+#[tokio::test]
+async fn what_was_done_is_not_done_again_after_its_key_is_forgotten() {
+    const HOUR: u64 = 3_600_000;
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Answers(201));
+    let journal = open_journal(dir.path());
+    let now = millis_now();
+    let hands = Hands(Arc::new(Mutex::new(Timestamp::from_millis(now))));
+    let client = client(&service, &journal).with_clock(Arc::new(hands.clone()));
+    let with = |token: &str| payout("7").with_header("authorization", token.to_owned()).unwrap();
+    assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
+    assert!(journal.pending().await.unwrap().is_empty());
+
+    // As long as the service knows the key, it brings its answer again.
+    for (at, times) in [(now + HOUR, 2), (now + 23 * HOUR, 3)] {
+        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        assert_eq!(client.send(&with("Bearer a")).await.unwrap().verdict, Verdict::Done);
+        assert_eq!(service.times(), times);
+    }
+    // For another caller it may take effect once more, and another request under its key is none of it.
+    let open = client.send(&with("Bearer b")).await.unwrap_err();
+    assert_eq!((open.why(), service.times()), (Why::DoneBefore, 3));
+    let other = with("Bearer a").with_json(r#"{"payout":"70"}"#);
+    assert_eq!((client.send(&other).await.unwrap_err().why(), service.times()), (Why::JournalConflict, 3));
+    // Later nobody sends it, from any process.
+    for at in [now + 25 * HOUR, now + 700 * HOUR] {
+        *hands.0.lock().unwrap() = Timestamp::from_millis(at);
+        let journal = open_journal(dir.path());
+        let client = client.clone().with_journal(Arc::new(journal.clone()));
+        let open = client.send(&with("Bearer a")).await.unwrap_err();
+        assert_eq!(
+            (open.why(), open.may_have_taken_effect(), open.is_resumable()),
+            (Why::DoneBefore, true, false)
+        );
+        assert_eq!((service.times(), journal.pending().await.unwrap().len()), (3, 0));
+    }
+
+    // What is remembered shows neither key nor address nor body nor credentials.
+    let days: Vec<_> = fs::read_dir(journal.path().join("finished")).unwrap().map(Result::unwrap).collect();
+    let files: Vec<_> = fs::read_dir(days[0].path()).unwrap().map(Result::unwrap).collect();
+    assert_eq!((days.len(), files.len()), (1, 1));
+    let text = fs::read_to_string(files[0].path()).unwrap();
+    for hidden in ["bank.test", "payouts", "Bearer", payout("7").key().as_str()] {
+        assert!(!text.contains(hidden), "{text}");
+    }
+    // Damaged, it stops the intent; and it goes when its day is over.
+    for bit in [0, text.len() * 3, text.len() * 8 - 16] {
+        let mut damaged = text.clone().into_bytes();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        fs::write(files[0].path(), damaged).unwrap();
+        assert_eq!(client.send(&with("Bearer a")).await.unwrap_err().why(), Why::JournalConflict);
+    }
+    assert_eq!(service.times(), 3);
+    fs::rename(days[0].path(), journal.path().join("finished/20000")).unwrap();
+    journal.pending().await.unwrap();
+    assert_eq!(fs::read_dir(journal.path().join("finished")).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn what_was_refused_or_asks_for_no_effect_is_not_remembered_and_limits_hold() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Answers(402));
+    let journal = open_journal(dir.path());
+    client(&service, &journal).send(&payout("7")).await.unwrap();
+    service.now(Act::Answers(200));
+    let get = Intent::new(http::Method::GET, "http://bank.test/payouts").unwrap();
+    client(&service, &journal).send(&get.with_key(payout("8").key().clone())).await.unwrap();
+    assert!(!journal.path().join("finished").exists());
+
+    let remembered = || -> usize {
+        let days = fs::read_dir(journal.path().join("finished")).unwrap().map(Result::unwrap);
+        days.map(|day| fs::read_dir(day.path()).unwrap().count()).sum()
+    };
+    let two = journal.clone().with_finished_max(2);
+    for number in ["1", "2", "3", "4"] {
+        client(&service, &two).send(&payout(number)).await.unwrap();
+    }
+    assert_eq!((remembered(), files(&journal)), (2, 0));
+    let none = journal.clone().with_finished_kept(Duration::ZERO);
+    client(&service, &none).send(&payout("5")).await.unwrap();
+    assert_eq!((remembered(), files(&journal)), (2, 0));
+}
+
+/// Turned away by an old address, it goes to the new one, and its key is as old as that.
+#[tokio::test]
+async fn what_was_turned_away_may_go_elsewhere_and_later() {
+    const HOUR: u64 = 3_600_000;
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Answers(308));
+    let journal = open_journal(dir.path());
+    let now = millis_now();
+    let hands = Hands(Arc::new(Mutex::new(Timestamp::from_millis(now))));
+    let client = client(&service, &journal).with_clock(Arc::new(hands.clone()));
+    let before = payout("7").with_created_at(hands.now());
+    assert_eq!(client.send(&before).await.unwrap().verdict, Verdict::TurnedAway);
+
+    *hands.0.lock().unwrap() = Timestamp::from_millis(now + 30 * HOUR);
+    let moved = |at: u64| {
+        let moved = Intent::post("https://new.bank.test/payouts")
+            .unwrap()
+            .with_created_at(Timestamp::from_millis(at));
+        moved.with_key(payout("7").key().clone()).with_body(payout("7").body().clone())
+    };
+    service.now(Act::Loses);
+    assert_eq!(client.send(&moved(now + 30 * HOUR)).await.unwrap_err().why(), Why::Attempts);
+    // From now on that counts.
+    let old = client.send(&before).await.unwrap_err();
+    assert_eq!((old.why(), service.times()), (Why::JournalConflict, 2));
+    *hands.0.lock().unwrap() = Timestamp::from_millis(now + 53 * HOUR);
+    service.now(Act::Replays(201));
+    assert_eq!(client.send(&moved(now + 53 * HOUR)).await.unwrap().verdict, Verdict::Done);
+    let seen = service.seen();
+    assert_eq!(seen[2].uri(), "https://new.bank.test/payouts");
+    assert_eq!(seen[2].headers()["idempotency-key"], seen[0].headers()["idempotency-key"]);
 }
 
 #[test]
@@ -446,13 +596,20 @@ async fn a_corrected_request_waits_for_what_becomes_of_the_first_one() {
     }
     assert_eq!(service.times(), 1);
 
+    // A refusal that may be of a second request while the first one runs says nothing of the first one.
     service.now(Act::Answers(400));
+    let open = client(&service, &journal).send(&first).await.unwrap_err();
+    assert_eq!((open.why(), open.may_have_taken_effect()), (Why::TurnedAway, true));
+    let open = client(&service, &journal).send(&corrected).await.unwrap_err();
+    assert_eq!(open.why(), Why::JournalConflict);
+
+    service.now(Act::Replays(400));
     assert!(matches!(client(&service, &journal).send(&first).await.unwrap().verdict, Verdict::Refused(_)));
     service.now(Act::Answers(201));
     client(&service, &journal).send(&corrected).await.unwrap();
     let seen = service.seen();
-    assert_ne!(seen[2].headers()["idempotency-key"], seen[1].headers()["idempotency-key"]);
-    assert_eq!(seen[2].headers()["content-type"], "application/json");
+    assert_ne!(seen[3].headers()["idempotency-key"], seen[2].headers()["idempotency-key"]);
+    assert_eq!(seen[3].headers()["content-type"], "application/json");
 }
 
 #[tokio::test]
@@ -539,7 +696,7 @@ async fn nobody_sends_what_somebody_else_is_sending() {
     }
     let journal = open_journal(dir.path());
     let left = journal.pending().await.unwrap();
-    assert_eq!(fs::read_dir(journal.path()).unwrap().count(), left.len());
+    assert_eq!(files(&journal), left.len());
     assert!(left.iter().all(|one| one.as_ref().is_ok_and(|one| !one.in_flight)), "{left:?}");
 }
 
@@ -556,7 +713,7 @@ async fn a_process_that_is_killed_while_it_sends() {
             std::future::pending().await
         }
     }
-    let journal = open_journal(Path::new(&dir));
+    let journal = open_journal(Path::new(&dir)).with_finished_kept(Duration::ZERO);
     let _never = Client::new(Silent).with_journal(Arc::new(journal)).send(&payout("7")).await;
 }
 
@@ -591,7 +748,7 @@ impl Drop for Other {
 async fn what_another_process_is_sending_is_left_to_it_until_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let service = Service::new(Act::Answers(201));
-    let journal = open_journal(dir.path());
+    let journal = open_journal(dir.path()).with_finished_kept(Duration::ZERO);
     for _ in 0..3 {
         let mut other = Other::that_sends(dir.path());
         assert!(journal.pending().await.unwrap()[0].as_ref().unwrap().in_flight);
@@ -649,7 +806,7 @@ async fn on_a_full_disk_nothing_is_sent_and_with_room_again_all_goes_on() {
     };
     assert!(sent > 5 && !full.may_have_taken_effect() && full.is_resumable(), "{full}");
     assert_eq!(service.times(), sent, "sent, and not written down");
-    assert_eq!(fs::read_dir(journal.path()).unwrap().count(), sent, "half of an intent is there");
+    assert_eq!(files(&journal), sent, "half of an intent is there");
 
     // What is there goes on without room, and makes some.
     service.now(Act::Answers(201));

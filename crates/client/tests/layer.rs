@@ -118,7 +118,7 @@ async fn a_request_with_a_key_is_sent_until_the_answer_is_definite_and_handed_on
 
 #[tokio::test]
 async fn a_request_without_a_key_goes_by_once() {
-    for method in [Method::POST, Method::PATCH] {
+    for method in [Method::POST, Method::PATCH, Method::GET, Method::PUT, Method::DELETE] {
         let (seen, failing) = service(503, 9);
         let response = layer().layer(failing).oneshot(request(method.clone(), None)).await.unwrap();
         assert_eq!((response.status().as_u16(), seen.lock().unwrap().len()), (503, 1));
@@ -133,7 +133,8 @@ async fn a_request_without_a_key_goes_by_once() {
         }
     }
     let (seen, failing) = service(503, 1);
-    let response = layer().layer(failing).oneshot(request(Method::PUT, None)).await.unwrap();
+    let again = layer().with_keyless_retries();
+    let response = again.layer(failing).oneshot(request(Method::PUT, None)).await.unwrap();
     assert_eq!((response.status().as_u16(), seen.lock().unwrap().len()), (201, 2));
 }
 
@@ -167,6 +168,7 @@ async fn a_plain_api_gets_again_what_the_service_says_was_not_sent() {
     {
         let (seen, failing) = service(0, 1);
         let plain = IntentLayer::new().with_policy(quick().with_api(Api::Plain)).with_failures(move |_| kind);
+        let plain = plain.with_keyless_retries();
         let sent = plain.layer(failing).oneshot(request(Method::POST, None)).await;
         assert_eq!((sent.is_ok(), seen.lock().unwrap().len()), (attempts == 2, attempts), "{kind:?}");
     }

@@ -336,7 +336,7 @@ async fn what_was_never_processed_took_no_effect_and_the_rest_may_have() {
 async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
     for status in [401, 403, 404, 413] {
         let first = answer(&Service::new([answers(status)]), policy(), &pay()).await;
-        assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest));
+        assert_eq!(first.verdict, Verdict::TurnedAway);
         let certain = Service::new([Act::Fails(FailureKind::NotSent), answers(429), answers(status)]);
         assert_eq!(answer(&certain, policy(), &pay()).await.attempts, 3);
 
@@ -347,43 +347,80 @@ async fn a_refusal_before_the_operation_says_nothing_of_an_earlier_attempt() {
         assert_eq!(doubtful.response().unwrap().status(), status);
         let resumed = open(&Service::new([answers(status)]), policy(), &pay().sent_before()).await;
         assert_eq!(resumed.why(), Why::TurnedAway);
+        // A question has no effect that an answer could be silent about.
+        let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(status)]);
+        let get = Intent::new(Method::GET, "https://bank.example/payments/7").unwrap();
+        assert_eq!(answer(&service, policy(), &get).await.verdict, Verdict::TurnedAway);
     }
-    // A 402 is the operation's own.
-    let service = Service::new([Act::Fails(FailureKind::Doubtful), answers(402)]);
-    assert_eq!(answer(&service, policy(), &pay()).await.verdict, Verdict::Refused(Advice::FixRequest));
 }
 
-/// GoCardless answers a key that it has seen with 409 `idempotent_creation_conflict`, many others by a constraint of their own;
-/// and Oncegate does not look at the key of a PUT or a DELETE where it is not told to.
+/// Services refuse a duplicate of a request that still runs with statuses and words of their own, and GoCardless and many others
+/// refuse what they did under the same key. Oncegate does not look at the key of a PUT or a DELETE unless it is told to.
 #[tokio::test(start_paused = true)]
-async fn a_refusal_under_a_key_that_an_earlier_attempt_may_have_brought_about_is_none() {
-    let conflict = r#"{"error":{"type":"invalid_state","code":409}}"#;
+async fn in_doubt_a_refusal_is_asked_about_until_it_is_the_answer_to_the_key() {
     let json = || vec![("content-type", "application/json".to_owned())];
-    let table = [
-        (Method::POST, 409),
-        (Method::POST, 410),
-        (Method::POST, 412),
-        (Method::PUT, 412),
-        (Method::PUT, 422),
-        (Method::DELETE, 410),
-        (Method::DELETE, 400),
+    let running = [
+        Act::Answers(422, json(), r#"{"status":422,"errorCode":"704","errorType":"validation"}"#),
+        with(422, "transient-error", "true"),
+        answers(423),
+        Act::Answers(409, json(), r#"{"error":{"type":"invalid_state","code":409}}"#),
+        Act::Answers(422, json(), r#"{"code":"SOMETHING_OF_OUR_OWN"}"#),
+        answers(400),
+        answers(402),
+        answers(410),
+        answers(412),
     ];
-    for (method, status) in table {
-        let intent = Intent::new(method.clone(), "https://bank.example/payments/7").unwrap();
-        let intent = intent.with_created_at(Timestamp::from_millis(START));
-        let refusal = Act::Answers(status, json(), conflict);
-        let service = Service::new([Act::Fails(FailureKind::Doubtful), refusal.clone()]);
-        let doubtful = open(&service, policy(), &intent).await;
-        assert_eq!((doubtful.why(), doubtful.attempts()), (Why::TurnedAway, 2), "{method} {status}");
-        assert!(doubtful.may_have_taken_effect() && service.keys().iter().all(Option::is_some));
-        // As the first answer it is one, and so it is where the service says that it is the answer of that attempt.
-        let first = answer(&Service::new([refusal]), policy(), &intent).await;
-        assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest), "{method} {status}");
-        let replay = with(status, "idempotent-replayed", "true");
-        let service = Service::new([Act::Fails(FailureKind::Doubtful), replay]);
-        let replayed = answer(&service, policy(), &intent).await;
-        assert_eq!(replayed.verdict, Verdict::Refused(Advice::FixRequest), "{method} {status}");
+    for method in [Method::POST, Method::PUT, Method::DELETE] {
+        let intent = || {
+            let intent = Intent::new(method.clone(), "https://bank.example/payments/7").unwrap();
+            intent.with_created_at(Timestamp::from_millis(START))
+        };
+        for refusal in &running {
+            // The first attempt is under way: its answer comes when it has ended.
+            let service = Service::new([
+                Act::Hangs,
+                refusal.clone(),
+                refusal.clone(),
+                with(201, "idempotent-replayed", "true"),
+            ]);
+            let done = answer(&service, policy(), &intent()).await;
+            assert_eq!((done.verdict, done.attempts), (Verdict::Done, 4), "{method}");
+            // It was refused, and a service that marks replays says so when it is asked again.
+            let replay = with(422, "idempotent-replayed", "true");
+            let service = Service::new([Act::Fails(FailureKind::Doubtful), refusal.clone(), replay]);
+            let refused = answer(&service, policy(), &intent()).await;
+            assert_eq!(
+                (refused.verdict, refused.attempts),
+                (Verdict::Refused(Advice::FixRequest), 3),
+                "{method}"
+            );
+            // It never says more: nobody knows.
+            let service = Service::new([Act::Fails(FailureKind::Doubtful), refusal.clone()]);
+            let open = open(&service, policy(), &intent()).await;
+            assert!(matches!(open.why(), Why::TurnedAway | Why::Attempts), "{method} {open}");
+            assert_eq!(open.attempts(), 6, "{method} {open}");
+            assert!(open.may_have_taken_effect() && open.is_resumable());
+            assert!(service.keys().iter().all(|key| *key == service.keys()[0] && key.is_some()));
+            let resumed = open_resumed(refusal, &intent()).await;
+            assert!(resumed.may_have_taken_effect(), "{method}");
+        }
     }
+    // As the first answer a refusal by the operation is one.
+    for refusal in running.into_iter().skip(3) {
+        let first = answer(&Service::new([refusal]), policy(), &pay()).await;
+        assert_eq!(first.verdict, Verdict::Refused(Advice::FixRequest));
+    }
+    // Used before, says the service: by the attempt that had no answer.
+    let reused = Act::Answers(422, json(), r#"{"name":"DUPLICATE_REQUEST_ID"}"#);
+    let service = Service::new([Act::Hangs, reused.clone()]);
+    let open = open(&service, policy(), &pay()).await;
+    assert_eq!((open.why(), open.attempts(), open.may_have_taken_effect()), (Why::TurnedAway, 2, true));
+    let first = answer(&Service::new([reused]), policy(), &pay()).await;
+    assert_eq!(first.verdict, Verdict::Refused(Advice::NewKey));
+}
+
+async fn open_resumed(refusal: &Act, intent: &Intent) -> Unfinished {
+    open(&Service::new([refusal.clone()]), policy().with_attempts(1), &intent.clone().sent_before()).await
 }
 
 #[tokio::test(start_paused = true)]
@@ -534,10 +571,21 @@ impl JournalEntry for Page {
 #[tokio::test(start_paused = true)]
 async fn a_journal_hears_before_the_first_sending_and_of_definite_answers_only() {
     let pages = Arc::new(Pages::default());
-    let service = Service::new([answers(503), answers(402)]);
+    let service = Service::new([answers(503), with(402, "idempotent-replayed", "true")]);
     let intent = pay().with_key(Key::new("k").unwrap());
     client(&service, policy()).with_journal(pages.clone()).send(&intent).await.unwrap();
     assert_eq!(*pages.0.lock().unwrap(), ["open k", "close k refused"]);
+
+    // What was turned away is sent again when that is mended; what is in doubt stays.
+    for (acts, noted) in [
+        (vec![answers(401)], &["open k", "never sent k"][..]),
+        (vec![answers(503), answers(401)], &["open k"]),
+        (vec![answers(503), answers(402)], &["open k"]),
+    ] {
+        let pages = Arc::new(Pages::default());
+        let _end = client(&Service::new(acts), policy()).with_journal(pages.clone()).send(&intent).await;
+        assert_eq!(*pages.0.lock().unwrap(), noted);
+    }
 
     let pages = Arc::new(Pages::default());
     let service = Service::new([answers(503)]);

@@ -45,13 +45,17 @@ pub(crate) struct CallArgs {
     /// Keeps the intent in this directory until there is a definite answer, so that it survives this process
     #[arg(long, value_name = "DIR", env = "ONCEGATE_JOURNAL", help_heading = "Journal")]
     pub(super) journal: Option<PathBuf>,
-    /// Sends again what is in the journal. Fields that it does not keep (-u, Authorization, Cookie) have to be given again
+    /// Sends again what is in the journal. Credentials (-u, Authorization, Cookie, X-Api-Key and their like) are not in it: give
+    /// them again
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]
     pub(super) resume: bool,
     /// Goes on under other credentials than before. Only where the service knows its callers by something else: where it takes
     /// the credential for the caller, as Oncegate does by default, what was executed for the old one executes again
     #[arg(long, requires = "journal", help_heading = "Journal")]
     pub(super) other_credentials: bool,
+    /// How long the journal remembers that an intent was done: the same --intent is not done again
+    #[arg(long, value_name = "DURATION", default_value = "30d", value_parser = duration, help_heading = "Journal")]
+    pub(super) keep_finished: Duration,
     /// Says what is in the journal, and sends nothing
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]
     pub(super) list: bool,

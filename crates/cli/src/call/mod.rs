@@ -47,6 +47,7 @@ async fn execute(args: &CallArgs) -> Result<End, String> {
         Some(path) => {
             let opened = JournalDir::open(path);
             let opened = opened.map_err(|error| format!("--journal {}: {error}", path.display()))?;
+            let opened = opened.with_finished_kept(args.keep_finished);
             Some(if args.other_credentials { opened.with_other_credentials() } else { opened })
         }
         None => None,
@@ -81,6 +82,7 @@ async fn call(args: &CallArgs, journal: Option<JournalDir>) -> Result<End, Strin
     }
     let sent = client.send(&request.intent).await;
     let end = outcome::say(args, &mut sink, sent);
+    // A request that was turned away goes under the same key when that is mended.
     if is_said && args.silent && !matches!(end, End::Done | End::Refused) {
         say_key(); // without it the call could not be made again
     }

@@ -19,6 +19,8 @@ pub(super) enum End {
     Refused,
     /// It took no effect, and the same call can be made again.
     Nothing,
+    /// It was turned away before the operation, and the same call can be made again when that is mended.
+    TurnedAway,
     /// It may have taken effect, and the same call brings certainty.
     Open,
     /// It may have taken effect, and no call brings certainty.
@@ -38,6 +40,7 @@ impl End {
             Self::Open => 4,
             Self::Unknown => 5,
             Self::Output => 6,
+            Self::TurnedAway => 7,
         }
     }
 
@@ -46,9 +49,10 @@ impl End {
             Self::Done => "done",
             Self::Refused => "refused",
             Self::Nothing => "nothing happened; make the same call again later",
+            Self::TurnedAway => "turned away before the operation; mend that, then make the same call again",
             Self::Open => "it may have happened; make the same call again later",
             Self::Unknown => "it may have happened; somebody has to find out",
-            Self::Output => "the answer could not be written",
+            Self::Output => "done, and its answer cannot be handed on",
             Self::Usage => "wrong usage",
         }
     }
@@ -65,6 +69,7 @@ pub(super) fn verdict(verdict: Verdict) -> End {
     match verdict {
         Verdict::Done => End::Done,
         Verdict::Refused(_) => End::Refused,
+        Verdict::TurnedAway => End::TurnedAway,
         // Final, and yet it does not say what took effect, or how it was answered.
         _ => End::Unknown,
     }
@@ -72,6 +77,9 @@ pub(super) fn verdict(verdict: Verdict) -> End {
 
 /// What it means to a script that there is none.
 pub(super) fn end_of(open: &Unfinished) -> End {
+    if open.why() == Why::DoneBefore {
+        return End::Output;
+    }
     match (open.may_have_taken_effect(), open.is_resumable()) {
         (false, true) => End::Nothing,
         (true, true) => End::Open,
@@ -97,6 +105,18 @@ pub(super) fn why(open: &Unfinished) -> String {
         words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));
     }
     words
+}
+
+/// What is to be mended, as far as the status says it.
+fn way(status: u16) -> &'static str {
+    match status {
+        401 | 403 | 407 | 511 => "; look at the credentials and at what they allow",
+        404 | 405 | 421 | 501 => "; look at the address and the method",
+        411 | 413 | 417 | 431 => "; a limit of the service or of a hop before it",
+        426 | 505 => "; the service wants another protocol",
+        300..=399 => "; the service wants another address",
+        _ => "",
+    }
 }
 
 /// Where the body goes. It is opened before anything is sent: afterwards is too late to say that there is no such place.
@@ -139,6 +159,7 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinis
                     "; the key belongs to another request, which may have happened"
                 }
                 Verdict::Refused(Advice::FixRequest) => "; a corrected request takes a key of its own",
+                Verdict::TurnedAway => way(status.as_u16()),
                 Verdict::Failed => "; the service keeps this failure, and does not say what took effect",
                 Verdict::Processed => "; it was processed, and its answer is not there any more",
                 _ => "",

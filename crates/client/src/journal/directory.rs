@@ -16,12 +16,15 @@ use oncegate_core::Timestamp;
 
 use super::entry::{self, ENTRY_MAX, Entry, MAYBE_SENT, NEVER_SENT, STATE_AT, decode, encode, file_name};
 use super::files::Files;
+use super::finished::{DIRECTORY as FINISHED, Finished, FinishedIntents, Found};
 use super::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
 use crate::client::Transport;
 use crate::failure::BoxError;
 use crate::intent::Intent;
-use crate::key::{Key, random_bits};
+use crate::key::{Key, millis_now, random_bits};
 use crate::report::Answer;
+use crate::send::is_safe;
+use crate::verdict::Verdict;
 
 /// How files are called that are being written, and that no crash makes an intent of.
 const NEW: &str = ".new-";
@@ -35,6 +38,15 @@ const ROUNDS: usize = 32;
 /// Intents that are open in one directory, at most, where nothing else is said.
 const INTENTS_MAX: usize = 10_000;
 
+/// How long a journal remembers that an intent was done, where nothing else is said.
+const FINISHED_KEPT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+/// How many finished intents of one day it remembers, where nothing else is said.
+const FINISHED_MAX: usize = 10_000;
+
+/// An intent that was certainly never sent is as old as its next sending. Within this time the difference does not matter.
+const FRESH: Duration = Duration::from_secs(60);
+
 /// A [`Journal`] in a directory of a local file system: one file for each intent that has no definite answer.
 ///
 /// - **Before the first sending** the file is written under a name that is none of an intent's, synced, given its name, and
@@ -46,10 +58,14 @@ const INTENTS_MAX: usize = 10_000;
 /// - **While it is sent** its file is locked, and the system frees the lock with the process, however that ends. Any number
 ///   of processes and tasks use one directory; none sends what another is sending.
 /// - **With a definite answer** the file is removed. A power cut may bring it back; then the intent is sent again, under its
-///   key.
+///   key. That the intent was done is remembered in the directory `finished`, for 30 days
+///   ([`with_finished_kept`](Self::with_finished_kept)): the same intent again is sent only as long as the service knows its
+///   key ([`Why::DoneBefore`](crate::Why::DoneBefore)), and another request under its key is refused.
+/// - **Turned away** ([`Verdict::TurnedAway`](crate::Verdict::TurnedAway)) it stays, as one that was never sent.
 /// - **What cannot be read** is neither sent nor removed nor written over, and [`JournalDir::pending`] says where it is.
-/// - **Secrets.** `Authorization`, `Proxy-Authorization`, `Cookie` and fields whose value is marked as sensitive are left
-///   out. Key, address, other fields and body are there as they are, for the owner of the directory alone.
+/// - **Secrets.** `Authorization`, `Cookie`, `X-Api-Key` and other usual fields for credentials are left out, and so are
+///   fields whose value is marked as sensitive. Key, address, other fields and body are there as they are, for the owner of
+///   the directory alone.
 ///
 /// Cheap to clone.
 ///
@@ -106,6 +122,7 @@ struct Inner {
     intents_max: usize,
     patience: Duration,
     other_credentials: bool,
+    finished: FinishedIntents,
     count: AtomicU64,
 }
 
@@ -190,6 +207,13 @@ struct Locked {
     inner: Arc<Inner>,
     path: PathBuf,
     file: File,
+    /// What is sent under it.
+    intent: Intent,
+}
+
+/// An intent that was finished before, under its lock. Its file stays as it is.
+struct Again {
+    _file: File,
 }
 
 impl JournalDir {
@@ -213,6 +237,7 @@ impl JournalDir {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, others));
         }
         let inner = Inner {
+            finished: FinishedIntents::new(&path, FINISHED_KEPT, FINISHED_MAX),
             path,
             files,
             intents_max: INTENTS_MAX,
@@ -239,9 +264,26 @@ impl JournalDir {
         self.with(|inner| inner.other_credentials = true)
     }
 
+    /// For how long is remembered that an intent was done: 30 days, unless said otherwise; zero for not at all. It should be
+    /// longer than a caller may make the same intent again, such as one with a [derived key](Key::derived).
+    #[must_use]
+    pub fn with_finished_kept(self, kept: Duration) -> Self {
+        let finished = self.0.finished.with_kept(kept);
+        self.with(|inner| inner.finished = finished)
+    }
+
+    /// How many finished intents of one day are remembered, in a small file each: 10 000, unless said otherwise. Of those
+    /// beyond it nothing is remembered, and the log says so.
+    #[must_use]
+    pub fn with_finished_max(self, max_per_day: usize) -> Self {
+        let finished = self.0.finished.with_max_per_day(max_per_day);
+        self.with(|inner| inner.finished = finished)
+    }
+
     fn with(self, change: impl FnOnce(&mut Inner)) -> Self {
-        let Inner { path, files, intents_max, patience, other_credentials, .. } = &*self.0;
+        let Inner { path, files, intents_max, patience, other_credentials, finished, .. } = &*self.0;
         let mut inner = Inner {
+            finished: finished.copied(),
             path: path.clone(),
             files: files.clone(),
             intents_max: *intents_max,
@@ -303,8 +345,9 @@ impl Journal for JournalDir {
 }
 
 impl JournalEntry for Locked {
-    fn close<'a>(self: Box<Self>, _: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
-        Box::pin(async { Ok(blocking(move || self.remove()).await??) })
+    fn close<'a>(self: Box<Self>, answer: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+        let verdict = answer.verdict;
+        Box::pin(async move { Ok(blocking(move || self.finish(verdict)).await??) })
     }
 
     fn never_sent<'a>(self: Box<Self>) -> JournalFuture<'a, Result<(), BoxError>> {
@@ -315,37 +358,63 @@ impl JournalEntry for Locked {
     }
 }
 
-impl Locked {
-    fn remove(&self) -> io::Result<()> {
-        // Whoever moved it away by hand may have put another one there.
-        if self.inner.files.is_named(&self.file, &self.path)? {
-            self.inner.files.remove(&self.path)?;
-        }
-        Ok(())
+impl JournalEntry for Again {
+    fn close<'a>(self: Box<Self>, _: &'a Answer) -> JournalFuture<'a, Result<(), BoxError>> {
+        Box::pin(async { Ok(()) })
     }
+}
 
-    fn again(self, entry: &Entry) -> Opened {
-        let intent = &entry.intent;
-        Opened::again(Box::new(self), entry.maybe_sent, intent.created_at(), intent.key_lifetime())
+impl Locked {
+    /// Removes the intent. What took effect, or may have, is remembered first: in between, both are there, and the intent is
+    /// sent again and replayed.
+    fn finish(self, verdict: Verdict) -> io::Result<()> {
+        let Self { inner, path, file, intent } = self;
+        let is_remembered =
+            !is_safe(intent.method()) && !matches!(verdict, Verdict::Refused(_) | Verdict::TurnedAway);
+        let remember = || {
+            let finished = Finished::of(&intent, verdict == Verdict::Done);
+            inner.finished.add(&inner.files, intent.key(), &finished, |bytes| inner.create_new(bytes))
+        };
+        let remembered = if is_remembered { remember() } else { Ok(()) };
+        let is_full = |error: &io::Error| {
+            matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+        };
+        match remembered {
+            Ok(()) => inner.remove(&path, &file),
+            // The intent has an answer, and removing it makes room.
+            Err(error) if is_full(&error) => {
+                inner.remove(&path, &file)?;
+                drop(file);
+                remember()
+            }
+            Err(error) => Err(error),
+        }
     }
 }
 
 impl Inner {
+    fn remove(&self, path: &Path, file: &File) -> io::Result<()> {
+        // Whoever moved it away by hand may have put another one there.
+        if self.files.is_named(file, path)? {
+            self.files.remove(path)?;
+        }
+        Ok(())
+    }
+
     /// Whether these fields are not those that the intent was sent with, though that matters.
     fn is_another_caller(&self, entry: &Entry, headers: &HeaderMap) -> bool {
         entry.maybe_sent && !self.other_credentials && !entry.is_of(headers)
     }
 
     fn take(self: &Arc<Self>, path: &Path, brought: &HeaderMap) -> Result<(Intent, Opened), NotTaken> {
-        let Some((entry, locked)) = self.take_up(path)? else { return Err(NotTaken::Gone) };
-        let missing = entry.left_out.iter().filter(|name| !brought.contains_key(*name));
-        let missing: Vec<HeaderName> = missing.cloned().collect();
+        let Some((entry, file)) = self.take_up(path)? else { return Err(NotTaken::Gone) };
+        let missing: Vec<HeaderName> = entry.caller.missing_in(brought).cloned().collect();
         if !missing.is_empty() {
             return Err(NotTaken::Fields(missing));
         }
         let mut headers = entry.intent.headers().clone();
         // Nothing but what is missing: the others of the directory may go elsewhere, and what is brought may be a credential.
-        for name in &entry.left_out {
+        for name in &entry.caller.left_out {
             headers.remove(name);
             for value in brought.get_all(name) {
                 let mut value = value.clone();
@@ -357,7 +426,8 @@ impl Inner {
             return Err(NotTaken::OtherCredentials);
         }
         let intent = entry.intent.clone().with_headers(headers);
-        let opened = self.to_be_sent(locked, &entry, &intent)?;
+        let now = Timestamp::from_millis(millis_now());
+        let opened = self.to_be_sent(path, file, &entry, &intent.clone().with_created_at(now))?;
         Ok((intent, opened))
     }
 
@@ -380,14 +450,16 @@ impl Inner {
         }
         let path = self.path.join(file_name(intent.key()));
         for _ in 0..ROUNDS {
-            if let Some((entry, locked)) = self.take_up(&path)? {
-                if let Some(part) = difference(&entry.intent, intent) {
+            if let Some((entry, file)) = self.take_up(&path)? {
+                if let Some(part) = difference(&entry, intent) {
                     return Err(conflict(format!(
                         "{}: another request under the same key has no definite answer yet; its {part} differs",
                         path.display()
                     )));
                 }
-                if let Some(name) = entry.left_out.iter().find(|name| !intent.headers().contains_key(*name)) {
+                if entry.maybe_sent
+                    && let Some(name) = entry.caller.missing_in(intent.headers()).next()
+                {
                     // Without it, it may be another caller's, and take effect once more.
                     let path = path.display();
                     return Err(conflict(format!(
@@ -398,29 +470,70 @@ impl Inner {
                     let path = path.display();
                     return Err(conflict(format!("{path}: {OTHER_CREDENTIALS}")));
                 }
-                return self.to_be_sent(locked, &entry, intent);
+                return self.to_be_sent(&path, file, &entry, intent);
+            }
+            if let Some(opened) = self.finished_before(intent)? {
+                return Ok(opened);
             }
             if let Some(locked) = self.write_down(intent, &path).map_err(not_written)? {
-                return Ok(Opened::new(Box::new(locked)));
+                // Between the look at what is finished and the new file, somebody may have sent it and have its answer.
+                match self.finished.find(&self.files, intent.key()) {
+                    Ok(None) => return Ok(Opened::new(Box::new(locked))),
+                    _ => self.remove(&path, &locked.file).map_err(|error| at(&path, &error))?,
+                }
             }
         }
         Err(NotOpened::InFlight)
     }
 
+    /// An intent that has its answer already.
+    fn finished_before(&self, intent: &Intent) -> Result<Option<Opened>, NotOpened> {
+        let found = self.finished.find(&self.files, intent.key());
+        let found = found.map_err(|(path, what)| conflict(Damaged { path, what }))?;
+        let Some(Found { finished, path, file }) = found else { return Ok(None) };
+        let path = path.display();
+        if !finished.is_request(intent) {
+            return Err(conflict(format!(
+                "{path}: another request under the same key has its answer already"
+            )));
+        }
+        if !self.lock(&file).map_err(|error| conflict(format!("{path}: {error}")))? {
+            return Err(NotOpened::InFlight);
+        }
+        let entry = Box::new(Again { _file: file });
+        let is_same_caller = self.other_credentials || finished.is_caller(intent.headers());
+        let Finished { created_at, key_lifetime, is_done, .. } = finished;
+        Ok(Some(match (is_done, is_same_caller) {
+            (true, true) => Opened::done_before(entry, created_at, key_lifetime),
+            // For another caller the service may do it again.
+            (true, false) => Opened::done_before(entry, created_at, Some(Duration::ZERO)),
+            (false, true) => Opened::again(entry, true, created_at, key_lifetime),
+            (false, false) => return Err(conflict(format!("{path}: {OTHER_CREDENTIALS}"))),
+        }))
+    }
+
+    /// Locks the file. `false`: another process or task has it for longer than it takes to look at it.
+    fn lock(&self, file: &File) -> io::Result<bool> {
+        let give_up = Instant::now() + self.patience;
+        while !self.files.lock(file)? {
+            if Instant::now() >= give_up {
+                return Ok(false);
+            }
+            sleep(Duration::from_millis(5));
+        }
+        Ok(true)
+    }
+
     /// The entry of this name, locked and read, if there is one.
-    fn take_up(self: &Arc<Self>, path: &Path) -> Result<Option<(Entry, Locked)>, NotOpened> {
+    fn take_up(&self, path: &Path) -> Result<Option<(Entry, File)>, NotOpened> {
         for _ in 0..ROUNDS {
             let file = match self.files.open(path) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
                 Err(error) => return Err(at(path, &error)),
             };
-            let give_up = Instant::now() + self.patience;
-            while !self.files.lock(&file).map_err(|error| at(path, &error))? {
-                if Instant::now() >= give_up {
-                    return Err(NotOpened::InFlight);
-                }
-                sleep(Duration::from_millis(5));
+            if !self.lock(&file).map_err(|error| at(path, &error))? {
+                return Err(NotOpened::InFlight);
             }
             // Its owner may have closed it while the lock was waited for.
             if !self.files.is_named(&file, path).map_err(|error| at(path, &error))? {
@@ -429,8 +542,7 @@ impl Inner {
             let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| at(path, &error))?;
             let entry = decode(&octets).and_then(|entry| named(path, entry));
             let entry = entry.map_err(|what| conflict(Damaged { path: path.to_owned(), what }))?;
-            let locked = Locked { inner: Arc::clone(self), path: path.to_owned(), file };
-            return Ok(Some((entry, locked)));
+            return Ok(Some((entry, file)));
         }
         Err(NotOpened::InFlight)
     }
@@ -438,23 +550,32 @@ impl Inner {
     /// The entry, as the intent that is sent now.
     fn to_be_sent(
         self: &Arc<Self>,
-        locked: Locked,
+        path: &Path,
+        file: File,
         entry: &Entry,
         intent: &Intent,
     ) -> Result<Opened, NotOpened> {
-        // What nobody has had may go out for another caller. From then on it is that one's, and must not look like the first's.
-        let locked = if entry.maybe_sent || entry.is_of(intent.headers()) {
-            locked
+        let written = &entry.intent;
+        let is_as_written = entry.is_of(intent.headers())
+            && written.uri() == intent.uri()
+            && intent.created_at().since(written.created_at()) < FRESH;
+        // What no service has had may go out for another caller, to another address, and under a key that is as old as this
+        // sending. From then on that counts, and must be what a crash leaves.
+        let (file, created_at) = if entry.maybe_sent || is_as_written {
+            (file, written.created_at())
         } else {
-            self.write_anew(locked, entry, intent).map_err(not_written)?
+            (self.write_anew(path, intent).map_err(not_written)?, intent.created_at())
         };
-        self.note_sending(&locked, entry)?;
-        Ok(locked.again(entry))
+        self.note_sending(path, &file, entry)?;
+        let lifetime = written.key_lifetime().into_iter().chain(intent.key_lifetime()).min();
+        let intent = Intent::clone(intent).with_created_at(created_at);
+        let locked = Locked { inner: Arc::clone(self), path: path.to_owned(), file, intent };
+        Ok(Opened::again(Box::new(locked), entry.maybe_sent, created_at, lifetime))
     }
 
-    /// Puts a file with these fields in the place of one that was never sent. What else it says stays.
-    fn write_anew(self: &Arc<Self>, locked: Locked, entry: &Entry, intent: &Intent) -> io::Result<Locked> {
-        let octets = encode(&entry.intent.clone().with_headers(intent.headers().clone()));
+    /// Puts a file with this intent in the place of one that was never sent.
+    fn write_anew(&self, path: &Path, intent: &Intent) -> io::Result<File> {
+        let octets = encode(intent);
         let (new, file) = self.create_new(&octets)?;
         let written = || {
             if !self.files.lock(&file)? {
@@ -463,13 +584,13 @@ impl Inner {
             self.files.write(&file, 0, &octets)?;
             self.files.write(&file, STATE_AT, NEVER_SENT)?;
             self.files.sync(&file)?;
-            self.files.rename(&new, &locked.path)
+            self.files.rename(&new, path)
         };
         if let Err(error) = written() {
             let _left_behind = self.files.remove(&new);
             return Err(error);
         }
-        Ok(Locked { inner: Arc::clone(self), path: locked.path, file })
+        Ok(file)
     }
 
     /// A file for these octets, under a name that is none of an intent's.
@@ -486,21 +607,24 @@ impl Inner {
 
     /// From now on it may have been sent, and it is there after a crash: who wrote it down may have died before its name
     /// was durable.
-    fn note_sending(&self, locked: &Locked, entry: &Entry) -> Result<(), NotOpened> {
+    fn note_sending(&self, path: &Path, file: &File, entry: &Entry) -> Result<(), NotOpened> {
         let noted = || {
             if !entry.maybe_sent {
-                self.files.write(&locked.file, STATE_AT, MAYBE_SENT)?;
-                self.files.sync(&locked.file)?;
+                self.files.write(file, STATE_AT, MAYBE_SENT)?;
+                self.files.sync(file)?;
             }
             self.files.sync_dir(&self.path)
         };
-        noted().map_err(|error| if entry.maybe_sent { at(&locked.path, &error) } else { not_written(error) })
+        noted().map_err(|error| if entry.maybe_sent { at(path, &error) } else { not_written(error) })
     }
 
     /// Writes the intent down. `None` where somebody else was faster.
     fn write_down(self: &Arc<Self>, intent: &Intent, path: &Path) -> io::Result<Option<Locked>> {
         let octets = encode(intent);
-        if fs::read_dir(&self.path)?.count() >= self.intents_max {
+        let is_intent = |file: &io::Result<fs::DirEntry>| {
+            file.as_ref().map_or(true, |file| file.file_name().to_str() != Some(FINISHED))
+        };
+        if fs::read_dir(&self.path)?.filter(is_intent).count() >= self.intents_max {
             let many = format!("there are {} intents without a definite answer", self.intents_max);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, many));
         }
@@ -509,7 +633,8 @@ impl Inner {
         if !matches!(written, Ok(true)) {
             let _left_behind = self.files.remove(&new); // it never was an intent
         }
-        Ok(written?.then(|| Locked { inner: Arc::clone(self), path: path.to_owned(), file }))
+        let intent = intent.clone();
+        Ok(written?.then(|| Locked { inner: Arc::clone(self), path: path.to_owned(), file, intent }))
     }
 
     /// From a new file to an intent. `false` where the name is taken, or where somebody took the file for a dead one's.
@@ -551,6 +676,7 @@ impl Inner {
                 }
             }
         }
+        self.finished.sweep();
         pending.sort_by(|a, b| (a.created_at, &a.path).cmp(&(b.created_at, &b.path)));
         damaged.extend(pending.into_iter().map(Ok));
         Ok(damaged)
@@ -570,7 +696,7 @@ impl Inner {
                 continue;
             }
             drop(file);
-            let Entry { intent, maybe_sent, left_out, .. } =
+            let Entry { intent, maybe_sent, caller } =
                 decode(&octets).and_then(|entry| named(path, entry))?;
             return Ok(Some(Pending {
                 path: path.to_owned(),
@@ -581,7 +707,7 @@ impl Inner {
                 octets: intent.body().len(),
                 maybe_sent,
                 in_flight,
-                left_out,
+                left_out: caller.left_out,
             }));
         }
         Err("it is never the file of its name".to_owned())
@@ -610,11 +736,13 @@ fn named(path: &Path, entry: Entry) -> Result<Entry, String> {
     }
 }
 
-/// In what the requests differ. Fields are not compared: dates and traces change with each call.
-fn difference(there: &Intent, here: &Intent) -> Option<&'static str> {
+/// The part in which the requests differ. Fields are not compared: dates and traces change with each call. What no service
+/// has had may go to another address: the first one may have turned it away.
+fn difference(entry: &Entry, here: &Intent) -> Option<&'static str> {
+    let there = &entry.intent;
     if there.method() != here.method() {
         Some("method")
-    } else if there.uri() != here.uri() {
+    } else if there.uri() != here.uri() && entry.maybe_sent {
         Some("address")
     } else if there.body() != here.body() {
         Some("body")

@@ -35,21 +35,84 @@ pub(super) const MAYBE_SENT: &[u8; 10] = b"maybe-sent";
 /// It is certain that it was not processed by anybody.
 pub(super) const NEVER_SENT: &[u8; 10] = b"never-sent";
 
-/// What is in a file.
+/// The content of a file.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) intent: Intent,
     pub(super) maybe_sent: bool,
-    /// The fields that were not written down, and that have to be added again.
-    pub(super) left_out: Vec<HeaderName>,
-    /// What they were, without them; there where there are any.
-    pub(super) credentials: Option<Credentials>,
+    pub(super) caller: Caller,
 }
 
-/// Tells whether credentials are those that an intent was sent with, and does not hold them: a salt, and SHA-256 over it and
-/// them.
+impl Entry {
+    /// Whether these fields are those of the caller that it was written down for: the same secrets, and no others.
+    pub(super) fn is_of(&self, headers: &HeaderMap) -> bool {
+        self.caller.has(headers, self.intent.headers())
+    }
+}
+
+/// Tells whether credentials are those that an intent was sent with, and does not hold them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Caller {
+    /// The fields that were not written down, and that have to be added again.
+    pub(super) left_out: Vec<HeaderName>,
+    /// What they were, if there are any.
+    credentials: Option<Credentials>,
+}
+
+impl Caller {
+    pub(super) fn of(headers: &HeaderMap) -> Self {
+        let mut left_out = Vec::new();
+        for (name, value) in headers {
+            if is_secret(name, value) && !left_out.contains(name) {
+                left_out.push(name.clone());
+            }
+        }
+        let credentials = (!left_out.is_empty()).then(|| {
+            let mut salt = [0; 16];
+            // Without random bits it is a digest without salt, in a file that only its owner can read.
+            let _drawn = getrandom::fill(&mut salt);
+            Credentials::of(salt, &left_out, headers)
+        });
+        Self { left_out, credentials }
+    }
+
+    /// Whether these fields hold the same secrets, and no others. `written` are the fields that were written down: those of
+    /// another version of this program may have secrets among them.
+    pub(super) fn has(&self, headers: &HeaderMap, written: &HeaderMap) -> bool {
+        let is_known = |name: &HeaderName, value: &HeaderValue| {
+            self.left_out.contains(name) || written.get_all(name).iter().any(|known| known == value)
+        };
+        headers.iter().all(|(name, value)| !is_secret(name, value) || is_known(name, value))
+            && self.credentials.is_none_or(|known| known.are(&self.left_out, headers))
+    }
+
+    /// The first field that was left out and is not among these.
+    pub(super) fn missing_in<'a>(&'a self, headers: &'a HeaderMap) -> impl Iterator<Item = &'a HeaderName> {
+        self.left_out.iter().filter(|name| !headers.contains_key(*name))
+    }
+
+    pub(super) fn to_json(&self) -> (Value, Value) {
+        let left_out: Vec<_> = self.left_out.iter().map(HeaderName::as_str).collect();
+        let credentials = self.credentials.map(|Credentials { salt, digest }| hex(&salt) + &hex(&digest));
+        (json!(left_out), json!(credentials))
+    }
+
+    pub(super) fn from_json(left_out: &Value, credentials: &Value) -> Option<Self> {
+        let left_out = left_out.as_array()?.iter();
+        let left_out = left_out.map(|name| HeaderName::from_bytes(name.as_str()?.as_bytes()).ok());
+        Some(Self {
+            left_out: left_out.collect::<Option<_>>()?,
+            credentials: match credentials {
+                Value::Null => None,
+                text => Some(Credentials::read(text.as_str()?)?),
+            },
+        })
+    }
+}
+
+/// A salt, and SHA-256 over it and the credentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Credentials {
+struct Credentials {
     salt: [u8; 16],
     digest: [u8; 32],
 }
@@ -87,40 +150,47 @@ impl Credentials {
     }
 }
 
-impl Entry {
-    /// Whether these fields are those of the caller that it was written down for: the same secrets, and no others beside them.
-    pub(super) fn is_of(&self, headers: &HeaderMap) -> bool {
-        headers.iter().all(|(name, value)| !is_secret(name, value) || self.left_out.contains(name))
-            && self.credentials.is_none_or(|known| known.are(&self.left_out, headers))
-    }
-}
+/// Fields that say who is asking, by the names that services give them.
+const CREDENTIALS: [&str; 20] = [
+    "authorization",
+    "proxy-authorization",
+    "cookie",
+    "x-api-key",
+    "api-key",
+    "apikey",
+    "x-api-token",
+    "x-api-secret",
+    "x-auth-key",
+    "x-auth-token",
+    "x-access-token",
+    "x-session-token",
+    "x-amz-security-token",
+    "x-goog-api-key",
+    "x-functions-key",
+    "ocp-apim-subscription-key",
+    "x-shopify-access-token",
+    "x-vault-token",
+    "private-token",
+    "job-token",
+];
 
-/// Fields that say who is asking. They are not written down; nor are those that are marked as sensitive.
+/// These are not written down; nor are those that are marked as sensitive.
 fn is_secret(name: &HeaderName, value: &HeaderValue) -> bool {
-    value.is_sensitive() || ["authorization", "proxy-authorization", "cookie"].contains(&name.as_str())
+    value.is_sensitive() || CREDENTIALS.contains(&name.as_str())
 }
 
 /// The file of an intent that is about to be sent for the first time.
 pub(super) fn encode(intent: &Intent) -> Vec<u8> {
     let mut headers = Vec::new();
-    let mut left_out = Vec::new();
+    let caller = Caller::of(intent.headers());
     for (name, value) in intent.headers() {
-        if !is_secret(name, value) {
+        if !caller.left_out.contains(name) {
             // Octets as the characters with the same numbers, so that there is a text for each.
             let value: String = value.as_bytes().iter().map(|octet| char::from(*octet)).collect();
             headers.push(json!([name.as_str(), value]));
-        } else if !left_out.contains(name) {
-            left_out.push(name.clone());
         }
     }
-    let credentials = (!left_out.is_empty()).then(|| {
-        let mut salt = [0; 16];
-        // Without chances it is a digest without salt, in a file that only its owner can read.
-        let _drawn = getrandom::fill(&mut salt);
-        let Credentials { salt, digest } = Credentials::of(salt, &left_out, intent.headers());
-        hex(&salt) + &hex(&digest)
-    });
-    let left_out: Vec<_> = left_out.iter().map(HeaderName::as_str).collect();
+    let (left_out, credentials) = caller.to_json();
     let about = json!({
         "key": intent.key().as_str(),
         "method": intent.method().as_str(),
@@ -164,13 +234,13 @@ pub(super) fn decode(file: &[u8]) -> Result<Entry, String> {
     let (about, body) = rest.split_at_checked(end).ok_or("it has no body")?;
     let about: Map<String, Value> = serde_json::from_slice(about).map_err(|error| error.to_string())?;
     // Behind a right checksum only a program that is no Oncegate writes what does not fit.
-    let (intent, left_out, credentials) = read(&about, body.get(1..).unwrap_or_default())
+    let (intent, caller) = read(&about, body.get(1..).unwrap_or_default())
         .ok_or("its checksum is right, and yet it is no intent")?;
     let intent = if maybe_sent { intent.sent_before() } else { intent };
-    Ok(Entry { intent, maybe_sent, left_out, credentials })
+    Ok(Entry { intent, maybe_sent, caller })
 }
 
-fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderName>, Option<Credentials>)> {
+fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Caller)> {
     let text = |name: &str| about.get(name)?.as_str();
     let number = |name: &str| about.get(name)?.as_u64();
     let method = Method::from_bytes(text("method")?.as_bytes()).ok()?;
@@ -182,8 +252,6 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderNa
         let value = HeaderValue::from_bytes(&octets.collect::<Option<Vec<u8>>>()?).ok()?;
         headers.append(name, value);
     }
-    let left_out = about.get("left_out")?.as_array()?.iter();
-    let left_out = left_out.map(|name| HeaderName::from_bytes(name.as_str()?.as_bytes()).ok());
     if number("body")? != body.len() as u64 {
         return None;
     }
@@ -206,11 +274,7 @@ fn read(about: &Map<String, Value>, body: &[u8]) -> Option<(Intent, Vec<HeaderNa
             intent = intent.with_carrier(if quoted { bare.quoted() } else { bare });
         }
     }
-    let credentials = match about.get("credentials")? {
-        Value::Null => None,
-        text => Some(Credentials::read(text.as_str()?)?),
-    };
-    Some((intent, left_out.collect::<Option<_>>()?, credentials))
+    Some((intent, Caller::from_json(about.get("left_out")?, about.get("credentials")?)?))
 }
 
 /// What the file of this key is called.
@@ -231,6 +295,6 @@ fn digest(rest: &[u8]) -> [u8; 64] {
     hex.as_bytes().try_into().unwrap_or([b'-'; 64])
 }
 
-fn hex(octets: &[u8]) -> String {
+pub(super) fn hex(octets: &[u8]) -> String {
     octets.iter().map(|octet| format!("{octet:02x}")).collect()
 }

@@ -1,0 +1,193 @@
+//! How services say what became of a key, as data. The page docs/reference/answers.md has the same rows.
+
+/// The meaning of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Says {
+    /// The answer was given before, to the first request with this key. It is final, also a refusal or a failure.
+    Replayed,
+    /// The service took the request under this key, and this is its answer. A refusal is final.
+    Accepted,
+    /// A request with this key is being processed. Its effect may follow.
+    InProgress,
+    /// The same request under the same key later may bring more.
+    Again,
+    /// The key was used before, for another request or for this one.
+    KeyReused,
+    /// Nothing was executed, and the same request may be sent again.
+    NotExecuted,
+    /// Nobody knows whether the operation took effect.
+    OutcomeUnknown,
+    /// The operation was processed, and its answer cannot be given again.
+    ReplayUnavailable,
+    /// The service cannot tell whose request it is. Nothing was executed.
+    ScopeUnavailable,
+}
+
+/// The place in an answer where a row applies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum At {
+    /// A header field with this value; without case.
+    Field(&'static str, &'static str),
+    /// A header field with any value, in an answer of another status than this one.
+    FieldUnless(&'static str, u16),
+    /// A member of a JSON body with this text or number. `[]` after a name stands for each element of a list.
+    Member(&'static str, &'static str),
+    /// The name of the error, where most services have it: the members `type`, `code`, `name`, `error.code`, `error.type`.
+    /// Of a `type` that is a URI, what follows its last `:`, `/` or `#` is enough.
+    Name(&'static str),
+}
+
+/// One way of saying it.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(test), allow(dead_code, reason = "a test compares the whole row with its page"))]
+pub(crate) struct Row {
+    pub(crate) says: Says,
+    pub(crate) at: At,
+    /// The API or the specification.
+    pub(crate) api: &'static str,
+    /// Where it is documented.
+    pub(crate) source: &'static str,
+}
+
+const fn row(says: Says, at: At, api: &'static str, source: &'static str) -> Row {
+    Row { says, at, api, source }
+}
+
+const ACP: &str = "https://developers.openai.com/commerce/specs/checkout";
+const ADYEN: &str = "https://docs.adyen.com/development-resources/api-idempotency";
+const AWS: &str = "https://docs.aws.amazon.com/ec2/latest/devguide/ec2-api-idempotency.html";
+const BLUESNAP: &str = "https://developers.bluesnap.com/v8976-JSON/docs/idempotency-errors";
+const DRAFT: &str = "https://datatracker.ietf.org/doc/html/draft-ietf-httpapi-idempotency-key-header-07";
+const ECHO: &str = "https://echo.labstack.com/pro/problems/idempotency-key-reused";
+const GOCARDLESS: &str = "https://gocardless.com/blog/idempotency-keys";
+const INCREASE: &str = "https://increase.com/documentation/idempotency-keys";
+const OASIS: &str =
+    "https://docs.oasis-open.org/odata/repeatable-requests/v1.0/repeatable-requests-v1.0.html";
+const CRUNCHY: &str = "https://docs.crunchybridge.com/api-concepts/idempotency";
+const IDEMKIT: &str = "https://github.com/idemkit/idemkit";
+const MIDDLEWARE: &str = "https://github.com/ietf-wg-httpapi/idempotency/issues/46";
+const ONCEGATE: &str = "problems.md";
+const PAYPAL: &str = "https://developer.paypal.com/api/rest/reference/idempotency/";
+const PAYWARE: &str = "https://github.com/payware/mcp-server/releases/tag/v1.5.0";
+const PRIMER: &str = "https://github.com/api-evangelist/primer";
+const QUIDKEY: &str = "https://docs.quidkey.com/guides/payment-api/concepts/idempotency";
+const SINCH: &str = "https://developers.sinch.com/docs/errors/registry/idempotency-conflict";
+const SMARTRETRY: &str = "https://www.smartretry.com/docs/api-reference/idempotency";
+const SQUARE: &str = "https://developer.squareup.com/docs/working-with-apis/idempotency";
+const STRIPE: &str = "https://docs.stripe.com/api/idempotent_requests";
+const TRUELAYER: &str = "https://docs.truelayer.com/docs/error-types-for-payments-v3";
+const WORLDLINE: &str =
+    "https://docs.direct.worldline-solutions.com/en/integration/api-developer-guide/idempotent-requests";
+
+/// Every row; the first one that applies counts.
+pub(crate) const ROWS: &[Row] = {
+    use At::{Field, FieldUnless, Member, Name};
+    use Says::{
+        Accepted, Again, InProgress, KeyReused, NotExecuted, OutcomeUnknown, ReplayUnavailable, Replayed,
+        ScopeUnavailable,
+    };
+    &[
+        row(Replayed, Field("idempotent-replayed", "true"), "Oncegate, Stripe, ACP, Increase", STRIPE),
+        row(Replayed, Field("x-idempotent-replayed", "true"), "common middleware", MIDDLEWARE),
+        row(Replayed, Field("idempotency-replayed", "true"), "idemkit, Hono", IDEMKIT),
+        row(Replayed, Field("idempotency-replay", "true"), "Crunchy Bridge", CRUNCHY),
+        row(Replayed, FieldUnless("x-gcs-idempotence-request-timestamp", 409), "Worldline", WORLDLINE),
+        row(Accepted, Field("repeatability-result", "accepted"), "OASIS Repeatable Requests, Azure", OASIS),
+        row(InProgress, Name("request-in-progress"), "Oncegate", ONCEGATE),
+        row(
+            InProgress,
+            Member("title", "A request is outstanding for this Idempotency-Key"),
+            "draft-07",
+            DRAFT,
+        ),
+        row(InProgress, Name("idempotency_key_in_use"), "Stripe", STRIPE),
+        row(InProgress, Name("idempotency_in_flight"), "ACP", ACP),
+        row(InProgress, Name("PREVIOUS_REQUEST_IN_PROGRESS"), "PayPal", PAYPAL),
+        row(InProgress, Member("details[].issue", "PREVIOUS_REQUEST_IN_PROGRESS"), "PayPal", PAYPAL),
+        row(InProgress, Member("errorCode", "704"), "Adyen", ADYEN),
+        row(InProgress, Member("message[].errorName", BLUESNAP_RUNS), "BlueSnap", BLUESNAP),
+        row(InProgress, Name("ERR_IDEMPOTENCY_KEY_IN_PROGRESS"), "payware", PAYWARE),
+        row(InProgress, Name("IDEMPOTENT_REQUEST_IN_PROGRESS"), "Quidkey", QUIDKEY),
+        row(InProgress, Member("title", "Idempotency-Key Concurrency Conflict"), "TrueLayer", TRUELAYER),
+        row(InProgress, Name(SINCH), "Sinch", SINCH),
+        row(Again, Field("transient-error", "true"), "Adyen", ADYEN),
+        row(OutcomeUnknown, Name("outcome-unknown"), "Oncegate", ONCEGATE),
+        // A record that cannot be read may be the one of this request.
+        row(OutcomeUnknown, Name("record-corrupt"), "Oncegate", ONCEGATE),
+        row(ReplayUnavailable, Name("replay-unavailable"), "Oncegate", ONCEGATE),
+        row(
+            ReplayUnavailable,
+            Name("idempotency_replay_unavailable"),
+            "Oncegate, profile `stripe`",
+            ONCEGATE,
+        ),
+        row(KeyReused, Name("key-reused"), "Oncegate", ONCEGATE),
+        row(KeyReused, Member("title", "Idempotency-Key is already used"), "draft-07", DRAFT),
+        row(KeyReused, Name("idempotency_error"), "Stripe", STRIPE),
+        row(KeyReused, Name("idempotency_key_reused"), "Oncegate, profile `stripe`; Echo", ECHO),
+        row(KeyReused, Name("idempotency_conflict"), "ACP", ACP),
+        row(KeyReused, Name("IDEMPOTENCY_CONFLICT"), "SmartRetry", SMARTRETRY),
+        row(KeyReused, Name("idempotency_key_already_used_error"), "Increase", INCREASE),
+        row(KeyReused, Name("DUPLICATE_REQUEST_ID"), "PayPal", PAYPAL),
+        row(KeyReused, Member("details[].issue", "DUPLICATE_REQUEST_ID"), "PayPal", PAYPAL),
+        row(KeyReused, Name("PAYPAL_REQUEST_ID_PREVIOUSLY_USED"), "PayPal", PAYPAL),
+        row(KeyReused, Member("details[].issue", "PAYPAL_REQUEST_ID_PREVIOUSLY_USED"), "PayPal", PAYPAL),
+        row(KeyReused, Member("errors[].code", "IDEMPOTENCY_KEY_REUSED"), "Square", SQUARE),
+        row(KeyReused, Member("message[].errorName", BLUESNAP_REUSED), "BlueSnap", BLUESNAP),
+        row(KeyReused, Name("ERR_IDEMPOTENCY_KEY_REUSED"), "payware", PAYWARE),
+        row(
+            KeyReused,
+            Member("error.errors[].reason", "idempotent_creation_conflict"),
+            "GoCardless",
+            GOCARDLESS,
+        ),
+        row(
+            KeyReused,
+            Member("error.errorId", "TransactionRequestIdempotencyKeyAlreadyExists"),
+            "Primer",
+            PRIMER,
+        ),
+        row(KeyReused, Member("__type", "IdempotentParameterMismatchException"), "AWS", AWS),
+        row(KeyReused, Member("title", "Idempotency-Key Reuse"), "TrueLayer", TRUELAYER),
+        row(NotExecuted, Name("urn:oncegate:problem:store-unavailable"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Name("urn:oncegate:problem:overloaded"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Name("urn:oncegate:problem:request-incomplete"), "Oncegate", ONCEGATE),
+        row(NotExecuted, Name("urn:oncegate:problem:upstream-unreachable"), "Oncegate", ONCEGATE),
+        row(ScopeUnavailable, Name("scope-unavailable"), "Oncegate", ONCEGATE),
+    ]
+};
+
+const BLUESNAP_RUNS: &str = "REQUEST_WITH_SAME_IDEMPOTENCY_KEY_ALREADY_IN_PROGRESS";
+const BLUESNAP_REUSED: &str = "SAME_IDEMPOTENCY_KEY_WAS_ALREADY_IN_USE_WITH_PREVIOUS_DIFFERENT_REQUEST";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The row as a line of the page.
+    fn line(row: &Row) -> String {
+        let at = match row.at {
+            At::Field(name, value) => format!("field `{name}: {value}`"),
+            At::FieldUnless(name, status) => format!("field `{name}`, status not {status}"),
+            At::Member(path, text) => format!("`{path}` = `{text}`"),
+            At::Name(text) => format!("name `{text}`"),
+        };
+        format!("| {} | {at} | {:?} | [source]({}) |", row.api, row.says, row.source)
+    }
+
+    #[test]
+    fn the_page_has_every_row_and_no_other() {
+        let page = include_str!("../../../docs/reference/answers.md");
+        let rows: Vec<&str> = page.lines().filter(|line| line.contains("[source](")).collect();
+        let expected: Vec<String> = ROWS.iter().map(line).collect();
+        assert_eq!(rows, expected, "the page should have:\n{}", expected.join("\n"));
+    }
+
+    #[test]
+    fn no_row_is_hidden_by_an_earlier_one() {
+        let mut seen = std::collections::HashSet::new();
+        for row in ROWS {
+            assert!(seen.insert(format!("{:?}", row.at)), "{row:?}");
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! What a journal remembers of intents that have their answer: one small file each, for some time.
+//!
+//! The files stand in directories that are named by the day, counted from 1970, with whose beginning they go:
+//! `finished/20793/2c26b46b….done`. They hold neither key nor address nor body.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use http::header::HeaderMap;
+use oncegate_core::Timestamp;
+use serde_json::{Map, Value, json};
+use sha2::{Digest as _, Sha256};
+
+use super::entry::{Caller, file_name, hex};
+use super::files::Files;
+use crate::intent::Intent;
+use crate::key::{Key, millis_now};
+
+/// The directory within a journal's directory.
+pub(super) const DIRECTORY: &str = "finished";
+
+const MAGIC: &str = "oncegate-finished 1 ";
+
+/// Largest file: a caller may have many fields with credentials.
+const MAX: u64 = 64 * 1024;
+
+const DAY: u64 = 24 * 60 * 60 * 1000;
+
+/// An intent that has its answer.
+#[derive(Clone, Debug)]
+pub(super) struct Finished {
+    pub(super) created_at: Timestamp,
+    pub(super) key_lifetime: Option<Duration>,
+    /// Whether it was done. Otherwise the service said that it failed, or that it cannot give its answer again.
+    pub(super) is_done: bool,
+    request: String,
+    caller: Caller,
+}
+
+impl Finished {
+    /// What is to be remembered of this intent.
+    pub(super) fn of(intent: &Intent, is_done: bool) -> Self {
+        Self {
+            created_at: intent.created_at(),
+            key_lifetime: intent.key_lifetime(),
+            is_done,
+            request: request(intent),
+            caller: Caller::of(intent.headers()),
+        }
+    }
+
+    /// Whether this is the same request.
+    pub(super) fn is_request(&self, intent: &Intent) -> bool {
+        self.request == request(intent)
+    }
+
+    /// Whether these fields are those of the same caller.
+    pub(super) fn is_caller(&self, headers: &HeaderMap) -> bool {
+        self.caller.has(headers, &HeaderMap::new())
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let (left_out, credentials) = self.caller.to_json();
+        let about = json!({
+            "created_at": self.created_at.as_millis(),
+            "key_lifetime": self.key_lifetime.map(|life| u64::try_from(life.as_millis()).unwrap_or(u64::MAX)),
+            "done": self.is_done,
+            "request": self.request,
+            "left_out": left_out,
+            "credentials": credentials,
+        });
+        let about = about.to_string();
+        format!("{MAGIC}{}\n{about}\n", hex(&Sha256::digest(&about))).into_bytes()
+    }
+
+    fn decode(file: &[u8]) -> Option<Self> {
+        let rest = std::str::from_utf8(file).ok()?.strip_prefix(MAGIC)?;
+        let (digest, about) = rest.split_once('\n')?;
+        let about = about.strip_suffix('\n')?;
+        if hex(&Sha256::digest(about)) != digest {
+            return None;
+        }
+        let about: Map<String, Value> = serde_json::from_str(about).ok()?;
+        Some(Self {
+            created_at: Timestamp::from_millis(about.get("created_at")?.as_u64()?),
+            key_lifetime: match about.get("key_lifetime")? {
+                Value::Null => None,
+                millis => Some(Duration::from_millis(millis.as_u64()?)),
+            },
+            is_done: about.get("done")?.as_bool()?,
+            request: about.get("request")?.as_str()?.to_owned(),
+            caller: Caller::from_json(about.get("left_out")?, about.get("credentials")?)?,
+        })
+    }
+}
+
+/// Tells requests apart, without holding them.
+fn request(intent: &Intent) -> String {
+    let mut hash = Sha256::new();
+    hash.update(b"oncegate-intent-request-1\n");
+    let (carrier, uri) = (intent.carrier(), intent.uri().to_string());
+    let parts: [&[u8]; 6] = [
+        intent.key().as_str().as_bytes(),
+        intent.method().as_str().as_bytes(),
+        uri.as_bytes(),
+        carrier.map_or("", |carrier| carrier.name().as_str()).as_bytes(),
+        if carrier.is_some_and(|carrier| carrier.is_quoted()) { b"quoted" } else { b"" },
+        intent.body(),
+    ];
+    for part in parts {
+        hash.update((part.len() as u64).to_be_bytes());
+        hash.update(part);
+    }
+    hex(&hash.finalize())
+}
+
+/// A finished intent, and its file, which is not locked.
+pub(super) struct Found {
+    pub(super) finished: Finished,
+    pub(super) path: PathBuf,
+    pub(super) file: File,
+}
+
+/// The finished intents of one journal.
+#[derive(Debug)]
+pub(super) struct FinishedIntents {
+    directory: PathBuf,
+    kept: Duration,
+    max_per_day: usize,
+    /// How many there are in the directory of one day.
+    counted: Mutex<Option<(u64, usize)>>,
+}
+
+impl FinishedIntents {
+    pub(super) fn new(journal: &Path, kept: Duration, max_per_day: usize) -> Self {
+        Self { directory: journal.join(DIRECTORY), kept, max_per_day, counted: Mutex::new(None) }
+    }
+
+    pub(super) fn with_kept(&self, kept: Duration) -> Self {
+        Self { kept, ..self.copied() }
+    }
+
+    pub(super) fn with_max_per_day(&self, max_per_day: usize) -> Self {
+        Self { max_per_day, ..self.copied() }
+    }
+
+    /// The same, without what was counted.
+    pub(super) fn copied(&self) -> Self {
+        let Self { directory, kept, max_per_day, .. } = self;
+        Self {
+            directory: directory.clone(),
+            kept: *kept,
+            max_per_day: *max_per_day,
+            counted: Mutex::default(),
+        }
+    }
+
+    /// The finished intent of this key.
+    ///
+    /// # Errors
+    /// With the file that cannot be read.
+    pub(super) fn find(&self, files: &Files, key: &Key) -> Result<Option<Found>, (PathBuf, String)> {
+        let at = |path: &Path, error: &dyn std::fmt::Display| (path.to_owned(), error.to_string());
+        let mut days = self.days().map_err(|error| at(&self.directory, &error))?;
+        days.sort_unstable_by(|a, b| b.cmp(a));
+        for day in days {
+            let path = self.directory.join(day.to_string()).join(name(key));
+            let file = match files.open(&path) {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(at(&path, &error)),
+            };
+            let bytes = files.read(&file, MAX).map_err(|error| at(&path, &error))?;
+            let finished = Finished::decode(&bytes).ok_or_else(|| at(&path, &"it is damaged"))?;
+            return Ok(Some(Found { finished, path, file }));
+        }
+        Ok(None)
+    }
+
+    /// Writes down that an intent has its answer. Durable when this returns.
+    ///
+    /// `create` makes a new file for these bytes, under a name that is none of an intent's.
+    pub(super) fn add(
+        &self,
+        files: &Files,
+        key: &Key,
+        finished: &Finished,
+        create: impl FnOnce(&[u8]) -> io::Result<(PathBuf, File)>,
+    ) -> io::Result<()> {
+        if self.kept.is_zero() {
+            return Ok(());
+        }
+        self.sweep();
+        let until = Timestamp::from_millis(millis_now()).after(self.kept);
+        let day = until.as_millis() / DAY + 1;
+        let directory = self.directory.join(day.to_string());
+        files.create_dir(&directory)?;
+        if self.is_full(day, &directory)? {
+            tracing::warn!(
+                max_per_day = self.max_per_day,
+                "the journal keeps no more finished intents of one day: one that is made again after its key was \
+                 forgotten takes effect again"
+            );
+            return Ok(());
+        }
+        let bytes = finished.encode();
+        let (new, file) = create(&bytes)?;
+        let written = || {
+            // So that nobody takes it for one of a dead process.
+            if !files.lock(&file)? {
+                return Err(io::Error::other("somebody has taken the new file"));
+            }
+            files.write(&file, 0, &bytes)?;
+            files.sync(&file)?;
+            files.rename(&new, &directory.join(name(key)))?;
+            files.sync_dir(&directory)
+        };
+        if let Err(error) = written() {
+            let _left_behind = files.remove(&new);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Counts one more for this day; whether there is no room for it.
+    fn is_full(&self, day: u64, directory: &Path) -> io::Result<bool> {
+        let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = match *counted {
+            Some((of, count)) if of == day => count,
+            _ => fs::read_dir(directory)?.count(),
+        };
+        let is_full = count >= self.max_per_day;
+        *counted = Some((day, if is_full { count } else { count + 1 }));
+        Ok(is_full)
+    }
+
+    /// Removes what need not be remembered any more.
+    pub(super) fn sweep(&self) {
+        let today = millis_now() / DAY;
+        for day in self.days().unwrap_or_default() {
+            if day <= today {
+                let _tried_again_next_time = fs::remove_dir_all(self.directory.join(day.to_string()));
+            }
+        }
+    }
+
+    fn days(&self) -> io::Result<Vec<u64>> {
+        let found = match fs::read_dir(&self.directory) {
+            Ok(found) => found,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        };
+        let mut days = Vec::new();
+        for one in found {
+            days.extend(one?.file_name().to_str().and_then(|name| name.parse::<u64>().ok()));
+        }
+        Ok(days)
+    }
+}
+
+fn name(key: &Key) -> String {
+    file_name(key).replace(".intent", ".done")
+}
