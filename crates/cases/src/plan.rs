@@ -6,13 +6,13 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use http::request::Parts;
-use http::{HeaderName, Method};
+use http::{HeaderName, Method, StatusCode};
 use oncegate_core::fingerprint::{FingerprintRules, JsonPointer};
 use oncegate_core::{NaturalKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Engine, Policy};
 use oncegate_http::{
-    CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax, Profile, Reconcile,
-    Reconciled, ServerErrors, Settings,
+    CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax, PathCase, Profile,
+    Reconcile, Reconciled, ServerErrors, Settings, TrailingSlash,
 };
 
 use crate::backend::ASKED_AT;
@@ -36,6 +36,16 @@ pub struct Plan {
     pub key_format: Option<&'static str>,
     /// What a key is unique within, beside the caller.
     pub key_scope: Option<KeyScope>,
+    /// The lengths that a key may have.
+    pub key_length: Option<(usize, usize)>,
+    /// The field that marks a replay.
+    pub replay_marker: Option<&'static str>,
+    /// Where the rules for keys are documented.
+    pub documentation: Option<&'static str>,
+    /// Whether every spelling of a path counts as it is: slashes at the end, and case.
+    pub exact_paths: bool,
+    /// Statuses that free the key.
+    pub release_statuses: Option<&'static [u16]>,
     /// The covered methods.
     pub methods: Option<Vec<Method>>,
     /// One more field that is stored.
@@ -144,6 +154,11 @@ impl Default for Plan {
             key_syntax: None,
             key_format: None,
             key_scope: None,
+            key_length: None,
+            replay_marker: None,
+            documentation: None,
+            exact_paths: false,
+            release_statuses: None,
             methods: None,
             stored_header: None,
             fingerprint_header: None,
@@ -178,6 +193,9 @@ impl Plan {
     /// The field that marks a replay.
     #[must_use]
     pub fn marker(&self) -> &'static str {
+        if let Some(marker) = self.replay_marker {
+            return marker;
+        }
         if self.profile == "seed" { "x-idempotent-replayed" } else { "idempotent-replayed" }
     }
 
@@ -218,6 +236,7 @@ impl Plan {
         if let Some(scope) = self.key_scope {
             settings = settings.with_key_scope(scope);
         }
+        settings = self.surface(settings);
         if let Some(methods) = &self.methods {
             settings = settings.with_methods(methods.clone()).expect("methods that have an effect");
         }
@@ -255,6 +274,28 @@ impl Plan {
         }
         let policy = self.policy(settings.policy());
         settings.with_policy(policy)
+    }
+
+    /// What clients see of the layer besides keys.
+    fn surface(&self, mut settings: Settings) -> Settings {
+        if let Some((min, max)) = self.key_length {
+            settings = settings.with_key_length(min, max).expect("lengths that a key may have");
+        }
+        if let Some(marker) = self.replay_marker {
+            settings =
+                settings.with_replay_marker(HeaderName::from_static(marker)).expect("a field for it alone");
+        }
+        if let Some(url) = self.documentation {
+            settings = settings.with_documentation(url).expect("a URL");
+        }
+        if self.exact_paths {
+            settings = settings.with_trailing_slash(TrailingSlash::Exact).with_path_case(PathCase::Exact);
+        }
+        if let Some(statuses) = self.release_statuses {
+            let statuses = statuses.iter().map(|status| StatusCode::from_u16(*status).expect("a status"));
+            settings = settings.with_release_statuses(statuses.collect()).expect("errors");
+        }
+        settings
     }
 
     fn policy(&self, mut policy: Policy) -> Policy {
@@ -332,6 +373,7 @@ impl Plan {
             list if [
                 "methods",
                 "key.json",
+                "release-statuses",
                 "stored-headers",
                 "fingerprint.headers",
                 "fingerprint.exclude",
@@ -373,6 +415,16 @@ impl Plan {
             (
                 "methods",
                 self.methods.as_ref().map(|all| all.iter().map(Method::as_str).collect::<Vec<_>>().join(",")),
+            ),
+            ("min-key-length", self.key_length.map(|(min, _)| min.to_string())),
+            ("max-key-length", self.key_length.map(|(_, max)| max.to_string())),
+            ("replay-marker", self.replay_marker.map(str::to_owned)),
+            ("documentation", self.documentation.map(str::to_owned)),
+            ("trailing-slash", self.exact_paths.then(|| "exact".to_owned())),
+            ("path-case", self.exact_paths.then(|| "exact".to_owned())),
+            (
+                "release-statuses",
+                self.release_statuses.map(|all| all.iter().map(u16::to_string).collect::<Vec<_>>().join(",")),
             ),
             ("lease", self.lease.map(millis)),
             ("retention", self.retention.map(millis)),

@@ -20,7 +20,7 @@ pub(crate) fn locate(
     parts: &Parts,
     key: &IdempotencyKey,
 ) -> (RecordId, Label) {
-    let (method, path) = (parts.method.as_str(), parts.uri.path());
+    let (method, path) = (parts.method.as_str(), &*settings.canonical_path(parts.uri.path()));
     let mut operation = String::with_capacity(method.len() + 1 + path.len());
     operation.extend([method, " ", path]);
     let label = Label::new(scope.caller_tag(), &operation);
@@ -43,7 +43,7 @@ pub(crate) fn natural_key(
 
 /// What makes this request the same as another.
 pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
-    let target = parts.uri.path_and_query().map_or_else(|| parts.uri.path(), |target| target.as_str());
+    let target = target(settings, parts);
     let field = |name| parts.headers.get(name).map_or(&b""[..], |value| value.as_bytes());
     let headers: Vec<(&str, &[u8])> = settings
         .fingerprint_headers
@@ -53,12 +53,24 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody
     settings.fingerprint.fingerprint(&FingerprintInput {
         method: parts.method.as_str(),
         authority: "",
-        target,
+        target: &target,
         content_type: field(header::CONTENT_TYPE),
         content_coding: &body.coding,
         headers: &headers,
         body: &body.bytes,
     })
+}
+
+/// Path and query, with one spelling for all spellings of the path that are one path on this route.
+fn target<'a>(settings: &Settings, parts: &'a Parts) -> Cow<'a, str> {
+    let sent = parts.uri.path_and_query().map_or_else(|| parts.uri.path(), |target| target.as_str());
+    match settings.canonical_path(parts.uri.path()) {
+        Cow::Borrowed(_) => Cow::Borrowed(sent),
+        Cow::Owned(path) => Cow::Owned(match parts.uri.query() {
+            Some(query) => format!("{path}?{query}"),
+            None => path,
+        }),
+    }
 }
 
 /// A body with its content coding undone, so that the same body compressed twice is the same body.

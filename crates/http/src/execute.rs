@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HeaderName};
+use http::header::{CONTENT_TYPE, HeaderName, LOCATION};
 use http::response::Parts;
-use http::{Request, Response, StatusCode};
+use http::{Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame};
 use oncegate_core::{Completion, IdempotencyKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Panicked, Permit, Settled, catch_panic};
@@ -33,6 +33,8 @@ pub(crate) struct Execution {
     pub(crate) key: IdempotencyKey,
     /// What all answers may hold together.
     pub(crate) response_budget: Arc<Budget>,
+    /// Of the request.
+    pub(crate) target: Uri,
 }
 
 /// How an execution ends: the answer for the client, who may be gone, and what is left to do while it is read.
@@ -136,7 +138,7 @@ impl Execution {
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
-        let mut fate = fate(&self.settings, response.status(), directive);
+        let mut fate = self.fate(&response, directive);
         let is_error = response.status().is_client_error() || response.status().is_server_error();
         // Whatever error it was made of: kept as the answer, it would be the end of an operation that was begun.
         if fate == Fate::Replay && directive.is_none() && is_error && self.permit.attempt().is_half_way() {
@@ -178,6 +180,26 @@ impl Execution {
             }
             Err(Panicked) => Ended::with(Box::pin(self.fail(None)).await),
         }
+    }
+
+    /// What is done with this answer.
+    pub(crate) fn fate<RB>(&self, response: &Response<RB>, directive: Option<StoreDirective>) -> Fate {
+        if directive.is_none() && self.redirects_to_itself(response) {
+            return Fate::Release;
+        }
+        fate(&self.settings, response.status(), directive)
+    }
+
+    /// Whether the answer sends the same request again, to another spelling of its path or to another host. Such a redirect is
+    /// not what the operation came to: if it were kept, the request that follows it would get the redirect again, for ever.
+    fn redirects_to_itself<RB>(&self, response: &Response<RB>) -> bool {
+        if !matches!(response.status(), StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT) {
+            return false;
+        }
+        let location = response.headers().get(LOCATION).map(|location| location.as_bytes());
+        let Some(Ok(location)) = location.map(Uri::try_from) else { return false };
+        let canonical = |uri: &Uri| self.settings.canonical_path(uri.path()).into_owned();
+        canonical(&location) == canonical(&self.target)
     }
 
     /// An answer that will not be replayed: settled by its head, and its body passes through.
@@ -231,6 +253,7 @@ pub(crate) fn fate(settings: &Settings, status: StatusCode, directive: Option<St
         Some(StoreDirective::Unknown) => Fate::Unknown,
         // Nothing was decided about the operation.
         None if matches!(status.as_u16(), 401 | 403 | 407 | 408 | 421 | 425 | 429) => Fate::Release,
+        None if settings.release_statuses.contains(&status) => Fate::Release,
         None if status.is_server_error() && releases_errors => Fate::Release,
         None => Fate::Replay,
     }
@@ -409,6 +432,19 @@ mod tests {
             assert_eq!(fate(&replay, status, None), in_replay, "{status}");
             assert_eq!(fate(&release, status, None), in_release, "{status}");
         }
+    }
+
+    #[test]
+    fn statuses_that_free_the_key_can_be_added_and_the_service_overrules_them() {
+        let statuses = vec![StatusCode::BAD_REQUEST, StatusCode::SERVICE_UNAVAILABLE];
+        let settings = Settings::default().with_release_statuses(statuses).unwrap();
+        assert_eq!(fate(&settings, StatusCode::BAD_REQUEST, None), Fate::Release);
+        assert_eq!(fate(&settings, StatusCode::SERVICE_UNAVAILABLE, None), Fate::Release);
+        assert_eq!(fate(&settings, StatusCode::UNPROCESSABLE_ENTITY, None), Fate::Replay);
+        assert_eq!(fate(&settings, StatusCode::BAD_REQUEST, Some(StoreDirective::Replay)), Fate::Replay);
+        let stripe = Settings::new(Profile::stripe());
+        assert_eq!(fate(&stripe, StatusCode::BAD_REQUEST, None), Fate::Release);
+        assert_eq!(fate(&stripe, StatusCode::PAYMENT_REQUIRED, None), Fate::Replay);
     }
 
     #[test]

@@ -104,15 +104,20 @@ impl Condition {
     #[must_use]
     pub const fn grpc_code(self) -> GrpcCode {
         match self {
-            Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => GrpcCode::InvalidArgument,
+            Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge | Self::RequestMalformed => {
+                GrpcCode::InvalidArgument
+            }
+            Self::RequestUnsupported => GrpcCode::Unimplemented,
             Self::KeyReused => GrpcCode::FailedPrecondition,
             Self::RequestInProgress | Self::AnswerAwaited => GrpcCode::Aborted,
-            Self::ReplayUnavailable | Self::OutcomeUnknown => GrpcCode::Unknown,
+            Self::ReplayUnavailable | Self::OutcomeUnknown | Self::UpstreamUnanswered => GrpcCode::Unknown,
             Self::ScopeUnavailable => GrpcCode::Internal,
             Self::RecordCorrupt => GrpcCode::DataLoss,
-            Self::RequestIncomplete | Self::StoreUnavailable | Self::Overloaded | Self::HandlerFailed => {
-                GrpcCode::Unavailable
-            }
+            Self::RequestIncomplete
+            | Self::StoreUnavailable
+            | Self::Overloaded
+            | Self::HandlerFailed
+            | Self::UpstreamUnreachable => GrpcCode::Unavailable,
         }
     }
 }

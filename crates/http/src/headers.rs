@@ -124,6 +124,11 @@ pub(crate) fn restore<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> 
     headers
 }
 
+/// Whether answers have this field for a purpose that the layer knows.
+pub(crate) fn is_reserved(name: &HeaderName) -> bool {
+    KEPT.contains(name) || is_never_kept(name)
+}
+
 fn is_never_kept(name: &HeaderName) -> bool {
     let name = name.as_str();
     NEVER.contains(&name) || NEVER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))

@@ -11,6 +11,7 @@ use tower_layer::Layer;
 use crate::budget::Budget;
 use crate::event::RequestObserver;
 use crate::in_flight::InFlight;
+use crate::path::PathPattern;
 use crate::service::Idempotency;
 use crate::settings::Settings;
 
@@ -55,57 +56,6 @@ struct Route {
     settings: Arc<Settings>,
 }
 
-/// Which paths a route matches, such as `/payments/{id}` (one segment) or `/v1/{*rest}` (all that follow).
-#[derive(Clone)]
-pub struct PathPattern {
-    text: Arc<str>,
-    router: matchit::Router<()>,
-}
-
-impl PathPattern {
-    /// Reads a pattern.
-    ///
-    /// # Errors
-    /// Where it does not start with a slash, or is no pattern.
-    pub fn new(pattern: &str) -> Result<Self, ConfigError> {
-        let error = |what: &dyn fmt::Display| ConfigError::new(format!("path pattern {pattern:?}: {what}"));
-        if !pattern.starts_with('/') {
-            return Err(error(&"it must start with a slash, as every path does"));
-        }
-        // Other programs' spellings of a parameter would be taken to the letter and match nothing, and the route would be
-        // unprotected without anybody being told.
-        let foreign = |segment: &&str| {
-            segment.starts_with(':') || (segment.contains('*') && !segment.starts_with("{*"))
-        };
-        if let Some(segment) = pattern.split('/').find(foreign) {
-            return Err(error(&format!(
-                "{segment:?} would match nothing but itself; write {{name}} for one segment, {{*rest}} for all that follows"
-            )));
-        }
-        let mut router = matchit::Router::new();
-        router.insert(pattern, ()).map_err(|what| error(&what))?;
-        Ok(Self { text: pattern.into(), router })
-    }
-
-    /// Whether the pattern matches this path, which has no query.
-    #[must_use]
-    pub fn matches(&self, path: &str) -> bool {
-        self.router.at(path).is_ok()
-    }
-
-    /// The pattern as it was written.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.text
-    }
-}
-
-impl fmt::Debug for PathPattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("PathPattern").field(&self.text).finish()
-    }
-}
-
 impl IdempotencyLayer {
     /// A layer with the profile `ietf`: covers POST and PATCH, takes `Idempotency-Key` where it is sent, tells callers
     /// apart by `Authorization`.
@@ -135,10 +85,11 @@ impl IdempotencyLayer {
 
     /// What is done on the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`. The first route that
     /// matches counts. With `methods`, only those are matched, and they are covered; without, the settings say which
-    /// methods are covered.
+    /// methods are covered. Other spellings of a path match, too: see [`Settings::with_trailing_slash`] and
+    /// [`Settings::with_path_case`].
     ///
     /// # Errors
-    /// Where the pattern is none, the settings contradict each other, or the store cannot do what they say.
+    /// Where the pattern is malformed, the settings contradict each other, or the store cannot do what they say.
     pub fn with_route(
         self,
         methods: Vec<Method>,
@@ -147,8 +98,9 @@ impl IdempotencyLayer {
     ) -> Result<Self, ConfigError> {
         let settings = if methods.is_empty() { settings } else { settings.with_methods(methods.clone())? };
         settings.check(&self.shared.engine.store().capabilities())?;
-        let pattern = PathPattern::new(pattern)?;
-        let route = Route { methods, pattern, settings: Arc::new(settings) };
+        let pattern = PathPattern::new(pattern)?.with_spelling(settings.trailing_slash, settings.path_case);
+        let settings = Arc::new(settings.at(pattern.clone()));
+        let route = Route { methods, pattern, settings };
         Ok(self.change(|shared| shared.routes.push(route)))
     }
 
@@ -260,35 +212,5 @@ impl fmt::Debug for IdempotencyLayer {
             .field("settings", &self.shared.default)
             .field("routes", &self.shared.routes.len())
             .finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_pattern_matches_whole_paths() {
-        for (pattern, path, matches) in [
-            ("/payments", "/payments", true),
-            ("/payments", "/payments/", false),
-            ("/payments", "/Payments", false),
-            ("/payments/{id}", "/payments/7", true),
-            ("/payments/{id}", "/payments/7/refunds", false),
-            ("/v1/{*rest}", "/v1/payments/7", true),
-            ("/v1/{*rest}", "/v1", false),
-        ] {
-            assert_eq!(PathPattern::new(pattern).unwrap().matches(path), matches, "{pattern} {path}");
-        }
-    }
-
-    #[test]
-    fn what_is_no_pattern_is_named() {
-        for pattern in
-            ["payments", "", "/{", "/{a}{b}", "/{*rest}/more", "/v1/*", "/v1/**", "/payments/:id", "/a*b"]
-        {
-            let error = PathPattern::new(pattern).unwrap_err().to_string();
-            assert!(error.starts_with(&format!("path pattern {pattern:?}: ")), "{error}");
-        }
     }
 }

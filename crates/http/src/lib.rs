@@ -20,6 +20,8 @@
 //! refused as such, with a status of its own and without a body: [`Condition::grpc_code`].
 //!
 //! # Caveats
+//! - A page of another origin reads a replay or a refusal only if a CORS layer outside of this one says so, such as
+//!   `tower_http::cors::CorsLayer`. Let it expose `Idempotency-Key`, `Idempotent-Replayed`, `Idempotency-Status` and `Retry-After`.
 //! - Put the layer inside authentication (a replay must not be a way around it) and inside compression (so that what is
 //!   stored is not coded for one client), and outside of what changes the request's path, such as axum's `nest`.
 //! - An answer that has no end (server-sent events, gRPC, upgrades) or is larger than
@@ -90,6 +92,7 @@ mod headers;
 mod in_flight;
 mod key;
 mod layer;
+mod path;
 mod profile;
 mod reconcile;
 mod refusal;
@@ -103,7 +106,8 @@ pub use context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
 pub use event::{Disposition, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};
-pub use layer::{IdempotencyLayer, PathPattern};
+pub use layer::IdempotencyLayer;
+pub use path::{PathCase, PathPattern, TrailingSlash};
 pub use profile::{KeyScope, Profile, Row, ServerErrors};
 pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, Retry};

@@ -32,6 +32,8 @@ pub struct Profile {
     pub key_scope: KeyScope,
     /// What is done with answers from 500 to 599.
     pub server_errors: ServerErrors,
+    /// Statuses of answers that free the key, besides those that always do (401, 403, 407, 408, 421, 425, 429).
+    pub release_statuses: &'static [StatusCode],
     /// How long completed records are kept.
     pub retention: Duration,
     /// The field that marks a replay, with the value `true`.
@@ -94,6 +96,8 @@ const STRIPE_ROWS: &[(Condition, Row)] = {
         (Condition::KeyReused, row(BAD, "idempotency_error", "idempotency_key_reused")),
         (Condition::RequestInProgress, row(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
         (Condition::ReplayUnavailable, row(BAD, "idempotency_error", "idempotency_replay_unavailable")),
+        (Condition::RequestMalformed, row(BAD, INVALID, "request_malformed")),
+        (Condition::RequestUnsupported, row(StatusCode::NOT_IMPLEMENTED, INVALID, "request_unsupported")),
     ]
 };
 
@@ -113,6 +117,7 @@ impl Profile {
             require_key: false,
             key_scope: KeyScope::Endpoint,
             server_errors: ServerErrors::Replay,
+            release_statuses: &[],
             retention: DAY,
             replay_marker: HeaderName::from_static("idempotent-replayed"),
             error_content_type: "application/problem+json",
@@ -122,14 +127,16 @@ impl Profile {
         }
     }
 
-    /// As Stripe's API does it: a key belongs to the account, another endpoint is a mismatch, a mismatch is a 400, server
-    /// errors are replayed, and `Stripe-Should-Retry` tells its clients what to do.
+    /// As Stripe's API does it: a key belongs to the account, another endpoint is a mismatch, a mismatch is a 400, an answer 400
+    /// frees the key, server errors are replayed, and `Stripe-Should-Retry` tells its clients what to do.
     #[must_use]
     pub fn stripe() -> Self {
         Self {
             name: "stripe",
             methods: &[Method::POST],
             key_scope: KeyScope::Caller,
+            // Stripe keeps nothing of a request whose parameters were refused.
+            release_statuses: &[StatusCode::BAD_REQUEST],
             error_content_type: "application/json",
             error_template: r#"{"error":{"type":"{kind}","code":"{code}","message":"{detail}"}}"#,
             rows: STRIPE_ROWS,
@@ -196,7 +203,7 @@ impl Profile {
                 "detail" => push_escaped(&mut body, detail),
                 "retry" => push_escaped(&mut body, condition.retry().as_str()),
                 "slug" => push_escaped(&mut body, condition.slug()),
-                "code" => push_escaped(&mut body, row.code),
+                "code" => push_escaped(&mut body, &row.code.replace('-', "_")),
                 "kind" => push_escaped(&mut body, row.kind),
                 "reason" => push_escaped(&mut body, row.status.canonical_reason().unwrap_or("Error")),
                 _ => {}

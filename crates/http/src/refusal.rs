@@ -3,11 +3,12 @@
 use std::fmt;
 
 use bytes::Bytes;
-use http::header::{self, HeaderValue};
+use http::header::{self, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 
 use crate::grpc::GrpcForm;
 use crate::profile::{Profile, Row};
+use crate::settings::Settings;
 
 /// Why the layer itself answers, and not the handler. Each has a row in `docs/reference/problems.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,6 +42,15 @@ pub enum Condition {
     RecordCorrupt,
     /// The handler ended without an answer, and the key is free again.
     HandlerFailed,
+    /// A proxy did not reach its service, and nothing was sent.
+    UpstreamUnreachable,
+    /// A proxy sent a request without a key to its service and got no whole answer. With a key it is
+    /// [`OutcomeUnknown`](Self::OutcomeUnknown) or [`HandlerFailed`](Self::HandlerFailed).
+    UpstreamUnanswered,
+    /// No proxy may pass the request on.
+    RequestMalformed,
+    /// The request asks for something that the proxy does not do.
+    RequestUnsupported,
 }
 
 /// What the caller should do next.
@@ -55,6 +65,8 @@ pub enum Retry {
     FixRequest,
     /// Do not send it again: find out what happened first.
     Stop,
+    /// The request had no key: sending it again may take effect twice.
+    Unprotected,
 }
 
 impl Retry {
@@ -66,13 +78,14 @@ impl Retry {
             Self::NewKey => "new-key",
             Self::FixRequest => "fix-request",
             Self::Stop => "stop",
+            Self::Unprotected => "unprotected",
         }
     }
 }
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 18] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
@@ -87,6 +100,10 @@ impl Condition {
         Self::OutcomeUnknown,
         Self::RecordCorrupt,
         Self::HandlerFailed,
+        Self::UpstreamUnreachable,
+        Self::UpstreamUnanswered,
+        Self::RequestMalformed,
+        Self::RequestUnsupported,
     ];
 
     /// The name in problem types, metrics and documents.
@@ -107,6 +124,10 @@ impl Condition {
             Self::OutcomeUnknown => "outcome-unknown",
             Self::RecordCorrupt => "record-corrupt",
             Self::HandlerFailed => "handler-failed",
+            Self::UpstreamUnreachable => "upstream-unreachable",
+            Self::UpstreamUnanswered => "upstream-unanswered",
+            Self::RequestMalformed => "request-malformed",
+            Self::RequestUnsupported => "request-unsupported",
         }
     }
 
@@ -128,6 +149,10 @@ impl Condition {
             Self::OutcomeUnknown => "It is not known whether the request took effect",
             Self::RecordCorrupt => "The record of this Idempotency-Key cannot be read",
             Self::HandlerFailed => "The service failed without an answer",
+            Self::UpstreamUnreachable => "The service is unreachable",
+            Self::UpstreamUnanswered => "The service gave no answer",
+            Self::RequestMalformed => "The request is malformed",
+            Self::RequestUnsupported => "The request asks for something that this proxy does not do",
         }
     }
 
@@ -168,6 +193,14 @@ impl Condition {
             Self::HandlerFailed => {
                 "The service did not complete the request. The key is free to be used again for it."
             }
+            Self::UpstreamUnreachable => {
+                "The request did not reach the service. Send it again, with the same key if it has one."
+            }
+            Self::UpstreamUnanswered => {
+                "The request was sent to the service, and no whole answer came. It may have taken effect."
+            }
+            Self::RequestMalformed => "Nothing was executed. The request cannot be passed on.",
+            Self::RequestUnsupported => "Nothing was executed.",
         }
     }
 
@@ -175,14 +208,20 @@ impl Condition {
     #[must_use]
     pub const fn retry(self) -> Retry {
         match self {
-            Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge => Retry::FixRequest,
+            Self::KeyMissing
+            | Self::KeyInvalid
+            | Self::RequestTooLarge
+            | Self::RequestMalformed
+            | Self::RequestUnsupported => Retry::FixRequest,
             Self::KeyReused => Retry::NewKey,
+            Self::UpstreamUnanswered => Retry::Unprotected,
             Self::RequestIncomplete
             | Self::Overloaded
             | Self::StoreUnavailable
             | Self::RequestInProgress
             | Self::AnswerAwaited
-            | Self::HandlerFailed => Retry::SameKey,
+            | Self::HandlerFailed
+            | Self::UpstreamUnreachable => Retry::SameKey,
             Self::ScopeUnavailable | Self::ReplayUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt => {
                 Retry::Stop
             }
@@ -193,7 +232,11 @@ impl Condition {
     #[must_use]
     pub const fn status(self) -> StatusCode {
         match self {
-            Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete => StatusCode::BAD_REQUEST,
+            Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete | Self::RequestMalformed => {
+                StatusCode::BAD_REQUEST
+            }
+            Self::RequestUnsupported => StatusCode::NOT_IMPLEMENTED,
+            Self::UpstreamUnreachable | Self::UpstreamUnanswered => StatusCode::BAD_GATEWAY,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Overloaded | Self::StoreUnavailable | Self::AnswerAwaited => {
                 StatusCode::SERVICE_UNAVAILABLE
@@ -214,7 +257,7 @@ impl fmt::Display for Condition {
     }
 }
 
-/// One answer of the layer itself. Also in the extensions of the response, for layers outside.
+/// An answer of the layer itself, or of a proxy around it. Also in the extensions of the response, for layers outside.
 #[derive(Clone, Debug)]
 pub struct Refusal {
     /// Why.
@@ -225,34 +268,53 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    pub(crate) const fn new(condition: Condition) -> Self {
+    /// A refusal for this condition, with its usual status and detail.
+    #[must_use]
+    pub const fn new(condition: Condition) -> Self {
         Self { condition, detail: None, retry_after: None, status: None }
     }
 
-    pub(crate) fn with_detail(self, detail: impl fmt::Display) -> Self {
+    /// With another detail than the condition's: what it means for this caller now.
+    #[must_use]
+    pub fn with_detail(self, detail: impl fmt::Display) -> Self {
         Self { detail: Some(detail.to_string()), ..self }
     }
 
+    /// With `Retry-After`, which is at least one second.
     pub(crate) fn with_retry_after(self, seconds: u64) -> Self {
         Self { retry_after: Some(seconds.max(1)), ..self }
     }
 
-    /// Another status than the condition's: a proxy says 502 and 504.
-    pub(crate) fn with_status(self, status: Option<StatusCode>) -> Self {
+    /// With another status than the condition's, if there is one: a proxy says 502 and 504.
+    #[must_use]
+    pub fn with_status(self, status: Option<StatusCode>) -> Self {
         Self { status, ..self }
     }
 
-    /// The answer as this profile words it, or as a client that speaks gRPC reads it.
-    pub(crate) fn into_response(self, profile: &Profile, grpc: Option<GrpcForm>) -> Response<Bytes> {
-        let condition = self.condition;
+    /// The response: in the shape of the profile of these settings, or as a call of gRPC is refused, for a request that
+    /// [is one](GrpcForm::of).
+    #[must_use]
+    pub fn into_response(self, settings: &Settings, grpc: Option<GrpcForm>) -> Response<Bytes> {
+        let (condition, profile) = (self.condition, &settings.profile);
         let mut row = profile.row(condition);
         row.status = self.status.unwrap_or(row.status);
-        let detail = self.detail.as_deref().unwrap_or(condition.detail());
+        let detail = match (&self.detail, condition) {
+            (Some(detail), Condition::KeyInvalid) => {
+                format!("{}: {detail}.", shown(&profile.key_header))
+            }
+            (Some(detail), _) => detail.clone(),
+            (None, Condition::KeyMissing) => format!(
+                "This operation requires a key in the header field {}. Make one per intent, such as a UUID, and send it with \
+                 every retry.",
+                shown(&profile.key_header)
+            ),
+            (None, _) => condition.detail().to_owned(),
+        };
         let mut response = match grpc {
-            None => Self::problem(profile, condition, &row, detail),
+            None => Self::problem(settings, condition, &row, &detail),
             Some(form) => {
                 let code = condition.grpc_code();
-                form.refusal(code, condition.slug(), detail, condition.retry(), self.retry_after)
+                form.refusal(code, condition.slug(), &detail, condition.retry(), self.retry_after)
             }
         };
         let headers = response.headers_mut();
@@ -266,7 +328,8 @@ impl Refusal {
         response
     }
 
-    fn problem(profile: &Profile, condition: Condition, row: &Row, detail: &str) -> Response<Bytes> {
+    fn problem(settings: &Settings, condition: Condition, row: &Row, detail: &str) -> Response<Bytes> {
+        let profile: &Profile = &settings.profile;
         let body = profile.render(condition, row, detail);
         let mut response = Response::new(Bytes::from(body));
         *response.status_mut() = row.status;
@@ -274,6 +337,31 @@ impl Refusal {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(profile.error_content_type));
         headers.insert(header::CONTENT_LANGUAGE, HeaderValue::from_static("en"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Some(link) = &settings.documentation {
+            headers.insert(header::LINK, link.clone());
+        }
         response
+    }
+}
+
+/// The name of a header field as people write it, `Idempotency-Key`.
+fn shown(name: &HeaderName) -> String {
+    let mut starts_word = true;
+    let capitalised = name.as_str().chars().map(|letter| {
+        let letter = if starts_word { letter.to_ascii_uppercase() } else { letter };
+        starts_word = letter == '-';
+        letter
+    });
+    capitalised.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_is_named_as_people_write_it() {
+        assert_eq!(shown(&HeaderName::from_static("idempotency-key")), "Idempotency-Key");
+        assert_eq!(shown(&HeaderName::from_static("x-id")), "X-Id");
     }
 }

@@ -387,7 +387,8 @@ impl Keyed {
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         let response_budget = self.shared.response_budget.clone();
-        let execution = Execution { settings: self.settings.clone(), permit, key, response_budget };
+        let (settings, target) = (self.settings.clone(), request.uri().clone());
+        let execution = Execution { settings, permit, key, response_budget, target };
         let mut work: Pin<Box<dyn Future<Output = Ended<RB, S::Error>> + Send>> =
             Box::pin(execution.run(inner, request));
         let answer = match poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
@@ -518,7 +519,7 @@ impl Keyed {
 
     fn refuse<RB>(&self, refusal: Refusal) -> Response<ResponseBody<RB>> {
         let condition = refusal.condition;
-        let response = refusal.into_response(&self.settings.profile, self.grpc);
+        let response = refusal.into_response(&self.settings, self.grpc);
         self.shared.observer.observe(Disposition::Refused(condition), Some(response.status()));
         self.echoed(response.map(|body: Bytes| ResponseBody::own(body)))
     }

@@ -1,12 +1,13 @@
 //! What the layer does on one route.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::HeaderName;
+use http::header::{HeaderName, HeaderValue};
 use http::request::Parts;
-use http::{HeaderMap, Method};
+use http::{HeaderMap, Method, StatusCode};
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{
     Capabilities, IdempotencyKey, JsonPointer, NaturalKey, OnAbandoned, RecordId, StoredResponse, limits,
@@ -15,8 +16,9 @@ use oncegate_engine::{ConfigError, Policy};
 
 use crate::canonical;
 use crate::execute::cannot_be_stored;
-use crate::headers::{KeptHeaders, kept_trailers};
+use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax};
+use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{KeyScope, Profile, ServerErrors};
 use crate::reconcile::Reconcile;
 use crate::scope::CallerScope;
@@ -41,6 +43,13 @@ pub struct Settings {
     pub(crate) completed_by: CompletedBy,
     /// Where the body carries the key, and not the header field.
     pub(crate) natural_key: Option<NaturalKey>,
+    pub(crate) trailing_slash: TrailingSlash,
+    pub(crate) path_case: PathCase,
+    /// The pattern of the route that has these settings.
+    pattern: Option<PathPattern>,
+    pub(crate) release_statuses: Vec<StatusCode>,
+    /// The value of `Link` in refusals.
+    pub(crate) documentation: Option<HeaderValue>,
 }
 
 /// Who completes the record of an operation.
@@ -82,6 +91,7 @@ impl Settings {
             grammar: KeyGrammar::default().with_syntax(profile.key_syntax),
             natural_key: natural_key_of(profile.key_members),
             methods: profile.methods.to_vec(),
+            release_statuses: profile.release_statuses.to_vec(),
             profile,
             caller: CallerScope::default(),
             fingerprint: FingerprintRules::default(),
@@ -94,6 +104,10 @@ impl Settings {
             request_patience: Duration::from_secs(60),
             reconcile: None,
             completed_by: CompletedBy::Layer,
+            trailing_slash: TrailingSlash::default(),
+            path_case: PathCase::default(),
+            pattern: None,
+            documentation: None,
         }
     }
 
@@ -107,6 +121,18 @@ impl Settings {
     #[must_use]
     pub const fn policy(&self) -> Policy {
         self.policy
+    }
+
+    /// The header field that carries the key.
+    #[must_use]
+    pub const fn key_header(&self) -> &HeaderName {
+        &self.profile.key_header
+    }
+
+    /// The header field that marks a replay.
+    #[must_use]
+    pub const fn replay_marker(&self) -> &HeaderName {
+        &self.profile.replay_marker
     }
 
     /// How callers are told apart.
@@ -193,6 +219,33 @@ impl Settings {
         self
     }
 
+    /// Whether a slash at the end of a path makes it another path, for the choice of the route and of the record. By default
+    /// it does not.
+    #[must_use]
+    pub fn with_trailing_slash(self, trailing_slash: TrailingSlash) -> Self {
+        Self { trailing_slash, ..self }
+    }
+
+    /// Whether upper and lower case make two paths of the fixed parts of a route's pattern, for the choice of the route and of
+    /// the record. By default they do not. Parameters keep their case.
+    #[must_use]
+    pub fn with_path_case(self, path_case: PathCase) -> Self {
+        Self { path_case, ..self }
+    }
+
+    /// These settings on the route with this pattern.
+    pub(crate) fn at(self, pattern: PathPattern) -> Self {
+        Self { pattern: Some(pattern), ..self }
+    }
+
+    /// One spelling for all spellings of this path (without a query) that are one path on this route.
+    pub(crate) fn canonical_path<'a>(&self, path: &'a str) -> Cow<'a, str> {
+        match &self.pattern {
+            Some(pattern) => pattern.canonical(path),
+            None => path::canonical(path, self.trailing_slash),
+        }
+    }
+
     /// The methods that are covered.
     ///
     /// # Errors
@@ -238,11 +291,53 @@ impl Settings {
         self
     }
 
+    /// Statuses of answers that free the key, instead of those of the profile: what was refused may be corrected and sent
+    /// again under the same key. The service must have done nothing when it answers so. 401, 403, 407, 408, 421, 425 and 429
+    /// always free the key.
+    ///
+    /// # Errors
+    /// If one is not an error, from 400 to 599.
+    pub fn with_release_statuses(self, statuses: Vec<StatusCode>) -> Result<Self, ConfigError> {
+        match statuses.iter().find(|status| !status.is_client_error() && !status.is_server_error()) {
+            Some(status) => Err(ConfigError::new(format!(
+                "the status {} is not an error; only answers from 400 to 599 can free the key",
+                status.as_u16()
+            ))),
+            None => Ok(Self { release_statuses: statuses, ..self }),
+        }
+    }
+
+    /// Where the rules for keys are documented: an `http` or `https` URL, or a path that starts with a slash. Refusals link to
+    /// it (`Link: <…>; rel="describedby"`, draft-ietf-httpapi-idempotency-key-header-07, 2.7).
+    ///
+    /// # Errors
+    /// If it is neither.
+    pub fn with_documentation(self, url: &str) -> Result<Self, ConfigError> {
+        let is_reference = ["http://", "https://", "/"].iter().any(|start| {
+            url.strip_prefix(start).is_some_and(|rest| !rest.is_empty() && !rest.starts_with('/'))
+        });
+        // RFC 3986, appendix A: everything else is encoded in a URL.
+        let is_plain = url.bytes().all(|byte| byte.is_ascii_graphic() && !br#""<>\^`{|}"#.contains(&byte));
+        match HeaderValue::try_from(format!("<{url}>; rel=\"describedby\"")) {
+            Ok(link) if is_reference && is_plain => Ok(Self { documentation: Some(link), ..self }),
+            _ => Err(ConfigError::new(format!(
+                "{url:?} is not a URL; write one such as \"https://developer.example.com/idempotency\", or a path"
+            ))),
+        }
+    }
+
     /// The field that marks a replay.
-    #[must_use]
-    pub fn with_replay_marker(mut self, name: HeaderName) -> Self {
+    ///
+    /// # Errors
+    /// If answers have it for another purpose, such as `Content-Type`.
+    pub fn with_replay_marker(mut self, name: HeaderName) -> Result<Self, ConfigError> {
+        if is_reserved(&name) {
+            return Err(ConfigError::new(format!(
+                "the header field {name} has another purpose; it cannot mark a replay"
+            )));
+        }
         self.profile.replay_marker = name;
-        self
+        Ok(self)
     }
 
     /// The largest body, in octets, of a request with a key. It is held in memory to be fingerprinted; a larger one is
@@ -373,6 +468,12 @@ impl Settings {
                 ));
             }
         }
+        if self.profile.replay_marker == self.profile.key_header {
+            return Err(ConfigError::new(format!(
+                "the header field {} cannot carry the key and mark a replay",
+                self.profile.key_header
+            )));
+        }
         if self.policy.on_abandoned() == OnAbandoned::Reconcile && self.reconcile.is_none() {
             return Err(ConfigError::new("on_abandoned is reconcile, but nobody to ask was given"));
         }
@@ -396,6 +497,44 @@ mod tests {
             assert!(Settings::default().with_methods(vec![Method::POST, method]).is_err());
         }
         assert!(Settings::default().with_methods(vec![Method::PUT, Method::DELETE]).is_ok());
+    }
+
+    #[test]
+    fn only_errors_free_the_key() {
+        for status in [200, 201, 303, 304, 101, 600] {
+            let status = StatusCode::from_u16(status).unwrap();
+            assert!(Settings::default().with_release_statuses(vec![status]).is_err(), "{status}");
+        }
+    }
+
+    #[test]
+    fn a_link_to_documentation_is_a_url() {
+        for url in ["https://a.example/x?y=1#z", "http://a.example", "/docs"] {
+            let settings = Settings::default().with_documentation(url).unwrap();
+            let link = settings.documentation.unwrap();
+            assert_eq!(link, format!("<{url}>; rel=\"describedby\""));
+        }
+        for url in
+            ["", "/", "https://", "docs", "//a.example", "ftp://a", "https://a>b", "https://a b", "https://ü"]
+        {
+            assert!(Settings::default().with_documentation(url).is_err(), "{url}");
+        }
+    }
+
+    #[test]
+    fn a_replay_is_marked_by_a_field_of_its_own() {
+        let marked = |name| Settings::default().with_replay_marker(HeaderName::from_static(name));
+        for name in ["content-type", "location", "date", "set-cookie", "content-length", "link"] {
+            assert!(marked(name).is_err(), "{name}");
+        }
+        assert!(marked("x-replayed").unwrap().check(&promises(false)).is_ok());
+        assert!(
+            marked("x-replayed")
+                .unwrap()
+                .with_key_header(HeaderName::from_static("x-replayed"))
+                .check(&promises(false))
+                .is_err()
+        );
     }
 
     #[test]

@@ -17,8 +17,7 @@ use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
 use crate::budget::Held;
 use crate::context::{Relayed, Unanswered};
 use crate::execute::{
-    Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, charging, fate, marked, stream,
-    take_directive,
+    Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, charging, marked, stream, take_directive,
 };
 use crate::headers::{kept_trailers, restore};
 use crate::refusal::{Condition, Refusal};
@@ -36,7 +35,7 @@ impl Execution {
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
-        let fate = fate(&self.settings, response.status(), directive);
+        let fate = self.fate(&response, directive);
         let (parts, body) = response.into_parts();
         let settings = self.settings.clone();
         let mut held = Held::nothing(self.response_budget.clone());

@@ -43,7 +43,7 @@ pub(super) fn cases() -> Vec<Case> {
                 executes(pay_as("a")),
                 executes(Request::post("/refunds").key("a").json(PAYMENT)),
                 executes(Request::new("PATCH", "/payments").key("a").json(PAYMENT)),
-                executes(Request::post("/payments/").key("a").json(PAYMENT)),
+                executes(Request::post("/payments/1").key("a").json(PAYMENT)),
                 executes(Request::post("/Payments").key("a").json(PAYMENT)),
                 replays(0, pay_as("a")),
                 replays(1, Request::post("/refunds").key("a").json(PAYMENT)),

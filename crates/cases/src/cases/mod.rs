@@ -9,8 +9,10 @@ mod mismatch;
 mod natural;
 mod operator;
 mod parallel;
+mod paths;
 mod presence;
 mod profiles;
+mod refusals;
 mod replay;
 mod scope;
 mod syntax;
@@ -25,11 +27,13 @@ pub fn cases() -> Vec<Case> {
     let parts = [
         syntax::cases,
         presence::cases,
+        refusals::cases,
         replay::cases,
         headers::cases,
         mismatch::cases,
         natural::cases,
         parallel::cases,
+        paths::cases,
         failure::cases,
         grpc::cases,
         crash::cases,

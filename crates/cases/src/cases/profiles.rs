@@ -40,7 +40,7 @@ pub(super) fn cases() -> Vec<Case> {
         .given(seed.clone()),
         Case::code("P-seed-errors", "seed: errors have its shape", |world| Box::pin(seed_errors(world)))
             .given(seed),
-        Case::steps("P-stripe-replay", "stripe: POST only, 5xx and 4xx are replayed", || {
+        Case::steps("P-stripe-replay", "stripe: POST only, 5xx and 4xx but 400 are replayed", || {
             vec![
                 executes(pay_as("a")),
                 replays(0, pay_as("a")),
@@ -50,6 +50,9 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(4, pay_as("c")),
                 passes(Request::new("PATCH", "/payments/1").key("a").json(PAYMENT)),
                 passes(pay()),
+                executes(pay_as("d").json("{}").script(Script::status(400))).status(400),
+                executes(pay_as("d")),
+                replays(9, pay_as("d")),
             ]
         })
         .given(stripe.clone()),

@@ -1,0 +1,133 @@
+//! One path in several spellings: it has the settings of its route, and a retry in another spelling is a retry.
+
+use super::{PAYMENT, pay_as};
+use crate::backend::Script;
+use crate::client::Request;
+use crate::plan::{Plan, Route};
+use crate::table::{Case, Step, assert_replay, executes, passes, refused, replays};
+use crate::world::World;
+use oncegate_http::KeyScope;
+
+/// Spellings of `/orders` that are one path wherever it stands.
+const SPELLINGS: [&str; 7] =
+    ["/orders", "//orders", "/%6Frders", "/%6frders", "/x/../orders", "/./orders", "/x/%2E%2e/orders"];
+
+/// Spellings that are one path unless a slash at the end or case counts.
+const LOOSE: [&str; 4] = ["/orders/", "/Orders", "/ORDERS//", "/orders/."];
+
+fn order(target: &str) -> Request {
+    Request::post(target).json(PAYMENT)
+}
+
+fn on(path: &'static str, plan: Plan) -> Plan {
+    Plan { routes: vec![Route { methods: vec![], path, plan }], ..Plan::default() }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let required = Plan { require_key: true, ..Plan::default() };
+    let exact = Plan { exact_paths: true, ..required.clone() };
+    vec![
+        Case::steps(
+            "path-spelling-does-not-avoid-a-route",
+            "every spelling of a path has the settings of its route, and other paths have not",
+            || {
+                let spelled = SPELLINGS.into_iter().chain(LOOSE);
+                let refused = spelled.map(|target| refused("key-missing", order(target)));
+                refused
+                    .chain(["/order", "/orders%2F", "/orders/7"].map(|target| passes(order(target))))
+                    .collect()
+            },
+        )
+        .given(on("/orders", required.clone())),
+        Case::steps(
+            "path-spelling-that-counts",
+            "if a slash at the end and case count, other spellings are other paths",
+            || {
+                let same = SPELLINGS.map(|target| refused("key-missing", order(target)));
+                same.into_iter().chain(LOOSE.map(|target| passes(order(target)))).collect()
+            },
+        )
+        .given(on("/orders", exact)),
+        Case::steps(
+            "path-spelling-of-a-retry",
+            "a retry in another spelling gets the answer of the first one",
+            || {
+                let mut steps = vec![executes(order("/orders").key("a"))];
+                let others = SPELLINGS.into_iter().skip(1).chain(LOOSE);
+                steps.extend(others.map(|target| replays(0, order(target).key("a"))));
+                steps
+            },
+        )
+        .given(on("/orders", Plan::default())),
+        Case::steps(
+            "path-spelling-without-a-route",
+            "where no route matches, case counts: nothing says which part is an identifier",
+            || {
+                vec![
+                    executes(order("/orders/Ab").key("a")),
+                    replays(0, order("//orders/./Ab/").key("a")),
+                    executes(order("/orders/ab").key("a")),
+                ]
+            },
+        ),
+        Case::steps("path-parameters-keep-their-case", "what a parameter matched is data", || {
+            vec![
+                executes(order("/items/AbC").key("a")),
+                replays(0, order("/Items/AbC/").key("a")),
+                executes(order("/items/abc").key("a")),
+                replays(2, order("/ITEMS/abc").key("a")),
+            ]
+        })
+        .given(on("/items/{id}", Plan::default())),
+        Case::steps(
+            "path-spelling-is-no-mismatch",
+            "where a key belongs to the caller, another spelling is no other request",
+            || {
+                let mut steps = vec![executes(order("/orders").key("a"))];
+                steps.extend(LOOSE.map(|target| replays(0, order(target).key("a"))));
+                steps.push(refused("key-reused", order("/other").key("a")));
+                steps
+            },
+        )
+        .given(Plan {
+            key_scope: Some(KeyScope::Caller),
+            ..on("/orders", Plan { key_scope: Some(KeyScope::Caller), ..Plan::default() })
+        }),
+        Case::steps(
+            "path-redirect-to-another-spelling",
+            "a redirect that sends the same request to another spelling of its path frees the key",
+            redirects,
+        ),
+        Case::code("path-as-it-was-sent", "the service gets the path as the client sent it", |world| {
+            Box::pin(as_it_was_sent(world))
+        }),
+    ]
+}
+
+fn redirects() -> Vec<Step> {
+    let to = |status, location: &str| Script::status(status).field("location", location);
+    let mut steps = Vec::new();
+    for (key, status, location) in
+        [("a", 307, "/orders/"), ("b", 308, "/orders/"), ("c", 307, "http://cases.test/orders/")]
+    {
+        let first = steps.len();
+        steps.push(executes(order("/orders").key(key).script(to(status, location))).status(status));
+        steps.push(executes(order("/orders/").key(key)));
+        steps.push(replays(first + 1, order("/orders").key(key)));
+    }
+    // Elsewhere, or to the answer: this is what the operation came to.
+    for (key, status, location) in [("d", 307, "/confirm"), ("e", 303, "/orders/"), ("f", 302, "/orders/")] {
+        let first = steps.len();
+        steps.push(executes(order("/orders").key(key).script(to(status, location))).status(status));
+        steps.push(replays(first, order("/orders").key(key)));
+    }
+    steps
+}
+
+async fn as_it_was_sent(world: World) {
+    let first = world.send(Request::post("//orders/%61?x=%61").key("a").json(PAYMENT)).await;
+    assert_eq!(world.backend.seen()[0].target, "//orders/%61?x=%61");
+    let again = Request::post("/orders/a/?x=%61").key("a").json(PAYMENT);
+    assert_replay(&world.plan, &again, &first, &world.send(again.clone()).await);
+    assert_eq!(world.send(pay_as("a")).await.status(), 201);
+}
