@@ -20,6 +20,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result<()> {
     prepare_faketime()?;
     prepare_nats()?;
     prepare_rabbitmq()?;
+    prepare_chromium()?;
     if !arguments.is_empty() {
         // Other packages' tests start the sidecar, and stop it at named points. With all tests it is built anyway.
         cmd(cargo().args(["build", "--package", "oncegate-cli", "--features", "failpoints"]))?;
@@ -122,6 +123,11 @@ fn prepare_rabbitmq() -> Result<()> {
 /// What makes a process believe in another time: for sidecars whose clocks differ.
 fn prepare_faketime() -> Result<()> {
     if has("faketime", &["--version"]) { Ok(()) } else { install(&["faketime"]) }
+}
+
+/// A browser, for pages of other origins.
+fn prepare_chromium() -> Result<()> {
+    if has("chromium", &["--version"]) { Ok(()) } else { install(&["chromium"]) }
 }
 
 /// A NATS server with JetStream; the tests start their own. The one that the package may start has its usual port.

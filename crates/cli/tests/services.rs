@@ -201,6 +201,33 @@ async fn a_refusal_of_the_service_is_replayed(kind: Kind) {
     world.holds(0, 0, 0).await;
 }
 
+async fn a_refused_order_can_be_corrected_under_its_key(kind: Kind) {
+    let world = World::start(kind, &[&format!("--release-statuses={}", kind.invalid)]).await;
+    let nobody = ORDER.replace("Ada", "");
+    world.ask("POST", "/orders", &[JSON, KEY], &nobody).await.has_status(kind.invalid);
+    let first = world.order(&[KEY]).await;
+    assert_replayed(first.has_status(201), &world.order(&[KEY]).await);
+    world.holds(1, 0, 0).await;
+}
+
+/// What the first page and the pages of the examples tell people to send is an order.
+async fn the_order_that_the_pages_show_is_one(kind: Kind) {
+    let pages = [
+        include_str!("../../../README.md"),
+        include_str!("../../../examples/express-orders/README.md"),
+        include_str!("../../../examples/fastapi-orders/README.md"),
+    ];
+    let world = World::start(kind, &[]).await;
+    for (number, page) in (1..).zip(pages) {
+        let order = page.lines().find_map(|line| line.strip_prefix("order='")?.strip_suffix('\''));
+        let order = order.expect("a line with an order");
+        let key = format!("Idempotency-Key: order-{number}");
+        let first = world.ask("POST", "/orders", &[JSON, &key], order).await;
+        assert_replayed(first.has_status(201), &world.ask("POST", "/orders", &[JSON, &key], order).await);
+        world.holds(number, 0, 0).await;
+    }
+}
+
 async fn an_import_with_another_boundary_is_the_same_import(kind: Kind) {
     let world = World::start(kind, &[]).await;
     let import = async |boundary: &str, customer: &str| {
@@ -348,6 +375,8 @@ checks! {
     whoever_hangs_up_gets_the_answer_later
     a_note_and_a_charge_are_added_once
     a_refusal_of_the_service_is_replayed
+    a_refused_order_can_be_corrected_under_its_key
+    the_order_that_the_pages_show_is_one
     an_import_with_another_boundary_is_the_same_import
     an_export_streams
     events_come_one_by_one_and_once

@@ -6,7 +6,7 @@ use http::Method;
 use oncegate_http::StoreOutage;
 
 use super::assemble::{given, is_loopback};
-use super::problem::{Problem, Source};
+use super::problem::{Problem, Source, did_you_mean};
 use super::settings::{Given, Values};
 use super::units::{StoreChoice, duration_text};
 use super::{Route, RouteConfig};
@@ -91,22 +91,93 @@ pub(super) fn on_route(values: &Values, route: &RouteConfig) -> Vec<Problem> {
         let what = "bodies are compared byte by byte (fingerprint.raw), so no member is left out or chosen";
         warn(Some(pointers.source.clone()), what.to_owned());
     }
+    advice.extend(on_methods(values));
+    advice.extend(on_cors(values));
     advice
 }
 
-/// On a route that an earlier one hides.
-pub(super) fn on_order(earlier: &[Route], route: &Route, place: &Source) -> Option<Problem> {
-    let covers = |methods: &[Method]| {
-        methods.is_empty()
-            || !route.methods.is_empty() && route.methods.iter().all(|method| methods.contains(method))
-    };
-    let hides = |other: &&Route| other.pattern.as_str() == route.pattern.as_str() && covers(&other.methods);
-    earlier.iter().find(hides)?;
-    Some(Problem::warning(
-        place.clone(),
-        format!("never used: an earlier route has the path {} and its methods", route.pattern.as_str()),
-    ))
+/// On cross-origin settings that nothing comes of.
+fn on_cors(values: &Values) -> Option<Problem> {
+    if values.cors_origins.as_ref().is_some_and(|origins| !origins.value.is_empty()) {
+        return None;
+    }
+    let others = [
+        said(&values.cors_expose),
+        said(&values.cors_headers),
+        said(&values.cors_methods),
+        said(&values.cors_credentials),
+        said(&values.cors_max_age),
+    ];
+    let place = others.into_iter().flatten().next()?;
+    Some(Problem::warning(place, "not used: no origins are allowed; set cors.origins too"))
 }
+
+/// On a route that is never used, because earlier ones match all its requests.
+pub(super) fn on_order(earlier: &[Route], route: &Route, place: &Source) -> Option<Problem> {
+    let before: Vec<_> = earlier.iter().filter(|other| other.pattern.covers(&route.pattern)).collect();
+    let hides: Vec<_> = match before.iter().find(|other| other.methods.is_empty()) {
+        Some(other) => vec![other.pattern.as_str()],
+        None => {
+            let taken = |method: &Method| before.iter().any(|other| other.methods.contains(method));
+            if route.methods.is_empty() || !route.methods.iter().all(taken) {
+                return None;
+            }
+            before.iter().map(|other| other.pattern.as_str()).collect()
+        }
+    };
+    let what = format!(
+        "never used: the first route that matches counts, and earlier ones match all its requests: {}",
+        hides.join(", ")
+    );
+    Some(Problem::warning(place.clone(), what))
+}
+
+/// On methods that no client sends, so that a route with them is never used.
+fn on_methods(values: &Values) -> Vec<Problem> {
+    let Some(methods) = &values.methods else { return Vec::new() };
+    let unknown = methods.value.iter().filter(|method| !METHODS.contains(&method.as_str()));
+    unknown
+        .map(|method| {
+            let hint = did_you_mean(method.as_str(), METHODS.iter().copied());
+            let what = format!("no registered method is called {:?}{hint}", method.as_str());
+            Problem::warning(methods.source.clone(), what)
+        })
+        .collect()
+}
+
+/// Those of the HTTP Method Registry that can be covered: they are neither safe nor CONNECT.
+const METHODS: &[&str] = &[
+    "ACL",
+    "BASELINE-CONTROL",
+    "BIND",
+    "CHECKIN",
+    "CHECKOUT",
+    "COPY",
+    "DELETE",
+    "LABEL",
+    "LINK",
+    "LOCK",
+    "MERGE",
+    "MKACTIVITY",
+    "MKCALENDAR",
+    "MKCOL",
+    "MKREDIRECTREF",
+    "MKWORKSPACE",
+    "MOVE",
+    "ORDERPATCH",
+    "PATCH",
+    "POST",
+    "PROPPATCH",
+    "PUT",
+    "REBIND",
+    "UNBIND",
+    "UNCHECKOUT",
+    "UNLINK",
+    "UNLOCK",
+    "UPDATE",
+    "UPDATEREDIRECTREF",
+    "VERSION-CONTROL",
+];
 
 fn source<T>(given: &Option<Given<T>>) -> Option<Source> {
     given.as_ref().map(|given| given.source.clone())

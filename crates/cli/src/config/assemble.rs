@@ -3,6 +3,7 @@
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
+use std::sync::Arc;
 
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{NaturalKey, OnAbandoned, limits};
@@ -10,10 +11,11 @@ use oncegate_engine::ConfigError;
 use oncegate_http::{CompletedBy, PathPattern, Settings, StoreOutage};
 
 use super::advice;
+use super::cors::Cors;
 use super::file::RouteTable;
 use super::problem::{Problem, Source};
 use super::settings::{Given, Setting, Values};
-use super::units::{self, AdminToken, StoreChoice, Upstream};
+use super::units::{self, AdminToken, Origin, StoreChoice, Upstream};
 use super::{Config, Draft, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be made of the values. `file_is_whole` is false where a file could not be read.
@@ -154,7 +156,7 @@ fn route(service: &Values, table: &RouteTable, problems: &mut Vec<Problem>) -> O
     let config = route_config(&values, Some(&table.source), narrows, problems);
     let (path, source) = table.path.as_ref()?;
     let pattern = match PathPattern::new(path) {
-        Ok(pattern) => pattern,
+        Ok(pattern) => pattern.with_spelling(given(&values.trailing_slash), given(&values.path_case)),
         Err(error) => {
             problems.push(Problem::error(source.clone(), error.to_string()));
             return None;
@@ -188,12 +190,32 @@ fn route_config(
     if settings.completed_by() == CompletedBy::Upstream {
         check_upstream_completion(values, narrows, problems);
     }
+    let cors = cors(values, &settings, problems);
     RouteConfig {
         settings,
+        cors,
         upstream_timeout: given(&values.upstream_timeout),
         max_request_body: given(&values.max_request_body),
         reconcile: values.reconcile.as_ref().map(|path| path.value.clone()),
         reconcile_timeout: given(&values.reconcile_timeout),
+    }
+}
+
+fn cors(values: &Values, settings: &Settings, problems: &mut Vec<Problem>) -> Option<Arc<Cors>> {
+    let origins = values.cors_origins.as_ref().filter(|origins| !origins.value.is_empty())?;
+    let cors = Cors::new(&origins.value)
+        .with_exposed(settings, values.cors_expose.as_ref().map_or(&[], |names| &names.value))
+        .with_headers(values.cors_headers.as_ref().map_or(&[], |names| &names.value))
+        .with_methods(values.cors_methods.as_ref().map_or(&[], |methods| &methods.value))
+        .with_max_age(given(&values.cors_max_age));
+    match &values.cors_credentials {
+        Some(credentials) if credentials.value && origins.value.contains(&Origin::Any) => {
+            let what = "pages of every origin (cors.origins = \"*\") cannot use the credentials of their visitors; name the origins";
+            push_once(problems, Problem::error(credentials.source.clone(), what));
+            None
+        }
+        Some(credentials) if credentials.value => Some(Arc::new(cors.with_credentials())),
+        _ => Some(Arc::new(cors)),
     }
 }
 
@@ -239,6 +261,9 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
         .with_policy(policy)
         .with_caller(given(&values.scope))
         .with_key_format(given(&values.key_format))
+        .with_key_length(given(&values.min_key_length), given(&values.max_key_length))?
+        .with_trailing_slash(given(&values.trailing_slash))
+        .with_path_case(given(&values.path_case))
         .with_max_request_body(given(&values.max_request_body))
         .with_max_response_body(given(&values.max_response_body))?
         .with_fingerprint(fingerprint_rules(values));
@@ -273,6 +298,15 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     }
     if let Some(server_errors) = &values.server_errors {
         settings = settings.with_server_errors(server_errors.value);
+    }
+    if let Some(statuses) = &values.release_statuses {
+        settings = settings.with_release_statuses(statuses.value.clone())?;
+    }
+    if let Some(name) = &values.replay_marker {
+        settings = settings.with_replay_marker(name.value.clone())?;
+    }
+    if let Some(url) = &values.documentation {
+        settings = settings.with_documentation(&url.value)?;
     }
     if let Some(names) = &values.fingerprint_headers {
         settings = settings.with_fingerprint_headers(names.value.clone());

@@ -212,11 +212,13 @@ fn raw(setting: &Setting, value: &DeValue<'_>) -> Result<Raw, String> {
         (DeValue::Array(items), Shape::Many) => {
             let texts = items.iter().map(|item| match item.get_ref() {
                 DeValue::String(text) => Ok(text.to_string()),
-                other => Err(format!("{} in a list of texts", article(other))),
+                DeValue::Integer(number) => Ok(number.to_string()),
+                other => Err(format!("{} in a list of texts or numbers", article(other))),
             });
             texts.collect::<Result<_, _>>().map(Raw::List)
         }
         (DeValue::String(text), Shape::Many) => Ok(Raw::List(vec![text.to_string()])),
+        (DeValue::Integer(number), Shape::Many) => Ok(Raw::List(vec![number.to_string()])),
         (DeValue::Boolean(yes), Shape::Switch) => Ok(Raw::Text(yes.to_string())),
         (_, Shape::Switch) => Err(format!("{} where true or false is meant, without quotes", article(value))),
         (_, Shape::Many) => Err(format!("{} where a list is meant, such as [\"…\", \"…\"]", article(value))),

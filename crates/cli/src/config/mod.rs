@@ -5,6 +5,7 @@
 
 mod advice;
 mod assemble;
+mod cors;
 mod env;
 mod file;
 mod flags;
@@ -19,6 +20,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::Method;
@@ -30,6 +32,7 @@ use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
 use self::file::FileContent;
 use self::settings::{Place, Raw, SETTINGS, Setting, Values};
 
+pub(crate) use self::cors::{Cors, asked_method};
 pub(crate) use self::flags::ProxyArgs;
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
@@ -101,6 +104,8 @@ pub(crate) struct TlsFiles {
 pub(crate) struct RouteConfig {
     /// What the layer does.
     pub(crate) settings: Settings,
+    /// What pages of other origins may do.
+    pub(crate) cors: Option<Arc<Cors>>,
     /// How long the service may take until its answer begins; `None` is for ever.
     pub(crate) upstream_timeout: Option<Duration>,
     /// The largest body of a request with a key.
@@ -202,6 +207,11 @@ impl Config {
             (route.methods.is_empty() || route.methods.contains(method)) && route.pattern.matches(path)
         };
         self.routes.iter().find(matches).map_or(&self.default, |route| &route.config)
+    }
+
+    /// Whether some route lets pages of other origins read its answers.
+    pub(crate) fn has_cors(&self) -> bool {
+        self.default.cors.is_some() || self.routes.iter().any(|route| route.config.cors.is_some())
     }
 
     /// What is configured, for logs: one line, without secrets, and only what somebody said.

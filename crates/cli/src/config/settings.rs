@@ -6,17 +6,18 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use http::Method;
 use http::header::HeaderName;
 use http::uri::PathAndQuery;
+use http::{Method, StatusCode};
 use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_http::{
-    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, StoreOutage,
+    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors, StoreOutage,
+    TrailingSlash,
 };
 
 use super::problem::Source;
-use super::units::{self, AdminToken, StoreChoice, Upstream, UpstreamProtocol};
+use super::units::{self, AdminToken, Origin, StoreChoice, Upstream, UpstreamProtocol};
 
 /// One setting, as flags, environment and file see it.
 pub(crate) struct Setting {
@@ -155,6 +156,7 @@ mod heading {
     pub(super) const KEYS: &str = "Keys";
     pub(super) const RECORDS: &str = "Records and outcomes";
     pub(super) const REQUESTS: &str = "What makes two requests the same";
+    pub(super) const BROWSERS: &str = "Browsers on other origins";
     pub(super) const LIMITS: &str = "Limits and time-outs";
 }
 
@@ -255,9 +257,35 @@ settings! {
     "key-format" KEYS Route One "FORMAT" Value("any");
     key_format: KeyFormat = units::key_format;
 
+    /// The shortest key that is taken, in characters. From 1 to 255.
+    "min-key-length" KEYS Route One "N" Value("1");
+    min_key_length: usize = units::key_length;
+
+    /// The longest key that is taken, in characters. From 1 to 255.
+    "max-key-length" KEYS Route One "N" Value("255");
+    max_key_length: usize = units::key_length;
+
+    /// The header field that marks a replay.
+    "replay-marker" KEYS Route One "NAME" ByProfile("Idempotent-Replayed");
+    replay_marker: HeaderName = units::replay_marker;
+
+    /// Where the rules for keys are documented, such as https://developer.example.com/idempotency: refusals link to it.
+    "documentation" KEYS Route One "URL" Nothing("no link");
+    documentation: String = units::documentation;
+
     /// The methods that are covered; requests of others pass through. In a [[route]], the methods that it matches.
     "methods" KEYS Route Many "METHOD,…" ByProfile("POST,PATCH");
     methods: Method = units::method;
+
+    /// Whether a slash at the end of a path makes it another path: `ignore` (`/orders/` is `/orders`), or `exact`. Counts for
+    /// the choice of the route and of the record; the service gets the path as it was sent.
+    "trailing-slash" KEYS Route One "ignore|exact" Value("ignore");
+    trailing_slash: TrailingSlash = units::trailing_slash;
+
+    /// Whether upper and lower case make two paths of the fixed parts of a route's path: `ignore` (`/Orders/7` is
+    /// `/orders/7`), or `exact`. What a parameter such as `{id}` matches keeps its case. Counts as trailing-slash does.
+    "path-case" KEYS Route One "ignore|exact" Value("ignore");
+    path_case: PathCase = units::path_case;
 
     /// How long a request owns its key without a sign of life. It is renewed while the request runs, so this is how
     /// long a key stays blocked after a crash, not how long a request may take. From 100ms to 1h.
@@ -302,6 +330,12 @@ settings! {
     "server-errors" RECORDS Route One "replay|release" ByProfile("replay");
     server_errors: ServerErrors = units::server_errors;
 
+    /// One more status of answers that free the key, such as 400 and 422: a request that was refused can be corrected and
+    /// sent again under its key. The service must have done nothing when it answers so. From 400 to 599; 401, 403, 407, 408,
+    /// 421, 425 and 429 always free the key. Give it several times or with commas.
+    "release-statuses" RECORDS Route Many "STATUS" Nothing("by profile: 400 in stripe, none in the others");
+    release_statuses: StatusCode = units::release_status;
+
     /// What happens to requests with a key while the store is out of reach: `closed` (503, nothing is executed), or
     /// `open` (executed WITHOUT protection, marked and counted).
     "store-outage" RECORDS Route One "closed|open" Value("closed");
@@ -328,6 +362,33 @@ settings! {
     /// A header field that makes two requests different; give it several times or with commas.
     "fingerprint.headers" REQUESTS Route Many "NAME" Nothing("");
     fingerprint_headers: HeaderName = units::header_name;
+
+    /// Lets pages of this origin, such as `https://shop.example`, or of every origin (`*`), read answers: the fields
+    /// Access-Control-* are written on replays, on refusals and on answers of the service that have none, and preflight
+    /// requests of these origins are answered. Give it several times or with commas.
+    "cors.origins" BROWSERS Route Many "ORIGIN" Nothing("browsers of other origins read nothing");
+    cors_origins: Origin = units::cors_origin;
+
+    /// One more header field that pages may read, besides those that are always readable and those of Oncegate (the key, the
+    /// mark of a replay, Idempotency-Status, Retry-After). Give it several times or with commas.
+    "cors.expose" BROWSERS Route Many "NAME" Nothing("");
+    cors_expose: HeaderName = units::header_name;
+
+    /// One header field that pages may send. Give it several times or with commas.
+    "cors.headers" BROWSERS Route Many "NAME" Nothing("those that they ask for");
+    cors_headers: HeaderName = units::header_name;
+
+    /// One method that pages may use. Give it several times or with commas.
+    "cors.methods" BROWSERS Route Many "METHOD" Nothing("the one that they ask for");
+    cors_methods: Method = units::cors_method;
+
+    /// Lets pages send cookies and other credentials of the browser. Not with the origin `*`.
+    "cors.credentials" BROWSERS Route Switch "BOOL" Value("false");
+    cors_credentials: bool = units::boolean;
+
+    /// How long a browser may remember the answer to a preflight request. At most 24h.
+    "cors.max-age" BROWSERS Route One "DURATION" Value("1h");
+    cors_max_age: Duration = units::cors_max_age;
 
     /// The largest body of a request with a key, such as 64KiB, 2MiB, 10MB or a number of bytes. Larger ones are
     /// refused with 413. Bodies without a key have no limit. At most 1GiB.

@@ -97,7 +97,13 @@ const SAMPLES: &[(&str, &str)] = &[
     ("key-scope", "caller"),
     ("key-syntax", "strict"),
     ("key-format", "uuid"),
+    ("min-key-length", "8"),
+    ("max-key-length", "64"),
+    ("replay-marker", "X-Repeat"),
+    ("documentation", "https://developer.example.com/keys"),
     ("methods", "PUT"),
+    ("trailing-slash", "exact"),
+    ("path-case", "exact"),
     ("lease", "5s"),
     ("retention", "48h"),
     ("wait", "1s"),
@@ -106,12 +112,19 @@ const SAMPLES: &[(&str, &str)] = &[
     ("reconcile", "/outcomes"),
     ("reconcile-timeout", "3s"),
     ("server-errors", "release"),
+    ("release-statuses", "422"),
     ("store-outage", "open"),
     ("stored-headers", "X-Order"),
     ("fingerprint.exclude", "/meta"),
     ("fingerprint.include", "/order"),
     ("fingerprint.raw", "true"),
     ("fingerprint.headers", "X-Version"),
+    ("cors.origins", "https://shop.example"),
+    ("cors.expose", "X-Order"),
+    ("cors.headers", "X-Version"),
+    ("cors.methods", "GET"),
+    ("cors.credentials", "true"),
+    ("cors.max-age", "5m"),
     ("max-request-body", "64KiB"),
     ("request-budget", "64MiB"),
     ("response-budget", "64MiB"),
@@ -368,8 +381,32 @@ fn single_mistakes_have_single_answers() {
             "oncegate.toml:2:10: listen: a list where a text is meant, such as \"…\"",
         ),
         (
-            Given { file: &format!("{to}methods = [\"POST\", 3]"), ..NOTHING },
-            "oncegate.toml:2:11: methods: a number in a list of texts",
+            Given { file: &format!("{to}methods = [\"POST\", 3.5]"), ..NOTHING },
+            "oncegate.toml:2:11: methods: a fraction in a list of texts or numbers",
+        ),
+        (
+            Given { file: &format!("{to}release-statuses = [400, 200]"), ..NOTHING },
+            "oncegate.toml:2:20: release-statuses: the status 200 is not an error; only answers from 400 to 599 can free the key",
+        ),
+        (
+            Given { file: &format!("{to}min-key-length = 20\nmax-key-length = 10"), ..NOTHING },
+            "key length 20 to 10; it must lie within 1 to 255",
+        ),
+        (
+            Given { file: &format!("{to}replay-marker = \"Date\""), ..NOTHING },
+            "oncegate.toml:2:17: replay-marker: the header field date has another purpose; it cannot mark a replay",
+        ),
+        (
+            Given { file: &format!("{to}[[route]]\npath = \"/a?b=1\""), ..NOTHING },
+            "oncegate.toml:3:8: path: path pattern \"/a?b=1\": it would match nothing, because a path has no query and no fragment; leave out \"?b=1\"",
+        ),
+        (
+            Given { file: &format!("{to}[cors]\norigins = [\"*\"]\ncredentials = true"), ..NOTHING },
+            "oncegate.toml:4:15: cors.credentials: pages of every origin (cors.origins = \"*\") cannot use the credentials of their visitors; name the origins",
+        ),
+        (
+            Given { file: &format!("{to}[cors]\norigins = [\"https://shop.example/\"]"), ..NOTHING },
+            "oncegate.toml:3:11: cors.origins: \"https://shop.example/\" is not an origin such as \"https://shop.example\": leave out what follows the host; an origin has no path",
         ),
     ];
     for (given, expected) in table {
@@ -426,7 +463,33 @@ fn what_works_but_should_be_known_is_a_warning() {
         ),
         (
             Given { env: &[TO], file: &format!("{route}{route}lease = \"60s\"\n"), ..NOTHING },
-            "oncegate.toml:4:1: route: never used: an earlier route has the path /a and its methods",
+            "oncegate.toml:4:1: route: never used: the first route that matches counts, and earlier ones match all its requests: /a",
+        ),
+        (
+            Given {
+                env: &[TO],
+                file: "[[route]]\npath = \"/{*rest}\"\nlease = \"60s\"\n[[route]]\npath = \"/orders/{id}\"\n",
+                ..NOTHING
+            },
+            "oncegate.toml:4:1: route: never used: the first route that matches counts, and earlier ones match all its requests: /{*rest}",
+        ),
+        (
+            Given {
+                env: &[TO],
+                file: &format!(
+                    "{route}[[route]]\npath = \"/{{x}}\"\nmethod = \"PUT\"\n[[route]]\npath = \"/A/\"\nmethods = [\"POST\", \"PUT\"]\n"
+                ),
+                ..NOTHING
+            },
+            "oncegate.toml:7:1: route: never used: the first route that matches counts, and earlier ones match all its requests: /a, /{x}",
+        ),
+        (
+            Given { env: &[TO], file: "[[route]]\npath = \"/a\"\nmethods = [\"PSOT\"]\n", ..NOTHING },
+            "oncegate.toml:3:11: methods: no registered method is called \"PSOT\"; did you mean `POST`?",
+        ),
+        (
+            Given { env: &[TO], file: "[cors]\nexpose = [\"X-Order\"]\n", ..NOTHING },
+            "oncegate.toml:2:10: cors.expose: not used: no origins are allowed; set cors.origins too",
         ),
     ];
     for (given, expected) in table {
@@ -499,6 +562,7 @@ upstream-timeout = "none"
         (Method::DELETE, "/orders", "13s", "none"),
         (Method::POST, "/orders", "30s", "30s"),
         (Method::POST, "/payments/", "30s", "30s"),
+        (Method::POST, "//Payments/%37/", "11s", "1s"),
     ] {
         let here = config.route(&method, path);
         assert_eq!(here.settings.policy().lease(), duration(lease).unwrap(), "{method} {path}");
@@ -586,6 +650,17 @@ fn every_setting_of_a_route_arrives() {
             "methods",
             "caller: header:authorization, grammar: KeyGrammar { syntax: Lenient, format: Any, min: 1, max: 255 }, methods: [PUT]",
         ),
+        ("min-key-length", "min: 8, max: 255"),
+        ("max-key-length", "min: 1, max: 64"),
+        ("replay-marker", "replay_marker: \"x-repeat\""),
+        (
+            "documentation",
+            "documentation: Some(\"<https://developer.example.com/keys>; rel=\\\"describedby\\\"\")",
+        ),
+        ("trailing-slash", "trailing_slash: Exact"),
+        ("path-case", "path_case: Exact"),
+        ("release-statuses", "release_statuses: [422], documentation"),
+        ("cors.origins", "origins: Some([\"https://shop.example\"])"),
         ("lease", "lease: 5s"),
         ("retention", "Policy { lease: 30s, retention: 172800s"),
         ("wait", "wait: 1s"),
@@ -605,7 +680,9 @@ fn every_setting_of_a_route_arrives() {
         ("upstream-timeout", "upstream_timeout: Some(10s)"),
     ];
     let default = format!("{:?}", Given { env: &[TO], ..NOTHING }.config().default);
-    for setting in SETTINGS.iter().filter(|setting| setting.place == Place::Route) {
+    // The others of cors are nothing without origins: the next test has them.
+    let alone = |setting: &&Setting| setting.name == "cors.origins" || !setting.name.starts_with("cors.");
+    for setting in SETTINGS.iter().filter(|setting| setting.place == Place::Route).filter(alone) {
         let name = setting.name;
         let (_, text) = SAMPLES.iter().find(|(sample, _)| *sample == name).unwrap();
         let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
@@ -621,6 +698,40 @@ fn every_setting_of_a_route_arrives() {
         assert!(route.contains(arrives), "{name}: {route}");
         assert_eq!(format!("{:?}", config.route(&Method::PUT, "/b")), default, "{name}");
     }
+}
+
+#[test]
+fn what_pages_of_other_origins_may_do_arrives() {
+    let file = r#"
+[cors]
+origins = ["https://shop.example", "http://localhost:5173"]
+expose = ["X-Order"]
+headers = ["Idempotency-Key"]
+methods = ["GET", "POST"]
+credentials = true
+max-age = "5m"
+[[route]]
+path = "/open"
+cors = { origins = "*", credentials = false }
+[[route]]
+path = "/closed"
+cors = { origins = [] }
+"#;
+    let config = Given { env: &[TO], file, ..NOTHING }.config();
+    let of = |path: &str| format!("{:?}", config.route(&Method::POST, path).cors);
+    let default = of("/");
+    for part in [
+        "origins: Some([\"https://shop.example\", \"http://localhost:5173\"])",
+        "expose: \"idempotency-key, idempotent-replayed, idempotency-status, retry-after, x-order\"",
+        "headers: Some(\"idempotency-key\")",
+        "methods: Some(\"GET, POST\")",
+        "credentials: true",
+        "max_age: \"300\"",
+    ] {
+        assert!(default.contains(part), "{part}: {default}");
+    }
+    assert!(of("/open").contains("origins: None") && of("/open").contains("credentials: false"));
+    assert_eq!(of("/closed"), "None");
 }
 
 /// What is done with abandoned requests elsewhere does not concern a route whose service completes its records.

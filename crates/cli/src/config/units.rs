@@ -7,13 +7,14 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use http::Method;
-use http::header::HeaderName;
+use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
+use http::{Method, StatusCode};
 use oncegate_core::fingerprint::JsonPointer;
 use oncegate_core::{OnAbandoned, limits};
 use oncegate_http::{
-    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, Profile, ServerErrors, Settings, StoreOutage,
+    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors, Settings,
+    StoreOutage, TrailingSlash,
 };
 use oncegate_postgres::PostgresOptions;
 
@@ -477,6 +478,92 @@ pub(crate) fn stored_header(text: &str) -> Read<HeaderName> {
         Ok(_) => Ok(name),
         Err(error) => Err(error.to_string()),
     }
+}
+
+pub(crate) fn replay_marker(text: &str) -> Read<HeaderName> {
+    let name = header_name(text)?;
+    Settings::default().with_replay_marker(name.clone()).map_err(|error| error.to_string())?;
+    Ok(name)
+}
+
+pub(crate) fn documentation(text: &str) -> Read<String> {
+    Settings::default().with_documentation(text).map_err(|error| error.to_string())?;
+    Ok(text.to_owned())
+}
+
+pub(crate) fn key_length(text: &str) -> Read<usize> {
+    let most = limits::KEY_MAX;
+    match text.parse() {
+        Ok(length) if (1..=most).contains(&length) => Ok(length),
+        _ => Err(format!("{text:?} is not the length of a key; write a number from 1 to {most}")),
+    }
+}
+
+pub(crate) fn release_status(text: &str) -> Read<StatusCode> {
+    let not_one = || format!("{text:?} is not a status; write a number from 400 to 599, such as 422");
+    let status = text.parse::<StatusCode>().map_err(|_| not_one())?;
+    Settings::default().with_release_statuses(vec![status]).map_err(|error| error.to_string())?;
+    Ok(status)
+}
+
+pub(crate) fn trailing_slash(text: &str) -> Read<TrailingSlash> {
+    one_of(text, &[("ignore", TrailingSlash::Ignore), ("exact", TrailingSlash::Exact)])
+}
+
+pub(crate) fn path_case(text: &str) -> Read<PathCase> {
+    one_of(text, &[("ignore", PathCase::Ignore), ("exact", PathCase::Exact)])
+}
+
+/// Whose pages may read answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Everybody's.
+    Any,
+    /// Those of this origin, as browsers write it.
+    Named(HeaderValue),
+}
+
+pub(crate) fn cors_origin(text: &str) -> Read<Origin> {
+    if text == "*" {
+        return Ok(Origin::Any);
+    }
+    let error = |why: &str| format!("{text:?} is not an origin such as \"https://shop.example\": {why}");
+    let Some((scheme, host)) = text.split_once("://") else {
+        return Err(error("it has no scheme"));
+    };
+    if host.contains(['/', '?', '#']) {
+        return Err(error("leave out what follows the host; an origin has no path"));
+    }
+    if text.bytes().any(|byte| byte.is_ascii_uppercase()) {
+        return Err(error("browsers send it in lower case"));
+    }
+    if host.contains('*') {
+        return Err(error("name each host, or write \"*\" for all"));
+    }
+    let port = match scheme {
+        "http" => ":80",
+        "https" => ":443",
+        _ => "",
+    };
+    if !port.is_empty() && host.ends_with(port) {
+        return Err(error("browsers leave out the usual port"));
+    }
+    let is_one = Scheme::try_from(scheme).is_ok()
+        && Authority::try_from(host).is_ok_and(|authority| !authority.as_str().contains('@'));
+    match HeaderValue::try_from(text) {
+        Ok(origin) if is_one => Ok(Origin::Named(origin)),
+        _ => Err(error("write scheme and host, and the port if it is not the usual one")),
+    }
+}
+
+pub(crate) fn cors_max_age(text: &str) -> Read<Duration> {
+    bounded(text, Duration::ZERO, DAY)
+}
+
+/// A method that pages may use: also one that has no effect.
+pub(crate) fn cors_method(text: &str) -> Read<Method> {
+    let known = Method::from_bytes(text.as_bytes()).ok().filter(|_| text == text.to_ascii_uppercase());
+    known.ok_or_else(|| format!("{text:?} is not a method such as \"POST\""))
 }
 
 pub(crate) fn method(text: &str) -> Read<Method> {

@@ -3,17 +3,17 @@
 
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Authority;
-use http::{Method, Request, Response, StatusCode, Version};
-use oncegate_http::{GrpcCode, GrpcForm};
+use http::{Method, Request, Response, Version};
+use oncegate_http::{Condition, GrpcForm, Refusal, Settings};
 
 use super::body::ProxyBody;
-use super::forward::Words;
+use crate::config::Config;
 
 /// Afterwards there is one valid `Host`, or none where the client need not say any, and one line of cookies.
 ///
 /// # Errors
-/// The answer for a request that goes no further.
-pub(super) fn admit<B>(request: &mut Request<B>) -> Result<(), Box<Response<ProxyBody>>> {
+/// The answer for a request that goes no further, as its route words refusals.
+pub(super) fn admit<B>(request: &mut Request<B>, config: &Config) -> Result<(), Box<Response<ProxyBody>>> {
     match check(request) {
         Ok(host) => {
             if let Some(host) = host {
@@ -26,38 +26,32 @@ pub(super) fn admit<B>(request: &mut Request<B>) -> Result<(), Box<Response<Prox
         }
         Err(refused) => {
             tracing::debug!(detail = refused.detail, "request refused");
-            Err(Box::new(refused.into_response(request)))
+            let route = config.route(request.method(), request.uri().path());
+            Err(Box::new(refused.into_response(request, &route.settings)))
         }
     }
 }
 
 struct Refused {
-    status: StatusCode,
-    code: GrpcCode,
-    slug: &'static str,
-    title: &'static str,
+    condition: Condition,
     detail: &'static str,
 }
 
 const fn malformed(detail: &'static str) -> Refused {
-    let title = "The request is malformed";
-    let (status, code) = (StatusCode::BAD_REQUEST, GrpcCode::InvalidArgument);
-    Refused { status, code, slug: "request-malformed", title, detail }
+    Refused { condition: Condition::RequestMalformed, detail }
 }
 
 const fn unsupported(detail: &'static str) -> Refused {
-    let title = "The request asks for what this proxy does not do";
-    let (status, code) = (StatusCode::NOT_IMPLEMENTED, GrpcCode::Unimplemented);
-    Refused { status, code, slug: "request-unsupported", title, detail }
+    Refused { condition: Condition::RequestUnsupported, detail }
 }
 
 impl Refused {
-    fn into_response<B>(self, request: &Request<B>) -> Response<ProxyBody> {
-        let Self { status, code, slug, title, detail } = self;
-        let words = Words { status, code, slug, title, retry: "fix-request", detail };
-        let mut response = words.into_response(GrpcForm::of(request.headers()));
+    fn into_response<B>(self, request: &Request<B>, settings: &Settings) -> Response<ProxyBody> {
+        let refusal = Refusal::new(self.condition).with_detail(self.detail);
+        let response = refusal.into_response(settings, GrpcForm::of(request.headers()));
+        let mut response = response.map(ProxyBody::own);
         if request.version() != Version::HTTP_2 {
-            // Whoever sends such a thing may disagree with this proxy about where the next request begins.
+            // The client may disagree with this proxy about where the next request begins.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response
@@ -140,7 +134,9 @@ mod tests {
             request = request.header(*name, *value);
         }
         let mut request = request.body(()).unwrap();
-        match admit(&mut request) {
+        let flags = crate::config::parse_flags(&["--to=http://127.0.0.1:3000"]).unwrap();
+        let config = Config::load(&flags).unwrap();
+        match admit(&mut request, &config) {
             Ok(()) => Ok(request.headers().clone()),
             Err(response) => Err(response.status().as_u16()),
         }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode, Version};
@@ -16,7 +15,7 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioIo;
 use oncegate_http::{
-    GrpcCode, GrpcForm, IdempotencyContext, Relayed, RequestBody, Retry, StoreDirective, Unanswered,
+    Condition, GrpcForm, Refusal, Relayed, RequestBody, Settings, StoreDirective, Unanswered,
 };
 use tower_service::Service;
 
@@ -68,8 +67,8 @@ impl Service<Request<RequestBody<Incoming>>> for Forward {
 impl Forward {
     async fn forward(self, mut request: Request<RequestBody<Incoming>>) -> Response<ProxyBody> {
         let config = &self.upstream.config;
-        let timeout = config.route(request.method(), request.uri().path()).upstream_timeout;
-        let keyed = IdempotencyContext::from_extensions(request.extensions()).is_some();
+        let route = config.route(request.method(), request.uri().path());
+        let (timeout, settings) = (route.upstream_timeout, &route.settings);
         let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
@@ -98,21 +97,21 @@ impl Forward {
                 Some(response) => (UpstreamResult::Answered, response),
                 None => {
                     tracing::warn!("upstream switched protocols unasked");
-                    (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY, grpc))
+                    (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
                 }
             },
             None => {
                 tracing::warn!(?timeout, "upstream did not answer in time");
-                (UpstreamResult::TimedOut, unanswered(keyed, StatusCode::GATEWAY_TIMEOUT, grpc))
+                (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
             // No request was sent without a connection.
             Some(Err(error)) if error.is_connect() => {
                 tracing::warn!(error = %chain(&error), "upstream is unreachable");
-                (UpstreamResult::Unreached, unreachable_upstream(grpc))
+                (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
             Some(Err(error)) => {
                 tracing::warn!(error = %chain(&error), "upstream broke off");
-                (UpstreamResult::Broken, unanswered(keyed, StatusCode::BAD_GATEWAY, grpc))
+                (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
         };
         self.upstream.metrics.observe_upstream(result, asked.elapsed());
@@ -174,67 +173,21 @@ async fn silence(activity: &Activity, patience: Option<Duration>) {
     }
 }
 
-/// The request was sent, at least in part, and there is no answer: whether it took effect is not known.
-fn unanswered(keyed: bool, status: StatusCode, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
-    let words = Words {
-        status,
-        code: GrpcCode::Unknown,
-        slug: "upstream-unanswered",
-        title: "The service gave no answer",
-        retry: if keyed { "stop" } else { "unprotected" },
-        detail: "The request was sent to the service, and no whole answer came. It may have taken effect.",
-    };
-    let mut response = words.into_response(grpc);
+/// The request was sent, at least in part, and there is no answer: whether it took effect is not known. For a request with a
+/// key the layer words the answer.
+fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let refusal = Refusal::new(Condition::UpstreamUnanswered).with_status(Some(status));
+    let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(Unanswered(status));
     response
 }
 
 /// Nothing was sent.
-fn unreachable_upstream(grpc: Option<GrpcForm>) -> Response<ProxyBody> {
-    let words = Words {
-        status: StatusCode::BAD_GATEWAY,
-        code: GrpcCode::Unavailable,
-        slug: "upstream-unreachable",
-        title: "The service is unreachable",
-        retry: "same-key",
-        detail: "The request did not reach the service. Send it again, with the same key if it has one.",
-    };
-    let mut response = words.into_response(grpc);
+fn unreachable_upstream(settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let refusal = Refusal::new(Condition::UpstreamUnreachable);
+    let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(StoreDirective::Release);
     response
-}
-
-/// An answer of the proxy itself.
-pub(super) struct Words {
-    pub(super) status: StatusCode,
-    /// The status of a call of gRPC.
-    pub(super) code: GrpcCode,
-    pub(super) slug: &'static str,
-    pub(super) title: &'static str,
-    pub(super) retry: &'static str,
-    pub(super) detail: &'static str,
-}
-
-impl Words {
-    pub(super) fn into_response(self, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
-        if let Some(form) = grpc {
-            let retry = if self.retry == "same-key" { Retry::SameKey } else { Retry::Stop };
-            return form.refusal(self.code, self.slug, self.detail, retry, None).map(ProxyBody::own);
-        }
-        let body = serde_json::json!({
-            "type": format!("urn:oncegate:problem:{}", self.slug),
-            "title": self.title,
-            "status": self.status.as_u16(),
-            "detail": self.detail,
-            "retry": self.retry,
-        });
-        let mut response = Response::new(ProxyBody::own(Bytes::from(body.to_string())));
-        *response.status_mut() = self.status;
-        let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        response
-    }
 }
 
 /// An error with all that caused it.

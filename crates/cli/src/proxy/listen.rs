@@ -2,6 +2,7 @@
 //!
 //! A connection lives on one core, its upstream connections too, and nothing of it is handed between threads.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::future::poll_fn;
 use std::io;
@@ -27,6 +28,7 @@ use tower_layer::Layer;
 use tower_service::Service as _;
 
 use super::admit::admit;
+use super::cross_origin::{CrossOrigin, preflight};
 use super::forward::{Forward, Upstream};
 use super::headers::Peer;
 
@@ -107,15 +109,21 @@ impl Front {
             let service = Mutex::new(self.layer.layer(Forward::new(self.upstream.clone(), peer)));
             // One connection's requests are taken by one thread: nobody ever waits for this lock.
             let begun = Arc::new(AtomicBool::new(false));
-            let requests = begun.clone();
+            let (requests, config) = (begun.clone(), self.upstream.config.clone());
             let service = service_fn(move |mut request| {
                 requests.store(true, Ordering::Relaxed);
-                let admitted = admit(&mut request).map(|()| lock(&service).call(request));
+                let cross_origin = CrossOrigin::of(&request, &config);
+                let admitted = admit(&mut request, &config).and_then(|()| preflight(&request, &config));
+                let admitted = admitted.map(|()| lock(&service).call(request));
                 async move {
-                    match admitted {
-                        Ok(answer) => answer.await.map(|response| response.map(Either::Left)),
-                        Err(refusal) => Ok(refusal.map(Either::Right)),
+                    let mut response = match admitted {
+                        Ok(answer) => answer.await.map(|response| response.map(Either::Left))?,
+                        Err(refusal) => refusal.map(Either::Right),
+                    };
+                    if let Some(cross_origin) = cross_origin {
+                        cross_origin.write(response.headers_mut());
                     }
+                    Ok::<_, Infallible>(response)
                 }
             });
             let (builder, watcher) = (builder.clone(), graceful.watcher());

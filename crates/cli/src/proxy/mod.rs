@@ -5,6 +5,7 @@
 
 mod admit;
 mod body;
+mod cross_origin;
 mod forward;
 mod headers;
 mod late;

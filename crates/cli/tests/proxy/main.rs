@@ -5,12 +5,14 @@ mod support;
 
 mod budget;
 mod config;
+mod cors;
 mod fields;
 mod framing;
 mod lifecycle;
 mod postgres;
 mod protocols;
 mod reconcile;
+mod refusals;
 mod streams;
 mod tiered;
 

@@ -1,0 +1,141 @@
+//! What pages of other origins may do (the CORS protocol of the Fetch standard): its header fields, made once.
+
+use std::time::Duration;
+
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::{Method, Request};
+use oncegate_http::Settings;
+
+use super::units::Origin;
+
+/// What pages of other origins may do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Cors {
+    /// `None`: every origin.
+    origins: Option<Vec<HeaderValue>>,
+    expose: HeaderValue,
+    /// `None`: what a preflight request asks for.
+    headers: Option<HeaderValue>,
+    /// `None`: what a preflight request asks for.
+    methods: Option<HeaderValue>,
+    credentials: bool,
+    max_age: HeaderValue,
+}
+
+const EMPTY: HeaderValue = HeaderValue::from_static("");
+const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
+
+impl Cors {
+    pub(crate) fn new(origins: &[Origin]) -> Self {
+        let named = origins.iter().map(|origin| match origin {
+            Origin::Any => None,
+            Origin::Named(origin) => Some(origin.clone()),
+        });
+        Self {
+            origins: named.collect(),
+            expose: EMPTY,
+            headers: None,
+            methods: None,
+            credentials: false,
+            max_age: HeaderValue::from(0),
+        }
+    }
+
+    /// Pages may read these fields, and those that say what happened under the key.
+    pub(crate) fn with_exposed(self, settings: &Settings, more: &[HeaderName]) -> Self {
+        let own =
+            [settings.key_header(), settings.replay_marker(), &IDEMPOTENCY_STATUS, &header::RETRY_AFTER];
+        let mut names: Vec<&str> = own.into_iter().chain(more).map(HeaderName::as_str).collect();
+        let mut seen = Vec::new();
+        names.retain(|name| {
+            !seen.contains(name) && {
+                seen.push(*name);
+                true
+            }
+        });
+        Self { expose: list(&names).unwrap_or(EMPTY), ..self }
+    }
+
+    pub(crate) fn with_headers(self, names: &[HeaderName]) -> Self {
+        Self { headers: list(&names.iter().map(HeaderName::as_str).collect::<Vec<_>>()), ..self }
+    }
+
+    pub(crate) fn with_methods(self, methods: &[Method]) -> Self {
+        Self { methods: list(&methods.iter().map(Method::as_str).collect::<Vec<_>>()), ..self }
+    }
+
+    pub(crate) fn with_credentials(self) -> Self {
+        Self { credentials: true, ..self }
+    }
+
+    pub(crate) fn with_max_age(self, max_age: Duration) -> Self {
+        Self { max_age: HeaderValue::from(max_age.as_secs()), ..self }
+    }
+
+    /// Writes on an answer what lets this origin read it. A service that says itself who may read it has the last word.
+    pub(crate) fn write(&self, origin: Option<&HeaderValue>, headers: &mut HeaderMap) {
+        let said = headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN);
+        if self.origins.is_some() && !said {
+            headers.append(header::VARY, HeaderValue::from_static("origin"));
+        }
+        let Some(allowed) = origin.and_then(|origin| self.allowed(origin)) else { return };
+        if !said {
+            headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, allowed);
+            if self.credentials {
+                headers.insert(header::ACCESS_CONTROL_ALLOW_CREDENTIALS, TRUE);
+            }
+        }
+        headers.append(header::ACCESS_CONTROL_EXPOSE_HEADERS, self.expose.clone());
+    }
+
+    /// The header fields of the answer to a preflight request; `None` if it is not of an origin that is allowed.
+    pub(crate) fn preflight<B>(&self, request: &Request<B>) -> Option<HeaderMap> {
+        let asked = request.headers();
+        let allowed = self.allowed(asked.get(header::ORIGIN)?)?;
+        let mut headers = HeaderMap::new();
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, allowed);
+        if self.credentials {
+            headers.insert(header::ACCESS_CONTROL_ALLOW_CREDENTIALS, TRUE);
+        }
+        let methods = self.methods.as_ref().or(asked.get(header::ACCESS_CONTROL_REQUEST_METHOD));
+        let names = self.headers.as_ref().or(asked.get(header::ACCESS_CONTROL_REQUEST_HEADERS));
+        for (name, value) in [
+            (header::ACCESS_CONTROL_ALLOW_METHODS, methods),
+            (header::ACCESS_CONTROL_ALLOW_HEADERS, names),
+            (header::ACCESS_CONTROL_MAX_AGE, Some(&self.max_age)),
+        ] {
+            if let Some(value) = value {
+                headers.insert(name, value.clone());
+            }
+        }
+        const VARY: &str = "origin, access-control-request-method, access-control-request-headers";
+        headers.insert(header::VARY, HeaderValue::from_static(VARY));
+        Some(headers)
+    }
+
+    /// How this origin is told that it may read the answer.
+    fn allowed(&self, origin: &HeaderValue) -> Option<HeaderValue> {
+        match &self.origins {
+            None => Some(HeaderValue::from_static("*")),
+            Some(origins) => origins.contains(origin).then(|| origin.clone()),
+        }
+    }
+}
+
+const TRUE: HeaderValue = HeaderValue::from_static("true");
+
+fn list(names: &[&str]) -> Option<HeaderValue> {
+    if names.is_empty() {
+        return None;
+    }
+    HeaderValue::try_from(names.join(", ")).ok()
+}
+
+/// Whether a browser asks before it sends a request of this method.
+pub(crate) fn asked_method<B>(request: &Request<B>) -> Option<Method> {
+    if request.method() != Method::OPTIONS || !request.headers().contains_key(header::ORIGIN) {
+        return None;
+    }
+    let method = request.headers().get(header::ACCESS_CONTROL_REQUEST_METHOD)?;
+    Method::from_bytes(method.as_bytes()).ok()
+}

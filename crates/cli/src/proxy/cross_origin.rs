@@ -1,0 +1,48 @@
+//! Pages of other origins: their preflight requests are answered, and answers say that they may be read.
+//!
+//! A record keeps no `Access-Control-*` of the service, because these fields belong to the request that got them. So a replay
+//! has none, and neither has a refusal: without the fields that are written here, a browser hides both from its page.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderValue};
+use http::{Request, Response, StatusCode};
+
+use super::body::ProxyBody;
+use crate::config::{Config, Cors, asked_method};
+
+/// What is to be written on the answer to one request.
+pub(super) struct CrossOrigin {
+    cors: Arc<Cors>,
+    origin: Option<HeaderValue>,
+}
+
+impl CrossOrigin {
+    /// `None` if no page of another origin may read the answer, or if the answer is one of [`preflight`].
+    pub(super) fn of<B>(request: &Request<B>, config: &Config) -> Option<Self> {
+        if !config.has_cors() || asked_method(request).is_some() {
+            return None;
+        }
+        let cors = config.route(request.method(), request.uri().path()).cors.clone()?;
+        Some(Self { cors, origin: request.headers().get(header::ORIGIN).cloned() })
+    }
+
+    pub(super) fn write(&self, headers: &mut HeaderMap) {
+        self.cors.write(self.origin.as_ref(), headers);
+    }
+}
+
+/// Answers a preflight request of an origin that is allowed. Others are for the service.
+///
+/// # Errors
+/// The answer.
+pub(super) fn preflight<B>(request: &Request<B>, config: &Config) -> Result<(), Box<Response<ProxyBody>>> {
+    let Some(method) = asked_method(request).filter(|_| config.has_cors()) else { return Ok(()) };
+    let route = config.route(&method, request.uri().path());
+    let Some(headers) = route.cors.as_ref().and_then(|cors| cors.preflight(request)) else { return Ok(()) };
+    let mut response = Response::new(ProxyBody::own(Bytes::new()));
+    *response.status_mut() = StatusCode::NO_CONTENT;
+    *response.headers_mut() = headers;
+    Err(Box::new(response))
+}

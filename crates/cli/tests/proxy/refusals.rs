@@ -1,0 +1,60 @@
+//! What the sidecar itself answers: in the shape that clients of the route's profile read.
+
+use crate::support::{Message, Service, Sidecar, request};
+use crate::{KEY, OK};
+
+const PROFILES: [&str; 2] = ["--profile=stripe", "--profile=seed"];
+
+/// An error as the clients of this profile read it.
+fn is_of_profile(answer: &Message, profile: &str, status: u16, should_retry: &str) {
+    answer.has_status(status);
+    assert_eq!(answer.get("content-type"), Some("application/json"), "{answer:?}");
+    assert_eq!(answer.get("cache-control"), Some("no-store"), "{answer:?}");
+    if profile == "--profile=stripe" {
+        let error = &answer.json()["error"];
+        assert!(error["type"].is_string() && error["message"].is_string(), "{answer:?}");
+        assert_eq!(answer.get("stripe-should-retry"), Some(should_retry), "{answer:?}");
+    } else {
+        assert!(answer.json()["error"].is_string() && answer.json()["message"].is_string(), "{answer:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_service_that_is_away_is_told_in_the_shape_of_the_profile() {
+    for profile in PROFILES {
+        let away = Service::new().await.into_listener().local_addr().unwrap();
+        let sidecar = Sidecar::start(away, &[profile]).await;
+        for fields in [&[KEY][..], &[]] {
+            let answer = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+            is_of_profile(&answer, profile, 502, "true");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_service_that_does_not_answer_is_told_in_the_shape_of_the_profile() {
+    for (profile, with_key) in [("--profile=stripe", "false"), ("--profile=seed", "")] {
+        let service = Service::new().await;
+        let sidecar = Sidecar::start(service.address, &[profile, "--upstream-timeout=50ms"]).await;
+        for fields in [&[KEY][..], &[]] {
+            let answer = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+            is_of_profile(&answer, profile, 504, with_key);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_no_proxy_passes_on_is_told_in_the_shape_of_its_route() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    std::fs::write(&file, "[[route]]\npath = \"/v1/{*rest}\"\nprofile = \"stripe\"\n").unwrap();
+    let config = format!("--config={}", file.display());
+    let sidecar = Sidecar::start(service.address, &[&config]).await;
+    let twice = |path: &str| request("POST", path, &["Host: other.test", KEY], "{}");
+    is_of_profile(&sidecar.ask(&twice("/v1/charges")).await, "--profile=stripe", 400, "false");
+    sidecar.ask(&twice("/other")).await.is_problem(400, "request-malformed");
+    let coded = request("POST", "/v1/charges", &["Transfer-Encoding: gzip, chunked", KEY], "");
+    is_of_profile(&sidecar.ask(&coded).await, "--profile=stripe", 501, "false");
+    assert_eq!(service.requests(), 0);
+}
