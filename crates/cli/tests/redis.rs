@@ -2,9 +2,11 @@
 
 mod support;
 
+use std::net::SocketAddr;
+
 use oncegate_servers::{RedisOptions, RedisServer};
 use rustix::process::Signal;
-use support::{Service, Sidecar, request, sidecar, until};
+use support::{Service, Sidecar, ask, request, sidecar, until};
 use tokio::process::Command;
 
 const KEY: &str = "Idempotency-Key: \"order-1\"";
@@ -15,15 +17,15 @@ fn server() -> RedisServer {
     RedisServer::start(options.with_user("app", "hunter2", "~* &* +@all")).unwrap()
 }
 
-async fn on(server: &RedisServer, service: &Service) -> Sidecar {
-    let to = format!("http://{}", service.address);
+async fn on(server: &RedisServer, service: SocketAddr) -> Sidecar {
+    let to = format!("http://{service}");
     Sidecar::run(sidecar(&to).env("ONCEGATE_STORE", format!("{}?timeout=500ms", server.url()))).await
 }
 
 #[tokio::test]
 async fn two_sidecars_share_a_server_and_an_outage_refuses() {
     let (mut server, service) = (server(), Service::new().await);
-    let (mut one, two) = (on(&server, &service).await, on(&server, &service).await);
+    let (mut one, two) = (on(&server, service.address).await, on(&server, service.address).await);
     let ask = request("POST", "/orders", &[KEY], "{}");
     let mut client = one.connect().await;
     client.send(&ask).await;
@@ -44,6 +46,41 @@ async fn two_sidecars_share_a_server_and_an_outage_refuses() {
     assert!(out.contains(&format!("store redis://127.0.0.1:{}/0", server.port())), "{out}");
     assert!(log.contains("appendfsync always"), "{log}");
     assert!(!out.contains("hunter2") && !log.contains("hunter2"), "{out}\n{log}");
+}
+
+/// A configuration that is changed while the sidecar runs: in its log, in its metrics, and in whether it is ready.
+#[tokio::test]
+async fn a_change_of_the_servers_configuration_is_told() {
+    let (server, service) = (server(), Service::new().await.answers(OK));
+    let mut sidecar = on(&server, service.address).await;
+    let admin = async |path: &str| {
+        let message =
+            ask(sidecar.admin, &request("GET", path, &[], "").replace("orders.test", "localhost")).await;
+        (message.status(), message.text().to_owned())
+    };
+    let post = |key: &str| request("POST", "/orders", &[&format!("Idempotency-Key: {key}")], "{}");
+    assert_eq!(sidecar.ask(&post("order-1")).await.status(), 201);
+    let (status, metrics) = admin("/metrics").await;
+    assert!(metrics.contains("durability=\"synced\""), "{status} {metrics}");
+    // What can lose records is told.
+    server.command(&["CONFIG", "SET", "appendfsync", "everysec"]).unwrap();
+    assert_eq!(admin("/readyz").await.0, 200);
+    let (_, metrics) = admin("/metrics").await;
+    assert!(metrics.contains("durability=\"buffered\"") && !metrics.contains("synced"), "{metrics}");
+    // What will lose them is refused, and what is there is replayed.
+    server.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
+    assert_eq!(admin("/readyz").await.0, 503);
+    sidecar.ask(&post("order-2")).await.is_problem(503, "store-unavailable");
+    assert!(sidecar.ask(&post("order-1")).await.has_status(201).is_replay());
+    server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
+    until("it is ready again", async || admin("/readyz").await.0 == 200).await;
+    until("new keys are executed again", async || sidecar.ask(&post("order-2")).await.status() == 201).await;
+    assert_eq!(service.requests(), 2);
+    sidecar.process.signal(Signal::TERM);
+    let log = sidecar.process.errors().await;
+    for said in ["appendfsync everysec", "maxmemory-policy is allkeys-lru", "new keys are executed again"] {
+        assert!(log.contains(said), "{said}: {log}");
+    }
 }
 
 #[tokio::test]

@@ -18,7 +18,7 @@
 //! # What it promises, and when
 //!
 //! What Redis acknowledged survives as far as its configuration goes, and no further. The store reads that configuration
-//! each time it connects, says in words what it can lose ([`RedisStore::findings`]), and promises accordingly
+//! each time it connects and once a minute, says in words what it can lose ([`RedisStore::findings`]), and promises accordingly
 //! ([`capabilities`](oncegate_core::Store::capabilities)):
 //!
 //! | server | durability | fencing |

@@ -19,13 +19,16 @@ use tracing::{debug, info, warn};
 
 use crate::error::{Failure, OpenError};
 use crate::options::{RedisOptions, Topology};
-use crate::probe::{Server, probe};
+use crate::probe::{Gravity, Server, check_fit, inspect};
 use crate::slots::{Node, Slots};
 use crate::watch::Pushes;
 
 /// Pauses between attempts to connect.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_LAST: Duration = Duration::from_secs(2);
+
+/// How often the server's configuration is read again. It can be changed while the server runs.
+pub(crate) const INSPECT_EVERY: Duration = Duration::from_secs(60);
 
 const TOO_LATE: &str = "the server did not answer in time";
 
@@ -43,6 +46,8 @@ pub(crate) struct Link {
 struct State {
     connection: Option<Connection>,
     server: Server,
+    /// Why nothing new may be claimed, if the server's configuration would lose it.
+    unfit: Option<String>,
     number: u64,
     failed: Option<Failed>,
 }
@@ -69,15 +74,75 @@ pub(crate) enum Wire {
 impl Link {
     /// Connects for the first time.
     pub(crate) async fn open(options: RedisOptions, runtime: Handle) -> Result<Arc<Self>, OpenError> {
-        let (wire, server) = connect_within(&options).await?;
-        let state =
-            State { connection: Some(Connection { number: 0, wire }), server, number: 0, failed: None };
-        Ok(Arc::new(Self {
+        let found = connect_within(&options).await?;
+        found.fit?;
+        let connection = Some(Connection { number: 0, wire: found.wire });
+        let state = State { connection, server: found.server, ..State::default() };
+        let link = Arc::new(Self {
             options,
             runtime,
             state: Mutex::new(state),
             connecting: tokio::sync::Mutex::new(()),
-        }))
+        });
+        link.inspect_every(INSPECT_EVERY);
+        Ok(link)
+    }
+
+    /// Reads the server's configuration again and again, for as long as the store is there.
+    pub(crate) fn inspect_every(self: &Arc<Self>, every: Duration) {
+        let link = Arc::downgrade(self);
+        self.runtime.spawn(async move {
+            loop {
+                tokio::time::sleep(every).await;
+                let Some(link) = link.upgrade() else { return };
+                let Some(connection) = link.state().connection.clone() else { continue };
+                if let Err(error) = link.inspect(&connection).await {
+                    debug!(%error, "the configuration of Redis could not be read, or is not fit");
+                }
+            }
+        });
+    }
+
+    /// Reads the server's configuration, and takes note of it.
+    ///
+    /// # Errors
+    /// [`OpenError::Unfit`] if nothing new may be claimed there.
+    pub(crate) async fn inspect(&self, connection: &Connection) -> Result<(), OpenError> {
+        let server = inspect(&connection.wire, &self.options).await?;
+        let fit = check_fit(&connection.wire, &self.options, &server).await;
+        if let Err(error @ OpenError::Unreachable(_)) = fit {
+            return Err(error);
+        }
+        self.note(server, &fit);
+        fit
+    }
+
+    /// Takes note of what was found out about the server, and logs what is new.
+    fn note(&self, server: Server, fit: &Result<(), OpenError>) {
+        let unfit = fit.as_ref().err().map(ToString::to_string);
+        let mut state = self.state();
+        let before = std::mem::replace(&mut state.server, server.clone()).findings();
+        let was_unfit = std::mem::replace(&mut state.unfit, unfit.clone());
+        drop(state);
+        let shown = self.options.shown();
+        for finding in server.findings().into_iter().filter(|finding| !before.contains(finding)) {
+            match finding.gravity {
+                Gravity::Fine => info!("store {shown}: {finding}"),
+                Gravity::Warning => warn!("store {shown}: {finding}"),
+            }
+        }
+        match (was_unfit, unfit) {
+            (None, Some(why)) => {
+                warn!("store {shown}: {why}. Until then no new key is executed; stored answers are replayed")
+            }
+            (Some(_), None) => info!("store {shown}: new keys are executed again"),
+            _ => {}
+        }
+    }
+
+    /// Why nothing new may be claimed, if that is so.
+    pub(crate) fn unfit(&self) -> Option<String> {
+        self.state().unfit.clone()
     }
 
     pub(crate) const fn runtime(&self) -> &Handle {
@@ -88,13 +153,9 @@ impl Link {
         &self.options
     }
 
-    /// What was found out about the server when it was last connected to.
+    /// What was found out about the server when it was last asked.
     pub(crate) fn server(&self) -> Server {
         self.state().server.clone()
-    }
-
-    pub(crate) fn set_server(&self, server: Server) {
-        self.state().server = server;
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -131,19 +192,21 @@ impl Link {
         Some(Err(Failure::NotSent(failed.why.clone())))
     }
 
-    fn connected(&self, result: Result<(Wire, Server), OpenError>) -> Result<Connection, Failure> {
-        let mut state = self.state();
+    fn connected(&self, result: Result<Found, OpenError>) -> Result<Connection, Failure> {
         match result {
-            Ok((wire, server)) => {
+            Ok(found) => {
+                // First of all, so that nothing is claimed on what is not fit.
+                self.note(found.server, &found.fit);
+                let mut state = self.state();
                 state.number += 1;
-                let connection = Connection { number: state.number, wire };
+                let connection = Connection { number: state.number, wire: found.wire };
                 state.connection = Some(connection.clone());
-                state.server = server;
                 state.failed = None;
                 info!("connected to Redis again");
                 Ok(connection)
             }
             Err(error) => {
+                let mut state = self.state();
                 let pause =
                     state.failed.as_ref().map_or(PAUSE_FIRST, |failed| (failed.pause * 2).min(PAUSE_LAST));
                 let why = format!("cannot connect: {error}");
@@ -317,17 +380,27 @@ async fn bounded(
     }
 }
 
-async fn connect_within(options: &RedisOptions) -> Result<(Wire, Server), OpenError> {
+/// A connection, and what was found out about its server.
+struct Found {
+    wire: Wire,
+    server: Server,
+    fit: Result<(), OpenError>,
+}
+
+async fn connect_within(options: &RedisOptions) -> Result<Found, OpenError> {
     match timeout(options.connect_timeout, connect(options)).await {
         Ok(result) => result,
         Err(_) => Err(OpenError::Unreachable(format!("{} did not answer in time", options.shown()))),
     }
 }
 
-async fn connect(options: &RedisOptions) -> Result<(Wire, Server), OpenError> {
+async fn connect(options: &RedisOptions) -> Result<Found, OpenError> {
     let wire = wire(options, None).await?;
-    let server = probe(&wire, options).await?;
-    Ok((wire, server))
+    let server = inspect(&wire, options).await?;
+    match check_fit(&wire, options, &server).await {
+        Err(error @ OpenError::Unreachable(_)) => Err(error),
+        fit => Ok(Found { wire, server, fit }),
+    }
 }
 
 /// A connection; with `pushes` one that listens.

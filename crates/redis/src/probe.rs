@@ -55,8 +55,8 @@ pub(crate) struct Server {
     pub(crate) waitaof: bool,
 }
 
-/// Asks the server, and refuses one that must not be used.
-pub(crate) async fn probe(wire: &Wire, options: &RedisOptions) -> Result<Server, OpenError> {
+/// Asks the server, and refuses one that the scripts cannot run on.
+pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Server, OpenError> {
     let mut worst: Option<Server> = None;
     for node in nodes(wire, options).await? {
         let server = read(&node, options)?;
@@ -65,7 +65,11 @@ pub(crate) async fn probe(wire: &Wire, options: &RedisOptions) -> Result<Server,
             Some(other) => other.or_worse(server),
         });
     }
-    let server = worst.ok_or_else(|| OpenError::Unreachable("the Cluster has no primary".to_owned()))?;
+    worst.ok_or_else(|| OpenError::Unreachable("the Cluster has no primary".to_owned()))
+}
+
+/// Refuses a server whose configuration would lose records although the options do not accept that.
+pub(crate) async fn check_fit(wire: &Wire, options: &RedisOptions, server: &Server) -> Result<(), OpenError> {
     if server.evicts && !options.danger_allow_eviction {
         let policy = server.policy.as_deref().unwrap_or("?");
         return Err(OpenError::Unfit(format!(
@@ -74,9 +78,9 @@ pub(crate) async fn probe(wire: &Wire, options: &RedisOptions) -> Result<Server,
         )));
     }
     if let Some(wait) = options.wait {
-        waits(wire, options, wait, &server).await?;
+        waits(wire, options, wait, server).await?;
     }
-    Ok(server)
+    Ok(())
 }
 
 /// Whether replicas and disks can be waited for: what the server says of itself, and then itself.

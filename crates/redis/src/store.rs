@@ -23,14 +23,14 @@ use crate::error::{Failure, OpenError};
 use crate::link::{Connection, Link};
 use crate::list;
 use crate::options::RedisOptions;
-use crate::probe::{Finding, probe};
+use crate::probe::Finding;
 use crate::replicas::Replicas;
 use crate::watch::Ear;
 use crate::witness::Witness;
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
 pub struct RedisStore {
-    shared: Shared,
+    pub(crate) shared: Shared,
     ear: Ear,
 }
 
@@ -86,8 +86,8 @@ impl RedisStore {
         self
     }
 
-    /// What was found out about the server when it was last connected to or checked: what it is, and what its
-    /// configuration can lose, each in a sentence.
+    /// What was found out about the server: what it is, and what its configuration can lose, each in a sentence. The server is
+    /// asked at each connection and check, and once a minute.
     #[must_use]
     pub fn findings(&self) -> Vec<Finding> {
         self.shared.link.server().findings()
@@ -217,18 +217,29 @@ impl Shared {
             caller.as_bytes(),
             claim.label.operation().as_bytes(),
         ];
+        if let Some(why) = self.link.unfit() {
+            let refused = StoreError::unavailable(format!("Redis: {why}"));
+            let refused = refused.with_extent(Extent::Writes).with_nothing_sent();
+            return self.answer_unwritten(connection, id, command).await.ok_or(refused);
+        }
         match self.call(connection, &self.scripts.claim, &[key], &arguments).await {
             Err(failure) if failure.is("OOM") => {
-                // Nothing can be written. What needs no writing is answered all the same.
-                let read = self.lookup_now(connection, id).await;
-                let known = read.ok().map(|(record, now)| decide(record.as_ref(), command, now));
-                match known {
-                    Some(decision) if decision.write == Write::Keep => Ok(decision.outcome),
-                    _ => Err(failure.into()),
-                }
+                self.answer_unwritten(connection, id, command).await.ok_or_else(|| failure.into())
             }
             said => said?.outcome(),
         }
+    }
+
+    /// The answer to a claim that needs no writing, such as a replay, when nothing can or must be written.
+    async fn answer_unwritten(
+        &self,
+        connection: &Connection,
+        id: RecordId,
+        command: &Command,
+    ) -> Option<Outcome> {
+        let (record, now) = self.lookup_now(connection, id).await.ok()?;
+        let decision = decide(record.as_ref(), command, now);
+        (decision.write == Write::Keep).then_some(decision.outcome)
     }
 
     async fn complete(
@@ -359,12 +370,10 @@ impl Shared {
         let mut command = cmd("SET");
         command.arg(CHECK_KEY).arg("").arg("PX").arg(1000);
         self.link.send_on(&connection, &command).await?;
-        let server = probe(connection.wire(), self.link.options()).await.map_err(|error| match error {
+        self.link.inspect(&connection).await.map_err(|error| match error {
             OpenError::Unreachable(what) => StoreError::unavailable(format!("Redis: {what}")),
             OpenError::Unfit(what) => StoreError::invalid(what),
-        })?;
-        self.link.set_server(server);
-        Ok(())
+        })
     }
 
     fn now(&self) -> Timestamp {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, CallerTag, Command, Complete, Completion, Durability, Fencing, Label, ListQuery, Outcome,
+    Answer, CallerTag, Command, Complete, Completion, Durability, Extent, Fencing, Label, ListQuery, Outcome,
     Resolution, Resolve, State, StateName, Store as _, StoreErrorKind, StoredResponse,
 };
 use oncegate_redis::contract::record_key;
@@ -452,11 +452,46 @@ async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
     let store = open(&format!("{}?danger-allow-eviction=true", server.url())).await;
     assert!(store.findings().iter().any(|f| f.text.contains("EXECUTE AGAIN")));
     assert_eq!(store.capabilities().durability, Durability::Buffered);
-    // And one that begins to.
+    // And one that begins to, for as long as it does.
     server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
     let store = open(&server.url()).await;
+    let done = granted(&store, 1, 1).await;
+    assert_eq!(store.apply(id(1), completion(done.token, 1)).await.unwrap(), Outcome::Completed);
+    let running = granted(&store, 2, 1).await;
     server.command(&["CONFIG", "SET", "maxmemory-policy", "volatile-ttl"]).unwrap();
     assert_eq!(store.check().await.unwrap_err().kind(), StoreErrorKind::Invalid);
+    assert!(
+        store.findings().iter().any(|f| f.text.contains("volatile-ttl") && f.gravity == Gravity::Warning)
+    );
+    let error = try_claim(&store, 3, 1).await.unwrap_err();
+    assert_eq!((error.kind(), error.extent()), (StoreErrorKind::Unavailable, Extent::Writes), "{error}");
+    assert!(error.is_unsent() && error.to_string().contains("volatile-ttl"), "{error}");
+    assert_eq!(
+        try_claim(&store, 1, 2).await.unwrap(),
+        Outcome::Replay(response(1)),
+        "what is there is replayed"
+    );
+    assert_eq!(store.apply(id(2), completion(running.token, 2)).await.unwrap(), Outcome::Completed);
+    // A new connection finds the same.
+    server.command(&["CLIENT", "KILL", "TYPE", "normal"]).unwrap();
+    until_ok(|| store.lookup(id(1))).await;
+    assert!(try_claim(&store, 3, 1).await.unwrap_err().to_string().contains("volatile-ttl"));
+    server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
+    store.check().await.unwrap();
+    granted(&store, 3, 1).await;
+}
+
+/// What is promised and found holds for the server that there is now, and not for the one of the start.
+#[tokio::test]
+async fn findings_are_those_of_the_latest_connection() {
+    let server = start(ServerOptions::new().with_appendfsync("always"));
+    let store = open(&server.url()).await;
+    assert_eq!(store.capabilities().durability, Durability::Synced);
+    server.command(&["CONFIG", "SET", "appendonly", "no"]).unwrap();
+    server.command(&["CLIENT", "KILL", "TYPE", "normal"]).unwrap();
+    until_ok(|| store.lookup(id(1))).await;
+    assert_eq!(store.capabilities().durability, Durability::Buffered);
+    assert!(store.findings().iter().any(|f| f.text.starts_with("appendonly no")), "{:?}", store.findings());
 }
 
 #[tokio::test]

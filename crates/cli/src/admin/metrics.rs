@@ -17,13 +17,39 @@ use oncegate_core::{
 };
 use oncegate_engine::{Breaker, BreakerState, Engine, Event, EventKind, Observer};
 use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
+use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
+
+/// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
+struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
+
+impl fmt::Debug for StorePromises {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("StorePromises").field(&(self.0)()).finish()
+    }
+}
+
+impl Collector for StorePromises {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let store = (self.0)();
+        let promises = [
+            ("store", store.name.to_owned()),
+            ("durability", format!("{:?}", store.durability).to_ascii_lowercase()),
+            ("fencing", format!("{:?}", store.fencing).to_ascii_lowercase()),
+        ];
+        let help = "The store and what it promises";
+        let encoder = encoder.encode_descriptor("store", help, None, MetricType::Info)?;
+        Info::new(promises.to_vec()).encode(encoder)
+    }
+}
 
 /// What is counted. Cheap to clone; all clones count the same.
 #[derive(Clone)]
@@ -123,22 +149,20 @@ const UPSTREAM_BUCKETS: [f64; 14] =
 
 impl Metrics {
     /// Nothing counted yet, for a store that promises this.
-    pub(crate) fn new(store: Capabilities) -> Self {
+    pub(crate) fn new(store: impl Fn() -> Capabilities + Send + Sync + 'static) -> Self {
         Self::with(store, |_| ())
     }
 
     /// As [`new`](Self::new), with what else there is to register.
-    pub(crate) fn with(store: Capabilities, more: impl FnOnce(&mut Registry)) -> Self {
+    pub(crate) fn with(
+        store: impl Fn() -> Capabilities + Send + Sync + 'static,
+        more: impl FnOnce(&mut Registry),
+    ) -> Self {
         let mut registry = Registry::with_prefix("oncegate");
         more(&mut registry);
         let r = &mut registry;
         r.register("build", "The program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
-        let promises = [
-            ("store", store.name.to_owned()),
-            ("durability", format!("{:?}", store.durability).to_ascii_lowercase()),
-            ("fencing", format!("{:?}", store.fencing).to_ascii_lowercase()),
-        ];
-        r.register("store", "The store and what it promises", Info::new(promises.to_vec()));
+        r.register_collector(Box::new(StorePromises(Box::new(store))));
         let requests = Family::default();
         r.register(
             "requests",

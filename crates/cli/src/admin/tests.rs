@@ -140,8 +140,10 @@ impl Sidecar {
         let page = Arc::new(AtomicUsize::new(usize::MAX));
         let memory = MemoryStore::new(clock.clone());
         let store = TestStore { memory, is_away: is_away.clone(), page: page.clone() };
-        let metrics = Metrics::new(store.capabilities());
-        let store = metrics.measured(Arc::new(store));
+        let store = Arc::new(store);
+        let promises = store.clone();
+        let metrics = Metrics::new(move || promises.capabilities());
+        let store = metrics.measured(store);
         let breaker = Breaker::new(store);
         let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(metrics.clone()).build();
         let strict = Settings::new(Profile::stripe()).with_key_syntax(KeySyntax::Strict);

@@ -65,7 +65,7 @@ async fn serve(config: Config) -> Result<(), String> {
     let admin_address = admin.local_addr().map_err(|error| error.to_string())?;
 
     let tier = tiered::open(&config).await?;
-    let metrics = tiered::metrics(&*opened.store, tier.as_ref());
+    let metrics = tiered::metrics(opened.store.clone(), tier.as_ref());
     let control = tokio::runtime::Handle::current();
     let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
     let breaker = if opened.is_there { breaker } else { breaker.opened() };

@@ -67,10 +67,13 @@ async fn open_redis(options: &RedisOptions) -> Front {
 }
 
 /// The metrics of the back, and of what stands before it.
-pub(super) fn metrics(back: &dyn Store, tier: Option<&Tier>) -> Metrics {
-    let mut capabilities = back.capabilities();
-    let Some(tier) = tier else { return Metrics::new(capabilities) };
-    capabilities.name = "tiered";
+pub(super) fn metrics(back: Arc<dyn Store>, tier: Option<&Tier>) -> Metrics {
+    let Some(tier) = tier else { return Metrics::new(move || back.capabilities()) };
+    let capabilities = move || {
+        let mut capabilities = back.capabilities();
+        capabilities.name = "tiered";
+        capabilities
+    };
     let collector = FrontCollector(tier.stats.clone());
     Metrics::with(capabilities, |registry| registry.register_collector(Box::new(collector)))
 }
