@@ -1,5 +1,6 @@
 //! How a store is opened.
 
+use std::env;
 use std::fmt;
 use std::str::FromStr as _;
 use std::time::Duration;
@@ -41,12 +42,14 @@ pub struct PostgresOptions {
 
 impl PostgresOptions {
     /// The database at `postgres://USER:PASSWORD@HOST:PORT/DATABASE?sslmode=verify-full&sslrootcert=FILE`. What is left out
-    /// comes from the environment variables that libpq reads, and from its password file.
+    /// comes from the environment variables that libpq reads, and from its password file; a user that neither names is the
+    /// one of the operating system who runs this program, as with `psql`.
     ///
     /// Beside libpq's parameters there is `pooler=transaction`, for [`PostgresOptions::with_transaction_pooler`].
     ///
     /// # Errors
-    /// [`OpenError::Url`], which does not repeat the URL.
+    /// [`OpenError::Url`], which does not repeat the URL: it is invalid, or names no user, and the one who runs this program
+    /// has no name either.
     pub fn new(url: &str) -> Result<Self, OpenError> {
         let wrong = |what: &str| OpenError::Url(what.to_owned());
         if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
@@ -72,7 +75,14 @@ impl PostgresOptions {
             if parameters.is_empty() { base.to_owned() } else { format!("{base}?{}", parameters.join("&")) };
         // The parser's own words may repeat a part of the URL.
         let connect = PgConnectOptions::from_str(&url)
-            .map_err(|_| wrong("the URL cannot be read; write postgres://USER@HOST:PORT/DATABASE"))?
+            .map_err(|_| wrong("the URL cannot be read; write postgres://USER@HOST:PORT/DATABASE"))?;
+        if !names_user(base, &parameters) && env::var("PGUSER").is_err() && whoami::username().is_err() {
+            return Err(wrong(
+                "the URL names no user, and the operating system has no name for the one who runs this program; write \
+                 postgres://USER@HOST:PORT/DATABASE, or set PGUSER",
+            ));
+        }
+        let connect = connect
             .extra_float_digits(None)
             // A statement may hold what a record holds.
             .disable_statement_logging();
@@ -175,8 +185,19 @@ impl PostgresOptions {
             ("statement_timeout", millis.as_str()),
             ("default_transaction_isolation", "read committed"),
             ("default_transaction_read_only", "off"),
+            // What is sent names the contract's functions in full; the rest of it is the server's own.
+            ("search_path", "pg_catalog,pg_temp"),
         ])
     }
+}
+
+/// Whether the URL says who connects. If it does not, sqlx takes `PGUSER` or the name of the operating system's user.
+fn names_user(base: &str, parameters: &[&str]) -> bool {
+    let authority =
+        base.split_once("://").map_or(base, |(_, rest)| rest).split('/').next().unwrap_or_default();
+    let in_authority =
+        authority.rsplit_once('@').is_some_and(|(user, _)| !user.is_empty() && !user.starts_with(':'));
+    in_authority || parameters.iter().any(|parameter| parameter.starts_with("user=") && parameter.len() > 5)
 }
 
 impl fmt::Debug for PostgresOptions {
@@ -195,6 +216,22 @@ impl fmt::Debug for PostgresOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_user_in_the_url_is_seen_wherever_it_is() {
+        for (base, parameters, named) in [
+            ("postgres://app@h/shop", &[][..], true),
+            ("postgres://app:secret@h/shop", &[][..], true),
+            ("postgres://h/shop", &["sslmode=disable", "user=app"][..], true),
+            ("postgres://h/shop", &["user="][..], false),
+            ("postgres://h/shop", &[][..], false),
+            ("postgres://h/sh@p", &[][..], false),
+            ("postgres://:secret@h/shop", &[][..], false),
+            ("postgres:///shop", &[][..], false),
+        ] {
+            assert_eq!(names_user(base, parameters), named, "{base} {parameters:?}");
+        }
+    }
 
     #[test]
     fn a_password_is_never_shown() {
