@@ -65,10 +65,13 @@ impl Call {
         query.fetch_all(connection).await
     }
 
-    /// Sends it as one message of the simple protocol, in one round trip, with nothing that outlives the transaction.
+    /// Sends it as one message of the simple protocol, in one round trip, with nothing that outlives the transaction. All of
+    /// the message is one transaction, at READ COMMITTED whatever the default of the role or the database is: above it, a call
+    /// fails or sees what was there before others committed.
     pub(crate) async fn in_one_message(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
+        let sql = format!("SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {}", self.written_out());
         // Whatever came from outside is in here as hexadecimal digits only.
-        sqlx::raw_sql(AssertSqlSafe(self.written_out())).fetch_all(connection).await
+        sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await
     }
 
     fn written_out(&self) -> String {

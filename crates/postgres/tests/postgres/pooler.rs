@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::{Completion, Outcome, Store as _};
+use oncegate_core::{Command, Completion, Outcome, Release, Store as _, StoreError};
 use oncegate_postgres::{PostgresOptions, PostgresStore, Transacted, Transactor};
 use oncegate_servers::PgBouncer;
 use oncegate_testkit::conformance::check_concurrent_claims;
@@ -10,7 +10,7 @@ use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
 use tokio::runtime::Runtime;
 
-use crate::support::{Database, claims, completes, id, response, token};
+use crate::support::{Database, claims, completes, id, renews, response, run, token};
 use crate::transact::{LONG, insert, key, pay, scope};
 
 /// So few that sessions change hands all the time.
@@ -34,6 +34,35 @@ async fn application(bouncer: &PgBouncer, database: &Database) -> PgPool {
     let options: sqlx::postgres::PgConnectOptions = url.parse().unwrap();
     let options = options.extra_float_digits(None);
     PgPoolOptions::new().max_connections(20).acquire_timeout(LONG).connect_with(options).await.unwrap()
+}
+
+/// Nothing can be said when a session starts, so what the role or the database has by default holds; and above READ COMMITTED,
+/// claims of other keys are in each other's way.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_default_of_serializable_is_in_nobodys_way() {
+    let database = Database::fresh().await;
+    let serializable =
+        format!("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'", database.name);
+    run(&mut database.connect().await, &serializable).await;
+    let bouncer = bouncer(&database, SESSIONS).await;
+    let store = std::sync::Arc::new(PostgresStore::open(options(&bouncer, &database)).await.unwrap());
+    let tasks: Vec<_> = (0..200_u8)
+        .map(|number| {
+            let store = store.clone();
+            tokio::spawn(async move {
+                for round in 0..5 {
+                    let owner = token(&store.apply(id(number), claims(round)).await?);
+                    assert!(matches!(store.apply(id(number), renews(owner)).await?, Outcome::Renewed { .. }));
+                    let release = Command::Release(Release { token: owner, retention: LONG });
+                    assert_eq!(store.apply(id(number), release).await?, Outcome::Released);
+                }
+                Ok::<_, StoreError>(())
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.unwrap().unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
