@@ -44,6 +44,13 @@ pub enum OpenError {
         /// The version that this program knows.
         known: i32,
     },
+    /// Parts of the contract are bound to objects outside of it, whose owners act with the rights of the schema's owner.
+    ForeignBindings {
+        /// Which database.
+        database: String,
+        /// Which part is bound to which object, 20 at most.
+        bindings: Vec<String>,
+    },
     /// It is a standby, which takes no writes.
     Standby {
         /// Which database.
@@ -72,6 +79,13 @@ impl fmt::Display for OpenError {
                 f,
                 "{database} has version {found} of the contract, and this program knows versions up to {known}; upgrade \
                  this program"
+            ),
+            Self::ForeignBindings { database, bindings } => write!(
+                f,
+                "{database}: parts of the schema oncegate are bound to objects outside of it, whose owners act with the rights of \
+                 the schema's owner: {}. Find out who made these objects and drop them; `oncegate schema apply postgres` makes \
+                 the functions anew, without them",
+                bindings.join("; ")
             ),
             Self::Standby { database } => {
                 write!(f, "{database} is a standby, which takes no writes; give the primary")

@@ -1,95 +1,196 @@
-//! The contract as SQL, and how it gets into a database: forward only, one transaction for each version, one at a time.
+//! The contract as SQL, and how it gets into a database: one text that brings a database of any earlier version to this one.
+//!
+//! The tables are made where they are missing, the functions are made anew each time, and all of it happens in one
+//! transaction under a search path of the text's own. So whatever a database got earlier, and under whatever search path, the
+//! functions are bound to the server's own functions and operators afterwards.
+
+use std::time::{Duration, Instant};
 
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions as _, Connection as _, Error, Row as _};
 
 use crate::error::{OpenError, in_words};
 use crate::options::PostgresOptions;
+use crate::pause::Pause;
 
 /// The version of the contract that this program needs.
-pub const VERSION: i32 = 4;
+pub const VERSION: i32 = 5;
 
-/// What brings a database from one version to the next. What was released is never changed.
-const MIGRATIONS: &[(i32, &str)] = &[
-    (1, include_str!("../sql/0001_contract.sql")),
-    (2, include_str!("../sql/0002_steps_and_reservations.sql")),
-    (3, include_str!("../sql/0003_inbox.sql")),
-    (4, include_str!("../sql/0004_outbox.sql")),
+/// The parts of the text, in their order.
+const SQL: [&str; 6] = [
+    include_str!("../sql/0_tables.sql"),
+    include_str!("../sql/1_records.sql"),
+    include_str!("../sql/2_steps.sql"),
+    include_str!("../sql/3_inbox.sql"),
+    include_str!("../sql/4_outbox.sql"),
+    include_str!("../sql/5_rights.sql"),
 ];
 
-/// Everything that brings an empty database to [`VERSION`], to be run by `psql -v ON_ERROR_STOP=1`.
+/// A snapshot that is taken before the lock would not see what was made meanwhile.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
+
+/// How long [`apply`] tries to get the lock of a table that another transaction holds.
+const LOCKS_WITHIN: Duration = Duration::from_secs(60);
+
+/// The pauses between these tries, in which claims go on.
+const LOCK_PAUSES: [Duration; 2] = [Duration::from_millis(300), Duration::from_secs(2)];
+
+/// The SQL that brings a database to [`VERSION`], be it empty, of an earlier version, or of this one; to be run by
+/// `psql -v ON_ERROR_STOP=1` as the schema's owner.
 #[must_use]
 pub fn print() -> String {
-    MIGRATIONS.iter().map(|(_, sql)| format!("BEGIN;\n{sql}COMMIT;\n")).collect()
+    format!("{BEGIN};\n{}COMMIT;\n", SQL.concat())
 }
 
-/// What a database has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The state of the contract in a database.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Status {
-    /// The version of its contract, where it has one.
+    /// The version of its contract, if it has one.
     pub found: Option<i32>,
     /// The version that this program needs.
     pub needed: i32,
+    /// Parts of the contract that are bound to an object outside of it, such as `function oncegate.now_ms() uses operator
+    /// public.*(numeric,integer)`; 20 at most. Whoever owns that object acts with the rights of the schema's owner. [`apply`]
+    /// binds functions anew.
+    pub foreign_bindings: Vec<String>,
 }
 
-/// Looks at what the database has.
+/// Reads the state of the contract; changes nothing, and needs no right but that to connect and to call
+/// `oncegate.contract_version`.
 ///
 /// # Errors
-/// [`OpenError::Connect`] where it cannot be reached, or the role may not look.
+/// [`OpenError::Connect`] if the database cannot be reached, if the role may not look, or if its schema `oncegate` is not
+/// Oncegate's.
 pub async fn status(options: &PostgresOptions) -> Result<Status, OpenError> {
     let mut connection = connect(options).await?;
-    let found = found(&mut connection).await.map_err(|error| failed(options, &error))?;
+    let status = look(&mut connection, options).await?;
     // It has nothing to lose.
     let _ = connection.close().await;
-    Ok(Status { found, needed: VERSION })
+    Ok(status)
 }
 
-/// Brings the database to [`VERSION`]. Says what it had before. Several may try at once.
+/// Brings the database to [`VERSION`] and makes its functions anew, in one transaction. Returns what it had before. Several
+/// may try at once.
+///
+/// An upgrade that changes a table waits for other transactions only for a moment at a time, because claims wait behind it,
+/// and tries again for a minute.
 ///
 /// # Errors
-/// [`OpenError::NewerContract`]; [`OpenError::Connect`] where the database cannot be reached, or refuses; nothing was
-/// changed then beyond the versions that were completed.
+/// [`OpenError::NewerContract`]; [`OpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other
+/// transactions, and nothing was changed; [`OpenError::ForeignBindings`] if a part of the contract that is not a function is
+/// bound to an object outside of it.
 pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
     let mut connection = connect(options).await?;
-    let before = found(&mut connection).await.map_err(|error| failed(options, &error))?;
-    if let Some(found) = before.filter(|found| *found > VERSION) {
+    let before = look(&mut connection, options).await?;
+    if let Some(found) = before.found.filter(|found| *found > VERSION) {
         return Err(OpenError::NewerContract { database: options.database(), found, known: VERSION });
     }
-    for (version, sql) in
-        MIGRATIONS.iter().filter(|(version, _)| before.is_none_or(|before| before < *version))
-    {
-        let result = migrate(&mut connection, *version, sql).await;
-        result.map_err(|error| failed(options, &error))?;
+    let until = Instant::now() + LOCKS_WITHIN;
+    let [first, longest] = LOCK_PAUSES;
+    let mut pause = Pause::new(first, longest);
+    while let Err(error) = migrate(&mut connection).await {
+        if !is_locked(&error) {
+            return Err(failed(options, &error));
+        }
+        if Instant::now() >= until {
+            return Err(locked(options, &mut connection).await);
+        }
+        pause.sleep(None).await;
     }
+    let after = look(&mut connection, options).await?;
     let _ = connection.close().await;
-    Ok(Status { found: before, needed: VERSION })
+    if !after.foreign_bindings.is_empty() {
+        let (database, bindings) = (options.database(), after.foreign_bindings);
+        return Err(OpenError::ForeignBindings { database, bindings });
+    }
+    Ok(before)
 }
 
-async fn migrate(connection: &mut PgConnection, version: i32, sql: &'static str) -> Result<(), Error> {
-    let mut transaction = connection.begin().await?;
-    // Somebody else's migration is waited for, but not for ever. The SQL takes the same lock when it is run by hand.
-    sqlx::raw_sql("SET LOCAL lock_timeout = '60s'; SELECT pg_advisory_xact_lock(7956004179840295781)")
-        .execute(&mut *transaction)
-        .await?;
-    if found(&mut transaction).await?.is_some_and(|found| found >= version) {
-        return transaction.rollback().await;
+async fn migrate(connection: &mut PgConnection) -> Result<(), Error> {
+    let mut transaction = connection.begin_with(BEGIN).await?;
+    for part in SQL {
+        sqlx::raw_sql(part).execute(&mut *transaction).await?;
     }
-    sqlx::raw_sql(sql).execute(&mut *transaction).await?;
     transaction.commit().await
 }
 
-/// The version in the database; `None` where there is no contract.
-async fn found(connection: &mut PgConnection) -> Result<Option<i32>, Error> {
+/// Another transaction was in the way; nothing was changed.
+fn is_locked(error: &Error) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code());
+    matches!(code.as_deref(), Some("55P03" | "40P01"))
+}
+
+/// Which sessions hold a table of the contract, as far as this role may know.
+const HOLDERS: &str = "SELECT pg_catalog.string_agg(DISTINCT a.pid::pg_catalog.text, ', ') AS pids \
+     FROM pg_catalog.pg_locks AS l JOIN pg_catalog.pg_class AS c ON c.oid = l.relation \
+     JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace \
+     JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid \
+     WHERE n.nspname = 'oncegate' AND l.granted AND a.datname = pg_catalog.current_database() \
+     AND a.pid <> pg_catalog.pg_backend_pid()";
+
+async fn locked(options: &PostgresOptions, connection: &mut PgConnection) -> OpenError {
+    let rows = sqlx::raw_sql(HOLDERS).fetch_all(connection).await;
+    let pids = rows.ok().and_then(|rows| rows.first().and_then(|row| row.try_get::<String, _>("pids").ok()));
+    let who = pids.map_or(String::new(), |pids| format!(" (in the sessions {pids}, by pg_stat_activity)"));
+    let why = format!(
+        "nothing was changed: for a minute other transactions{who} did not let go of a table, or another apply is running; \
+         end them, or try again when fewer run"
+    );
+    OpenError::Connect { database: options.database(), why }
+}
+
+/// The schema, and its function that says the version: called only if it runs with the rights of its own owner, whoever that
+/// is, because another role may have made a schema by this name.
+const IS_THERE: &str = "SELECT pg_catalog.bool_and(p.prosecdef) AS is_ours FROM pg_catalog.pg_proc AS p \
+     JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace \
+     WHERE n.nspname = 'oncegate' AND p.proname = 'contract_version'";
+
+/// What the parts of the schema depend on that is not a part of it. The server's own objects are in no such list, because it
+/// does not track what nobody can drop.
+const FOREIGN_BINDINGS: &str = "WITH RECURSIVE parts AS ( \
+       SELECT d.classid, d.objid FROM pg_catalog.pg_depend AS d JOIN pg_catalog.pg_namespace AS n ON n.oid = d.refobjid \
+       WHERE n.nspname = 'oncegate' AND d.refclassid = 'pg_catalog.pg_namespace'::pg_catalog.regclass \
+     UNION \
+       SELECT d.classid, d.objid FROM pg_catalog.pg_depend AS d JOIN parts AS p \
+       ON d.refclassid = p.classid AND d.refobjid = p.objid \
+       WHERE d.deptype IN ('a', 'i') AND d.classid <> 'pg_catalog.pg_trigger'::pg_catalog.regclass) \
+     SELECT DISTINCT pg_catalog.concat(pg_catalog.pg_describe_object(d.classid, d.objid, d.objsubid), ' uses ', \
+       pg_catalog.pg_describe_object(d.refclassid, d.refobjid, d.refobjsubid)) AS binding \
+     FROM pg_catalog.pg_depend AS d JOIN parts AS p ON p.classid = d.classid AND p.objid = d.objid \
+     WHERE d.refclassid NOT IN ('pg_catalog.pg_namespace'::pg_catalog.regclass, 'pg_catalog.pg_language'::pg_catalog.regclass) \
+       AND NOT EXISTS (SELECT FROM parts AS o WHERE o.classid = d.refclassid AND o.objid = d.refobjid) \
+     ORDER BY binding LIMIT 20";
+
+async fn look(connection: &mut PgConnection, options: &PostgresOptions) -> Result<Status, OpenError> {
+    let status = read_status(connection).await.map_err(|error| failed(options, &error))?;
+    status.ok_or_else(|| OpenError::Connect {
+        database: options.database(),
+        why: "its schema oncegate is not Oncegate's: find out who made it".to_owned(),
+    })
+}
+
+/// `None` if there is a schema by this name that is not Oncegate's.
+async fn read_status(connection: &mut PgConnection) -> Result<Option<Status>, Error> {
+    let mut transaction = connection.begin().await?;
+    // Operators cannot be named as functions can. With the transaction it is over: behind a pooler, too.
+    sqlx::raw_sql("SET LOCAL search_path = pg_catalog, pg_temp").execute(&mut *transaction).await?;
+    let mut status = Status { found: None, needed: VERSION, foreign_bindings: Vec::new() };
     // Read from the tables: what a session remembers of a schema that was not there may be old.
-    let there = "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc AS p JOIN pg_catalog.pg_namespace AS n \
-                 ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname = 'contract_version') AS is_there";
-    let rows = sqlx::raw_sql(there).fetch_all(&mut *connection).await?;
-    let is_there = rows.first().map(|row| row.try_get::<bool, _>("is_there")).transpose()?.unwrap_or(false);
-    if !is_there {
-        return Ok(None);
+    let rows = sqlx::raw_sql(IS_THERE).fetch_all(&mut *transaction).await?;
+    match rows.first().map(|row| row.try_get::<Option<bool>, _>("is_ours")).transpose()?.flatten() {
+        None => return Ok(Some(status)),
+        Some(false) => return Ok(None),
+        Some(true) => {}
     }
-    let rows = sqlx::raw_sql("SELECT oncegate.contract_version() AS version").fetch_all(connection).await?;
-    rows.first().map(|row| row.try_get::<Option<i32>, _>("version")).transpose().map(Option::flatten)
+    let rows =
+        sqlx::raw_sql("SELECT oncegate.contract_version() AS version").fetch_all(&mut *transaction).await?;
+    status.found = rows.first().map(|row| row.try_get("version")).transpose()?.flatten();
+    for row in sqlx::raw_sql(FOREIGN_BINDINGS).fetch_all(&mut *transaction).await? {
+        status.foreign_bindings.push(row.try_get("binding")?);
+    }
+    transaction.rollback().await?;
+    Ok(Some(status))
 }
 
 async fn connect(options: &PostgresOptions) -> Result<PgConnection, OpenError> {

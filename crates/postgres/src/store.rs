@@ -483,7 +483,7 @@ const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_
      oncegate.now_ms() AS clock";
 
 /// Which of the functions that a store calls its role may not call; null where there is none.
-const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname, ', ') AS missing FROM pg_proc p \
+const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname::text, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
      'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'lookup_with_steps', 'steps', \
      'list', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";

@@ -18,14 +18,14 @@ pub(crate) struct SchemaArgs {
 
 #[derive(Subcommand, Debug)]
 enum SchemaCommand {
-    /// Prints the SQL that makes the schema in an empty database
+    /// Prints the SQL that brings any database to the version that this program needs
     Print {
         /// The kind of database
         kind: Kind,
     },
-    /// Brings the database to the version that this program needs, as its owner
+    /// Brings the database to the version that this program needs and makes its functions anew, as the schema's owner
     Apply(Database),
-    /// Says which version the database has
+    /// Says which version the database has, and whether it is bound to nothing that others own
     Status(Database),
 }
 
@@ -58,18 +58,26 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
             let options = options(&database.url)?;
             let before = block_on(schema::apply(&options))?;
             let (name, version) = (options.database(), schema::VERSION);
-            say(&match before.found {
+            let mut text = match before.found {
                 Some(found) if found == version => {
-                    format!("{name} has version {version} already; nothing was changed\n")
+                    format!("{name} has version {version} already; its functions were made anew\n")
                 }
                 Some(found) => format!("{name} is brought from version {found} to {version}\n"),
                 None => format!("{name} now has version {version}\n"),
-            })
+            };
+            for binding in &before.foreign_bindings {
+                text += &format!("repaired: {binding}, which is not Oncegate's; find out who made it\n");
+            }
+            say(&text)
         }
         SchemaCommand::Status(database @ Database { kind: Kind::Postgres, .. }) => {
             let options = options(&database.url)?;
             let status = block_on(schema::status(&options))?;
             let (name, needed) = (options.database(), status.needed);
+            if !status.foreign_bindings.is_empty() {
+                let bindings = status.foreign_bindings;
+                return Err(OpenError::ForeignBindings { database: name, bindings }.to_string());
+            }
             match status.found {
                 Some(found) if found == needed => {
                     say(&format!("{name} has version {found}, as this program needs\n"))
@@ -87,6 +95,11 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
 pub(crate) fn usable(url: &str) -> Result<&'static str, String> {
     let options = options(url)?;
     let durability = block_on(async {
+        // What others may have put into it is worse than a version that is too old.
+        let bindings = schema::status(&options).await?.foreign_bindings;
+        if !bindings.is_empty() {
+            return Err(OpenError::ForeignBindings { database: options.database(), bindings });
+        }
         let store = PostgresStore::open(options).await?;
         let durability = store.capabilities().durability;
         store.close().await;

@@ -36,14 +36,14 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(!ok && text.contains("error store postgres://oncegate@127.0.0.1:"), "{text}");
     assert!(!run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("now has version 4"), "{text}");
+    assert!(ok && text.contains("now has version 5"), "{text}");
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("nothing was changed"), "{text}");
+    assert!(ok && text.contains("has version 5 already"), "{text}");
     assert!(run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&check);
     assert!(ok && text.contains("can be used"), "{text}");
     let (ok, text) = run(&["schema", "print", "postgres"]);
-    assert!(ok && text.contains("CREATE FUNCTION oncegate.claim("), "{text}");
+    assert!(ok && text.contains("CREATE OR REPLACE FUNCTION oncegate.claim("), "{text}");
 
     let service = Service::new().await.answers(OK);
     let to = format!("http://{}", service.address);
@@ -87,4 +87,62 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(line.contains("store postgres://oncegate@127.0.0.1:"), "{line}");
     let logged = first.process.errors().await;
     assert!(logged.contains("postgres://oncegate@") && !logged.contains(server.password()), "{logged}");
+}
+
+/// A database whose functions were made under a search path in which another role had put an operator.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_is_bound_to_what_others_own_is_told_and_repaired() {
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let url = server.url();
+    let run = |args: &[&str]| said(&server, &oncegate(args, &url));
+    let sql = |sql: &str| server.sql(sql).unwrap();
+    assert!(run(&["schema", "apply", "postgres"]).0);
+    sql("CREATE FUNCTION public.product(numeric, integer) RETURNS numeric LANGUAGE sql \
+            AS 'SELECT $1 OPERATOR(pg_catalog.*) $2::numeric'; \
+         CREATE OPERATOR public.* (LEFTARG = numeric, RIGHTARG = integer, FUNCTION = public.product); \
+         CREATE OR REPLACE FUNCTION oncegate.now_ms() RETURNS bigint LANGUAGE sql VOLATILE PARALLEL SAFE \
+            RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint; \
+         DELETE FROM oncegate.contract WHERE version > 4");
+    let binding = "function oncegate.now_ms() uses operator public.*(numeric,integer)";
+    let check = ["check", "--to=http://127.0.0.1:9"];
+    for command in [&check[..], &["schema", "status", "postgres"]] {
+        let (ok, text) = run(command);
+        assert!(!ok && text.contains(binding) && text.contains("oncegate schema apply postgres"), "{text}");
+    }
+    let (ok, text) = run(&["schema", "apply", "postgres"]);
+    assert!(
+        ok && text.contains("from version 4 to 5") && text.contains(&format!("repaired: {binding}")),
+        "{text}"
+    );
+    for command in [&check[..], &["schema", "status", "postgres"]] {
+        let (ok, text) = run(command);
+        assert!(ok, "{text}");
+    }
+}
+
+/// As with `psql`: the one who runs the program.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_url_without_a_user_means_the_one_who_runs_the_program() {
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let name = Command::new("id").arg("-un").output().unwrap().stdout;
+    let name = String::from_utf8(name).unwrap().trim().to_owned();
+    server.sql(&format!("CREATE ROLE \"{name}\" SUPERUSER LOGIN PASSWORD 'os-user'")).unwrap();
+    let (_, rest) = server.url().split_once('@').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    let run = |url: &str, variables: &[(&str, &str)]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["schema", "apply", "postgres"]).env_clear().env("ONCEGATE_STORE", url);
+        let output = command.envs(variables.iter().copied()).output().unwrap();
+        said(&server, &output)
+    };
+    let password = ("PGPASSWORD", "os-user");
+    let (ok, text) = run(&format!("postgres://{rest}"), &[password]);
+    assert!(ok && text.contains(&format!("postgres://{name}@127.0.0.1:")), "{text}");
+    // What is said explicitly goes first.
+    for (url, variable) in
+        [(format!("postgres://{rest}"), Some("nobody-1")), (format!("postgres://nobody-1@{rest}"), None)]
+    {
+        let variables: Vec<_> = [password].into_iter().chain(variable.map(|name| ("PGUSER", name))).collect();
+        let (ok, text) = run(&url, &variables);
+        assert!(!ok && text.contains("postgres://nobody-1@"), "{text}");
+    }
 }

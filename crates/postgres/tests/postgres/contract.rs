@@ -301,6 +301,17 @@ async fn a_record_that_cannot_be_read_is_never_executed() {
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
     assert_eq!(store.lookup(id(1)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
     assert_eq!(store.list(ListQuery::default()).await.unwrap().unreadable, [id(1)]);
+    // A fingerprint of another version: whether the request is the same cannot be told. Alone, and in a batch.
+    run(&mut admin, "UPDATE oncegate.records SET fingerprint = set_byte(fingerprint, 0, 2)").await;
+    assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
+    let batch = format!(
+        "SELECT * FROM oncegate.claim_many(ARRAY[{}], ARRAY[decode(repeat('01', 16), 'hex')], \
+         ARRAY[decode(repeat('01', 33), 'hex')], ARRAY[1000], ARRAY[1000], ARRAY['park'], \
+         ARRAY['\\x0000000000000000'::bytea], ARRAY[''])",
+        sql_id(id(1))
+    );
+    assert_eq!(sqlstate(&try_run(&mut admin, &batch).await.unwrap_err()), "OG003");
+    run(&mut admin, "UPDATE oncegate.records SET fingerprint = set_byte(fingerprint, 0, 1)").await;
     // A state of some later contract.
     run(&mut admin, "UPDATE oncegate.records SET state = 'paused'").await;
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
@@ -348,6 +359,71 @@ async fn several_reapers_share_the_work() {
     assert_eq!(store.purge(1000).await.unwrap(), 60);
     run(&mut other, "ROLLBACK").await;
     assert_eq!(store.purge(1000).await.unwrap(), 40);
+}
+
+/// As long as an old snapshot is open, what a purge has removed stays in its index. None may step over all of it again.
+#[tokio::test(flavor = "multi_thread")]
+async fn purges_under_an_old_snapshot_do_not_begin_at_the_first_row_each_time() {
+    const ROWS: i64 = 20_000;
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    for (table, purge, fill) in [
+        (
+            "records",
+            "SELECT purged FROM oncegate.purge(500)",
+            "(id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at, expires_at, purge_at) \
+             SELECT sha256(n::text::bytea), 'released', decode(repeat('01', 33), 'hex'), 1, 1, '\\x0000000000000000', '', 1, 1, n, n",
+        ),
+        (
+            "processed",
+            "SELECT oncegate.purge_processed(500) AS purged",
+            "(id, changed_at, expires_at, purge_at, attempts, state) SELECT sha256(n::text::bytea), 1, n, n, 1, 'p'",
+        ),
+    ] {
+        run(
+            &mut admin,
+            &format!(
+                "INSERT INTO oncegate.{table} {fill} FROM generate_series(1, {ROWS}) AS n \
+             ORDER BY md5(n::text)"
+            ),
+        )
+        .await;
+        let mut old = database.connect().await;
+        run(&mut old, "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1").await;
+        let mut purged = 0_i64;
+        let mut costs: Vec<i64> = Vec::new();
+        while purged < ROWS {
+            let before = purged;
+            // How many pages the session looked at, by the function and all that it calls.
+            let plan = try_run(&mut admin, &format!("EXPLAIN (ANALYZE, BUFFERS) {purge}")).await.unwrap();
+            let lines: Vec<String> = plan.iter().map(|row| row.get(0)).collect();
+            let buffers = lines.iter().find(|line| line.contains("Buffers: shared")).unwrap();
+            let pages = |name: &str| {
+                let words = buffers.split_whitespace().find_map(|word| word.strip_prefix(name));
+                words.map_or(0, |digits| digits.parse::<i64>().unwrap())
+            };
+            costs.push(pages("hit=") + pages("read="));
+            let left = try_run(&mut admin, &format!("SELECT count(*) FROM oncegate.{table}")).await.unwrap();
+            purged = ROWS - left[0].get::<i64, _>(0);
+            assert_eq!(purged - before, 500, "{table}");
+        }
+        let (early, late) = (costs[2], costs[costs.len() - 1]);
+        assert!(late < early * 2, "{table}: {costs:?} pages for each 500 rows");
+        run(&mut old, "COMMIT").await;
+        // What came late is found when a purge begins at the first row again.
+        run(&mut admin, &format!("INSERT INTO oncegate.{table} {fill} FROM generate_series(1, 10) AS n"))
+            .await;
+        assert_eq!(try_run(&mut admin, purge).await.unwrap()[0].get::<i32, _>(0), 0);
+        run(&mut admin, "UPDATE oncegate.purge_marks SET begun_at = begun_at - 3600001").await;
+        let mut late = 0;
+        for _ in 0..1000 {
+            late += try_run(&mut admin, purge).await.unwrap()[0].get::<i32, _>(0);
+            if late == 10 {
+                break;
+            }
+        }
+        assert_eq!(late, 10, "{table}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,10 +1,68 @@
 //! How the contract gets into a database, and who refuses to work on another one.
 
-use oncegate_core::{Command, FencingToken, Outcome, RecordId, RecordStep, Step, Store as _};
-use oncegate_postgres::sqlx::Row as _;
+use std::time::{Duration, Instant};
+
+use oncegate_core::{
+    Command, Completion, FencingToken, ListQuery, Outcome, RecordId, RecordStep, Step, Store as _,
+};
+use oncegate_postgres::sqlx::{self, Row as _};
 use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
 
-use crate::support::{Database, run, sqlstate, try_run};
+use sqlx::postgres::PgConnection;
+
+use crate::support::{Database, claims, completes, id, renews, response, run, sqlstate, token, try_run};
+
+/// What the first version made.
+const VERSION_1: &str = concat!("BEGIN;", include_str!("version_1.sql"), "COMMIT;");
+
+fn claim_in_version_1(n: u32) -> String {
+    format!(
+        "SELECT token::text FROM oncegate.claim(decode(repeat('{n:08x}', 8), 'hex'), decode(repeat('{n:08x}', 4), 'hex'), \
+         '\\x01'::bytea || decode(repeat('aa', 32), 'hex'), 60000, 60000)"
+    )
+}
+
+/// Roles are the server's and not the database's: each gets a name of its own.
+struct Roles<const N: usize> {
+    names: [&'static str; N],
+    suffix: String,
+}
+
+impl<const N: usize> Roles<N> {
+    fn new(database: &Database, names: [&'static str; N]) -> Self {
+        Self { names, suffix: format!("_{}", database.name) }
+    }
+
+    /// The SQL with the real names.
+    fn named(&self, sql: &str) -> String {
+        self.names.iter().fold(sql.to_owned(), |sql, name| {
+            let words = sql.split_inclusive(|c: char| !c.is_alphanumeric() && c != '_' && c != '.');
+            let real = |word: &str| match word.strip_prefix(name) {
+                Some(rest) if rest.chars().all(|c| !c.is_alphanumeric() && c != '_' && c != '.') => {
+                    format!("{name}{}{rest}", self.suffix)
+                }
+                _ => word.to_owned(),
+            };
+            words.map(real).collect()
+        })
+    }
+
+    /// Which role may call which of these functions.
+    async fn may(&self, connection: &mut PgConnection, functions: &[&str]) -> String {
+        let list = |names: &[&str], suffix: &str| {
+            names.iter().map(|name| format!("'{name}{suffix}'")).collect::<Vec<_>>().join(", ")
+        };
+        let sql = format!(
+            "SELECT string_agg(replace(r, '{}', '') || ' ' || f, ', ' ORDER BY r, f) FROM unnest(ARRAY[{}]) AS r, \
+             unnest(ARRAY[{}]) AS f, pg_proc AS p WHERE p.pronamespace = 'oncegate'::regnamespace AND p.proname = f \
+             AND has_function_privilege(r, p.oid, 'EXECUTE')",
+            self.suffix,
+            list(&self.names, &self.suffix),
+            list(functions, ""),
+        );
+        try_run(connection, &sql).await.unwrap()[0].get(0)
+    }
+}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn it_is_applied_once_whoever_tries() {
@@ -26,13 +84,26 @@ async fn it_is_applied_once_whoever_tries() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_printed_can_be_run_by_hand_and_changes_nothing_the_second_time() {
+async fn what_is_printed_can_be_run_by_hand_and_again() {
     let database = Database::empty().await;
     let mut owner = database.connect().await;
     run(&mut owner, &schema::print()).await;
-    let error = try_run(&mut database.connect().await, &schema::print()).await.unwrap_err();
-    assert_eq!(sqlstate(&error), "42P06");
-    PostgresStore::open(database.options()).await.unwrap();
+    let store = PostgresStore::open(database.options()).await.unwrap();
+    store.apply(id(1), claims(1)).await.unwrap();
+    run(&mut owner, &schema::print()).await;
+    let outcome = store.apply(id(1), claims(2)).await.unwrap();
+    assert!(matches!(outcome, Outcome::InProgress { .. }), "{outcome:?}");
+    // Without a transaction, the search path would hold for one statement.
+    let body = schema::print()
+        .replace("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;", "")
+        .replace("\nCOMMIT;", "");
+    for statement in [body.split_once("DO $$").unwrap().0, &body[body.find("DO $$").unwrap()..]] {
+        if let Err(error) = try_run(&mut owner, statement).await {
+            assert_eq!(sqlstate(&error), "25P01", "{error}");
+            return;
+        }
+    }
+    panic!("it ran outside of a transaction");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -57,27 +128,19 @@ async fn a_store_refuses_an_older_and_a_newer_contract() {
 async fn a_database_of_the_first_version_goes_forward_with_its_records_and_its_rights() {
     let database = Database::empty().await;
     let mut owner = database.connect().await;
-    run(&mut owner, concat!("BEGIN;", include_str!("../../sql/0001_contract.sql"), "COMMIT;")).await;
-    run(
-        &mut owner,
-        "CREATE ROLE worker; CREATE ROLE reader; CREATE ROLE payer; GRANT EXECUTE ON FUNCTION oncegate.complete TO payer; CREATE ROLE nobody; \
+    run(&mut owner, VERSION_1).await;
+    let roles = Roles::new(&database, ["worker", "reader", "payer", "transactor", "nobody"]);
+    let grants = roles.named(
+        "CREATE ROLE worker; CREATE ROLE reader; CREATE ROLE payer; CREATE ROLE transactor; CREATE ROLE nobody; \
+         GRANT EXECUTE ON FUNCTION oncegate.complete, oncegate.response, oncegate.lookup TO payer; \
+         GRANT EXECUTE ON FUNCTION oncegate.claim, oncegate.complete TO transactor; \
          GRANT EXECUTE ON FUNCTION oncegate.complete_if_owner TO worker; GRANT EXECUTE ON FUNCTION oncegate.lookup TO reader",
-    )
-    .await;
-    let claimed = |n: u8| {
-        format!(
-            "SELECT token::text FROM oncegate.claim(decode(repeat('{n:02x}', 32), 'hex'), decode(repeat('{n:02x}', 16), 'hex'), \
-             '\\x01'::bytea || decode(repeat('aa', 32), 'hex'), 60000, 60000)"
-        )
-    };
-    let rows = try_run(&mut owner, &claimed(1)).await.unwrap();
+    );
+    run(&mut owner, &grants).await;
+    let rows = try_run(&mut owner, &claim_in_version_1(0x0101_0101)).await.unwrap();
     let token = FencingToken::new(rows[0].get::<String, _>(0).parse().unwrap());
     assert_eq!(schema::apply(&database.options()).await.unwrap().found, Some(1));
-    assert_eq!(
-        schema::apply(&database.options()).await.unwrap().found,
-        Some(schema::VERSION),
-        "nothing more to do"
-    );
+    assert_eq!(schema::apply(&database.options()).await.unwrap().found, Some(schema::VERSION));
 
     let store = PostgresStore::open(database.options()).await.unwrap();
     let id = RecordId::from_bytes([1; 32]);
@@ -85,11 +148,244 @@ async fn a_database_of_the_first_version_goes_forward_with_its_records_and_its_r
     let command = Command::Step(RecordStep { token, number: 0, step: step.clone() });
     assert_eq!(store.apply(id, command).await.unwrap(), Outcome::StepRecorded, "of an attempt from before");
     assert_eq!(store.lookup(id).await.unwrap().unwrap().steps.as_slice(), [step]);
-    let may = "SELECT string_agg(r || ' ' || f, ', ' ORDER BY r, f) FROM unnest(ARRAY['worker', 'reader', 'payer', 'nobody']) AS r, \
-               unnest(ARRAY['step', 'steps', 'reserve']) AS f, pg_proc AS p \
-               WHERE p.pronamespace = 'oncegate'::regnamespace AND p.proname = f AND has_function_privilege(r, p.oid, 'EXECUTE')";
-    let rows = try_run(&mut owner, may).await.unwrap();
-    assert_eq!(rows[0].get::<String, _>(0), "payer reserve, reader steps, worker step");
+    assert_eq!(
+        roles.may(&mut owner, &["step", "steps", "reserve", "complete_reserved", "reserve_or_claim"]).await,
+        "payer steps, reader steps, transactor complete_reserved, transactor reserve, transactor reserve_or_claim, worker step",
+        "nobody can do what it could not do before"
+    );
+}
+
+/// Earlier upgrades from the first version let each service behind a sidecar insert completed records.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_earlier_upgrade_granted_too_much_is_taken_back_once() {
+    let database = Database::fresh().await;
+    let mut owner = database.connect().await;
+    let roles = Roles::new(&database, ["shop", "payments", "sidecar"]);
+    let grants = roles.named(
+        "CREATE ROLE shop; CREATE ROLE payments; CREATE ROLE sidecar; \
+         GRANT EXECUTE ON FUNCTION oncegate.complete, oncegate.reserve, oncegate.complete_reserved TO shop; \
+         GRANT EXECUTE ON FUNCTION oncegate.reserve_or_claim, oncegate.complete_reserved TO payments; \
+         GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO sidecar",
+    );
+    run(&mut owner, &grants).await;
+    run(&mut owner, "DELETE FROM oncegate.contract WHERE version > 4").await;
+    schema::apply(&database.options()).await.unwrap();
+    let names = ["complete", "reserve", "complete_reserved"];
+    let kept = "sidecar complete, sidecar complete_reserved, sidecar reserve";
+    assert_eq!(
+        roles.may(&mut owner, &names).await,
+        format!("payments complete_reserved, shop complete, {kept}")
+    );
+    // What an owner grants from then on stays.
+    run(&mut owner, &roles.named("GRANT EXECUTE ON FUNCTION oncegate.reserve TO shop")).await;
+    schema::apply(&database.options()).await.unwrap();
+    let all = format!("payments complete_reserved, shop complete, shop reserve, {kept}");
+    assert_eq!(roles.may(&mut owner, &names).await, all);
+}
+
+/// Everything in the schema, what it depends on, and how the server wrote it down.
+async fn bindings(database: &Database) -> Vec<String> {
+    let sql = "SET search_path = pg_catalog; \
+        WITH RECURSIVE parts AS ( \
+            SELECT d.classid, d.objid FROM pg_depend AS d WHERE d.refclassid = 'pg_namespace'::regclass \
+                AND d.refobjid = 'oncegate'::regnamespace \
+            UNION SELECT d.classid, d.objid FROM pg_depend AS d JOIN parts AS p \
+                ON d.refclassid = p.classid AND d.refobjid = p.objid \
+            WHERE d.deptype IN ('a', 'i')) \
+        SELECT l FROM ( \
+            SELECT pg_describe_object(d.classid, d.objid, d.objsubid) || ' -> ' || \
+                pg_describe_object(d.refclassid, d.refobjid, d.refobjsubid) || ' ' || d.deptype::text FROM pg_depend AS d \
+                JOIN parts AS p ON p.classid = d.classid AND p.objid = d.objid \
+            UNION ALL SELECT pg_get_functiondef(p.oid) FROM pg_proc AS p WHERE p.pronamespace = 'oncegate'::regnamespace \
+            UNION ALL SELECT pg_get_expr(a.adbin, a.adrelid) FROM pg_attrdef AS a JOIN pg_class AS c ON c.oid = a.adrelid \
+                WHERE c.relnamespace = 'oncegate'::regnamespace \
+        ) AS u (l) WHERE l NOT LIKE '%pg_toast%' ORDER BY l COLLATE \"C\"";
+    let rows = try_run(&mut database.connect().await, sql).await.unwrap();
+    rows.iter().map(|row| row.get(0)).collect()
+}
+
+async fn plant_decoys(database: &Database) {
+    let mut attacker = database.connect().await;
+    run(&mut attacker, include_str!("decoys.sql")).await;
+    let text = schema::print();
+    run(&mut attacker, &format!("INSERT INTO decoys.contract VALUES ($contract${text}$contract$)")).await;
+    run(&mut attacker, "SET statement_timeout = '300s'").await;
+    let planted = try_run(&mut attacker, "SELECT decoys.plant()").await.unwrap();
+    let planted: i32 = planted[0].get(0);
+    assert!(planted > 2000, "{planted} decoys");
+    // They are found where the search path leads there.
+    run(&mut attacker, "SET search_path = public, pg_catalog").await;
+    for called in ["SELECT octet_length('a'::text)", "SELECT 1.5 * 2", "SELECT 1 + 1"] {
+        assert_eq!(sqlstate(&try_run(&mut attacker, called).await.unwrap_err()), "OG666", "{called}");
+    }
+}
+
+/// A role that may create objects in `public` must not get at the rights of the owner, of the role that applies the contract, or
+/// of a store: neither while the SQL runs, nor by what its functions are bound to afterwards.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_bound_to_what_others_have_put_into_the_search_path() {
+    let clean = Database::fresh().await;
+    let clean = bindings(&clean).await;
+    assert!(clean.iter().any(|line| line.starts_with("function oncegate.claim_many")), "{clean:#?}");
+    for (path, by_hand) in [("\"$user\", public", false), ("public, pg_catalog", true)] {
+        let database = Database::empty().await;
+        plant_decoys(&database).await;
+        let set = format!("ALTER DATABASE {} SET search_path = {path}", database.name);
+        run(&mut database.connect().await, &set).await;
+        for _ in ["the first time", "again"] {
+            if by_hand {
+                run(&mut database.connect().await, &schema::print()).await;
+            } else {
+                schema::apply(&database.options()).await.unwrap();
+            }
+        }
+        let found = bindings(&database).await;
+        let differ: Vec<_> = found.iter().filter(|line| !clean.contains(line)).collect();
+        assert!(differ.is_empty() && found.len() == clean.len(), "{differ:#?}");
+        assert_eq!(schema::status(&database.options()).await.unwrap().foreign_bindings, [""; 0]);
+
+        // What the store sends calls none of them either, with sessions of its own and behind a pooler.
+        let pooler = PostgresOptions::new(&format!("{}?pooler=transaction", database.url())).unwrap();
+        for (number, options) in [(1, database.options()), (2, pooler)] {
+            let is_pooler = number == 2;
+            if is_pooler && by_hand {
+                continue; // nothing can be sent along with a session there; the path is the role's
+            }
+            let store = PostgresStore::open(options).await.unwrap();
+            store.check().await.unwrap();
+            let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
+            store.apply(id(number), renews(owner)).await.unwrap();
+            let answer = Completion::Replayable(response(b"paid"));
+            assert_eq!(store.apply(id(number), completes(owner, answer)).await.unwrap(), Outcome::Completed);
+            assert_eq!(store.apply(id(number), claims(2)).await.unwrap(), Outcome::Replay(response(b"paid")));
+            store.list(ListQuery::default()).await.unwrap();
+            store.purge(10).await.unwrap();
+        }
+    }
+}
+
+/// What runs as somebody else, or is left to the search path of whoever calls it, would be found by a decoy that is called.
+#[tokio::test(flavor = "multi_thread")]
+async fn every_function_has_a_search_path_of_its_own_or_a_body_that_is_bound() {
+    let database = Database::fresh().await;
+    let sql = "SELECT string_agg(p.proname, ', ') FROM pg_proc AS p WHERE p.pronamespace = 'oncegate'::regnamespace \
+        AND p.prosqlbody IS NULL AND NOT coalesce('search_path=pg_catalog, pg_temp' = ANY (p.proconfig), false)";
+    let rows = try_run(&mut database.connect().await, sql).await.unwrap();
+    assert_eq!(rows[0].get::<Option<String>, _>(0), None);
+}
+
+/// The contract as it would be without the first statement, in a database where somebody has made an operator.
+async fn bound_to_a_decoy(database: &Database) {
+    let mut owner = database.connect().await;
+    run(
+        &mut owner,
+        "CREATE FUNCTION public.product(numeric, integer) RETURNS numeric LANGUAGE sql \
+            AS 'SELECT $1 OPERATOR(pg_catalog.*) $2::numeric'; \
+         CREATE OPERATOR public.* (LEFTARG = numeric, RIGHTARG = integer, FUNCTION = public.product)",
+    )
+    .await;
+    let text = schema::print();
+    let unsafe_text = text.replacen("SET LOCAL search_path = pg_catalog, pg_temp;", "", 1).replacen(
+        "OPERATOR(pg_catalog.<>) 'pg_catalog, pg_temp'",
+        "IS NULL",
+        1,
+    );
+    assert!(text.len() > unsafe_text.len() + 60);
+    run(&mut owner, &unsafe_text).await;
+    // As version 4 was.
+    run(
+        &mut owner,
+        "DROP TABLE oncegate.purge_marks CASCADE; DELETE FROM oncegate.contract WHERE version > 4",
+    )
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_whose_functions_are_bound_to_a_decoy_is_repaired() {
+    let database = Database::empty().await;
+    bound_to_a_decoy(&database).await;
+    let status = schema::status(&database.options()).await.unwrap();
+    let binding = "function oncegate.now_ms() uses operator public.*(numeric,integer)";
+    assert_eq!((status.found, &status.foreign_bindings[..]), (Some(4), &[binding.to_owned()][..]));
+    let before = schema::apply(&database.options()).await.unwrap();
+    assert_eq!(before, status);
+    let after = schema::status(&database.options()).await.unwrap();
+    assert_eq!((after.found, after.foreign_bindings.len()), (Some(schema::VERSION), 0));
+    // Nothing needs it any more.
+    run(&mut database.connect().await, "DROP OPERATOR public.* (numeric, integer)").await;
+    let store = PostgresStore::open(database.options()).await.unwrap();
+    assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_repaired_is_named() {
+    let database = Database::fresh().await;
+    let default = "CREATE FUNCTION public.mine() RETURNS timestamptz LANGUAGE sql AS 'SELECT now()'; \
+                   ALTER TABLE oncegate.contract ALTER COLUMN applied_at SET DEFAULT public.mine()";
+    run(&mut database.connect().await, default).await;
+    let error = schema::apply(&database.options()).await.unwrap_err();
+    let OpenError::ForeignBindings { bindings, .. } = &error else { panic!("{error}") };
+    let binding =
+        "default value for column applied_at of table oncegate.contract uses function public.mine()";
+    assert_eq!(bindings, &[binding.to_owned()]);
+    assert!(error.to_string().contains(binding), "{error}");
+}
+
+/// A schema by the name of Oncegate's that another role has made, with functions that wait for a powerful role to call them.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_of_another_owner_is_called_or_extended() {
+    for definer in ["", "SECURITY DEFINER"] {
+        let database = Database::empty().await;
+        let mut owner = database.connect().await;
+        let roles = Roles::new(&database, ["mallory"]);
+        let trap = "CREATE ROLE mallory; GRANT CREATE ON SCHEMA public TO mallory; CREATE SCHEMA oncegate AUTHORIZATION mallory; \
+            SET ROLE mallory; \
+            CREATE TABLE public.called_by (name text); GRANT INSERT ON public.called_by TO PUBLIC; \
+            CREATE FUNCTION oncegate.contract_version() RETURNS integer LANGUAGE sql SECURITY AS \
+                'INSERT INTO public.called_by VALUES (current_user) RETURNING 4'; \
+            CREATE TABLE oncegate.contract (version integer PRIMARY KEY); INSERT INTO oncegate.contract VALUES (4); RESET ROLE";
+        run(&mut owner, &roles.named(trap).replace("SECURITY AS", &format!("{definer} AS"))).await;
+        let error = schema::apply(&database.options()).await.unwrap_err().to_string();
+        let expected = if definer.is_empty() { "is not Oncegate's" } else { "belongs to" };
+        assert!(error.contains(expected), "{error}");
+        let error = try_run(&mut database.connect().await, &schema::print()).await.unwrap_err();
+        assert_eq!(sqlstate(&error), "42501", "{error}");
+        let rows = try_run(&mut owner, "SELECT DISTINCT name FROM public.called_by").await.unwrap();
+        let callers: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
+        assert!(callers.iter().all(|caller| caller.starts_with("mallory")), "{callers:?}");
+        run(&mut owner, &roles.named("DROP OWNED BY mallory CASCADE")).await;
+    }
+}
+
+/// A claim waits behind whoever waits for its table.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upgrade_does_not_make_claims_wait_for_an_open_transaction() {
+    let database = Database::empty().await;
+    let mut owner = database.connect().await;
+    run(&mut owner, VERSION_1).await;
+    let mut open = database.connect().await;
+    run(&mut open, "BEGIN; SELECT count(*) FROM oncegate.records").await;
+    let options = database.options();
+    let applying = tokio::spawn(async move { schema::apply(&options).await });
+    let waits = "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = 'oncegate.records'::regclass";
+    let mut seen_waiting = 0;
+    let mut claimed = 0;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while claimed < 20 || seen_waiting < 2 {
+        assert!(Instant::now() < deadline, "{claimed} claims; seen waiting {seen_waiting} times");
+        assert!(!applying.is_finished(), "it cannot be done yet");
+        seen_waiting += usize::from(!try_run(&mut owner, waits).await.unwrap().is_empty());
+        let started = Instant::now();
+        claimed += 1;
+        try_run(&mut owner, &claim_in_version_1(claimed)).await.unwrap();
+        assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
+    }
+    run(&mut open, "COMMIT").await;
+    applying.await.unwrap().unwrap();
+    // A database that is up to date needs no table's lock.
+    run(&mut open, "BEGIN; LOCK TABLE oncegate.records IN ROW EXCLUSIVE MODE").await;
+    let applied = tokio::time::timeout(Duration::from_secs(60), schema::apply(&database.options())).await;
+    assert_eq!(applied.unwrap().unwrap().found, Some(schema::VERSION));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,7 +1,5 @@
--- Oncegate, contract version 4 for PostgreSQL 14 and later: version 3, and an outbox.
---
--- A message is a row that the business transaction writes; relays publish what was committed. Nobody ever waits for a lock that
--- outlives a call:
+-- The outbox. A message is a row that the business transaction writes; relays publish what was committed. Nobody ever waits for a
+-- lock that outlives a call:
 --   * to send is to insert a row, and nothing else;
 --   * a relay takes rows with FOR UPDATE SKIP LOCKED and holds them by a lease; no transaction is open while it publishes.
 --
@@ -9,69 +7,14 @@
 -- a line by itself. A line belongs to whoever holds the lease of its first row, and what it publishes is a run: the first row,
 -- and those behind it. Each is published after the one before was confirmed. Rows are deleted when they are confirmed, so that the
 -- first row that is there is the next one, whatever its seq: none is ever skipped because a smaller seq was committed later.
--- To be run in one transaction.
-
-DO $$
-BEGIN
-    PERFORM pg_catalog.pg_advisory_xact_lock(7956004179840295781);
-    IF oncegate.contract_version() IS DISTINCT FROM 3 THEN
-        RAISE EXCEPTION 'oncegate: the contract is not of version 3, and only that becomes version 4' USING ERRCODE = '42P06';
-    END IF;
-END
-$$;
-
--- Without a cache: of two transactions that ran one after the other, the later one has the greater numbers.
-CREATE SEQUENCE oncegate.outbox_seq AS bigint MINVALUE 0 START 0 CACHE 1;
-
--- Part of what tells leases apart; the other part is the time, see oncegate.outbox_lease.
-CREATE SEQUENCE oncegate.outbox_token AS bigint CACHE 1;
-
--- Every row is inserted once, changed perhaps, and deleted. A change leaves the indexes alone unless the row is refused. No vacuum takes
--- the lock that it takes to give pages back: the pages are used again.
-CREATE TABLE oncegate.outbox (
-    seq bigint NOT NULL,
-    -- Below 0: what a topic and an order key are hashed to. Otherwise the seq.
-    line bigint NOT NULL,
-    created_at bigint NOT NULL,
-    -- Not to be taken before: by a lease where there is a token, after a failure where there is none.
-    free_at bigint NOT NULL DEFAULT 0,
-    token bigint,
-    refused_at bigint,
-    attempts integer NOT NULL DEFAULT 0,
-    -- Refused, and nobody waits behind it.
-    is_aside boolean NOT NULL DEFAULT false,
-    id text NOT NULL,
-    topic text NOT NULL,
-    order_key bytea,
-    header_names text[] NOT NULL,
-    header_values bytea[] NOT NULL,
-    payload bytea NOT NULL,
-    -- What the last attempt failed of.
-    error text,
-    CONSTRAINT outbox_pkey PRIMARY KEY (is_aside, line, seq)
-) WITH (
-    fillfactor = 80,
-    vacuum_truncate = false,
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 2000,
-    autovacuum_vacuum_insert_scale_factor = 0.2,
-    autovacuum_analyze_scale_factor = 0.2,
-    autovacuum_analyze_threshold = 2000,
-    autovacuum_vacuum_cost_delay = 0,
-    toast.vacuum_truncate = false,
-    toast.autovacuum_vacuum_scale_factor = 0,
-    toast.autovacuum_vacuum_threshold = 2000,
-    toast.autovacuum_vacuum_cost_delay = 0
-);
-CREATE INDEX outbox_refused ON oncegate.outbox (seq) WHERE refused_at IS NOT NULL;
 
 -- A UUID of version 7: 48 bits of time, and 74 random ones.
-CREATE FUNCTION oncegate.message_id(clock bigint) RETURNS text
+CREATE OR REPLACE FUNCTION oncegate.message_id(clock bigint) RETURNS text
 LANGUAGE sql VOLATILE PARALLEL SAFE
 RETURN encode(overlay(uuid_send(gen_random_uuid()) PLACING substring(int8send(message_id.clock) FROM 3)
     || set_byte('\x00', 0, floor(random() * 16)::integer + 112) FROM 1), 'hex')::uuid::text;
 
-CREATE FUNCTION oncegate.outbox_line(topic text, order_key bytea, seq bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION oncegate.outbox_line(topic text, order_key bytea, seq bigint) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN CASE WHEN outbox_line.order_key IS NULL THEN outbox_line.seq
     ELSE hashtextextended(encode(outbox_line.order_key, 'hex'), hashtextextended(outbox_line.topic, 1869968496))
@@ -79,18 +22,18 @@ RETURN CASE WHEN outbox_line.order_key IS NULL THEN outbox_line.seq
 
 -- A token of a lease. With the time in it, because numbers come again, those of rows and those of leases, where a standby that was
 -- behind takes over: what a relay has confirmed before must not be taken for what has its number now.
-CREATE FUNCTION oncegate.outbox_lease(clock bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION oncegate.outbox_lease(clock bigint) RETURNS bigint
 LANGUAGE sql VOLATILE
 RETURN outbox_lease.clock * 1048576 + nextval('oncegate.outbox_token') % 1048576;
 
 -- What a message takes on its way. Not by pg_column_size, which tells how small it was made.
-CREATE FUNCTION oncegate.outbox_octets(payload bytea, header_names text[], header_values bytea[]) RETURNS bigint
+CREATE OR REPLACE FUNCTION oncegate.outbox_octets(payload bytea, header_names text[], header_values bytea[]) RETURNS bigint
 LANGUAGE sql STABLE PARALLEL SAFE
 RETURN octet_length(outbox_octets.payload)::bigint + octet_length(array_to_string(outbox_octets.header_names, ''))
     + octet_length(array_send(outbox_octets.header_values)) + 8 * cardinality(outbox_octets.header_names);
 
 -- Writes a message that is published if the transaction commits. Says its identifier, which is one that was given, or a new one.
-CREATE FUNCTION oncegate.send(
+CREATE OR REPLACE FUNCTION oncegate.send(
     topic text,
     payload bytea,
     order_key bytea DEFAULT NULL,
@@ -136,7 +79,7 @@ END
 $$;
 
 -- The same for text, such as JSON, with headers as an object of JSON whose members are strings.
-CREATE FUNCTION oncegate.send_text(
+CREATE OR REPLACE FUNCTION oncegate.send_text(
     topic text,
     payload text,
     order_key text DEFAULT NULL,
@@ -166,7 +109,7 @@ $$;
 -- For relays: the runs of lines that nobody holds, those after `after` (null: from the first one), under one token and for so long.
 -- The rows of a run are told one after the other; the lease is the first one's. Looks at 1000 lines at the most. A last row whose
 -- seq is null is no message: there may be more after its line. Without it, this was the end.
-CREATE FUNCTION oncegate.outbox_take(
+CREATE OR REPLACE FUNCTION oncegate.outbox_take(
     after bigint,
     most_rows integer,
     most_octets bigint,
@@ -332,7 +275,7 @@ END
 $$;
 
 -- For relays: more time for runs, each told by its token and its first row. Says which lines are still theirs.
-CREATE FUNCTION oncegate.outbox_renew(tokens bigint[], lines bigint[], seqs bigint[], lease_ms bigint) RETURNS SETOF bigint
+CREATE OR REPLACE FUNCTION oncegate.outbox_renew(tokens bigint[], lines bigint[], seqs bigint[], lease_ms bigint) RETURNS SETOF bigint
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -349,7 +292,7 @@ $$;
 -- For relays: what became of runs, each told by its token and its first row, and of their rows. An outcome is `confirmed`; `again`,
 -- after a delay and with an error; `refused`, with an error: the line waits; or `aside`, refused and the line goes on. Rows without
 -- an outcome are as they were. The lines are free then. Says which were still the relay's; of any other nothing was changed.
-CREATE FUNCTION oncegate.outbox_settle(
+CREATE OR REPLACE FUNCTION oncegate.outbox_settle(
     tokens bigint[],
     lines bigint[],
     seqs bigint[],
@@ -401,7 +344,7 @@ END
 $$;
 
 -- For operators: messages that were refused, in the order of their seq.
-CREATE FUNCTION oncegate.outbox_refused(after bigint DEFAULT NULL, most integer DEFAULT 100)
+CREATE OR REPLACE FUNCTION oncegate.outbox_refused(after bigint DEFAULT NULL, most integer DEFAULT 100)
 RETURNS TABLE (
     seq bigint,
     id text,
@@ -424,7 +367,7 @@ AS $$
 $$;
 
 -- For operators: a message that was refused is published again, at its place. Says whether there was one.
-CREATE FUNCTION oncegate.outbox_requeue(seq bigint) RETURNS boolean
+CREATE OR REPLACE FUNCTION oncegate.outbox_requeue(seq bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -435,7 +378,7 @@ END
 $$;
 
 -- For operators: a message that was refused is deleted and never published. Says whether there was one.
-CREATE FUNCTION oncegate.outbox_drop(seq bigint) RETURNS boolean
+CREATE OR REPLACE FUNCTION oncegate.outbox_drop(seq bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -446,7 +389,7 @@ $$;
 
 -- How many messages wait, for how long the oldest one has (null where there is none), how many of them failed before, and how many
 -- were refused. Counts, which takes a while where there are many.
-CREATE FUNCTION oncegate.outbox_status(
+CREATE OR REPLACE FUNCTION oncegate.outbox_status(
     OUT waiting bigint,
     OUT oldest_ms bigint,
     OUT failing bigint,
@@ -462,11 +405,3 @@ AS $$
     FROM oncegate.outbox AS o;
 $$;
 
--- Whoever is to send, to relay or to look after it, is granted it by the owner.
-REVOKE ALL ON SEQUENCE oncegate.outbox_seq, oncegate.outbox_token FROM PUBLIC;
-REVOKE ALL ON TABLE oncegate.outbox FROM PUBLIC;
-REVOKE ALL ON FUNCTION oncegate.message_id, oncegate.outbox_line, oncegate.outbox_lease, oncegate.outbox_octets, oncegate.send,
-    oncegate.send_text, oncegate.outbox_take, oncegate.outbox_renew, oncegate.outbox_settle, oncegate.outbox_refused, oncegate.outbox_requeue, oncegate.outbox_drop,
-    oncegate.outbox_status FROM PUBLIC;
-
-INSERT INTO oncegate.contract (version) VALUES (4);

@@ -1,97 +1,22 @@
--- Oncegate, contract version 3 for PostgreSQL 14 and later: version 2, and messages that are processed once.
---
--- A consumer takes a message in the transaction that holds its effect: the receipt commits with the effect, or neither does.
--- What callers may rely on is in docs/reference/messages-postgres.md. To be run in one transaction.
+-- Messages that are processed once. A consumer takes a message in the transaction that holds its effect: the receipt commits
+-- with the effect, or neither does. What callers may rely on is in docs/reference/messages-postgres.md.
 --
 -- Nobody waits here either: an advisory lock on the message is tried before anything is looked at, whoever does not get it is
 -- told at once, and what it protects rests on the primary key alone.
 
-DO $$
-BEGIN
-    PERFORM pg_catalog.pg_advisory_xact_lock(7956004179840295781);
-    IF oncegate.contract_version() IS DISTINCT FROM 2 THEN
-        RAISE EXCEPTION 'oncegate: the contract is not of version 2, and only that becomes version 3' USING ERRCODE = '42P06';
-    END IF;
-END
-$$;
-
--- One row for each message of each consumer, for as long as it is remembered.
-CREATE TABLE oncegate.processed (
-    id bytea NOT NULL,
-    -- When it got into its state, when it is forgotten, and when a purge looks at it; see oncegate.purge_at.
-    changed_at bigint NOT NULL,
-    expires_at bigint NOT NULL,
-    purge_at bigint NOT NULL,
-    -- Who has begun it and said nothing since.
-    begun_by bigint,
-    -- Attempts that failed, or whose process ended within them; of what is processed the one that succeeded, too.
-    attempts integer NOT NULL,
-    -- o: open, it failed or was begun; p: processed; d: dead
-    state "char" NOT NULL,
-    -- Of what is dead: why.
-    reason text,
-    -- Of its payload, where consumers compare it.
-    digest bytea,
-    CONSTRAINT processed_pkey PRIMARY KEY (id)
-) WITH (
-    fillfactor = 85,
-    autovacuum_vacuum_scale_factor = 0.02,
-    autovacuum_vacuum_insert_scale_factor = 0.05,
-    autovacuum_analyze_scale_factor = 0.05
-);
-COMMENT ON COLUMN oncegate.processed.state IS 'o: open, it failed or was begun; p: processed; d: dead';
-CREATE INDEX processed_purge_at ON oncegate.processed (purge_at);
-
--- Messages that were given up, as they were delivered, until an operator deletes them or has them processed again.
-CREATE TABLE oncegate.dead_letters (
-    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    id bytea NOT NULL,
-    consumer text NOT NULL,
-    reason text NOT NULL,
-    attempts integer NOT NULL,
-    error text NOT NULL,
-    topic text NOT NULL,
-    broker_id text,
-    order_key bytea,
-    header_names text[] NOT NULL,
-    header_values bytea[] NOT NULL,
-    payload bytea NOT NULL,
-    at bigint NOT NULL
-);
-CREATE INDEX dead_letters_consumer ON oncegate.dead_letters (consumer, number);
-
--- How far a consumer has got in each stream of events.
-CREATE TABLE oncegate.stream_positions (
-    consumer text NOT NULL,
-    stream text NOT NULL,
-    next bigint NOT NULL,
-    changed_at bigint NOT NULL,
-    CONSTRAINT stream_positions_pkey PRIMARY KEY (consumer, stream)
-) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02);
-
--- Events that came before their turn.
-CREATE TABLE oncegate.parked_events (
-    consumer text NOT NULL,
-    stream text NOT NULL,
-    sequence bigint NOT NULL,
-    event bytea NOT NULL,
-    at bigint NOT NULL,
-    CONSTRAINT parked_events_pkey PRIMARY KEY (consumer, stream, sequence)
-) WITH (autovacuum_vacuum_scale_factor = 0.02);
-
 -- The lock that is tried before a message is looked at.
-CREATE FUNCTION oncegate.message_lock(id bytea) RETURNS bigint
+CREATE OR REPLACE FUNCTION oncegate.message_lock(id bytea) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN hashtextextended(encode(id, 'hex'), 1835365491);
 
 -- The lock that is tried before a stream is looked at.
-CREATE FUNCTION oncegate.stream_lock(consumer text, stream text) RETURNS bigint
+CREATE OR REPLACE FUNCTION oncegate.stream_lock(consumer text, stream text) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN hashtextextended(length(consumer) || ' ' || consumer || stream, 1937011312);
 
 -- Where the receipt of a message is: the derivation of record identifiers (see vectors/record_ids.json) for the scope of a single
 -- tenant, with what tells that it is a message, the consumer's name, what kind of identity it is, and the topic where that counts.
-CREATE FUNCTION oncegate.message_record(
+CREATE OR REPLACE FUNCTION oncegate.message_record(
     consumer text, message text, kind text[] DEFAULT ARRAY['own'], topic text DEFAULT ''
 ) RETURNS bytea
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
@@ -122,7 +47,7 @@ BEGIN
 END
 $$;
 
-CREATE FUNCTION oncegate.check_messages(ids bytea[], retention_ms bigint) RETURNS void
+CREATE OR REPLACE FUNCTION oncegate.check_messages(ids bytea[], retention_ms bigint) RETURNS void
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -142,7 +67,7 @@ $$;
 --
 -- Where the transaction rolls back, nothing was taken. New messages are inserted together by one statement; its look is older
 -- than its locks, and what was committed in between meets the primary key and is looked at again.
-CREATE FUNCTION oncegate.receive_many(ids bytea[], retention_ms bigint, digests bytea[] DEFAULT NULL)
+CREATE OR REPLACE FUNCTION oncegate.receive_many(ids bytea[], retention_ms bigint, digests bytea[] DEFAULT NULL)
 RETURNS TABLE (outcome text, attempts integer, reason text, at bigint)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
@@ -221,7 +146,7 @@ END
 $$;
 
 -- One message; see oncegate.receive_many.
-CREATE FUNCTION oncegate.receive(
+CREATE OR REPLACE FUNCTION oncegate.receive(
     id bytea, retention_ms bigint DEFAULT 604800000, digest bytea DEFAULT NULL, OUT outcome text, OUT attempts integer,
     OUT reason text
 )
@@ -238,7 +163,7 @@ $$;
 -- process began and said nothing of since was cut off, and counts as an attempt. Outcomes: process; processed; in-flight; dead;
 -- alone, where it was cut off or failed before and there are others in the batch: it is not begun, but to be begun by itself,
 -- so that it takes no other along.
-CREATE FUNCTION oncegate.begin_messages(ids bytea[], by bigint, retention_ms bigint)
+CREATE OR REPLACE FUNCTION oncegate.begin_messages(ids bytea[], by bigint, retention_ms bigint)
 RETURNS TABLE (outcome text, attempts integer, reason text)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
     SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
@@ -322,7 +247,7 @@ $$;
 
 -- In a transaction of its own, after the one that was to hold the effect has rolled back: counts an attempt that failed.
 -- Outcomes: failed, processed, in-flight, dead; attempts: how many have failed by now.
-CREATE FUNCTION oncegate.message_failed(id bytea, retention_ms bigint, OUT outcome text, OUT attempts integer)
+CREATE OR REPLACE FUNCTION oncegate.message_failed(id bytea, retention_ms bigint, OUT outcome text, OUT attempts integer)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -370,7 +295,7 @@ $$;
 
 -- In a transaction of its own: takes back that this one has begun a message, where it has left it alone without an attempt. So whoever
 -- gets it next does not take it for one that was cut off. What is counted stays.
-CREATE FUNCTION oncegate.message_not_begun(id bytea, by bigint) RETURNS void
+CREATE OR REPLACE FUNCTION oncegate.message_not_begun(id bytea, by bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -385,7 +310,7 @@ $$;
 -- which it was before, for known_reason, and no second letter is written; processed; in-flight. doubtful_at: it is given up where
 -- it was processed by the transaction that took it then, and only there, because that is known to have been committed without all
 -- of its effect; open, where it is not processed.
-CREATE FUNCTION oncegate.message_dead(
+CREATE OR REPLACE FUNCTION oncegate.message_dead(
     id bytea,
     consumer text,
     reason text,
@@ -467,7 +392,7 @@ $$;
 
 -- Dead letters in the order in which they were written, after this number; of one consumer, or of all where it is null. 8 MiB
 -- of payloads and headers at the most, or one letter: there are no more where there is no row.
-CREATE FUNCTION oncegate.list_dead_letters(only_consumer text, after bigint, most integer)
+CREATE OR REPLACE FUNCTION oncegate.list_dead_letters(only_consumer text, after bigint, most integer)
 RETURNS TABLE (
     number bigint, id bytea, consumer text, reason text, attempts integer, error text, topic text, broker_id text,
     order_key bytea, header_names text[], header_values bytea[], payload bytea, at bigint
@@ -499,7 +424,7 @@ $$;
 -- Takes a dead letter out, so that its message may be processed again, and gives it to be sent again before the transaction
 -- commits; no row where there is none. Until the commit the message is in flight to every consumer. OG002: another
 -- transaction holds it.
-CREATE FUNCTION oncegate.take_dead_letter(number bigint)
+CREATE OR REPLACE FUNCTION oncegate.take_dead_letter(number bigint)
 RETURNS TABLE (
     id bytea, consumer text, topic text, broker_id text, order_key bytea, header_names text[], header_values bytea[], payload bytea
 )
@@ -537,7 +462,7 @@ END
 $$;
 
 -- Deletes a dead letter, and says whether there was one. Its message stays dead for as long as its receipt is kept.
-CREATE FUNCTION oncegate.delete_dead_letter(number bigint) RETURNS boolean
+CREATE OR REPLACE FUNCTION oncegate.delete_dead_letter(number bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -548,11 +473,13 @@ END
 $$;
 
 -- Removes at most so many receipts whose retention is over, 1000 at a time, and says how many. Any number may run at once.
-CREATE FUNCTION oncegate.purge_processed(most integer) RETURNS integer
+CREATE OR REPLACE FUNCTION oncegate.purge_processed(most integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
+    began CONSTANT bigint := oncegate.purge_from('processed', clock);
+    place bigint := began;
     purged integer := 0;
     gone integer;
     moved integer;
@@ -560,8 +487,8 @@ BEGIN
     FOR turn IN 1..10 LOOP
         EXIT WHEN purged >= least(greatest(purge_processed.most, 0), 1000);
         WITH due AS (
-            SELECT t.id, t.expires_at FROM oncegate.processed AS t
-            WHERE t.purge_at <= clock
+            SELECT t.id, t.expires_at, t.purge_at FROM oncegate.processed AS t
+            WHERE t.purge_at >= place AND t.purge_at <= clock
             ORDER BY t.purge_at
             LIMIT least(greatest(purge_processed.most, 0), 1000) - purged
             FOR UPDATE SKIP LOCKED
@@ -574,10 +501,15 @@ BEGIN
             WHERE t.id = due.id AND due.expires_at > clock
             RETURNING 1
         )
-        SELECT (SELECT count(*) FROM deleted), (SELECT count(*) FROM noted) INTO gone, moved;
+        SELECT (SELECT count(*) FROM deleted), (SELECT count(*) FROM noted), coalesce((SELECT max(due.purge_at) FROM due), place)
+            INTO gone, moved, place;
         purged := purged + gone;
         EXIT WHEN gone + moved = 0;
     END LOOP;
+    IF purge_processed.most > 0 AND (began = 0 OR place > began) THEN
+        PERFORM oncegate.purge_reached('processed', clock, began, coalesce((SELECT t.purge_at FROM oncegate.processed AS t
+            WHERE t.purge_at >= began ORDER BY t.purge_at LIMIT 1), clock));
+    END IF;
     RETURN purged;
 END
 $$;
@@ -586,7 +518,7 @@ $$;
 -- apply, and the position has moved; applied before; busy, where another transaction is at this stream; gap, with the
 -- sequence that is expected. Where an event is given it is kept for its turn in place of a gap: parked, or full where so many
 -- are kept already. is_more: oncegate.take_parked has the next one.
-CREATE FUNCTION oncegate.stream_event(
+CREATE OR REPLACE FUNCTION oncegate.stream_event(
     consumer text,
     stream text,
     sequence bigint,
@@ -669,7 +601,7 @@ $$;
 
 -- The next event of a stream where it is parked, to be applied in this transaction; the position has moved. All null where it
 -- is not there, or another transaction is at this stream.
-CREATE FUNCTION oncegate.take_parked(consumer text, stream text, OUT sequence bigint, OUT event bytea, OUT is_more boolean)
+CREATE OR REPLACE FUNCTION oncegate.take_parked(consumer text, stream text, OUT sequence bigint, OUT event bytea, OUT is_more boolean)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -691,7 +623,7 @@ END
 $$;
 
 -- Streams that wait for an event: which one, what is parked behind it, and since when.
-CREATE FUNCTION oncegate.list_gaps(only_consumer text, most integer)
+CREATE OR REPLACE FUNCTION oncegate.list_gaps(only_consumer text, most integer)
 RETURNS TABLE (consumer text, stream text, expected bigint, first_parked bigint, parked bigint, since bigint)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -707,7 +639,7 @@ $$;
 -- For an operator: from here on a stream expects this event, because one before it is lost, or because its projection is built
 -- anew. What was parked before it is deleted; oncegate.take_parked has the next one where it is parked. OG002: another
 -- transaction is at this stream.
-CREATE FUNCTION oncegate.set_stream(consumer text, stream text, expected bigint) RETURNS void
+CREATE OR REPLACE FUNCTION oncegate.set_stream(consumer text, stream text, expected bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -728,12 +660,3 @@ BEGIN
 END
 $$;
 
--- Nobody may do anything here who was not told so; see docs/reference/messages-postgres.md for the grants.
-REVOKE ALL ON oncegate.processed, oncegate.dead_letters, oncegate.stream_positions, oncegate.parked_events FROM PUBLIC;
-REVOKE ALL ON FUNCTION oncegate.message_lock, oncegate.stream_lock, oncegate.message_record, oncegate.check_messages,
-    oncegate.receive_many, oncegate.receive, oncegate.begin_messages, oncegate.message_not_begun, oncegate.message_failed,
-    oncegate.message_dead,
-    oncegate.list_dead_letters, oncegate.take_dead_letter, oncegate.delete_dead_letter, oncegate.purge_processed,
-    oncegate.stream_event, oncegate.take_parked, oncegate.list_gaps, oncegate.set_stream FROM PUBLIC;
-
-INSERT INTO oncegate.contract (version) VALUES (3);
