@@ -162,7 +162,8 @@ async fn open_one(url: &str) -> Arc<dyn Store> {
         return Arc::new(RedisStore::open(options).await.expect("a store on Redis"));
     }
     let options = PostgresOptions::new(url).expect("a URL of PostgreSQL");
-    let options = options.with_pool_size(4).with_connect_timeout(Duration::from_secs(15));
+    let long = Duration::from_secs(15);
+    let options = options.with_pool_size(4).with_connect_timeout(long).with_command_timeout(long);
     Arc::new(PostgresStore::open(options).await.expect("a store in PostgreSQL"))
 }
 

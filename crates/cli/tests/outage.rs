@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_servers::{
-    PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, freeze, thaw,
+    Break, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, Way, freeze, thaw,
 };
 use support::{Message, Service, Sidecar, Wire, request, sidecar};
 use tokio::net::{TcpListener, TcpStream};
@@ -278,7 +278,9 @@ async fn is_degraded(sidecar: &Sidecar) {
 
 async fn start(to: SocketAddr, store: &str, flags: &[&str]) -> Sidecar {
     let mut command = sidecar(&format!("http://{to}"));
-    command.env("ONCEGATE_STORE", store).args(["--lease=2s", "--store-patience=500ms"]).args(flags);
+    let lease =
+        if flags.iter().any(|flag| flag.starts_with("--lease=")) { &[][..] } else { &["--lease=2s"][..] };
+    command.env("ONCEGATE_STORE", store).args(lease).arg("--store-patience=500ms").args(flags);
     Sidecar::run(&mut command).await
 }
 
@@ -393,6 +395,116 @@ async fn postgres_that_ends_sessions_or_has_none_left_executes_nothing_twice() {
     load.goes_on(30).await;
     is_well_again(&sidecar).await;
     load.ends("PostgreSQL, sessions ended and used up", &[]).await;
+}
+
+/// A way to the server, and its URL.
+async fn way_to(server: &PostgresServer) -> (Way, String) {
+    let way = Way::to(server.port()).await.unwrap();
+    let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
+    (way, format!("{url}?sslmode=disable"))
+}
+
+/// The commit of a claim waits, for a standby that is away, and its connection is cut. Nothing is executed, so the key must be
+/// free when the commit is through, also if that takes longer than a lease.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_that_is_cut_while_it_commits_leaves_no_unknown_outcome() {
+    for lease in ["2s", "60s"] {
+        let server = block_in_place(|| prepared(PostgresOptions::default()));
+        let (way, url) = way_to(&server).await;
+        let (ledger, to) = Ledger::start().await;
+        let sidecar = start(to, &url, &[&format!("--lease={lease}")]).await;
+        // What a prepared claim is, is sent as one message.
+        pay(sidecar.address, "before").await.unwrap().has_status(201);
+        let mut other = session(&server);
+        run(&mut other, "ALTER SYSTEM SET synchronous_standby_names = 'nobody';");
+        run(&mut other, "SELECT pg_reload_conf();");
+        let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep';";
+        let mut probe = None::<JoinHandle<()>>;
+        wait_until("commits wait", async || {
+            if probe.as_ref().is_none_or(JoinHandle::is_finished) {
+                let mut writer = session(&server);
+                // It ends when the commits go on.
+                probe = Some(tokio::task::spawn_blocking(move || {
+                    drop(writer.run("COMMENT ON SCHEMA public IS 'x';"))
+                }));
+            }
+            run(&mut other, waiting).trim() != "0"
+        })
+        .await;
+        way.arm(b"POST /pay", Break::Sent);
+        let first = pay(sidecar.address, "cut").await.unwrap();
+        assert!([409, 503].contains(&first.status()), "{first:?}");
+        if lease == "2s" {
+            beyond_the_lease().await;
+        }
+        run(&mut other, "ALTER SYSTEM RESET synchronous_standby_names;");
+        run(&mut other, "SELECT pg_reload_conf();");
+        way.go_on();
+        let refused = AtomicUsize::new(0);
+        let mut paid = None;
+        wait_until("it is paid for", async || {
+            let answer = pay(sidecar.address, "cut").await;
+            paid = answer.and_then(|answer| definite(&answer, &refused));
+            paid.is_some()
+        })
+        .await;
+        assert!(matches!(paid, Some(Definite::Paid(_))), "{lease}: {paid:?}");
+        assert_eq!(ledger.of("cut").len(), 1);
+    }
+}
+
+/// Commits that take their time, and connections that are cut again and again in the middle of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_whose_connections_are_cut_while_they_commit_leaves_no_unknown_outcome() {
+    let mut options = PostgresOptions::default();
+    options.fsync = true;
+    options.settings = vec!["commit_delay=100000".to_owned(), "commit_siblings=0".to_owned()];
+    let server = block_in_place(|| prepared(options));
+    let (way, url) = way_to(&server).await;
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &url, &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "cuts");
+    load.goes_on(10).await;
+    let heard = load.heard.clone();
+    for number in 0..60_u64 {
+        // At every moment of a commit.
+        tokio::time::sleep(Duration::from_millis(250 + number * 7 % 100)).await;
+        way.cut();
+    }
+    beyond_the_lease().await;
+    load.ends("PostgreSQL, slow commits and cuts", &[]).await;
+    let heard = heard.lock().unwrap();
+    let unknown: Vec<_> = heard.iter().filter(|(_, said)| **said == Definite::Unknown).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
+}
+
+/// A firewall forgets the connections: what is sent on them gets no answer, and no end.
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_behind_connections_that_swallow_everything_stalls_no_request_for_long() {
+    let server = block_in_place(|| prepared(PostgresOptions::default()));
+    let (way, url) = way_to(&server).await;
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &url, &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "swallowed");
+    for round in 0..5 {
+        load.goes_on(30).await;
+        way.swallow();
+        // Those that are asked now wait for twice the patience at most, and for what a busy machine takes.
+        let begun = Instant::now();
+        let mut answers = Vec::new();
+        for number in 0..10 {
+            let address = sidecar.address;
+            answers.push(tokio::spawn(async move { pay(address, &format!("now-{round}-{number}")).await }));
+        }
+        for answer in answers {
+            let answer = answer.await.unwrap().unwrap();
+            assert!([201, 503].contains(&answer.status()), "{answer:?}");
+        }
+        let took = begun.elapsed();
+        assert!(took < Duration::from_millis(500) * 2 + Duration::from_secs(2), "{took:?}");
+    }
+    is_well_again(&sidecar).await;
+    load.ends("PostgreSQL, connections that swallow", &[]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -96,7 +96,7 @@ impl fmt::Display for OpenError {
 
 impl std::error::Error for OpenError {}
 
-/// Whether the connection is gone or at its end, so that the command may be sent again on another one.
+/// Whether the connection is gone or at its end, so that another one is needed.
 pub(crate) fn is_lost(error: &Error) -> bool {
     match error {
         Error::Io(_) | Error::Tls(_) | Error::Protocol(_) => true,
@@ -106,6 +106,13 @@ pub(crate) fn is_lost(error: &Error) -> bool {
         }
         _ => false,
     }
+}
+
+/// Whether the server has certainly not carried out a statement for whose connection [`is_lost`] holds, so that it can be
+/// sent again whatever it was: it is a standby, the session was idle for too long, or the transaction was in conflict with
+/// another one.
+pub(crate) fn is_undone(error: &Error) -> bool {
+    matches!(error, Error::Database(error) if matches!(code(&**error).as_str(), "25006" | "57P05" | "40001" | "40P01"))
 }
 
 fn code(error: &dyn DatabaseError) -> String {

@@ -49,11 +49,14 @@
 //!    batch. None is held back to wait for others, and no record is twice in a batch.
 //! 4. Nobody waits for somebody else's open transaction. Where one holds the record, a claim hears that it is in progress;
 //!    any other command is tried for an eighth of a second and is `Unavailable` then.
-//! 5. Every call is bounded, by the connect timeout and the statement timeout. A call that is sent and gets no answer is
-//!    `Unavailable`: it may have been carried out.
+//! 5. Every call is bounded: by the connect timeout, and by the command timeout or, for listings and purges, the statement
+//!    timeout. A call that is sent and gets no answer is `Unavailable`: it may have been carried out. Its connection is given
+//!    up, and those that are idle with it.
 //! 6. The time is the server's. [`now`](oncegate_core::Store::now) is that time as it was last seen, and what has passed
 //!    here since.
-//! 7. A claim or completion whose future is dropped before its turn, or before there is a connection for it, is not sent; every
+//! 7. A claim is never sent again by the store, unless the server has certainly not carried out the first one: while that one
+//!    commits, the answer to the second one would be that another attempt is in progress. An engine sends it again, and knows.
+//! 8. A claim or completion whose future is dropped before its turn, or before there is a connection for it, is not sent; every
 //!    other call runs to its end, on the store's own runtime, so that no connection is left in the middle of an answer.
 //!
 //! # What fails, and how
@@ -61,7 +64,8 @@
 //! | what happens | what callers hear | what an operator does |
 //! |---|---|---|
 //! | the server is away, starting, or full | `Unavailable` | nothing: the store connects again by itself |
-//! | a connection died | nothing, if the command can be sent again; else `Unavailable` | |
+//! | a connection died | a claim: `Unavailable`, and its sender sends it again; other commands: nothing | |
+//! | connections get no answer any more, and no end | as above, after the command timeout | |
 //! | no connection comes free in time | `Unavailable` | a larger pool, or a faster server |
 //! | the server became a standby | `Unavailable` | points the URL at the primary |
 //! | a record cannot be read | on that record: `Corrupt` | looks at it; it is never executed |

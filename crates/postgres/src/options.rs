@@ -33,6 +33,7 @@ const PARAMETERS: [&str; 12] = [
 pub struct PostgresOptions {
     connect: PgConnectOptions,
     pub(crate) pool_size: u32,
+    pub(crate) command_timeout: Duration,
     pub(crate) statement_timeout: Duration,
     pub(crate) connect_timeout: Duration,
     pub(crate) transaction_pooler: bool,
@@ -93,6 +94,7 @@ impl PostgresOptions {
         Ok(Self {
             connect,
             pool_size: 8,
+            command_timeout: Duration::from_secs(2),
             statement_timeout: Duration::from_secs(5),
             connect_timeout: Duration::from_secs(3),
             transaction_pooler,
@@ -109,7 +111,17 @@ impl PostgresOptions {
         self
     }
 
-    /// How long a statement may take, here and on the server. Default: 5 s. What was sent by then may have been carried out.
+    /// How long a command that a request waits for (a claim, a completion, a renewal, a lookup) may go without an answer.
+    /// Its connection is given up then, and those that are idle with it: a firewall may have forgotten them. What was sent
+    /// by then may have been carried out. Default: 2 s.
+    #[must_use]
+    pub const fn with_command_timeout(mut self, timeout: Duration) -> Self {
+        self.command_timeout = timeout;
+        self
+    }
+
+    /// How long a statement may take, here and on the server: the bound of listings and purges, and of the server's work.
+    /// Default: 5 s. What was sent by then may have been carried out.
     #[must_use]
     pub fn with_statement_timeout(mut self, timeout: Duration) -> Self {
         self.statement_timeout = timeout.max(Duration::from_millis(1));
@@ -187,6 +199,12 @@ impl PostgresOptions {
             ("default_transaction_read_only", "off"),
             // What is sent names the contract's functions in full; the rest of it is the server's own.
             ("search_path", "pg_catalog,pg_temp"),
+            // The server asks now and then whether we are still there. That keeps firewalls from forgetting an idle connection,
+            // and ends a session, with what it holds, whose client is gone. Ignored on Unix sockets.
+            ("tcp_keepalives_idle", "30"),
+            ("tcp_keepalives_interval", "10"),
+            ("tcp_keepalives_count", "3"),
+            ("tcp_user_timeout", "60000"),
         ])
     }
 }
@@ -205,6 +223,7 @@ impl fmt::Debug for PostgresOptions {
         f.debug_struct("PostgresOptions")
             .field("database", &self.database())
             .field("pool_size", &self.pool_size)
+            .field("command_timeout", &self.command_timeout)
             .field("statement_timeout", &self.statement_timeout)
             .field("connect_timeout", &self.connect_timeout)
             .field("transaction_pooler", &self.transaction_pooler)

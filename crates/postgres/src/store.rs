@@ -11,14 +11,15 @@ use oncegate_core::{
     ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, Store, StoreError,
     StoreErrorKind, StoreFuture, Timestamp, limits,
 };
+use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
-use sqlx::{Connection as _, Error, Row as _};
+use sqlx::{Connection as _, Error, Postgres, Row as _};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use crate::batch::{Job, Lane, Put, Sending};
 use crate::call::{Arg, Call};
-use crate::error::{OpenError, in_words, is_lost, store_error};
+use crate::error::{OpenError, in_words, is_lost, is_undone, store_error};
 use crate::options::PostgresOptions;
 use crate::record::{self, Said, maybe, strange};
 use crate::schema;
@@ -43,6 +44,7 @@ pub struct PostgresStore {
 struct Shared {
     pool: PgPool,
     clock: ServerClock,
+    command_timeout: Duration,
     statement_timeout: Duration,
     transaction_pooler: bool,
     durability: Durability,
@@ -127,7 +129,7 @@ impl Store for PostgresStore {
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         self.on_runtime(|shared| async move {
             let call = Call::new(LOOKUP, [id_arg(&id)]);
-            let rows = shared.call(call, true).await?;
+            let rows = shared.call(call, Terms::command(Resend::Always)).await?;
             rows.first().map(record::record_with_steps).transpose()
         })
     }
@@ -140,7 +142,8 @@ impl Store for PostgresStore {
         self.on_runtime(move |shared| async move {
             let limit = limit.min(limits::PAGE_MAX);
             let args = [Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX))];
-            let rows = shared.call(Call::new("SELECT * FROM oncegate.purge($1)", args), false).await?;
+            let call = Call::new("SELECT * FROM oncegate.purge($1)", args);
+            let rows = shared.call(call, Terms::long(Resend::IfUndone)).await?;
             let purged: i32 = record::column(rows.first().ok_or_else(strange)?, "purged")?;
             usize::try_from(purged).map_err(|_| strange())
         })
@@ -152,13 +155,14 @@ impl Store for PostgresStore {
                 before.map_or(Arg::NoBig, |number| Arg::Big(i64::try_from(number).unwrap_or(i64::MAX)));
             let most = Arg::Small(i32::try_from(limit.min(limits::PAGE_MAX)).unwrap_or(i32::MAX));
             let call = Call::new("SELECT * FROM oncegate.audit_trail($1, $2)", [before, most]);
-            shared.call(call, true).await?.iter().map(record::audit_entry).collect()
+            let rows = shared.call(call, Terms::long(Resend::Always)).await?;
+            rows.iter().map(record::audit_entry).collect()
         })
     }
 
     fn check(&self) -> StoreFuture<'_, ()> {
         self.on_runtime(|shared| async move {
-            let rows = shared.call(Call::new(STANDING, []), true).await?;
+            let rows = shared.call(Call::new(STANDING, []), Terms::command(Resend::Always)).await?;
             let standing = Standing::read(rows.first().ok_or_else(strange)?)?;
             if standing.is_standby {
                 return Err(StoreError::unavailable("the database is a standby, which takes no writes"));
@@ -205,18 +209,20 @@ impl Shared {
             .connect_lazy_with(options.connect_options());
         // A third of the connections for each kind, so that renewals find one free in between.
         let senders = usize::try_from(options.pool_size / 3).unwrap_or(1).clamp(1, 4);
-        let patience = options.connect_timeout + options.statement_timeout;
+        let patience = options.connect_timeout + options.statement_timeout.max(options.command_timeout);
         let lane = || Lane::new(options.max_batch, senders, patience);
         let shared = Self {
             pool,
             clock: ServerClock::default(),
+            command_timeout: options.command_timeout,
             statement_timeout: options.statement_timeout,
             transaction_pooler: options.transaction_pooler,
             durability: Durability::Synced,
             claims: Arc::new(lane()),
             completions: Arc::new(lane()),
         };
-        let standing = match shared.send(Call::new(STANDING, []), &always).await {
+        let terms = Terms::long(Resend::IfUndone);
+        let standing = match shared.send(Call::new(STANDING, []), terms).await {
             Ok(rows) => rows.first().map(Standing::read).and_then(Result::ok),
             Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => {
                 return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
@@ -244,7 +250,7 @@ impl Shared {
         if standing.is_standby {
             return Err(OpenError::Standby { database });
         }
-        let rights = shared.send(Call::new(MISSING_RIGHTS, []), &always).await;
+        let rights = shared.send(Call::new(MISSING_RIGHTS, []), terms).await;
         let missing = rights.map(|rows| rows.first().and_then(|row| row.try_get("missing").ok().flatten()));
         match missing {
             Ok(None::<String>) => {}
@@ -274,8 +280,15 @@ impl Shared {
 
     async fn apply(&self, id: RecordId, command: Command, wanted: Wanted<'_>) -> Result<Outcome, StoreError> {
         let unknown = || StoreError::invalid("the PostgreSQL store does not know this command");
-        // Sent again, each of these gets the answer that it lost; an operator's word is taken once.
-        let again = !matches!(command, Command::Resolve(_) | Command::Purge);
+        let resend = match command {
+            // Its sender has to know that the first one may be granted later. See decision 0038.
+            Command::Claim(_) => Resend::IfUndone,
+            // An operator's word is taken once.
+            Command::Resolve(_) | Command::Purge => Resend::IfUndone,
+            // Sent again, each of these gets the answer that it lost.
+            _ => Resend::Always,
+        };
+        let terms = Terms { wanted, ..Terms::command(resend) };
         let call = match &command {
             Command::Claim(claim) => claim_call(CLAIM, &id, claim).ok_or_else(unknown)?,
             Command::Renew(renew) => renew_call(&id, renew),
@@ -296,8 +309,7 @@ impl Shared {
             _ => return Err(unknown()),
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
-            let rows =
-                self.call_while(call.clone(), again, wanted).await.map_err(Failure::into_store_error)?;
+            let rows = self.call(call.clone(), terms).await?;
             match (record::said(rows.first().ok_or_else(strange)?)?, pause) {
                 (Said::Outcome(outcome), _) => return Ok(outcome),
                 (Said::Locked, Some(pause)) => tokio::time::sleep(pause).await,
@@ -313,7 +325,10 @@ impl Shared {
             let call = if batch.len() > 1 { many_call(&batch) } else { None };
             let Some(call) = call else { return self.send_each(batch).await };
             let wanted = || batch.iter().all(|job| !job.reply.is_closed());
-            let rows = self.call_while(call, true, &wanted).await;
+            // As one of them alone.
+            let is_claims = matches!(batch.first(), Some(Job { command: Command::Claim(_), .. }));
+            let resend = if is_claims { Resend::IfUndone } else { Resend::Always };
+            let rows = self.try_call(call, Terms { wanted: &wanted, ..Terms::command(resend) }).await;
             // Nothing was sent. The others go without those that nobody waits for.
             if matches!(rows, Err(Failure::Unwanted)) {
                 batch.retain(|job| !job.reply.is_closed());
@@ -369,7 +384,7 @@ impl Shared {
             octets(query.after.as_ref().map(|id| &id.as_bytes()[..])),
             Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
         ];
-        let rows = self.call(Call::new(LIST, args), true).await?;
+        let rows = self.call(Call::new(LIST, args), Terms::long(Resend::Always)).await?;
         let mut page = ListPage::default();
         for row in &rows {
             let id = record::record_id(row)?;
@@ -385,44 +400,51 @@ impl Shared {
         Ok(page)
     }
 
-    /// One call. Sent `again`, once, where its connection turned out to be dead.
-    async fn call(&self, call: Call, again: bool) -> Result<Vec<PgRow>, StoreError> {
-        self.call_while(call, again, &always).await.map_err(Failure::into_store_error)
+    /// One call.
+    async fn call(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, StoreError> {
+        self.try_call(call, terms).await.map_err(Failure::into_store_error)
     }
 
-    /// The same for as long as somebody waits.
-    async fn call_while(&self, call: Call, again: bool, wanted: Wanted<'_>) -> Result<Vec<PgRow>, Failure> {
-        let spare = again.then(|| call.clone());
-        let mut result = self.send(call, wanted).await;
-        if let (Err(Failure::Lost(_)), Some(spare)) = (&result, spare) {
-            // Whatever ended it has likely ended those that are idle, too.
-            while let Some(idle) = self.pool.try_acquire() {
-                drop(idle.detach());
-            }
-            result = match self.send(spare, wanted).await {
-                // This time it was not; but it may have been carried out the first time.
-                Err(Failure::Unsent(error)) => Err(Failure::Lost(error)),
-                Err(Failure::Unwanted) => result,
-                sent => sent,
-            };
+    async fn try_call(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, Failure> {
+        let result = self.send(call.clone(), terms).await;
+        let may_resend = match &result {
+            Err(Failure::Undone(_)) => true,
+            Err(Failure::Lost(_)) => terms.resend == Resend::Always,
+            _ => false,
+        };
+        if !may_resend {
+            return result;
         }
-        result
+        match (self.send(call, terms).await, result) {
+            // This time it was not sent; but it may have been carried out the first time.
+            (Err(Failure::Unsent(error)), Err(Failure::Lost(_))) => Err(Failure::Lost(error)),
+            (Err(Failure::Unwanted), first) => first,
+            (sent, _) => sent,
+        }
     }
 
     /// Sends it once, and takes its server's time from the answer.
-    async fn send(&self, call: Call, wanted: Wanted<'_>) -> Result<Vec<PgRow>, Failure> {
-        let rows = self.exchange(call, wanted).await?;
+    async fn send(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, Failure> {
+        let result = self.exchange(call, terms).await;
+        if matches!(result, Err(Failure::Lost(_) | Failure::Undone(_) | Failure::TimedOut)) {
+            // Whatever ended this connection has likely ended those that are idle, too: a restart, a fail-over, a firewall
+            // that forgot them.
+            while let Some(idle) = self.pool.try_acquire() {
+                drop(idle.detach());
+            }
+        }
+        let rows = result?;
         if let Some(clock) = rows.first().and_then(|row| row.try_get::<i64, _>("clock").ok()) {
             self.clock.saw(clock);
         }
         Ok(rows)
     }
 
-    async fn exchange(&self, call: Call, wanted: Wanted<'_>) -> Result<Vec<PgRow>, Failure> {
+    async fn exchange(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, Failure> {
         let mut connection = self.pool.acquire().await.map_err(Failure::Unsent)?;
         // That may have taken as long as an outage. A claim whose caller was refused meanwhile, and has looked for a record to
         // take back, would leave one without an owner now.
-        if !wanted() {
+        if !(terms.wanted)() {
             return Err(Failure::Unwanted);
         }
         let sent = async {
@@ -432,28 +454,69 @@ impl Shared {
                 call.prepared(&mut connection).await
             }
         };
-        // The server ends a statement by itself; where it does not answer at all, it is not waited for any longer.
-        match tokio::time::timeout(self.statement_timeout + ANSWER_MARGIN, sent).await {
-            Ok(Ok(rows)) => Ok(rows),
+        let by_server = self.statement_timeout + ANSWER_MARGIN;
+        let limit = if terms.is_long { by_server } else { self.command_timeout.min(by_server) };
+        match tokio::time::timeout(limit, sent).await {
+            Ok(Ok(rows)) => {
+                give_back(connection, limit);
+                Ok(rows)
+            }
             Ok(Err(error)) if is_lost(&error) => {
                 drop(connection.detach());
-                Err(Failure::Lost(error))
+                Err(if is_undone(&error) { Failure::Undone(error) } else { Failure::Lost(error) })
             }
             Ok(Err(error)) => {
                 // The server tells of an error before it lets go of what the statement held: whoever asks again at once,
                 // on another connection, would find it held by ourselves. A connection that says so is through with it.
                 match tokio::time::timeout(ANSWER_MARGIN, connection.ping()).await {
-                    Ok(Ok(())) => {}
+                    Ok(Ok(())) => give_back(connection, limit),
                     _ => drop(connection.detach()),
                 }
                 Err(Failure::Refused(error))
             }
             Err(_) => {
-                // In the middle of an answer: of no use to anybody.
+                // In the middle of an answer, or with nobody at its other end: of no use any more.
                 drop(connection.detach());
                 Err(Failure::TimedOut)
             }
         }
+    }
+}
+
+/// Gives a connection back to the pool. sqlx asks the server once more before it is free, and would wait for the answer without
+/// end: a few connections that a firewall forgot just then would use up the pool.
+fn give_back(mut connection: PoolConnection<Postgres>, limit: Duration) {
+    tokio::spawn(async move {
+        // What is not answered in time is dropped, and makes room.
+        let _ = tokio::time::timeout(limit, connection.return_to_pool()).await;
+    });
+}
+
+/// When a call is sent a second time because its connection was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Resend {
+    /// Only if the server has certainly not carried out the first one.
+    IfUndone,
+    /// Also if that is not known.
+    Always,
+}
+
+/// How a call is sent.
+#[derive(Clone, Copy)]
+struct Terms<'a> {
+    resend: Resend,
+    /// Whether it may take as long as the server allows. A request waits for all others.
+    is_long: bool,
+    wanted: Wanted<'a>,
+}
+
+impl Terms<'static> {
+    fn command(resend: Resend) -> Self {
+        Self { resend, is_long: false, wanted: &always }
+    }
+
+    fn long(resend: Resend) -> Self {
+        Self { is_long: true, ..Self::command(resend) }
     }
 }
 
@@ -513,6 +576,8 @@ fn is_missing(error: &dyn sqlx::error::DatabaseError) -> bool {
 enum Failure {
     /// Its connection is gone: it may have been carried out.
     Lost(Error),
+    /// Its connection is of no use any more, and it was not carried out.
+    Undone(Error),
     /// The server did not answer in time: it may have been carried out.
     TimedOut,
     /// It was not carried out.
@@ -530,7 +595,7 @@ impl Failure {
                 let extent = store_error(&error).extent();
                 StoreError::unavailable(in_words(&error)).with_extent(extent)
             }
-            Self::Refused(error) => store_error(&error),
+            Self::Refused(error) | Self::Undone(error) => store_error(&error),
             Self::Unsent(error) => store_error(&error).with_nothing_sent(),
             Self::TimedOut => StoreError::unavailable("PostgreSQL did not answer in time"),
             Self::Unwanted => StoreError::unavailable("nobody waits for the answer").with_nothing_sent(),
@@ -542,7 +607,7 @@ impl Failure {
     /// Whether it is about the way to the server, or a server that is starting or stopping, and not about what was asked.
     fn may_pass(&self) -> bool {
         match self {
-            Self::Lost(_) | Self::TimedOut | Self::Unwanted => true,
+            Self::Lost(_) | Self::Undone(_) | Self::TimedOut | Self::Unwanted => true,
             Self::Unsent(error) | Self::Refused(error) => match error {
                 Error::PoolTimedOut | Error::Io(_) => true,
                 Error::Database(error) => {
@@ -557,7 +622,9 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Lost(error) | Self::Refused(error) | Self::Unsent(error) => f.write_str(&in_words(error)),
+            Self::Lost(error) | Self::Undone(error) | Self::Refused(error) | Self::Unsent(error) => {
+                f.write_str(&in_words(error))
+            }
             Self::TimedOut => f.write_str("it did not answer in time"),
             Self::Unwanted => f.write_str("nobody waits for the answer"),
         }

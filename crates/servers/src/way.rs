@@ -1,12 +1,14 @@
-//! A way to a PostgreSQL server that breaks at a chosen message.
+//! A TCP proxy in front of a PostgreSQL server, which breaks at a chosen message, or all at once.
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 
 /// What happens to the one message that the way waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,6 +18,9 @@ pub enum Break {
     Before,
     /// The server carries it out; the client's connection ends before the answer.
     After,
+    /// The server gets it, and what belongs to it; the client's connection ends at once, whether the server has answered or not.
+    /// The server's connection ends when it is told to.
+    Sent,
     /// The server carries it out; the answer is never passed on, and the client's connection stays.
     Silent,
     /// The client's connection ends; the server gets the message when it is told to.
@@ -42,6 +47,10 @@ struct Shared {
     armed: Mutex<Option<(&'static [u8], Break)>>,
     broken: Notify,
     go_on: Notify,
+    /// How many connections there were; and before which of them nothing passes any more.
+    connections: AtomicU64,
+    swallowed: AtomicU64,
+    cut: Notify,
 }
 
 impl Way {
@@ -52,14 +61,26 @@ impl Way {
     pub async fn to(server: u16) -> io::Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let port = listener.local_addr()?.port();
-        let shared =
-            Arc::new(Shared { server, armed: Mutex::new(None), broken: Notify::new(), go_on: Notify::new() });
+        let shared = Arc::new(Shared {
+            server,
+            armed: Mutex::new(None),
+            broken: Notify::new(),
+            go_on: Notify::new(),
+            connections: AtomicU64::new(0),
+            swallowed: AtomicU64::new(0),
+            cut: Notify::new(),
+        });
         let all = shared.clone();
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 let shared = all.clone();
                 // A connection that ends is no news here.
-                tokio::spawn(async move { drop(pass(client, shared).await) });
+                tokio::spawn(async move {
+                    tokio::select! {
+                        () = shared.cut.notified() => {}
+                        ended = pass(client, &shared) => drop(ended),
+                    }
+                });
             }
         });
         Ok(Self { port, shared })
@@ -85,6 +106,17 @@ impl Way {
     pub fn go_on(&self) {
         self.shared.go_on.notify_one();
     }
+
+    /// Ends every connection that there is, on both sides.
+    pub fn cut(&self) {
+        self.shared.cut.notify_waiters();
+    }
+
+    /// Swallows everything on the connections that there are, in both directions, and ends none of them: as a firewall does
+    /// that forgot them. New connections pass.
+    pub fn swallow(&self) {
+        self.shared.swallowed.store(self.shared.connections.load(Ordering::SeqCst), Ordering::SeqCst);
+    }
 }
 
 impl Shared {
@@ -95,6 +127,10 @@ impl Shared {
             *armed = None;
             how
         })
+    }
+
+    fn is_swallowed(&self, number: u64) -> bool {
+        number <= self.swallowed.load(Ordering::SeqCst)
     }
 }
 
@@ -113,7 +149,33 @@ async fn until_the_end(from: &mut OwnedReadHalf) -> io::Result<()> {
     tokio::io::copy(from, &mut tokio::io::sink()).await.map(drop)
 }
 
-async fn pass(client: TcpStream, shared: Arc<Shared>) -> io::Result<()> {
+/// Passes answers on. Ends with the connection that it belongs to.
+struct Answers {
+    task: JoinHandle<io::Result<(OwnedReadHalf, OwnedWriteHalf)>>,
+    stop: Arc<Notify>,
+}
+
+impl Answers {
+    fn pass(from: OwnedReadHalf, to: OwnedWriteHalf, shared: Arc<Shared>, number: u64) -> Self {
+        let stop = Arc::new(Notify::new());
+        Self { task: tokio::spawn(copy(from, to, stop.clone(), shared, number)), stop }
+    }
+
+    /// From here on no answer gets to the client.
+    async fn stop(mut self) -> io::Result<(OwnedReadHalf, OwnedWriteHalf)> {
+        self.stop.notify_one();
+        (&mut self.task).await.map_err(io::Error::other)?
+    }
+}
+
+impl Drop for Answers {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn pass(client: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
+    let number = shared.connections.fetch_add(1, Ordering::SeqCst) + 1;
     let server = TcpStream::connect(("127.0.0.1", shared.server)).await?;
     for stream in [&client, &server] {
         stream.set_nodelay(true)?;
@@ -122,53 +184,89 @@ async fn pass(client: TcpStream, shared: Arc<Shared>) -> io::Result<()> {
     let (from_server, mut to_server) = server.into_split();
     // The first message has no letter.
     let mut letter = 0;
-    let stop = Arc::new(Notify::new());
-    let answers = tokio::spawn(copy(from_server, to_client, stop.clone()));
+    let answers = Answers::pass(from_server, to_client, shared.clone(), number);
     loop {
         let message = message(&mut from_client, letter).await?;
+        if shared.is_swallowed(number) {
+            continue;
+        }
         let how = if letter == 0 { None } else { shared.breaks_at(&message) };
         letter = 1;
         let Some(how) = how else {
             to_server.write_all(&message).await?;
             continue;
         };
-        if how == Break::Slow {
-            shared.broken.notify_one();
-            shared.go_on.notified().await;
-            to_server.write_all(&message).await?;
-            continue;
-        }
-        if how == Break::Hold {
-            shared.broken.notify_one();
-            return until_the_end(&mut from_client).await;
-        }
-        // From here on no answer gets to the client.
-        stop.notify_one();
-        let (mut from_server, to_client) = answers.await.map_err(io::Error::other)??;
-        let mut answer = [0; 1024];
         match how {
-            Break::After | Break::Silent => {
+            Break::Slow => {
+                shared.broken.notify_one();
+                shared.go_on.notified().await;
                 to_server.write_all(&message).await?;
-                // Its answer says that the server has carried it out.
-                let _length = from_server.read(&mut answer).await?;
             }
-            _ => {}
+            Break::Hold => {
+                shared.broken.notify_one();
+                return until_the_end(&mut from_client).await;
+            }
+            Break::Sent => {
+                send_whole(message, &mut from_client, &mut to_server).await?;
+                let _from_server = answers.stop().await.map(|(from_server, to_client)| {
+                    drop((from_client, to_client));
+                    from_server
+                })?;
+                shared.broken.notify_one();
+                shared.go_on.notified().await;
+                return Ok(());
+            }
+            how => {
+                let server = (answers.stop().await?, to_server);
+                return break_at(&message, how, from_client, server, shared).await;
+            }
         }
-        if how == Break::Silent {
-            shared.broken.notify_one();
-            return until_the_end(&mut from_client).await;
-        }
-        drop((from_client, to_client));
-        shared.broken.notify_one();
-        if matches!(how, Break::Late | Break::LateEnd) {
-            shared.go_on.notified().await;
-        }
-        if how == Break::Late {
-            to_server.write_all(&message).await?;
-            let _length = from_server.read(&mut answer).await?;
-        }
-        return Ok(());
     }
+}
+
+/// A message, and those after it up to the one by which the client asks for an answer.
+async fn send_whole(
+    mut message: Vec<u8>,
+    from_client: &mut OwnedReadHalf,
+    to_server: &mut OwnedWriteHalf,
+) -> io::Result<()> {
+    loop {
+        to_server.write_all(&message).await?;
+        // A simple query, or Sync.
+        if matches!(message.first(), Some(b'Q' | b'S')) {
+            return Ok(());
+        }
+        message = self::message(from_client, 1).await?;
+    }
+}
+
+async fn break_at(
+    message: &[u8],
+    how: Break,
+    mut from_client: OwnedReadHalf,
+    ((mut from_server, to_client), mut to_server): ((OwnedReadHalf, OwnedWriteHalf), OwnedWriteHalf),
+    shared: &Shared,
+) -> io::Result<()> {
+    let mut answer = [0; 1024];
+    if matches!(how, Break::After | Break::Silent) {
+        to_server.write_all(message).await?;
+        // Its answer says that the server has carried it out.
+        let _length = from_server.read(&mut answer).await?;
+    }
+    if how == Break::Silent {
+        shared.broken.notify_one();
+        return until_the_end(&mut from_client).await;
+    }
+    drop((from_client, to_client));
+    shared.broken.notify_one();
+    if matches!(how, Break::Late | Break::LateEnd) {
+        shared.go_on.notified().await;
+    }
+    if how == Break::Late {
+        to_server.write_all(message).await?;
+        let _length = from_server.read(&mut answer).await?;
+    }
+    Ok(())
 }
 
 /// Passes answers on until it is told to stop.
@@ -176,6 +274,8 @@ async fn copy(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     stop: Arc<Notify>,
+    shared: Arc<Shared>,
+    number: u64,
 ) -> io::Result<(OwnedReadHalf, OwnedWriteHalf)> {
     let mut octets = vec![0; 16 * 1024];
     loop {
@@ -183,6 +283,7 @@ async fn copy(
             () = stop.notified() => return Ok((from, to)),
             read = from.read(&mut octets) => match read? {
                 0 => return Ok((from, to)),
+                _ if shared.is_swallowed(number) => {}
                 length => to.write_all(octets.get(..length).unwrap_or_default()).await?,
             },
         }

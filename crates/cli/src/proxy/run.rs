@@ -141,7 +141,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     Ok(match config.store.back() {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
         StoreChoice::Directory(directory) => Arc::new(open_directory(directory, config.store_cache)?),
-        StoreChoice::Postgres(url) => Arc::new(open_postgres(url).await?),
+        StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_patience).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
         StoreChoice::Tiered(_) => {
             return Err(NotOpened::Unfit("a tiered store has no other one in it".to_owned()));
@@ -154,8 +154,10 @@ pub(super) fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedS
         .map_err(|error| NotOpened::Unfit(error.to_string()))
 }
 
-async fn open_postgres(url: &StoreUrl) -> Result<PostgresStore, NotOpened> {
+async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresStore, NotOpened> {
     let options = PostgresOptions::new(url.reveal()).map_err(|error| NotOpened::Unfit(error.to_string()))?;
+    // What takes longer is out of reach to the breaker, so its connection is of no use either.
+    let options = options.with_command_timeout(patience);
     PostgresStore::open(options).await.map_err(|error| match error {
         oncegate_postgres::OpenError::Unreachable { .. } => NotOpened::Unreachable(error.to_string()),
         _ => NotOpened::Unfit(error.to_string()),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{Completion, Extent, Outcome, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
-use oncegate_servers::PostgresServer;
+use oncegate_servers::{PostgresServer, Way};
 
 use crate::support::{Database, claims, completes, id, response, run, token};
 
@@ -100,6 +100,8 @@ async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
     })
     .await
     .unwrap();
+    // The one connection that there was is found to be dead; from then on, claims wait for another one.
+    while tokio::time::timeout(Duration::from_millis(500), store.apply(id(9), claims(9))).await.is_ok() {}
     let given_up = tokio::time::timeout(Duration::from_millis(500), store.apply(id(1), claims(1))).await;
     assert!(given_up.is_err(), "the server is away");
     let later = tokio::spawn({
@@ -117,7 +119,7 @@ async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sessions_that_are_ended_while_idle_are_not_noticed() {
+async fn sessions_that_are_ended_while_idle_are_noticed_by_one_claim_and_by_nothing_else() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
@@ -125,7 +127,12 @@ async fn sessions_that_are_ended_while_idle_are_not_noticed() {
     let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
                WHERE application_name = 'oncegate' AND datname = current_database()";
     run(&mut admin, end).await;
+    // Whether it was carried out is for its sender to know, who sends it again.
+    let error = store.apply(id(1), claims(2)).await.unwrap_err();
+    assert!(error.kind() == StoreErrorKind::Unavailable && !error.is_unsent(), "{error}");
     assert!(matches!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::InProgress { .. }));
+    run(&mut admin, end).await;
+    assert!(store.lookup(id(1)).await.unwrap().is_some());
     run(&mut admin, end).await;
     assert_eq!(
         store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap(),
@@ -153,6 +160,89 @@ async fn a_server_that_does_not_answer_is_not_waited_for() {
     assert_eq!([first.kind(), second.kind()], [StoreErrorKind::Unavailable; 2], "{first}; {second}");
     run(&mut admin, "ROLLBACK").await;
     assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
+}
+
+/// As a firewall does that forgot them: no end, no answer, on any connection that there is. New ones pass.
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
+    for pooler in [false, true] {
+        let database = Database::fresh().await;
+        let way = Way::to(database.server.port()).await.unwrap();
+        let url =
+            database.url().replace(&format!(":{}/", database.server.port()), &format!(":{}/", way.port()));
+        let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
+        let options = options.with_command_timeout(Duration::from_secs(1)).with_transaction_pooler(pooler);
+        let store = Arc::new(
+            PostgresStore::open(options.with_connect_timeout(Duration::from_secs(20))).await.unwrap(),
+        );
+        let at_once = |from: u8| {
+            let store = store.clone();
+            async move {
+                let begun = Instant::now();
+                let all: Vec<_> = (from..from + 8)
+                    .map(|number| {
+                        let store = store.clone();
+                        tokio::spawn(async move { store.lookup(id(number)).await })
+                    })
+                    .collect();
+                let mut failed = 0;
+                for one in all {
+                    failed += usize::from(one.await.unwrap().is_err());
+                }
+                (failed, begun.elapsed())
+            }
+        };
+        // As many connections as there may be.
+        let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+        assert_eq!(at_once(0).await.0, 0);
+        way.swallow();
+        // Long before the time that a statement may take.
+        let (error, took) = {
+            let begun = Instant::now();
+            (store.apply(id(2), claims(2)).await.unwrap_err(), begun.elapsed())
+        };
+        assert!(!error.is_unsent() && error.kind() == StoreErrorKind::Unavailable, "{error}");
+        assert!(took >= Duration::from_secs(1) && took < Duration::from_secs(4), "{took:?}");
+        // Those that were idle are given up with it.
+        let (failed, took) = at_once(10).await;
+        assert_eq!(failed, 0, "after {took:?}");
+        let ended = store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
+        assert_eq!(ended, Outcome::Completed);
+        // All at once: each finds out for itself, and none waits for another.
+        way.swallow();
+        let (_, took) = at_once(20).await;
+        assert!(took < Duration::from_secs(4), "{took:?}");
+        assert_eq!(at_once(30).await.0, 0);
+    }
+}
+
+/// What the kernel says of the server's ends of its connections: in how many seconds each is asked whether it is still there.
+fn keepalives(port: u16) -> Vec<u64> {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let local = format!(":{port:04X}");
+    let seconds = |line: &str| {
+        let mut fields = line.split_whitespace().skip(1);
+        let (local_address, _remote, state) = (fields.next()?, fields.next()?, fields.next()?);
+        let (timer, when) = fields.nth(1)?.split_once(':')?;
+        let is_ours = local_address.ends_with(&local) && state == "01" && timer == "02";
+        is_ours.then(|| u64::from_str_radix(when, 16).unwrap() / 100)
+    };
+    table.lines().filter_map(seconds).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_server_asks_whether_an_idle_connection_is_still_there() {
+    let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
+    let options = PostgresOptions::new(&server.url()).unwrap();
+    schema::apply(&options).await.unwrap();
+    let store = PostgresStore::open(options).await.unwrap();
+    store.check().await.unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    // Once its last answer is acknowledged.
+    while !keepalives(server.port()).iter().any(|seconds| *seconds <= 30) {
+        assert!(Instant::now() < deadline, "{:?}", keepalives(server.port()));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

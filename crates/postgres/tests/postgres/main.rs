@@ -5,6 +5,7 @@ mod conformance;
 mod contract;
 mod faults;
 mod guards;
+mod lost_claims;
 mod lost_commits;
 mod node;
 mod pooler;

@@ -24,7 +24,8 @@ pub(crate) async fn bouncer(database: &Database, sessions: u16) -> PgBouncer {
 pub(crate) fn options(bouncer: &PgBouncer, database: &Database) -> PostgresOptions {
     let url = format!("{}&pooler=transaction", bouncer.url_of(&database.name));
     let patience = Duration::from_secs(20);
-    PostgresOptions::new(&url).unwrap().with_connect_timeout(patience).with_statement_timeout(patience)
+    let options = PostgresOptions::new(&url).unwrap().with_command_timeout(patience);
+    options.with_connect_timeout(patience).with_statement_timeout(patience)
 }
 
 /// An application's pool.

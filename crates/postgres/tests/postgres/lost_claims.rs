@@ -1,0 +1,153 @@
+//! A claim was sent, and its connection ended before the answer: whoever sent it has to know that it may take effect.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Completion, Outcome, State, Store as _, StoreErrorKind};
+use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
+use oncegate_servers::{Break, PostgresServer, Way};
+use tokio::task::block_in_place;
+
+use crate::support::{claims, completes, id, token};
+
+/// How long anything may take on a busy machine.
+const LONG: Duration = Duration::from_secs(60);
+
+/// What the message of a claim holds.
+const A_CLAIM: &[u8] = b"POST /payments";
+
+/// A server whose commits wait, as long as they are told to, for a standby that is not there.
+struct World {
+    server: PostgresServer,
+    way: Way,
+    store: PostgresStore,
+}
+
+impl World {
+    async fn open(pooler: bool) -> Self {
+        let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
+        schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
+        let way = Way::to(server.port()).await.unwrap();
+        let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
+        let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
+        let options =
+            options.with_connect_timeout(LONG).with_statement_timeout(LONG).with_command_timeout(LONG);
+        let store = PostgresStore::open(options.with_transaction_pooler(pooler)).await.unwrap();
+        Self { server, way, store }
+    }
+
+    /// Commits wait from now on. Whoever commits learns of that from another process of the server, which takes a moment.
+    fn hold_commits(&self) {
+        self.server.sql("ALTER SYSTEM SET synchronous_standby_names = 'nobody'").unwrap();
+        self.server.sql("SELECT pg_reload_conf()").unwrap();
+        let give_up = Instant::now() + LONG;
+        let mut probe: Option<JoinHandle<()>> = None;
+        while self.waiting_commits() == 0 {
+            assert!(Instant::now() < give_up, "commits do not wait");
+            if probe.as_ref().is_none_or(JoinHandle::is_finished) {
+                let mut session = self.server.session().unwrap();
+                probe =
+                    Some(thread::spawn(move || drop(session.run("COMMENT ON SCHEMA public IS 'probe';"))));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn let_commits_go_on(&self) {
+        self.server.sql("ALTER SYSTEM RESET synchronous_standby_names").unwrap();
+        self.server.sql("SELECT pg_reload_conf()").unwrap();
+    }
+
+    fn waiting_commits(&self) -> usize {
+        let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+        self.server.sql(waiting).unwrap().parse().unwrap()
+    }
+}
+
+/// A commit that waits is cut from its sender. The store must not ask again by itself: the second claim would meet the first one,
+/// would be told that another attempt is in progress, and its sender would not know that this may be its own.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_is_not_sent_again_by_the_store() {
+    for pooler in [false, true] {
+        let world = World::open(pooler).await;
+        // Prepared once, a claim is one message with what belongs to it.
+        world.store.apply(id(9), claims(9)).await.unwrap();
+        block_in_place(|| world.hold_commits());
+        world.way.arm(A_CLAIM, Break::Sent);
+        let error = world.store.apply(id(1), claims(1)).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable);
+        assert!(!error.is_unsent(), "it may have been granted: {error}");
+        // Its sender, who knows that, is told nothing that counts while the first one commits.
+        let outcome = world.store.apply(id(1), claims(1)).await.unwrap();
+        assert!(matches!(outcome, Outcome::InProgress { .. }), "{outcome:?}");
+        assert_eq!(world.store.lookup(id(1)).await.unwrap(), None);
+        block_in_place(|| world.let_commits_go_on());
+        let give_up = Instant::now() + LONG;
+        let granted = loop {
+            match world.store.apply(id(1), claims(1)).await.unwrap() {
+                Outcome::InProgress { .. } => assert!(Instant::now() < give_up),
+                granted => break granted,
+            }
+        };
+        let completed = world.store.apply(id(1), completes(token(&granted), Completion::Tombstone)).await;
+        assert_eq!(completed.unwrap(), Outcome::Completed, "pooler: {pooler}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
+    let world = Arc::new(World::open(false).await);
+    world.store.apply(id(9), claims(9)).await.unwrap();
+    block_in_place(|| world.hold_commits());
+    // All senders are on their way, so that the others gather; their one statement is cut.
+    let before = block_in_place(|| world.waiting_commits());
+    let claim = |number: u8| {
+        let world = world.clone();
+        tokio::spawn(async move { world.store.apply(id(number), claims(number.into())).await })
+    };
+    let first: Vec<_> = (10..12).map(claim).collect();
+    let give_up = Instant::now() + LONG;
+    while block_in_place(|| world.waiting_commits()) < before + first.len() {
+        assert!(Instant::now() < give_up);
+    }
+    let gathered: Vec<_> = (20..40).map(claim).collect();
+    world.way.cut();
+    for claim in first {
+        assert!(!claim.await.unwrap().unwrap_err().is_unsent());
+    }
+    // What was not sent yet went out on a new connection, and waits there.
+    while block_in_place(|| world.waiting_commits()) < before + 3 {
+        assert!(Instant::now() < give_up);
+    }
+    world.way.cut();
+    let mut cut = 0;
+    block_in_place(|| world.let_commits_go_on());
+    for claim in gathered {
+        match claim.await.unwrap() {
+            Ok(outcome) => drop(token(&outcome)),
+            // A new connection may have been cut before anything was sent on it.
+            Err(error) => cut += usize::from(!error.is_unsent()),
+        }
+    }
+    assert!(cut > 0);
+    for number in (10..12).chain(20..40) {
+        let again = world.store.apply(id(number), claims(number.into())).await.unwrap();
+        assert!(matches!(again, Outcome::Execute(_)), "{number}: {again:?}");
+        let record = world.store.lookup(id(number)).await.unwrap().unwrap();
+        assert!(matches!(record.state, State::InProgress { .. }));
+    }
+}
+
+/// Every other command is sent again: another transaction that holds the record is no decision about it.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_end_of_an_attempt_is_sent_again_by_the_store() {
+    let world = World::open(false).await;
+    for (number, how) in [(1, Break::Before), (2, Break::Sent)] {
+        let owner = token(&world.store.apply(id(number), claims(1)).await.unwrap());
+        world.way.arm(b"tombstone", how);
+        let ended = world.store.apply(id(number), completes(owner, Completion::Tombstone)).await;
+        assert_eq!(ended.unwrap(), Outcome::Completed, "{how:?}");
+        world.way.go_on();
+    }
+}
