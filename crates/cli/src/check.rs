@@ -93,9 +93,9 @@ fn check(draft: &Draft) -> Report {
     match &draft.store {
         Some(StoreChoice::Tiered(tiered)) => {
             front(tiered, &mut report);
-            records(&tiered.back, &mut report);
+            records(&tiered.back, draft.store_must_exist, &mut report);
         }
-        Some(choice) => records(choice, &mut report),
+        Some(choice) => records(choice, draft.store_must_exist, &mut report),
         None => {
             report.warn("store: not checked, because of the errors above it is not clear which one is meant")
         }
@@ -104,10 +104,15 @@ fn check(draft: &Draft) -> Report {
 }
 
 /// Where the records are.
-fn records(choice: &StoreChoice, report: &mut Report) {
+fn records(choice: &StoreChoice, must_exist: bool, report: &mut Report) {
     match choice {
         StoreChoice::Memory => report.ok("store memory:"),
-        StoreChoice::Directory(dir) => store(dir, report),
+        StoreChoice::Directory(dir) => {
+            if must_exist && let Err(why) = existing(dir) {
+                return report.error(why);
+            }
+            store(dir, report);
+        }
         StoreChoice::Postgres(url) => postgres(url, report),
         StoreChoice::Redis(options) => redis(options, report),
         StoreChoice::Tiered(_) => report.error("store: a tiered store has no other one in it"),
@@ -255,6 +260,19 @@ fn look(options: &RedisOptions) -> Result<Vec<Finding>, String> {
         });
         looking.join().unwrap_or_else(|_| Err("looking at it failed".to_owned()))
     })
+}
+
+/// Whether there is a store in this directory; otherwise why `store-must-exist` refuses it.
+pub(crate) fn existing(dir: &Path) -> Result<(), String> {
+    let shown = dir.display();
+    match fs::metadata(dir.join(RECORDS)) {
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(format!(
+            "store {shown}: there is no store, and store-must-exist is set; name the right directory, or start once \
+             without store-must-exist to create it"
+        )),
+        Err(error) => Err(format!("store {shown}: {error}")),
+    }
 }
 
 /// The file that holds the records.

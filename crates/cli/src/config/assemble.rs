@@ -58,6 +58,8 @@ pub(super) fn draft(
         std::iter::once(&default).chain(routes.iter().map(|route| &route.config)),
         problems,
     );
+    let store_must_exist = given(&values.store_must_exist);
+    check_store_must_exist(values, problems);
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
     // A URL that could not be read has been complained about already.
@@ -88,6 +90,7 @@ pub(super) fn draft(
         store_patience: given(&values.store_patience),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
+        store_must_exist,
         tls: tls.clone(),
         default,
         routes,
@@ -96,7 +99,7 @@ pub(super) fn draft(
     });
     problems.extend(once);
     problems.sort_by_key(Problem::rank);
-    Draft { store, tls, admin_token_file, problems: std::mem::take(problems), config }
+    Draft { store, store_must_exist, tls, admin_token_file, problems: std::mem::take(problems), config }
 }
 
 /// What all bodies may hold together has to be as much as one may have, or the largest would always be refused.
@@ -332,6 +335,16 @@ fn fingerprint_rules(values: &Values) -> FingerprintRules {
         rules = rules.exclude(pointer.clone());
     }
     rules
+}
+
+/// A store in memory is a new one at every start.
+fn check_store_must_exist(values: &Values, problems: &mut Vec<Problem>) {
+    if given(&values.store_must_exist) && given(&values.store) == StoreChoice::Memory {
+        let source = values.store_must_exist.as_ref().map(|given| given.source.clone());
+        let what =
+            "a store in memory is a new one at every start; leave this out, or keep records in a directory";
+        problems.push(Problem::error(source, what));
+    }
 }
 
 fn read_token(values: &Values, problems: &mut Vec<Problem>) -> Option<AdminToken> {

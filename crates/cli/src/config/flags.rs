@@ -66,7 +66,8 @@ fn flag(setting: &'static Setting) -> Option<Arg> {
         .action(if setting.shape == Shape::Many { ArgAction::Append } else { ArgAction::Set });
     let arg = if long == setting.name { arg } else { arg.alias(setting.name.replace('.', "-")) };
     let arg = match setting.shape {
-        Shape::Switch => arg.num_args(0..=1).require_equals(true).default_missing_value("true"),
+        // There are no positional arguments, so `--require-key true` can only mean one thing.
+        Shape::Switch => arg.num_args(0..=1).default_missing_value("true"),
         Shape::One | Shape::Many => arg.num_args(1),
     };
     Some(arg.long(long))
@@ -132,6 +133,13 @@ mod tests {
                 ("methods", Raw::List(["POST", "PUT", "PATCH"].map(str::to_owned).to_vec())),
                 ("fingerprint.raw", Raw::Text("false".to_owned())),
             ]
+        );
+        let args = parse(&["--require-key", "false", "--fingerprint-raw", "--lease=5s"]).unwrap();
+        let entries: Vec<_> = args.entries().map(|e| (e.setting.name, e.raw)).collect();
+        let text = |text: &str| Raw::Text(text.to_owned());
+        assert_eq!(
+            entries,
+            [("require-key", text("false")), ("lease", text("5s")), ("fingerprint.raw", text("true"))]
         );
     }
 }

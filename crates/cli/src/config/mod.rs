@@ -9,6 +9,7 @@ mod cors;
 mod env;
 mod file;
 mod flags;
+mod paths;
 mod problem;
 mod settings;
 #[cfg(test)]
@@ -30,7 +31,7 @@ use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
 
 use self::file::FileContent;
-use self::settings::{Place, Raw, SETTINGS, Setting, Values};
+use self::settings::{Given, Place, Raw, SETTINGS, Setting, Values};
 
 pub(crate) use self::cors::{Cors, asked_method};
 pub(crate) use self::flags::ProxyArgs;
@@ -82,6 +83,8 @@ pub(crate) struct Config {
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,
+    /// Whether a store in a directory has to be there already.
+    pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
     /// What is done where no route matches.
     pub(crate) default: RouteConfig,
@@ -139,6 +142,8 @@ pub(crate) struct Route {
 pub(crate) struct Draft {
     /// `None` where an error leaves it open which store is meant.
     pub(crate) store: Option<StoreChoice>,
+    /// Whether a store in a directory has to be there already.
+    pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
     /// The file of the admin token, whether it could be read or not.
     pub(crate) admin_token_file: Option<PathBuf>,
@@ -239,6 +244,7 @@ impl Draft {
         for entries in layers {
             apply(entries, &mut values, &mut problems);
         }
+        paths::make_absolute(&mut values, path.as_ref().map(|(path, _)| path.as_path()), &mut problems);
         let mut draft = assemble::draft(&values, &content.routes, whole, problems);
         if let Some(config) = &mut draft.config {
             config.summary = summary(&layers, &values, config.routes.len());
@@ -257,8 +263,11 @@ fn summary(layers: &[&[Entry]; 3], values: &Values, routes: usize) -> String {
         });
         if let Some(Entry { raw, source, .. }) = said {
             let text = match raw {
-                // The one value that is no secret and may hold one.
-                Raw::Text(text) if setting.name == "store" => units::safe_url(text),
+                // The one value that is no secret and may hold one. A directory is shown with its whole path.
+                Raw::Text(text) if setting.name == "store" => match &values.store {
+                    Some(Given { value: StoreChoice::Directory(path), .. }) => path.display().to_string(),
+                    _ => units::safe_url(text),
+                },
                 Raw::Text(text) => text.clone(),
                 Raw::List(texts) => texts.join(","),
             };

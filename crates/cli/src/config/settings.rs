@@ -192,10 +192,17 @@ settings! {
 
     /// Keeps records in this directory, which one process owns at a time; on a server that any number of sidecars share,
     /// with `postgres://USER@HOST/DATABASE` or `redis://HOST`; on one of these with answers kept in front of it, with
-    /// `tiered(front=STORE,back=STORE)`; or in memory with `memory:`, where nothing survives a restart. A URL with a
-    /// password belongs into the environment. How URLs are written: docs/reference/configuration.md.
+    /// `tiered(front=STORE,back=STORE)`; or in memory with `memory:`, where nothing survives a restart. A relative path in
+    /// the configuration file is relative to the directory of that file. A URL with a password belongs into the
+    /// environment. How URLs are written: docs/reference/configuration.md.
     "store" SERVICE Service One "DIR|URL|memory:" Value("./oncegate-data");
     store: StoreChoice = units::store;
+
+    /// Does not start with a new, empty store: a store in a directory has to be there already. Set it once the first
+    /// start has created the store: a mistyped or unmounted directory is then an error, and does not execute again what
+    /// the real store has answered.
+    "store-must-exist" SERVICE Service Switch "BOOL" Value("false");
+    store_must_exist: bool = units::boolean;
 
     /// The most memory in which a store in a directory keeps pages of its file. What does not fit is read again: give it
     /// more where there are millions of records. At most 1024GiB.

@@ -65,9 +65,10 @@ fn flags_win_over_the_environment_and_the_environment_over_the_file_and_the_file
 
 #[test]
 fn what_is_not_said_is_the_default() {
-    let config = Given { env: &[TO], ..NOTHING }.config();
+    let (draft, dir) = Given { env: &[TO], ..NOTHING }.draft();
+    let config = draft.config.unwrap();
     assert_eq!(config.admin, "127.0.0.1:9090".parse().unwrap());
-    assert_eq!(config.store, StoreChoice::Directory("./oncegate-data".into()));
+    assert_eq!(config.store, StoreChoice::Directory(dir.path().join("oncegate-data")));
     assert_eq!(config.upstream_protocol, UpstreamProtocol::Auto);
     assert_eq!((config.threads, config.tls, config.admin_token), (None, None, None));
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
@@ -85,6 +86,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("admin-token-file", "TOKEN"),
     ("admin-token", "0123456789abcdef"),
     ("store", "./data"),
+    ("store-must-exist", "true"),
     ("tls-cert", "cert.pem"),
     ("tls-key", "key.pem"),
     ("upstream-protocol", "http2"),
@@ -780,13 +782,15 @@ fn every_setting_of_the_service_arrives() {
     let token = tempfile::NamedTempFile::new().unwrap();
     fs::write(token.path(), "0123456789abcdef").unwrap();
     let token = token.path().to_str().unwrap();
+    let here = std::env::current_dir().unwrap();
     for (name, text, arrives) in [
         ("to", "https://api.internal", "to: Upstream { scheme: \"https\", authority: api.internal }"),
         ("listen", "127.0.0.1:1", "listen: 127.0.0.1:1"),
         ("admin", "127.0.0.1:2", "admin: 127.0.0.1:2"),
         ("admin-token", "0123456789abcdef", "admin_token: Some(AdminToken)"),
         ("admin-token-file", token, "admin_token: Some(AdminToken)"),
-        ("store", "./data", "store: Directory(\"./data\")"),
+        ("store", "./data", &format!("store: Directory({:?})", here.join("data"))),
+        ("store-must-exist", "true", "store_must_exist: true"),
         ("upstream-protocol", "http2", "upstream_protocol: Http2"),
         ("threads", "3", "threads: Some(3)"),
         ("connect-timeout", "1s", "connect_timeout: 1s"),
@@ -802,7 +806,39 @@ fn every_setting_of_the_service_arrives() {
     }
     let flags = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
     let tls = Given { env: &[TO], flags: &flags, ..NOTHING }.config().tls;
-    assert_eq!(tls, Some(TlsFiles { cert: "c.pem".into(), key: "k.pem".into() }));
+    assert_eq!(tls, Some(TlsFiles { cert: here.join("c.pem"), key: here.join("k.pem") }));
+}
+
+#[test]
+fn a_relative_path_in_the_file_is_relative_to_the_directory_of_the_file() {
+    let here = std::env::current_dir().unwrap();
+    let file = "tls-cert = \"tls/cert.pem\"\ntls-key = \"/etc/key.pem\"\nstore = \"../data\"";
+    let (draft, dir) = Given { env: &[TO], file, ..NOTHING }.draft();
+    let tls = TlsFiles { cert: dir.path().join("tls/cert.pem"), key: "/etc/key.pem".into() };
+    assert_eq!(draft.tls, Some(tls));
+    assert_eq!(draft.store, Some(StoreChoice::Directory(dir.path().join("../data"))));
+
+    let tiered = "store = \"tiered(front=./front,back=./back)\"";
+    let (draft, dir) = Given { env: &[TO], file: tiered, ..NOTHING }.draft();
+    let shown = draft.store.unwrap().to_string();
+    let dir = dir.path().display();
+    assert_eq!(shown, format!("tiered(front={dir}/front,back={dir}/back)"));
+    let twice = Given { env: &[TO], file: "store = \"tiered(front=./a,back=a)\"", ..NOTHING };
+    assert_eq!(twice.problems(), ["oncegate.toml:1:9: store: front and back are the same directory"]);
+
+    let said = Given { env: &[TO, ("ONCEGATE_STORE", "data")], file, ..NOTHING }.draft().0.store;
+    assert_eq!(said, Some(StoreChoice::Directory(here.join("data"))));
+    let said = Given { env: &[TO], flags: &["--store=./data"], file }.config();
+    assert_eq!(said.store, StoreChoice::Directory(here.join("data")));
+    let shown = format!("store={} (--store)", here.join("data").display());
+    assert!(said.safe_summary().contains(&shown), "{}", said.safe_summary());
+}
+
+#[test]
+fn a_store_in_memory_never_exists_before() {
+    let given = Given { env: &[TO], flags: &["--store=memory:", "--store-must-exist", "true"], ..NOTHING };
+    let problems = given.problems();
+    assert!(problems[0].starts_with("--store-must-exist: a store in memory is a new one"), "{problems:?}");
 }
 
 #[test]

@@ -401,6 +401,11 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
 }
 
 pub(crate) fn store(text: &str) -> Read<StoreChoice> {
+    if text.trim() != text {
+        return Err(
+            "there is a blank at the beginning or the end, which no store has; take it away".to_owned()
+        );
+    }
     match text {
         "memory:" => Ok(StoreChoice::Memory),
         "" => Err("\"\" is no directory; write a directory, or \"memory:\"".to_owned()),
@@ -431,8 +436,37 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
                 "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", or \"memory:\""
             ))
         }
-        _ => Ok(StoreChoice::Directory(text.into())),
+        _ => match looks_like_no_directory(text) {
+            Some(what) => Err(what),
+            None => Ok(StoreChoice::Directory(text.into())),
+        },
     }
+}
+
+/// Why this text is more likely a store that was mistyped than a directory. A directory that is taken by mistake is an empty
+/// store, which executes again what the real one has answered. Of what follows the scheme nothing is repeated: there may be
+/// a password in it.
+fn looks_like_no_directory(text: &str) -> Option<String> {
+    const OTHERWISE: &str = "a directory with this name is written with \"./\" in front";
+    let first = text.split('/').next().unwrap_or_default();
+    let lower = first.to_ascii_lowercase();
+    if lower.starts_with("tiered") && lower.contains('(') {
+        return Some(format!("this could be a tiered store; write \"tiered(front=…,back=…)\"; {OTHERWISE}"));
+    }
+    let (scheme, _) = lower.split_once(':')?;
+    let is_scheme = |text: &str| {
+        text.starts_with(|c: char| c.is_ascii_alphabetic())
+            && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
+    };
+    if !is_scheme(scheme) {
+        return None;
+    }
+    let meant = match scheme {
+        "memory" => "\"memory:\"".to_owned(),
+        _ => format!("\"{scheme}://…\""),
+    };
+    let written = first.split(':').next().unwrap_or_default();
+    Some(format!("\"{written}:…\" is neither a store nor a directory; did you mean {meant}? {OTHERWISE}"))
 }
 
 /// A store as logs may show it: whatever stands before the host of a URL is left out.
@@ -885,6 +919,23 @@ mod tests {
             assert!(said.contains("//a@") && !said.contains("s3") && !said.contains("cret"), "{said}");
         }
         assert!(error(store("memory")).contains("write \"memory:\""));
+        for (wrong, why) in [
+            ("Memory:", "did you mean \"memory:\"?"),
+            ("memory:64MiB", "did you mean \"memory:\"?"),
+            (" memory:", "a blank"),
+            ("memory: ", "a blank"),
+            ("./data\n", "a blank"),
+            ("redis:/host", "\"redis:…\" is neither a store nor a directory; did you mean \"redis://…\"?"),
+            ("redis:hunter2@host", "did you mean \"redis://…\"?"),
+            ("Postgres:/u:hunter2@host/d", "did you mean \"postgres://…\"?"),
+            ("Tiered(front=memory:,back=./b)", "\"tiered(front=…,back=…)\""),
+        ] {
+            let said = error(store(wrong));
+            assert!(said.contains(why) && !said.contains("hunter2"), "{wrong}: {said}");
+        }
+        for right in ["./redis:/host", "/var/lib/a:b", "data", "data/2024:1", "./Memory:"] {
+            assert_eq!(store(right), Ok(StoreChoice::Directory(right.into())));
+        }
         assert!(matches!(store("redis://host"), Ok(StoreChoice::Redis(_))));
         for url in ["x://u:hunter2@host", "redis://u:hunter2@host:x"] {
             assert!(!error(store(url)).contains("hunter2"));

@@ -18,6 +18,7 @@ use super::late::{self, NotOpened};
 use super::reconcile::Questions;
 use super::{DataPath, bind, server_config, tiered};
 use crate::admin::{self, AdminState, Draining};
+use crate::check::existing;
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
@@ -140,7 +141,21 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
 pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     Ok(match config.store.back() {
         StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
-        StoreChoice::Directory(directory) => Arc::new(open_directory(directory, config.store_cache)?),
+        StoreChoice::Directory(directory) => {
+            let found = existing(directory);
+            if config.store_must_exist {
+                found.clone().map_err(NotOpened::Unfit)?;
+            }
+            let store = open_directory(directory, config.store_cache)?;
+            if found.is_err() {
+                tracing::warn!(
+                    directory = %directory.display(),
+                    "a new, empty store was created: no key of an earlier store is known, and its retries execute again. \
+                     After the first start, set store-must-exist"
+                );
+            }
+            Arc::new(store)
+        }
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_patience).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
         StoreChoice::Tiered(_) => {

@@ -64,6 +64,64 @@ async fn every_mistake_is_named_at_once() {
 }
 
 #[tokio::test]
+async fn the_store_is_the_same_one_from_every_working_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let (here, there) = (directory.path().join("here"), directory.path().join("there"));
+    fs::create_dir(&here).unwrap();
+    fs::create_dir(&there).unwrap();
+    let service = Service::new().await.answers(OK);
+    let config = directory.path().join("oncegate.toml");
+    let content = format!("to = \"http://{}\"\nstore = \"records\"\n", service.address);
+    fs::write(&config, content).unwrap();
+    let store = directory.path().join("records");
+    const CREATED: &str = "a new, empty store was created";
+    for (place, named, is_new) in
+        [(&here, "../oncegate.toml", true), (&there, config.to_str().unwrap(), false)]
+    {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--config", named]);
+        let mut sidecar = Sidecar::run(command.current_dir(place)).await;
+        let line = sidecar.process.first_line().await;
+        // The first one is named by a path with dots in it.
+        let shown = if is_new { place.join("../records") } else { store.clone() };
+        assert!(line.ends_with(&format!("store {}", shown.display())), "{line}");
+        let answer = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
+        assert_eq!(answer.has_status(200).is_replay(), !is_new);
+        sidecar.process.signal(rustix::process::Signal::TERM);
+        assert!(sidecar.process.ended().await.success());
+        let said = sidecar.process.errors().await;
+        let warning = said.lines().find(|line| line.contains(CREATED));
+        assert_eq!(warning.is_some(), is_new, "{said}");
+        let names_it = |line: &str| line.contains("WARN") && line.contains(shown.to_str().unwrap());
+        assert!(warning.is_none_or(names_it), "{said}");
+    }
+    assert_eq!(service.requests(), 1);
+}
+
+#[tokio::test]
+async fn a_store_that_must_exist_is_not_created() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = directory.path().join("unmounted");
+    let flag = format!("--store={}", store.display());
+    for makes in [false, true] {
+        if makes {
+            // The mount point is there, and nothing is mounted.
+            fs::create_dir(&store).unwrap();
+        }
+        let mut command = sidecar("http://127.0.0.1:9");
+        let (code, said) = refused(command.args([&flag, "--store-must-exist"])).await;
+        assert_eq!(code, 1);
+        assert!(said.contains(store.to_str().unwrap()) && said.contains("there is no store"), "{said}");
+    }
+    assert!(fs::read_dir(&store).unwrap().next().is_none(), "nothing is created");
+    let service = Service::new().await.answers(OK);
+    let mut first = Sidecar::start(service.address, &[&flag]).await;
+    first.process.signal(rustix::process::Signal::TERM);
+    assert!(first.process.ended().await.success());
+    Sidecar::start(service.address, &[&flag, "--store-must-exist"]).await;
+}
+
+#[tokio::test]
 async fn a_store_in_use_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let store = format!("--store={}", directory.path().join("store").display());

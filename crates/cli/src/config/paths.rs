@@ -1,0 +1,67 @@
+//! Makes relative paths absolute, so that a configuration means the same files from every working directory.
+//!
+//! A path in the configuration file is relative to the directory of that file, and so is the default of `store` while
+//! there is a file. A path in a flag or in the environment is relative to the working directory, as in every program.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::problem::{Problem, Source};
+use super::settings::{Given, Values};
+use super::tiered::FrontChoice;
+use super::units::StoreChoice;
+
+/// Makes every path of `values` absolute. `file` is the configuration file, if there is one.
+pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: &mut Vec<Problem>) {
+    let base = Base { directory: file.and_then(Path::parent) };
+    let mut note = |source: &Source, result: io::Result<()>| {
+        if let Err(error) = result {
+            let what = format!("cannot tell the working directory: {error}; write an absolute path");
+            problems.push(Problem::error(source.clone(), what));
+        }
+    };
+    for given in
+        [&mut values.tls_cert, &mut values.tls_key, &mut values.admin_token_file].into_iter().flatten()
+    {
+        note(&given.source, base.apply(&mut given.value, &given.source));
+    }
+    if let Some(Given { value, source }) = &mut values.store {
+        note(source, base.apply_to_store(value, source));
+        if let StoreChoice::Tiered(choice) = value
+            && let (FrontChoice::Directory(front), StoreChoice::Directory(back)) =
+                (&choice.front, &choice.back)
+            && front == back
+        {
+            problems.push(Problem::error(source.clone(), "front and back are the same directory"));
+        }
+    }
+}
+
+struct Base<'a> {
+    /// The directory of the configuration file; empty for a file in the working directory.
+    directory: Option<&'a Path>,
+}
+
+impl Base<'_> {
+    fn apply(&self, path: &mut PathBuf, source: &Source) -> io::Result<()> {
+        let directory = match source {
+            Source::File(_) | Source::Default => self.directory.unwrap_or(Path::new("")),
+            Source::Flag(_) | Source::Env(_) => Path::new(""),
+        };
+        *path = std::path::absolute(directory.join(&*path))?;
+        Ok(())
+    }
+
+    fn apply_to_store(&self, store: &mut StoreChoice, source: &Source) -> io::Result<()> {
+        match store {
+            StoreChoice::Directory(path) => self.apply(path, source),
+            StoreChoice::Tiered(choice) => {
+                if let FrontChoice::Directory(path) = &mut choice.front {
+                    self.apply(path, source)?;
+                }
+                self.apply_to_store(&mut choice.back, source)
+            }
+            StoreChoice::Memory | StoreChoice::Postgres(_) | StoreChoice::Redis(_) => Ok(()),
+        }
+    }
+}
