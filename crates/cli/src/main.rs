@@ -1,5 +1,6 @@
 //! `oncegate`: the sidecar and the tools of Oncegate.
 
+mod access_log;
 mod admin;
 mod call;
 mod check;

@@ -66,7 +66,7 @@ pub use id::{
 };
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;
-pub use record::{Answer, Label, Record, State, StateName};
+pub use record::{Answer, Label, Record, State, StateName, StateSet};
 pub use response::{ResponseError, StoredResponse};
 pub use step::{Step, StepError, Steps};
 pub use store::{

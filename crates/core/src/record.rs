@@ -112,6 +112,55 @@ impl StateName {
     }
 }
 
+/// A set of states, such as those that a listing asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StateSet(u8);
+
+impl StateSet {
+    /// Every state.
+    pub const ALL: Self = Self::of(&StateName::ALL);
+
+    /// The states whose outcome an operator has to find out: `abandoned` and `unknown`.
+    pub const UNSETTLED: Self = Self::of(&[StateName::Abandoned, StateName::Unknown]);
+
+    /// The states that are not the end: `in-progress`, `abandoned` and `unknown`.
+    pub const OPEN: Self = Self::of(&[StateName::InProgress, StateName::Abandoned, StateName::Unknown]);
+
+    /// These states.
+    #[must_use]
+    pub const fn of(states: &[StateName]) -> Self {
+        let (mut bits, mut at) = (0, 0);
+        while at < states.len() {
+            bits |= 1 << (states[at] as u8);
+            at += 1;
+        }
+        Self(bits)
+    }
+
+    /// Whether the state is in the set.
+    #[must_use]
+    pub const fn contains(self, state: StateName) -> bool {
+        self.0 & (1 << (state as u8)) != 0
+    }
+
+    /// The states in the set.
+    pub fn iter(self) -> impl Iterator<Item = StateName> {
+        StateName::ALL.into_iter().filter(move |state| self.contains(*state))
+    }
+}
+
+impl From<StateName> for StateSet {
+    fn from(state: StateName) -> Self {
+        Self::of(&[state])
+    }
+}
+
+impl FromIterator<StateName> for StateSet {
+    fn from_iter<I: IntoIterator<Item = StateName>>(states: I) -> Self {
+        states.into_iter().fold(Self(0), |set, state| Self(set.0 | Self::from(state).0))
+    }
+}
+
 impl fmt::Display for StateName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
@@ -227,5 +276,18 @@ mod tests {
         for state in StateName::ALL {
             assert_eq!(StateName::from_name(state.as_str()), Some(state));
         }
+    }
+
+    #[test]
+    fn a_set_has_the_states_that_were_put_in() {
+        for state in StateName::ALL {
+            assert!(StateSet::ALL.contains(state));
+            assert_eq!(StateSet::from(state).iter().collect::<Vec<_>>(), [state]);
+            let is_unsettled = matches!(state, StateName::Abandoned | StateName::Unknown);
+            assert_eq!(StateSet::UNSETTLED.contains(state), is_unsettled, "{state}");
+            assert_eq!(StateSet::OPEN.contains(state), is_unsettled || state == StateName::InProgress);
+        }
+        assert_eq!(StateName::ALL.into_iter().collect::<StateSet>(), StateSet::ALL);
+        assert_eq!(std::iter::empty().collect::<StateSet>().iter().count(), 0);
     }
 }

@@ -10,7 +10,7 @@ use crate::clock::Timestamp;
 use crate::decide::{Command, Outcome};
 use crate::id::{CallerTag, RecordId};
 use crate::limits;
-use crate::record::{Record, StateName};
+use crate::record::{Record, StateName, StateSet};
 
 /// What a store method returns: boxed, so that a store can be chosen when the program starts.
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
@@ -161,8 +161,8 @@ pub enum Fencing {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListQuery {
-    /// Only records in this state.
-    pub state: Option<StateName>,
+    /// Only records in one of these states; all of them by default.
+    pub states: StateSet,
     /// Only records of this caller.
     pub caller: Option<CallerTag>,
     /// Only records whose operation starts like this.
@@ -177,7 +177,14 @@ pub struct ListQuery {
 
 impl Default for ListQuery {
     fn default() -> Self {
-        Self { state: None, caller: None, operation: None, min_age: Duration::ZERO, after: None, limit: 100 }
+        Self {
+            states: StateSet::ALL,
+            caller: None,
+            operation: None,
+            min_age: Duration::ZERO,
+            after: None,
+            limit: 100,
+        }
     }
 }
 
@@ -186,7 +193,7 @@ impl ListQuery {
     #[must_use]
     pub fn matches(&self, record: &Record, now: Timestamp) -> bool {
         !record.is_expired(now)
-            && self.state.is_none_or(|state| state == record.state_name(now))
+            && self.states.contains(record.state_name(now))
             && self.caller.is_none_or(|caller| caller == record.label.caller())
             && self.operation.as_deref().is_none_or(|prefix| record.label.operation().starts_with(prefix))
             && now.since(record.changed_at) >= self.min_age

@@ -1,12 +1,13 @@
 //! One execution under one token: what a handler may know of it, and the permit that ends it.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    AttemptId, Command, Complete, Completion, FencingToken, Grant, OnAbandoned, Outcome, Record, RecordId,
-    Release, Store, StoreError, limits,
+    AttemptId, Command, Complete, Completion, FencingToken, Grant, Label, OnAbandoned, Outcome, Record,
+    RecordId, Release, Store, StoreError, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -24,6 +25,9 @@ pub struct Attempt(pub(crate) Arc<AttemptInner>);
 
 pub(crate) struct AttemptInner {
     pub(crate) id: RecordId,
+    pub(crate) label: Label,
+    /// When its claim was sent.
+    pub(crate) begun: Instant,
     pub(crate) grant: Grant,
     pub(crate) policy: Policy,
     /// Tells attempts with the same due time apart in the keeper.
@@ -45,6 +49,7 @@ impl Attempt {
     pub(crate) fn new(
         store: Arc<dyn Store>,
         id: RecordId,
+        label: Label,
         grant: Grant,
         policy: Policy,
         number: u64,
@@ -52,6 +57,8 @@ impl Attempt {
     ) -> Self {
         Self(Arc::new(AttemptInner {
             id,
+            label,
+            begun: claimed_at,
             grant,
             policy,
             number,
@@ -79,7 +86,7 @@ impl Attempt {
             lease_until: record.changed_at,
             after_abandoned: false,
         };
-        let attempt = Self::new(store, id, grant, policy, number, Instant::now());
+        let attempt = Self::new(store, id, record.label.clone(), grant, policy, number, Instant::now());
         *lock(&attempt.0.lease_until) = Instant::now();
         attempt
     }
@@ -215,7 +222,25 @@ impl Permit {
         match self.0.take() {
             Some(held) => {
                 held.attempt.seal();
-                held.settle(Ending::Complete(completion)).await
+                let ending = match completion {
+                    Completion::Unknown => Ending::park("the operation ended without an outcome"),
+                    completion => Ending::Complete(completion),
+                };
+                held.settle(ending).await
+            }
+            None => Settled::Fenced,
+        }
+    }
+
+    /// Ends the attempt with [`Completion::Unknown`], and gives the log a reason that helps the operator who has to find out what
+    /// happened. The reason must hold neither key nor credential nor body.
+    ///
+    /// Run it where the caller's going away does not cancel it, such as in a task of its own.
+    pub async fn park(mut self, reason: impl Into<Cow<'static, str>>) -> Settled {
+        match self.0.take() {
+            Some(held) => {
+                held.attempt.seal();
+                held.settle(Ending::park(reason)).await
             }
             None => Settled::Fenced,
         }
@@ -232,7 +257,9 @@ impl Permit {
         let standing = held.attempt.seal();
         let reexecutes = held.attempt.0.policy.on_abandoned == OnAbandoned::Reexecute;
         match standing.half_way {
-            Some(ErrorFate::Park) => held.settle(Ending::Complete(Completion::Unknown)).await,
+            Some(ErrorFate::Park) => {
+                held.settle(Ending::park("a step failed that an operator has to see to")).await
+            }
             Some(ErrorFate::Release) if reexecutes && !standing.is_open => held.settle(Ending::Release).await,
             _ => held.leave().await,
         }
@@ -268,22 +295,33 @@ impl Drop for Permit {
         if let Some(held) = self.0.take() {
             held.attempt.seal();
             held.inner.keeper.forget(&held.attempt);
+            held.inner.unknown.log_abandoned(&held.attempt, "the attempt was dropped before it ended");
             held.emit(EventKind::Abandoned);
         }
     }
 }
 
 enum Ending {
+    /// With an outcome that is known.
     Complete(Completion),
+    /// Without one, for this reason.
+    Park(Cow<'static, str>),
     Release,
 }
 
 impl Ending {
+    fn park(reason: impl Into<Cow<'static, str>>) -> Self {
+        Self::Park(reason.into())
+    }
+
     fn command(&self, attempt: &Attempt) -> Command {
         let (token, retention) = (attempt.token(), attempt.0.policy.retention);
         match self {
             Self::Complete(completion) => {
                 Command::Complete(Complete { token, completion: completion.clone(), retention })
+            }
+            Self::Park(_) => {
+                Command::Complete(Complete { token, completion: Completion::Unknown, retention })
             }
             Self::Release => {
                 let retention = attempt.0.policy.released_retention();
@@ -295,7 +333,7 @@ impl Ending {
     const fn event(&self) -> EventKind {
         match self {
             Self::Complete(Completion::Replayable(_)) => EventKind::Completed,
-            Self::Complete(Completion::Unknown) => EventKind::Parked,
+            Self::Park(_) | Self::Complete(Completion::Unknown) => EventKind::Parked,
             Self::Complete(_) => EventKind::Tombstoned,
             Self::Release => EventKind::Released,
         }
@@ -305,7 +343,7 @@ impl Ending {
     fn landing(self) -> Landing {
         match self {
             Self::Complete(Completion::Replayable(response)) => Landing::Replay(response),
-            Self::Complete(Completion::Unknown) => Landing::Unknown,
+            Self::Park(_) | Self::Complete(Completion::Unknown) => Landing::Unknown,
             Self::Complete(_) => Landing::Unreplayable,
             Self::Release => Landing::AskAgain,
         }
@@ -337,7 +375,9 @@ impl Held {
     /// it is to be executed again, that comes after the lease, as after a crash.
     async fn leave(self) -> Settled {
         if self.attempt.0.policy.on_abandoned == OnAbandoned::Park {
-            return self.settle(Ending::Complete(Completion::Unknown)).await;
+            return self
+                .settle(Ending::park("a step may have taken place of which nothing is recorded"))
+                .await;
         }
         self.inner.keeper.forget(&self.attempt);
         self.emit(EventKind::Abandoned);
@@ -369,6 +409,9 @@ impl Held {
 
     fn land(mut self, ending: Ending) {
         self.inner.keeper.forget(&self.attempt);
+        if let Ending::Park(reason) = &ending {
+            self.inner.unknown.log(&self.attempt, reason);
+        }
         self.emit(ending.event());
         if matches!(ending, Ending::Release) {
             self.retract_late_claim();
@@ -397,6 +440,8 @@ impl Held {
     fn defer(self, ending: Ending) {
         self.inner.keeper.forget(&self.attempt);
         let Ok(place) = self.inner.deferred.clone().try_acquire_owned() else {
+            let reason = "its end could not be stored, and too many others are tried again already";
+            self.inner.unknown.log_abandoned(&self.attempt, reason);
             return self.emit(EventKind::SettlementLost);
         };
         let inner = self.inner.clone();
@@ -430,7 +475,7 @@ impl Held {
         drop(leader);
         if error.kind().may_pass() {
             tracing::warn!(
-                ?record,
+                %record,
                 error = %error,
                 "the end of an attempt could not be stored before its lease was over; it is tried again until the retention \
                  of the record is over"
@@ -443,7 +488,8 @@ impl Held {
                 Err(again) => error = again,
             }
         }
-        tracing::error!(?record, error = %error, "the end of an attempt could not be stored: its outcome is unknown");
+        tracing::error!(%record, error = %error, "the end of an attempt could not be stored and is given up");
+        inner.unknown.log_abandoned(&unstored.attempt, "its end could not be stored");
         inner.emit(Event::new(record, Some(unstored.attempt.token()), EventKind::SettlementLost));
     }
 }
@@ -498,6 +544,9 @@ impl Inner {
             Err(Unsettled::Failed(error)) => return Err(error),
         };
         *stored = true;
+        if let (EventKind::Parked, Ending::Park(reason)) = (kind, &unstored.ending) {
+            self.unknown.log(&unstored.attempt, reason);
+        }
         self.emit(Event::new(unstored.attempt.record_id(), Some(unstored.attempt.token()), kind));
         let claim = lock(&unstored.claim).take();
         if let (EventKind::Released, Some(claim)) = (kind, claim) {

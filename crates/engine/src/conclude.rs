@@ -152,7 +152,7 @@ impl Held {
             {
                 let record = self.attempt.record_id();
                 tracing::warn!(
-                    ?record,
+                    %record,
                     others,
                     "the service reported a success and had not completed the record in its transaction: a crash before \
                      this would have executed it twice"
@@ -186,7 +186,7 @@ impl Held {
                     Ok(tried) => return drop(self.concluded(said, tried)),
                     Err(error) if !error.kind().may_pass() || again >= give_up => {
                         let record = self.attempt.record_id();
-                        tracing::warn!(?record, %error, "an attempt was not concluded; the next claim decides");
+                        tracing::warn!(%record, %error, "an attempt was not concluded; the next claim decides");
                         return self.emit(EventKind::SettlementLost);
                     }
                     Err(error) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),

@@ -29,6 +29,7 @@ use crate::keeper::Keeper;
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::retract::{Doubt, LATE, VERY_LATE};
+use crate::unknown::UnknownOutcomes;
 
 /// Drives one store: claims, renews, waits, completes. Cheap to clone; all clones are one engine.
 #[derive(Clone)]
@@ -53,6 +54,7 @@ pub(crate) struct Inner {
     /// Nobody begins anything more.
     pub(crate) closing: CancellationToken,
     pub(crate) completion_missing: Rarely,
+    pub(crate) unknown: UnknownOutcomes,
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
     origin: u64,
@@ -159,6 +161,7 @@ impl EngineBuilder {
                 very_late: Arc::new(Semaphore::new(VERY_LATE)),
                 closing: CancellationToken::new(),
                 completion_missing: Rarely::default(),
+                unknown: UnknownOutcomes::default(),
                 flights: Arc::default(),
                 origin: random_bits(),
                 claims: AtomicU64::new(0),
@@ -477,8 +480,11 @@ impl Inner {
             };
             let (landing, outcome) = match outcome {
                 Outcome::Execute(grant) => {
+                    self.unknown.forget(request.id);
+                    let label = request.label.clone();
+                    let policy = request.policy;
                     let attempt =
-                        Attempt::new(self.store.clone(), request.id, grant, request.policy, number, asked_at);
+                        Attempt::new(self.store.clone(), request.id, label, grant, policy, number, asked_at);
                     let mut permit = Permit::new(self, attempt, leader);
                     if is_doubtful {
                         permit.claimed_in_doubt(request, identifier);
@@ -525,7 +531,10 @@ impl Inner {
                     (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })
                 }
                 Outcome::Mismatch => (Landing::AskAgain, ClaimOutcome::Mismatch),
-                Outcome::Unknown => (Landing::Unknown, ClaimOutcome::Unknown),
+                Outcome::Unknown => {
+                    self.log_found_unknown(request.id);
+                    (Landing::Unknown, ClaimOutcome::Unknown)
+                }
                 Outcome::Unreplayable if request.policy.asks_for_answers => {
                     return self.look_for_answer(leader, &request, number).await;
                 }

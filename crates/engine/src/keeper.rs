@@ -204,7 +204,7 @@ impl Shared {
 
     fn warn(&self, attempt: &Attempt, error: &StoreError) {
         if !attempt.is_owner() && !attempt.0.warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!(record = ?attempt.record_id(), %error, "lease ran out and could not be renewed");
+            tracing::warn!(record = %attempt.record_id(), %error, "lease ran out and could not be renewed");
         }
     }
 

@@ -74,6 +74,7 @@ mod pending;
 mod policy;
 mod retract;
 pub mod step;
+mod unknown;
 
 pub use answer::{Added, AnswerPermit};
 pub use attempt::{Attempt, Permit, Settled};

@@ -45,7 +45,7 @@ impl Question {
             Reconciled::DidNotHappen => {
                 let record = context.attempt().record_id();
                 tracing::error!(
-                    ?record,
+                    %record,
                     "the service says that a request did not happen whose record its own transaction has completed; nothing is executed"
                 );
                 self.permit.refuse();

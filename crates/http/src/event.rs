@@ -1,10 +1,13 @@
-//! What became of each request, for metrics.
+//! The outcome of each request, for metrics and access logs.
+
+use std::time::Duration;
 
 use http::StatusCode;
+use oncegate_core::{CallerTag, RecordId};
 
 use crate::refusal::Condition;
 
-/// What became of a request. Every request that enters the layer has exactly one.
+/// The outcome of a request. Every request that enters the layer has exactly one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Disposition {
@@ -37,14 +40,73 @@ impl Disposition {
     }
 }
 
-/// Hears what became of each request. Called on the request's path: it must be quick and must not block.
-pub trait RequestObserver: Send + Sync + 'static {
-    /// Takes note. `status` is known where the layer answered or the handler did; it is not known for a request that only
-    /// passes through, because that one has not been answered yet.
-    fn observe(&self, disposition: Disposition, status: Option<StatusCode>);
+/// A request whose outcome is known. Carries neither key nor credential nor body.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct RequestEvent<'a> {
+    /// The outcome.
+    pub disposition: Disposition,
+    /// The status, if the layer answered or the handler did. A request that only passes through has not been answered yet.
+    pub status: Option<StatusCode>,
+    /// What is known of a request with a key, or without the key that it must have.
+    pub keyed: Option<KeyedEvent<'a>>,
 }
 
-/// Hears nothing.
+/// A request with a key, or without the key that it must have.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct KeyedEvent<'a> {
+    /// Method and path, such as `POST /payments`, cut to
+    /// [`OPERATION_MAX`](oncegate_core::limits::OPERATION_MAX) octets.
+    pub operation: &'a str,
+    /// The mark of the caller, if the request says whose it is.
+    pub caller: Option<CallerTag>,
+    /// The record of the key, if the request has a key.
+    pub record: Option<RecordId>,
+    /// The number of the attempt, if this request executed.
+    pub attempt: Option<u32>,
+    /// From the head of the request to the head of its answer.
+    pub duration: Duration,
+}
+
+impl<'a> RequestEvent<'a> {
+    pub(crate) const fn passing(disposition: Disposition) -> Self {
+        Self { disposition, status: None, keyed: None }
+    }
+
+    pub(crate) const fn keyed(
+        disposition: Disposition,
+        status: Option<StatusCode>,
+        keyed: KeyedEvent<'a>,
+    ) -> Self {
+        Self { disposition, status, keyed: Some(keyed) }
+    }
+}
+
+/// Receives the outcome of each request. Called on the request's path: it must be quick and must not block.
+pub trait RequestObserver: Send + Sync + 'static {
+    /// Takes note.
+    fn observe(&self, event: &RequestEvent<'_>);
+}
+
+/// Ignores everything.
 impl RequestObserver for () {
-    fn observe(&self, _: Disposition, _: Option<StatusCode>) {}
+    fn observe(&self, _: &RequestEvent<'_>) {}
+}
+
+/// Two observers, one after the other.
+impl<A: RequestObserver, B: RequestObserver> RequestObserver for (A, B) {
+    fn observe(&self, event: &RequestEvent<'_>) {
+        self.0.observe(event);
+        self.1.observe(event);
+    }
+}
+
+/// An observer that may be left out.
+impl<A: RequestObserver> RequestObserver for Option<A> {
+    fn observe(&self, event: &RequestEvent<'_>) {
+        if let Some(observer) = self {
+            observer.observe(event);
+        }
+    }
 }

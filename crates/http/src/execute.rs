@@ -88,11 +88,13 @@ impl Execution {
         match catch_panic(call(inner, request)).await {
             Ok(Ok(response)) if upstream => Box::pin(execution.finish_upstream(response)).await,
             Ok(Ok(response)) => execution.finish(response).await,
-            Ok(Err(error)) => match Box::pin(execution.fail::<RB>(None)).await {
-                recorded @ Executed::Recorded(..) => Ended::with(recorded),
-                _ => Ended { answer: Err(error), rest: None },
-            },
-            Err(Panicked) => Ended::with(Box::pin(execution.fail(None)).await),
+            Ok(Err(error)) => {
+                match Box::pin(execution.fail::<RB>(None, "the handler returned an error")).await {
+                    recorded @ Executed::Recorded(..) => Ended::with(recorded),
+                    _ => Ended { answer: Err(error), rest: None },
+                }
+            }
+            Err(Panicked) => Ended::with(Box::pin(execution.fail(None, PANICKED)).await),
         }
     }
 
@@ -123,7 +125,7 @@ impl Execution {
                 Err(Executed::Refused(Refusal::new(Condition::ReplayUnavailable)))
             }
             Reconciled::CannotTell => {
-                self.permit.complete(Completion::Unknown).await;
+                self.permit.park("the service could not tell what became of an abandoned attempt").await;
                 Err(Executed::Refused(Refusal::new(Condition::OutcomeUnknown)))
             }
         }
@@ -134,7 +136,7 @@ impl Execution {
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
         if let Some(Unanswered(status)) = response.extensions_mut().remove() {
-            return Ended::with(Box::pin(self.fail(Some(status))).await);
+            return Ended::with(Box::pin(self.fail(Some(status), unanswered(status))).await);
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);
@@ -174,11 +176,12 @@ impl Execution {
             }
             // The answer broke off: the client got nothing of it, and what it would have said is not known.
             Ok(Read::Broken(error)) => {
-                tracing::warn!(%error, "response body broke off");
+                let record = self.permit.attempt().record_id();
+                tracing::warn!(%record, %error, "response body broke off");
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
-                Ended::with(Box::pin(self.fail(status)).await)
+                Ended::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
             }
-            Err(Panicked) => Ended::with(Box::pin(self.fail(None)).await),
+            Err(Panicked) => Ended::with(Box::pin(self.fail(None, PANICKED)).await),
         }
     }
 
@@ -209,7 +212,7 @@ impl Execution {
     {
         let settled = match fate {
             Fate::Release => self.permit.release().await,
-            Fate::Unknown => self.permit.complete(Completion::Unknown).await,
+            Fate::Unknown => self.permit.park("the handler said so (Idempotency-Store: unknown)").await,
             Fate::Tombstone | Fate::Replay => self.permit.complete(Completion::Tombstone).await,
             Fate::Stop => self.permit.stop().await,
         };
@@ -222,14 +225,14 @@ impl Execution {
         stream(&self.settings, parts, nothing, Box::pin(body), status_of(&settled))
     }
 
-    /// The handler ended without an answer, so whether its effect happened is not known.
-    pub(crate) async fn fail<RB>(self, status: Option<StatusCode>) -> Executed<RB> {
+    /// The handler ended without an answer, so whether its effect happened is not known. The reason is for the log.
+    pub(crate) async fn fail<RB>(self, status: Option<StatusCode>, reason: &'static str) -> Executed<RB> {
         if self.settings.completed_by == CompletedBy::Upstream {
             return self.fail_upstream(status).await;
         }
         let condition = match self.settings.profile.server_errors {
             ServerErrors::Replay => {
-                self.permit.complete(Completion::Unknown).await;
+                self.permit.park(reason).await;
                 Condition::OutcomeUnknown
             }
             ServerErrors::Release => {
@@ -238,6 +241,16 @@ impl Execution {
             }
         };
         Executed::Refused(Refusal::new(condition).with_status(status))
+    }
+}
+
+const PANICKED: &str = "the handler panicked";
+
+/// Why a proxy has no answer, as the status tells.
+const fn unanswered(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::GATEWAY_TIMEOUT => "the service did not answer in time",
+        _ => "the connection to the service broke off",
     }
 }
 

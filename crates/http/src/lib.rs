@@ -103,7 +103,7 @@ mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
 pub use context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
-pub use event::{Disposition, RequestObserver};
+pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};
 pub use layer::IdempotencyLayer;

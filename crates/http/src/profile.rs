@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use http::header::{HeaderName, HeaderValue};
 use http::{Method, StatusCode};
+use oncegate_core::RecordId;
 
 use crate::key::KeySyntax;
 use crate::refusal::{Condition, Retry};
@@ -41,7 +42,8 @@ pub struct Profile {
     /// The media type of errors.
     pub error_content_type: &'static str,
     /// The shape of errors. Members in braces are replaced: `type` (of the problem), `title`, `detail`, `retry`, `slug`,
-    /// `code`, `kind`, `reason` (of the status) as the inside of a JSON string, `status` as a number.
+    /// `code`, `kind`, `reason` (of the status) as the inside of a JSON string, `status` as a number. `instance` is replaced by
+    /// a whole member with a comma in front, `,"instance":"urn:oncegate:record:…"`, or by nothing if no record is known.
     pub error_template: &'static str,
     /// Rows that differ from the profile `ietf`.
     pub rows: &'static [(Condition, Row)],
@@ -101,8 +103,7 @@ const STRIPE_ROWS: &[(Condition, Row)] = {
     ]
 };
 
-const PROBLEM: &str =
-    r#"{"type":"{type}","title":"{title}","status":{status},"detail":"{detail}","retry":"{retry}"}"#;
+const PROBLEM: &str = r#"{"type":"{type}","title":"{title}","status":{status},"detail":"{detail}","retry":"{retry}"{instance}}"#;
 
 impl Profile {
     /// The semantics of draft-ietf-httpapi-idempotency-key-header-07, and errors by RFC 9457. The default.
@@ -183,7 +184,13 @@ impl Profile {
     }
 
     /// The body of an error.
-    pub(crate) fn render(&self, condition: Condition, row: &Row, detail: &str) -> String {
+    pub(crate) fn render(
+        &self,
+        condition: Condition,
+        row: &Row,
+        detail: &str,
+        record: Option<RecordId>,
+    ) -> String {
         let mut body = String::with_capacity(self.error_template.len() + 256);
         let mut rest = self.error_template;
         // A brace that opens a member is followed by its name, one of JSON by a quote.
@@ -205,6 +212,11 @@ impl Profile {
                 "slug" => push_escaped(&mut body, condition.slug()),
                 "code" => push_escaped(&mut body, &row.code.replace('-', "_")),
                 "kind" => push_escaped(&mut body, row.kind),
+                "instance" => {
+                    if let Some(record) = record {
+                        body.extend([",\"instance\":\"", RECORD_URN, &record.to_string(), "\""]);
+                    }
+                }
                 "reason" => push_escaped(&mut body, row.status.canonical_reason().unwrap_or("Error")),
                 _ => {}
             }
@@ -218,6 +230,9 @@ impl Profile {
 /// What problem types start with. Not an address: nothing has to be looked up to tell them apart.
 pub(crate) const PROBLEM_TYPES: &str = "urn:oncegate:problem:";
 
+/// What the names of records in problems start with.
+const RECORD_URN: &str = "urn:oncegate:record:";
+
 fn push_escaped(body: &mut String, text: &str) {
     let quoted = serde_json::Value::from(text).to_string();
     body.push_str(quoted.get(1..quoted.len() - 1).unwrap_or_default());
@@ -230,7 +245,7 @@ mod tests {
 
     fn rendered(profile: &Profile, condition: Condition) -> Value {
         let row = profile.row(condition);
-        serde_json::from_str(&profile.render(condition, &row, condition.detail())).unwrap()
+        serde_json::from_str(&profile.render(condition, &row, condition.detail(), None)).unwrap()
     }
 
     #[test]
@@ -240,6 +255,12 @@ mod tests {
         assert_eq!(problem["status"], 400);
         assert_eq!(problem["type"], "urn:oncegate:problem:key-missing");
         assert_eq!(problem["retry"], "fix-request");
+        assert!(problem["instance"].is_null());
+        let (row, record) =
+            (Profile::ietf().row(Condition::OutcomeUnknown), RecordId::from_bytes([0xab; 32]));
+        let text = Profile::ietf().render(Condition::OutcomeUnknown, &row, "why", Some(record));
+        let problem: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(problem["instance"], format!("urn:oncegate:record:{}", "ab".repeat(32)));
         assert_eq!(
             rendered(&Profile::ietf(), Condition::KeyReused)["title"],
             "Idempotency-Key is already used"

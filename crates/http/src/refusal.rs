@@ -5,6 +5,7 @@ use std::fmt;
 use bytes::Bytes;
 use http::header::{self, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
+use oncegate_core::RecordId;
 
 use crate::grpc::GrpcForm;
 use crate::profile::{Profile, Row};
@@ -265,13 +266,14 @@ pub struct Refusal {
     detail: Option<String>,
     retry_after: Option<u64>,
     status: Option<StatusCode>,
+    record: Option<RecordId>,
 }
 
 impl Refusal {
     /// A refusal for this condition, with its usual status and detail.
     #[must_use]
     pub const fn new(condition: Condition) -> Self {
-        Self { condition, detail: None, retry_after: None, status: None }
+        Self { condition, detail: None, retry_after: None, status: None, record: None }
     }
 
     /// With another detail than the condition's: what it means for this caller now.
@@ -289,6 +291,11 @@ impl Refusal {
     #[must_use]
     pub fn with_status(self, status: Option<StatusCode>) -> Self {
         Self { status, ..self }
+    }
+
+    /// The record that the refusal is about. An operator finds it by what the client received.
+    pub(crate) fn with_record(self, record: Option<RecordId>) -> Self {
+        Self { record, ..self }
     }
 
     /// The response: in the shape of the profile of these settings, or as a call of gRPC is refused, for a request that
@@ -311,7 +318,7 @@ impl Refusal {
             (None, _) => condition.detail().to_owned(),
         };
         let mut response = match grpc {
-            None => Self::problem(settings, condition, &row, &detail),
+            None => Self::problem(settings, condition, &row, &detail, self.record),
             Some(form) => {
                 let code = condition.grpc_code();
                 form.refusal(code, condition.slug(), &detail, condition.retry(), self.retry_after)
@@ -328,9 +335,15 @@ impl Refusal {
         response
     }
 
-    fn problem(settings: &Settings, condition: Condition, row: &Row, detail: &str) -> Response<Bytes> {
+    fn problem(
+        settings: &Settings,
+        condition: Condition,
+        row: &Row,
+        detail: &str,
+        record: Option<RecordId>,
+    ) -> Response<Bytes> {
         let profile: &Profile = &settings.profile;
-        let body = profile.render(condition, row, detail);
+        let body = profile.render(condition, row, detail, record);
         let mut response = Response::new(Bytes::from(body));
         *response.status_mut() = row.status;
         let headers = response.headers_mut();

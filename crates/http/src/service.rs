@@ -6,13 +6,16 @@ use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
 use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
-use oncegate_core::{Fingerprint, IdempotencyKey, NoNaturalKey, Scope, StoreErrorKind, StoredResponse};
+use oncegate_core::{
+    CallerTag, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope, StoreErrorKind, StoredResponse,
+};
 use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
 use pin_project_lite::pin_project;
 use tokio::sync::oneshot;
@@ -22,7 +25,7 @@ use crate::answer::{Asked, Question, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{Held, NoRoom, TIED_REQUEST, tie};
 use crate::canonical;
-use crate::event::Disposition;
+use crate::event::{Disposition, KeyedEvent, RequestEvent};
 use crate::execute::{Ended, Execution, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
@@ -133,14 +136,14 @@ where
             None
         };
         if let Some(disposition) = passing {
-            self.shared.observer.observe(disposition, None);
+            self.shared.observer.observe(&RequestEvent::passing(disposition));
             let future = self.inner.call(request.map(RequestBody::passing));
             return ResponseFuture { inner: FutureInner::Passing { future } };
         }
         // The one that is ready is called; the clone takes its place.
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
-        let keyed = Keyed { shared: self.shared.clone(), settings: settings.clone(), echo: None, grpc: None };
+        let keyed = Keyed::new(self.shared.clone(), settings.clone());
         ResponseFuture { inner: FutureInner::Keyed { future: Box::pin(keyed.answer(inner, request)) } }
     }
 }
@@ -153,9 +156,46 @@ struct Keyed {
     echo: Option<HeaderValue>,
     /// How the client is refused, where it speaks gRPC.
     grpc: Option<GrpcForm>,
+    begun: Instant,
+    /// The operation, as an operator sees it.
+    label: Label,
+    /// Whether the label has the caller's mark already.
+    has_caller: bool,
+    record: Option<RecordId>,
+    attempt: Option<u32>,
 }
 
 impl Keyed {
+    fn new(shared: Arc<Shared>, settings: Arc<Settings>) -> Self {
+        Self {
+            shared,
+            settings,
+            echo: None,
+            grpc: None,
+            begun: Instant::now(),
+            label: Label::default(),
+            has_caller: false,
+            record: None,
+            attempt: None,
+        }
+    }
+
+    fn observe(&self, disposition: Disposition, status: Option<http::StatusCode>) {
+        let keyed = KeyedEvent {
+            operation: self.label.operation(),
+            caller: self.has_caller.then(|| self.label.caller()),
+            record: self.record,
+            attempt: self.attempt,
+            duration: self.begun.elapsed(),
+        };
+        self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
+    }
+
+    /// Names the operation of a request that is refused before its record is known.
+    fn label_early(&mut self, method: &http::Method, path: &str) {
+        self.label = Label::new(CallerTag::default(), &format!("{method} {path}"));
+    }
+
     async fn answer<S, B, RB>(
         mut self,
         inner: S,
@@ -172,22 +212,36 @@ impl Keyed {
         self.grpc = GrpcForm::of(&parts.headers);
         let (scope, key) = match self.whose(&parts) {
             Ok(whose) => whose,
-            Err(refusal) => return Ok(self.refuse(refusal)),
+            Err(refusal) => {
+                self.label_early(&parts.method, parts.uri.path());
+                return Ok(self.refuse(refusal));
+            }
         };
         let (data, trailers, held) = match self.read(body).await {
             Ok(read) => read,
-            Err(refusal) => return Ok(self.refuse(refusal)),
+            Err(refusal) => {
+                self.label_early(&parts.method, parts.uri.path());
+                return Ok(self.refuse(refusal));
+            }
         };
         let Some(slot) = self.enter(&scope) else {
+            self.label_early(&parts.method, parts.uri.path());
             return Ok(self.refuse(overloaded(TOO_MANY)));
         };
+        let (method, uri) = (parts.method.clone(), parts.uri.clone());
         let (parts, compared) = match self.compare(parts, &data, key.is_none()).await {
             Ok(compared) => compared,
-            Err(refusal) => return Ok(self.refuse(refusal)),
+            Err(refusal) => {
+                self.label_early(&method, uri.path());
+                return Ok(self.refuse(refusal));
+            }
         };
         let key = match key.map_or_else(|| self.natural_key(compared.natural_key), Ok) {
             Ok(key) => key,
-            Err(refusal) if self.settings.profile.require_key => return Ok(self.refuse(refusal)),
+            Err(refusal) if self.settings.profile.require_key => {
+                self.label_early(&parts.method, parts.uri.path());
+                return Ok(self.refuse(refusal));
+            }
             Err(_) => {
                 drop(slot);
                 let request = Request::from_parts(parts, RequestBody::whole(data, trailers, held));
@@ -195,6 +249,7 @@ impl Keyed {
             }
         };
         let (id, label) = canonical::locate(&self.settings, &scope, &parts, &key);
+        (self.record, self.label, self.has_caller) = (Some(id), label.clone(), true);
         let fingerprint = compared.fingerprint;
         let policy = self.settings.policy.with_answers_asked_for(self.asks_for_answers());
         let claim = ClaimRequest { id, fingerprint, label, policy };
@@ -224,9 +279,9 @@ impl Keyed {
             Err(error) => {
                 if error.is_unsent() {
                     // The store is known to be out of reach, and the log has that once already.
-                    tracing::debug!(record = ?id, %error, "claim failed");
+                    tracing::debug!(record = %id, %error, "claim failed");
                 } else {
-                    tracing::warn!(record = ?id, %error, "claim failed");
+                    tracing::warn!(record = %id, %error, "claim failed");
                 }
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
@@ -329,7 +384,7 @@ impl Keyed {
     where
         S: Service<Request<RequestBody<B>>, Response = Response<RB>>,
     {
-        self.shared.observer.observe(Disposition::Unprotected, None);
+        self.shared.observer.observe(&RequestEvent::passing(Disposition::Unprotected));
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
         Ok(response.map(ResponseBody::passing))
@@ -373,7 +428,7 @@ impl Keyed {
     /// Executes where a client that hangs up drops this future and not the handler: in a task of its own, unless the
     /// handler is done at once.
     async fn execute<S, B, RB>(
-        self,
+        mut self,
         inner: S,
         (permit, slot): (Permit, Slot),
         key: IdempotencyKey,
@@ -386,6 +441,7 @@ impl Keyed {
         B: Send + 'static,
         RB: Body<Data: Send, Error: Into<BoxError>> + Send + 'static,
     {
+        self.attempt = Some(permit.attempt().number());
         let response_budget = self.shared.response_budget.clone();
         let (settings, target) = (self.settings.clone(), request.uri().clone());
         let execution = Execution { settings, permit, key, response_budget, target };
@@ -420,7 +476,7 @@ impl Keyed {
             Ok(Executed::Response(mut response)) => {
                 // Only the layer says what was replayed.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
-                self.shared.observer.observe(Disposition::Executed, Some(response.status()));
+                self.observe(Disposition::Executed, Some(response.status()));
                 Ok(self.echoed(response))
             }
             Ok(Executed::Recorded(stored, status)) => {
@@ -432,7 +488,7 @@ impl Keyed {
             }
             Ok(Executed::Refused(refusal)) => Ok(self.refuse(refusal)),
             Err(error) => {
-                self.shared.observer.observe(Disposition::Executed, None);
+                self.observe(Disposition::Executed, None);
                 Err(error)
             }
         }
@@ -476,7 +532,7 @@ impl Keyed {
         let mut response = inner.call(request).await?;
         take_directive(&mut response);
         set_status(&mut response, "unprotected");
-        self.shared.observer.observe(Disposition::FailedOpen, Some(response.status()));
+        self.observe(Disposition::FailedOpen, Some(response.status()));
         Ok(self.echoed(response.map(ResponseBody::passing)))
     }
 
@@ -513,14 +569,14 @@ impl Keyed {
         *response.headers_mut() = headers;
         let marker = self.settings.profile.replay_marker.clone();
         response.headers_mut().insert(marker, HeaderValue::from_static("true"));
-        self.shared.observer.observe(Disposition::Replayed, Some(status));
+        self.observe(Disposition::Replayed, Some(status));
         self.echoed(response)
     }
 
     fn refuse<RB>(&self, refusal: Refusal) -> Response<ResponseBody<RB>> {
         let condition = refusal.condition;
-        let response = refusal.into_response(&self.settings, self.grpc);
-        self.shared.observer.observe(Disposition::Refused(condition), Some(response.status()));
+        let response = refusal.with_record(self.record).into_response(&self.settings, self.grpc);
+        self.observe(Disposition::Refused(condition), Some(response.status()));
         self.echoed(response.map(|body: Bytes| ResponseBody::own(body)))
     }
 

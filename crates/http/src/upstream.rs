@@ -83,7 +83,8 @@ impl Execution {
                 }
             }
             Ok(Read::Broken(error)) => {
-                tracing::warn!(%error, "response body broke off");
+                let record = self.permit.attempt().record_id();
+                tracing::warn!(%record, %error, "response body broke off");
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(self.fail_upstream(status).await)
             }

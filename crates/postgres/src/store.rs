@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{
     AuditEntry, Capabilities, Claim, Command, Complete, Durability, Extent, Fencing, FencingToken, ListPage,
-    ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, Store, StoreError,
-    StoreErrorKind, StoreFuture, Timestamp, limits,
+    ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, StateName,
+    StateSet, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp, limits,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
@@ -370,14 +370,48 @@ impl Shared {
         }
     }
 
+    /// The function of the contract takes one state, or none for all. For several it is called once for each; all calls walk
+    /// in the order of the identifiers, so their pages are merged as far as all of them have come.
     async fn list(&self, query: &ListQuery) -> Result<ListPage, StoreError> {
+        if query.states == StateSet::ALL {
+            return self.list_state(query, None).await;
+        }
+        let mut page = ListPage::default();
+        for state in query.states.iter() {
+            let mut part = self.list_state(query, Some(state)).await?;
+            page.records.append(&mut part.records);
+            page.unreadable.append(&mut part.unreadable);
+            page.next = match (page.next, part.next) {
+                (Some(one), Some(other)) => Some(one.min(other)),
+                (one, other) => one.or(other),
+            };
+        }
+        // A record whose state changed between two calls is in both: the later call is right.
+        page.records.reverse();
+        page.records.sort_by_key(|(id, _)| *id);
+        page.records.dedup_by_key(|(id, _)| *id);
+        page.unreadable.sort_unstable();
+        page.unreadable.dedup();
+        if let Some((last, _)) = page.records.get(query.bounded_limit() - 1)
+            && (page.records.len() > query.bounded_limit() || page.next.is_some())
+        {
+            page.next = Some(page.next.map_or(*last, |next| next.min(*last)));
+        }
+        if let Some(next) = page.next {
+            page.records.retain(|(id, _)| *id <= next);
+            page.unreadable.retain(|id| *id <= next);
+        }
+        Ok(page)
+    }
+
+    async fn list_state(&self, query: &ListQuery, state: Option<StateName>) -> Result<ListPage, StoreError> {
         let text = |value: Option<&str>| {
             value.map_or(Arg::NoText, |value| Arg::Text(record::text(value, usize::MAX)))
         };
         let octets =
             |value: Option<&[u8]>| value.map_or(Arg::NoOctets, |value| Arg::Octets(value.to_vec().into()));
         let args = [
-            text(query.state.map(|state| state.as_str())),
+            text(state.map(|state| state.as_str())),
             octets(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
             text(query.operation.as_deref()),
             Arg::Big(record::millis(query.min_age)),

@@ -21,8 +21,8 @@ use bytes::Bytes;
 use oncegate_core::{
     Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, FencingToken,
     Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Release,
-    Renew, Resolution, Resolve, State, StateName, Step, Store, StoreError, StoredResponse, Timestamp, Write,
-    decide, limits,
+    Renew, Resolution, Resolve, State, StateName, StateSet, Step, Store, StoreError, StoredResponse,
+    Timestamp, Write, decide, limits,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -290,7 +290,7 @@ enum Act {
         limit: usize,
     },
     List {
-        state: Option<StateName>,
+        states: StateSet,
         caller: Option<u8>,
         operation: Option<u8>,
         min_age: Duration,
@@ -324,7 +324,8 @@ fn step() -> impl Strategy<Value = Act> {
     let retention = || seconds(&[1000, 10_000, 60_000]);
     let abandoned =
         prop::sample::select(&[OnAbandoned::Park, OnAbandoned::Reexecute, OnAbandoned::Reconcile][..]);
-    let state = prop::option::of(prop::sample::select(&StateName::ALL[..]));
+    let states = prop::option::of(prop::sample::subsequence(&StateName::ALL[..], 1..=StateName::ALL.len()));
+    let states = states.prop_map(|some| some.map_or(StateSet::ALL, |some| some.into_iter().collect()));
     prop_oneof![
         10 => (on.clone(), prop::bool::weighted(0.2), 0..8_u8, lease(), retention(), abandoned).prop_map(
             |(on, again, input, lease, retention, abandoned)| Act::Claim {
@@ -349,14 +350,14 @@ fn step() -> impl Strategy<Value = Act> {
         1 => on.clone().prop_map(|on| Act::PurgeOne { on }),
         2 => (0..4_usize).prop_map(|limit| Act::Purge { limit }),
         1 => (
-            state,
+            states,
             prop::option::of(0..2_u8),
             prop::option::of(0..2_u8),
             seconds(&[0, 0, 1000]),
             1..4_usize,
         )
-            .prop_map(|(state, caller, operation, min_age, limit)| Act::List {
-                state,
+            .prop_map(|(states, caller, operation, min_age, limit)| Act::List {
+                states,
                 caller,
                 operation,
                 min_age,
@@ -432,9 +433,9 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
 
     fn step(&mut self, step: &Act) -> Checked {
         match step {
-            Act::List { state, caller, operation, min_age, limit } => {
+            Act::List { states, caller, operation, min_age, limit } => {
                 let mut query = ListQuery::default();
-                query.state = *state;
+                query.states = *states;
                 query.caller = caller.map(caller_tag);
                 query.operation = operation.map(|n| if n == 0 { "POST".to_owned() } else { operation_of(1) });
                 query.min_age = *min_age;

@@ -12,7 +12,7 @@ use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
     CallerTag, Command, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
-    StoredResponse, limits,
+    StateSet, StoredResponse, limits,
 };
 use oncegate_http::{KeyGrammar, Settings};
 use serde::Deserialize;
@@ -35,9 +35,7 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
         let bad = |what: String| Problem::bad_request(format!("{name}: {text:?} {what}"));
         match name.as_str() {
             "state" => {
-                let names = StateName::ALL.map(StateName::as_str);
-                let hint = || format!("is not one of {}{}", names.join(", "), did_you_mean(&text, names));
-                filter.state = Some(StateName::from_name(&text).ok_or_else(|| bad(hint()))?);
+                filter.states = states(&text).map_err(bad)?;
             }
             "caller" => {
                 let what = "is not a caller's mark; it has 16 hexadecimal digits, as a listing shows them";
@@ -62,6 +60,24 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
         "next": page.next.map(|next| next.to_string()),
         "now": view::time(now),
     })))
+}
+
+/// One state, several with commas, or `unsettled`.
+fn states(text: &str) -> Result<StateSet, String> {
+    const UNSETTLED: &str = "unsettled";
+    let mut states = Vec::new();
+    for name in text.split(',').map(str::trim) {
+        match StateName::from_name(name) {
+            Some(state) => states.push(state),
+            None if name == UNSETTLED => states.extend(StateSet::UNSETTLED.iter()),
+            None => {
+                let names: Vec<_> =
+                    StateName::ALL.map(StateName::as_str).into_iter().chain([UNSETTLED]).collect();
+                return Err(format!("is not one of {}{}", names.join(", "), did_you_mean(name, names)));
+            }
+        }
+    }
+    Ok(states.into_iter().collect())
 }
 
 pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>, query: Pairs) -> Answer {
@@ -284,7 +300,7 @@ async fn settle(
     let store = state.engine.store();
     match store.apply(id, Command::Resolve(command)).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
-            tracing::info!(record = ?id, %from, actor, "record resolved");
+            tracing::info!(record = %id, %from, actor, "record resolved");
             let record = lookup(state, id).await?;
             let mut view = view::record(id, &record, store.now(), Detail::Whole);
             if let Value::Object(members) = &mut view {

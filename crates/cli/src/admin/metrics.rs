@@ -6,18 +6,22 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use oncegate_core::{
     Advisory, AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record,
-    RecordId, RecordMap, Sharded, Store, StoreErrorKind, StoreFuture, Timestamp,
+    RecordId, RecordMap, Sharded, StateName, Store, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Breaker, BreakerState, Engine, Event, EventKind, Observer};
+<<<<<<< HEAD
 use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
 use prometheus_client::collector::Collector;
+=======
+use oncegate_http::{Condition, Disposition, Reconciled, RequestEvent, RequestObserver};
+>>>>>>> 0bd5ab6 (cli: show outcomes that are unknown to the person on call)
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
@@ -28,6 +32,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+<<<<<<< HEAD
 /// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
 struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
 
@@ -50,6 +55,9 @@ impl Collector for StorePromises {
         Info::new(promises.to_vec()).encode(encoder)
     }
 }
+=======
+use super::census::Counts;
+>>>>>>> 0bd5ab6 (cli: show outcomes that are unknown to the person on call)
 
 /// What is counted. Cheap to clone; all clones count the same.
 #[derive(Clone)]
@@ -74,6 +82,11 @@ struct Inner {
     breaker: [Gauge; BreakerState::ALL.len()],
     breaker_openings: Counter,
     draining: Gauge,
+    access_lines_dropped: Counter,
+    records: Family<[Label; 1], Gauge>,
+    /// Since when the oldest unsettled record waits, by the store's clock in milliseconds; 0 if there is none.
+    oldest_unsettled: AtomicU64,
+    oldest_unsettled_age: Gauge<f64, AtomicU64>,
 }
 
 type Label = (&'static str, &'static str);
@@ -221,6 +234,13 @@ impl Metrics {
         let breaker_openings = Counter::default();
         r.register("breaker_openings", "How often the store went out of reach", breaker_openings.clone());
         r.register("draining", "1 while the sidecar stops", draining.clone());
+        let access_lines_dropped = Counter::default();
+        r.register(
+            "access_lines_dropped",
+            "Lines of the access log that were dropped because nobody read it",
+            access_lines_dropped.clone(),
+        );
+        let (records, oldest_unsettled_age) = unsettled_gauges(r);
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
             events: EVENTS.map(|event| events.get_or_create_owned(&[("event", event)])),
@@ -242,6 +262,10 @@ impl Metrics {
                 .map(|state| breakers.get_or_create_owned(&[("state", state.as_str())])),
             breaker_openings,
             draining,
+            access_lines_dropped,
+            records,
+            oldest_unsettled: AtomicU64::new(0),
+            oldest_unsettled_age,
             registry,
         }))
     }
@@ -265,6 +289,36 @@ impl Metrics {
         }
     }
 
+    /// Takes note of a line that did not get into the access log.
+    pub(crate) fn count_dropped_access_line(&self) {
+        self.0.access_lines_dropped.inc();
+    }
+
+    /// Takes note of how many records are not settled.
+    pub(super) fn set_counts(&self, counts: Counts) {
+        let states = [
+            (StateName::InProgress, counts.in_progress),
+            (StateName::Abandoned, counts.abandoned),
+            (StateName::Unknown, counts.unknown),
+        ];
+        for (state, count) in states {
+            let gauge = self.0.records.get_or_create_owned(&[("state", state.as_str())]);
+            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+        let oldest = counts.oldest.map_or(0, Timestamp::as_millis);
+        self.0.oldest_unsettled.store(oldest, Ordering::Relaxed);
+        self.0.oldest_unsettled_age.set(0.0);
+    }
+
+    /// The age is that of the moment. Before the first count it is not a number.
+    fn set_oldest_age(&self, now: Timestamp) {
+        let oldest = self.0.oldest_unsettled.load(Ordering::Relaxed);
+        if oldest > 0 {
+            let age = now.since(Timestamp::from_millis(oldest));
+            self.0.oldest_unsettled_age.set(age.as_secs_f64());
+        }
+    }
+
     /// Everything, in the text format of OpenMetrics, which Prometheus reads.
     pub(super) fn render(
         &self,
@@ -280,6 +334,7 @@ impl Metrics {
         self.0.breaker_openings.inner().store(breaker.openings(), Ordering::Relaxed);
         self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
         self.0.draining.set(draining.into());
+        self.set_oldest_age(engine.store().now());
         let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
         self.0.executing.set(i64::try_from(executing).unwrap_or(i64::MAX));
         let mut text = String::new();
@@ -302,6 +357,24 @@ impl Metrics {
             }
         }
     }
+}
+
+fn unsettled_gauges(registry: &mut Registry) -> (Family<[Label; 1], Gauge>, Gauge<f64, AtomicU64>) {
+    let records = Family::default();
+    registry.register(
+        "records",
+        "Records that are not settled, by state; counted by a slow walk through the store",
+        records.clone(),
+    );
+    let oldest = Gauge::default();
+    oldest.set(f64::NAN);
+    registry.register_with_unit(
+        "oldest_unsettled",
+        "How long the oldest record whose outcome is unknown has waited for an operator; 0 if there is none",
+        Unit::Seconds,
+        oldest.clone(),
+    );
+    (records, oldest)
 }
 
 fn store_histogram() -> Histogram {
@@ -374,8 +447,8 @@ fn usual_status(disposition: Disposition) -> Option<StatusCode> {
 }
 
 impl RequestObserver for Metrics {
-    fn observe(&self, disposition: Disposition, status: Option<StatusCode>) {
-        self.0.requests.with(disposition, status, |counter| {
+    fn observe(&self, event: &RequestEvent<'_>) {
+        self.0.requests.with(event.disposition, event.status, |counter| {
             counter.inc();
         });
     }

@@ -15,6 +15,8 @@
 //!
 //! Refusals are problem details. Who may ask is in [`guard`].
 
+mod census;
+mod exposition;
 mod front;
 mod guard;
 mod keys;
@@ -33,7 +35,7 @@ use axum::Router;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http::header::{self, HeaderValue};
+use http::header::{self, HeaderMap, HeaderValue};
 use http::{Method, StatusCode, Uri};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -44,9 +46,11 @@ use oncegate_http::IdempotencyLayer;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
+use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::config::AdminToken;
 
+pub(crate) use self::census::{LeftBehind, run as count_records};
 pub(crate) use self::front::FrontCollector;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, UpstreamResult};
 pub(crate) use self::view::time;
@@ -177,10 +181,16 @@ async fn readyz(State(state): State<AdminState>) -> Response {
     }
 }
 
-async fn metrics(State(state): State<AdminState>) -> Response {
-    const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Response {
+    let form = Exposition::of(&headers);
     match state.metrics.render(&state.engine, &state.breaker, state.draining.is_set()) {
-        Ok(text) => ([(header::CONTENT_TYPE, HeaderValue::from_static(OPEN_METRICS))], text).into_response(),
+        Ok(text) => {
+            let fields = [
+                (header::CONTENT_TYPE, HeaderValue::from_static(form.content_type())),
+                (header::VARY, HeaderValue::from_static("accept")),
+            ];
+            (fields, form.of_open_metrics(text)).into_response()
+        }
         Err(_) => Problem::internal("The metrics could not be written down.").into_response(),
     }
 }

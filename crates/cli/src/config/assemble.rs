@@ -88,6 +88,7 @@ pub(super) fn draft(
         max_in_flight_per_caller: given(&values.max_in_flight_per_caller),
         store_cache: given(&values.store_cache),
         store_patience: given(&values.store_patience),
+        access_log: given(&values.access_log),
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         store_must_exist,

@@ -30,6 +30,8 @@ use oncegate_core::OnAbandoned;
 use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
 
+use crate::access_log::AccessLogFormat;
+
 use self::file::FileContent;
 use self::settings::{Given, Place, Raw, SETTINGS, Setting, Values};
 
@@ -80,6 +82,8 @@ pub(crate) struct Config {
     pub(crate) store_cache: usize,
     /// How long the store may take before it is asked whether it is well.
     pub(crate) store_patience: Duration,
+    /// The form of the access log; `None` is no log.
+    pub(crate) access_log: Option<AccessLogFormat>,
     /// How many threads serve; `None` is one per core.
     pub(crate) threads: Option<usize>,
     pub(crate) store: StoreChoice,

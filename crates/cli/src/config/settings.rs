@@ -18,6 +18,7 @@ use oncegate_http::{
 
 use super::problem::Source;
 use super::units::{self, AdminToken, Origin, StoreChoice, Upstream, UpstreamProtocol};
+use crate::access_log::AccessLogFormat;
 
 /// One setting, as flags, environment and file see it.
 pub(crate) struct Setting {
@@ -221,6 +222,11 @@ settings! {
     /// what TLS agrees on over https.
     "upstream-protocol" SERVICE Service One "auto|http1|http2" Value("auto");
     upstream_protocol: UpstreamProtocol = units::upstream_protocol;
+
+    /// Writes a line for each request with a key to the standard output, as `text` or as `json`: time, operation, status,
+    /// outcome, duration, attempt, caller's mark and record, and never the key.
+    "access-log" SERVICE Service One "off|text|json" Value("off");
+    access_log: Option<AccessLogFormat> = units::access_log;
 
     /// How many threads serve requests.
     "threads" SERVICE Service One "N" Nothing("one per core");

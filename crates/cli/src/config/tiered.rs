@@ -228,7 +228,7 @@ mod tests {
     fn what_is_wrong_is_said_without_a_password() {
         for (text, why) in [
             ("tiered(front=memory:,back=./b", "there is no \")\" at the end; write tiered("),
-            ("tiered(front=memory:,back=./b) ", "there is no \")\" at the end"),
+            ("tiered(front=memory:,back=./b) ", "a blank"),
             (
                 "tiered(redis://u:hunter2@h,back=./b)",
                 "it begins with none of front=, back=, keep=, patience=;",

@@ -20,6 +20,8 @@ use oncegate_postgres::PostgresOptions;
 
 use oncegate_redis::RedisOptions;
 
+use crate::access_log::AccessLogFormat;
+
 use super::problem::did_you_mean;
 use super::tiered::{self, TieredChoice};
 
@@ -675,6 +677,12 @@ pub(crate) fn server_errors(text: &str) -> Read<ServerErrors> {
 
 pub(crate) fn store_outage(text: &str) -> Read<StoreOutage> {
     one_of(text, &[("closed", StoreOutage::Closed), ("open", StoreOutage::Open)])
+}
+
+/// `None` is no access log.
+pub(crate) fn access_log(text: &str) -> Read<Option<AccessLogFormat>> {
+    use AccessLogFormat::{Json, Text};
+    one_of(text, &[("off", None), ("text", Some(Text)), ("json", Some(Json))])
 }
 
 pub(crate) fn upstream_protocol(text: &str) -> Read<UpstreamProtocol> {

@@ -62,7 +62,8 @@ enum KeysCommand {
 
 #[derive(Args, Debug)]
 struct Ls {
-    /// Only records in this state: in-progress, abandoned, unknown, completed, tombstone, released
+    /// Only records in this state: in-progress, abandoned, unknown, completed, tombstone, released; several with commas;
+    /// or unsettled, which is abandoned and unknown: what waits for an operator
     #[arg(long, value_name = "STATE")]
     state: Option<String>,
     /// Only records of this caller, by the mark that a listing shows

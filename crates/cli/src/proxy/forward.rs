@@ -18,6 +18,7 @@ use oncegate_http::{
     Condition, GrpcForm, Refusal, Relayed, RequestBody, Settings, StoreDirective, Unanswered,
 };
 use tower_service::Service;
+use tracing::field::display;
 
 use super::body::{Activity, NotedBody, ProxyBody};
 use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
@@ -69,6 +70,8 @@ impl Forward {
         let config = &self.upstream.config;
         let route = config.route(request.method(), request.uri().path());
         let (timeout, settings) = (route.upstream_timeout, &route.settings);
+        let context = IdempotencyContext::from_extensions(request.extensions());
+        let record = context.map(|context| display(context.attempt().record_id()));
         let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
@@ -96,21 +99,21 @@ impl Forward {
             Some(Ok(response)) => match Self::bring_back(response, client_side, timeout) {
                 Some(response) => (UpstreamResult::Answered, response),
                 None => {
-                    tracing::warn!("upstream switched protocols unasked");
+                    tracing::warn!(record, "upstream switched protocols unasked");
                     (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
                 }
             },
             None => {
-                tracing::warn!(?timeout, "upstream did not answer in time");
+                tracing::warn!(record, ?timeout, "upstream did not answer in time");
                 (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
             // No request was sent without a connection.
             Some(Err(error)) if error.is_connect() => {
-                tracing::warn!(error = %chain(&error), "upstream is unreachable");
+                tracing::warn!(record, error = %chain(&error), "upstream is unreachable");
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
             Some(Err(error)) => {
-                tracing::warn!(error = %chain(&error), "upstream broke off");
+                tracing::warn!(record, error = %chain(&error), "upstream broke off");
                 (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
         };

@@ -108,7 +108,7 @@ impl Reconcile for Asker {
             let record = context.attempt().record_id();
             let about = self.about();
             tracing::info!(
-                ?record,
+                %record,
                 result = result.as_str(),
                 about,
                 "asked the service what became of a request"
@@ -140,7 +140,7 @@ impl Asker {
             };
             let record = context.attempt().record_id();
             let about = self.about();
-            tracing::warn!(?record, why, about, "the service does not say what became of a request");
+            tracing::warn!(%record, why, about, "the service does not say what became of a request");
             if Instant::now() + pause >= deadline {
                 return Reconciled::CannotTell;
             }

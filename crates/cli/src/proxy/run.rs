@@ -17,7 +17,8 @@ use tokio::sync::{oneshot, watch};
 use super::late::{self, NotOpened};
 use super::reconcile::Questions;
 use super::{DataPath, bind, server_config, tiered};
-use crate::admin::{self, AdminState, Draining};
+use crate::access_log::AccessLog;
+use crate::admin::{self, AdminState, Draining, LeftBehind, count_records};
 use crate::check::existing;
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
@@ -72,15 +73,22 @@ async fn serve(config: Config) -> Result<(), String> {
     let breaker = if opened.is_there { breaker } else { breaker.opened() };
     let breaker = breaker.with_patience(config.store_patience).map_err(|error| error.to_string())?.build();
     let (store, tiered) = tiered::before(Arc::new(breaker.clone()), tier);
+    let left = LeftBehind::default();
     let builder = Engine::builder(store).with_runtime(control);
     #[cfg(feature = "failpoints")]
-    let builder = builder.with_observer((metrics.clone(), crate::failpoint::Failpoint::from_env()));
+    let builder =
+        builder.with_observer(((metrics.clone(), left.clone()), crate::failpoint::Failpoint::from_env()));
     #[cfg(not(feature = "failpoints"))]
-    let builder = builder.with_observer(metrics.clone());
+    let builder = builder.with_observer((metrics.clone(), left.clone()));
     let engine = builder.build();
+    tokio::spawn(count_records(engine.store().clone(), left, metrics.clone()));
+    let access_log = config.access_log.map(|format| AccessLog::start(format, metrics.clone()));
+    let access_log =
+        access_log.transpose().map_err(|error| format!("cannot start the access log: {error}"))?;
     let questions = Questions::new(config.clone(), metrics.clone())?;
     let layer = config.layer(engine.clone(), |route| questions.settings(route));
-    let layer = layer.map_err(|error| error.to_string())?.with_observer(metrics.clone());
+    let layer =
+        layer.map_err(|error| error.to_string())?.with_observer((metrics.clone(), access_log.clone()));
 
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
@@ -123,6 +131,9 @@ async fn serve(config: Config) -> Result<(), String> {
             // Last, so that somebody can watch it drain.
             drop(close);
             let _cancelled = admin.await;
+            if let Some(access_log) = access_log {
+                access_log.close();
+            }
             if let Some(tiered) = tiered {
                 tiered.close(FRONT_PATIENCE).await;
             }

@@ -9,6 +9,7 @@ mod cors;
 mod fields;
 mod framing;
 mod lifecycle;
+mod operations;
 mod postgres;
 mod protocols;
 mod reconcile;

@@ -91,6 +91,16 @@ impl Process {
         assert!(came, "it ended and never said {text:?}");
     }
 
+    /// The lines on the standard error with this text, as far as they have come.
+    pub(crate) fn error_lines(&self, text: &str) -> Vec<String> {
+        self.stderr.borrow().iter().filter(|line| line.contains(text)).cloned().collect()
+    }
+
+    /// The lines on the standard output, as far as they have come.
+    pub(crate) fn output_lines(&self) -> Vec<String> {
+        self.stdout.borrow().clone()
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.child.id().expect("it runs")
     }

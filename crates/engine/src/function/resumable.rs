@@ -248,7 +248,7 @@ where
         let mut round = CompleterRound::default();
         for (state, min_age) in [(StateName::Abandoned, Duration::ZERO), (StateName::Released, how.after)] {
             let mut query = ListQuery::default();
-            query.state = Some(state);
+            query.states = state.into();
             query.caller =
                 Some(self.function.settings.label.caller()).filter(|_| self.function.settings.has_caller);
             query.operation = Some(self.function.settings.name.to_string());

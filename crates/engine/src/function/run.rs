@@ -219,7 +219,7 @@ impl<P> Function<P> {
             Ok(response) => (Completion::Replayable(response), Stored::Yes),
             Err(why) => {
                 let function = &*self.settings.name;
-                tracing::warn!(function, record = ?id, %why, "a result was not stored and cannot be replayed");
+                tracing::warn!(function, record = %id, %why, "a result was not stored and cannot be replayed");
                 (Completion::Tombstone, Stored::No(why))
             }
         };

@@ -341,7 +341,7 @@ impl Transactor {
                 }
                 Try::Lost(sent) => {
                     runs_left -= 1;
-                    tracing::warn!(?record, "the answer to COMMIT was lost; finding out what became of it");
+                    tracing::warn!(%record, "the answer to COMMIT was lost; finding out what became of it");
                     lost = Some(Lost { sent, until: Instant::now() + self.patience });
                     continue;
                 }

@@ -1,0 +1,152 @@
+//! The access log: a line for each request with a key, or without the key that it must have, on the standard output.
+//!
+//! Lines are written by a thread of their own, so that a slow reader of the standard output holds up no request. If too many
+//! lines wait for it, further ones are dropped and counted.
+
+use std::io::{self, BufWriter, Write};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use oncegate_core::Timestamp;
+use oncegate_http::{KeyedEvent, RequestEvent, RequestObserver};
+use serde_json::{Map, Value};
+
+use crate::admin::{Metrics, time};
+
+/// The form of a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AccessLogFormat {
+    Text,
+    Json,
+}
+
+/// Most lines that wait to be written.
+const MAX_WAITING: usize = 8192;
+
+/// How long the end of the process waits for the last lines.
+const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Writes the access log. All clones write one log.
+#[derive(Clone, Debug)]
+pub(crate) struct AccessLog {
+    format: AccessLogFormat,
+    lines: SyncSender<Entry>,
+    metrics: Metrics,
+}
+
+#[derive(Debug)]
+enum Entry {
+    Line(String),
+    /// Everything before it is to be written now.
+    Flush(SyncSender<()>),
+}
+
+impl AccessLog {
+    /// Starts the thread that writes.
+    pub(crate) fn start(format: AccessLogFormat, metrics: Metrics) -> io::Result<Self> {
+        let (lines, waiting) = sync_channel(MAX_WAITING);
+        let write = move || {
+            // A reader that has gone ends the log and nothing else.
+            let _gone = write_all(&waiting, &mut BufWriter::new(io::stdout()));
+        };
+        std::thread::Builder::new().name("access-log".to_owned()).spawn(write)?;
+        Ok(Self { format, lines, metrics })
+    }
+
+    /// Waits, for a bounded time, until every line is written.
+    pub(crate) fn close(&self) {
+        let (done, is_done) = sync_channel(1);
+        if self.lines.try_send(Entry::Flush(done)).is_ok() {
+            let _late = is_done.recv_timeout(CLOSING_TIMEOUT);
+        }
+    }
+}
+
+impl RequestObserver for AccessLog {
+    fn observe(&self, event: &RequestEvent<'_>) {
+        let Some(keyed) = &event.keyed else { return };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = Timestamp::from_millis(u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
+        let line = match self.format {
+            AccessLogFormat::Text => text(now, event, keyed),
+            AccessLogFormat::Json => json(now, event, keyed),
+        };
+        if self.lines.try_send(Entry::Line(line)).is_err() {
+            self.metrics.count_dropped_access_line();
+        }
+    }
+}
+
+fn write_all(waiting: &Receiver<Entry>, out: &mut impl Write) -> io::Result<()> {
+    loop {
+        let entry = match waiting.try_recv() {
+            Ok(entry) => entry,
+            Err(TryRecvError::Disconnected) => return out.flush(),
+            Err(TryRecvError::Empty) => {
+                out.flush()?;
+                match waiting.recv() {
+                    Ok(entry) => entry,
+                    Err(_) => return Ok(()),
+                }
+            }
+        };
+        match entry {
+            Entry::Line(line) => writeln!(out, "{line}")?,
+            Entry::Flush(done) => {
+                out.flush()?;
+                let _gone = done.try_send(());
+            }
+        }
+    }
+}
+
+/// `2024-02-29T12:34:56.007Z POST /payments 201 executed 12.345ms attempt=1 caller=… record=…`, with `-` for what is not known.
+/// Neither a method nor a path has a blank in it.
+fn text(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> String {
+    let status = event.status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
+    let mut line = format!(
+        "{} {} {status} {} {:.3}ms",
+        time(now),
+        keyed.operation,
+        event.disposition.as_str(),
+        millis(keyed.duration)
+    );
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    for (name, value) in [
+        ("attempt", keyed.attempt.map(|attempt| attempt.to_string())),
+        ("caller", keyed.caller.map(|caller| caller.to_string())),
+        ("record", keyed.record.map(|record| record.to_string())),
+    ] {
+        line.extend([" ", name, "=", &or_dash(value)]);
+    }
+    line
+}
+
+/// The same as an object of JSON, without the members that are not known.
+fn json(now: Timestamp, event: &RequestEvent<'_>, keyed: &KeyedEvent<'_>) -> String {
+    let mut members = Map::new();
+    let mut add = |name: &str, value: Value| members.insert(name.to_owned(), value);
+    add("time", time(now).into());
+    let (method, path) = keyed.operation.split_once(' ').unwrap_or((keyed.operation, ""));
+    add("method", method.into());
+    add("path", path.into());
+    if let Some(status) = event.status {
+        add("status", status.as_u16().into());
+    }
+    add("outcome", event.disposition.as_str().into());
+    add("duration_ms", millis(keyed.duration).into());
+    if let Some(attempt) = keyed.attempt {
+        add("attempt", attempt.into());
+    }
+    if let Some(caller) = keyed.caller {
+        add("caller", caller.to_string().into());
+    }
+    if let Some(record) = keyed.record {
+        add("record", record.to_string().into());
+    }
+    Value::Object(members).to_string()
+}
+
+fn millis(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e6).round() / 1e3
+}

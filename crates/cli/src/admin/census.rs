@@ -1,0 +1,223 @@
+//! Counts the records that are not settled, at a cost that does not grow with the store.
+//!
+//! No store keeps such a count, because that would cost a write with every request. So a task walks through the store, a page
+//! at a time, and rests [`REST_FACTOR`] times as long as the page took: a walk through ten million records takes about an
+//! hour and one per cent of one core. Between the pages, the unsettled records that are known are read again, together with
+//! those that this process left behind. So the gauges follow what this process leaves unsettled, and what operators settle,
+//! within seconds. They follow what other processes leave, and what a crash left, when the walk comes there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use oncegate_core::{
+    ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp, limits,
+};
+use oncegate_engine::{Event, EventKind, Observer};
+use tokio::time::Instant;
+
+use super::Metrics;
+
+/// After a page of a walk the task rests for so many times as long as the page took.
+const REST_FACTOR: u32 = 100;
+
+/// Between two walks, and between two looks at the records that are known.
+const EVERY: Duration = Duration::from_secs(5);
+
+/// Most unsettled records that are remembered one by one. If there are more, only a walk counts them.
+const MAX_KNOWN: usize = 10_000;
+
+/// Most known records that are read again at a time.
+const MAX_REREAD: usize = 200;
+
+/// The records that this process left without an outcome. All clones are one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LeftBehind(Arc<Mutex<BTreeSet<RecordId>>>);
+
+impl LeftBehind {
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<RecordId>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, id: RecordId) {
+        let mut left = self.lock();
+        if left.len() < MAX_KNOWN {
+            left.insert(id);
+        }
+    }
+}
+
+impl Observer for LeftBehind {
+    fn observe(&self, event: &Event) {
+        if let EventKind::Parked | EventKind::SettlementLost | EventKind::Abandoned = event.kind {
+            self.add(event.id);
+        }
+    }
+}
+
+/// How many records are not settled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) in_progress: u64,
+    pub(crate) abandoned: u64,
+    pub(crate) unknown: u64,
+    /// Since when the oldest unsettled record waits for an operator.
+    pub(crate) oldest: Option<Timestamp>,
+}
+
+impl Counts {
+    fn add(&mut self, state: StateName, since: Timestamp) {
+        match state {
+            StateName::InProgress => self.in_progress += 1,
+            StateName::Abandoned => self.abandoned += 1,
+            StateName::Unknown => self.unknown += 1,
+            _ => return,
+        }
+        if StateSet::UNSETTLED.contains(state) {
+            self.oldest = Some(self.oldest.map_or(since, |oldest| oldest.min(since)));
+        }
+    }
+
+    const fn unsettled(&self) -> u64 {
+        self.abandoned + self.unknown
+    }
+}
+
+/// The state of a record, and since when it is in it.
+fn state_of(record: &Record, now: Timestamp) -> (StateName, Timestamp) {
+    let since = match record.state {
+        State::InProgress { lease_until, .. } if lease_until <= now => lease_until,
+        _ => record.changed_at,
+    };
+    (record.state_name(now), since)
+}
+
+/// Counts until it is dropped.
+pub(crate) async fn run(store: Arc<dyn Store>, left: LeftBehind, metrics: Metrics) {
+    let mut census = Census {
+        store,
+        left,
+        metrics,
+        known: BTreeMap::new(),
+        reread_after: None,
+        is_partial: false,
+        in_progress: None,
+        reported: 0,
+    };
+    loop {
+        if let Err(error) = census.walk().await {
+            tracing::debug!(%error, "the records that are not settled were not counted; tried again");
+        }
+        tokio::time::sleep(EVERY).await;
+        census.reread().await;
+    }
+}
+
+struct Census {
+    store: Arc<dyn Store>,
+    left: LeftBehind,
+    metrics: Metrics,
+    /// The unsettled records that are known.
+    known: BTreeMap<RecordId, (StateName, Timestamp)>,
+    /// The last known record that was read again.
+    reread_after: Option<RecordId>,
+    /// Whether there are more unsettled records than are remembered.
+    is_partial: bool,
+    /// As the last walk counted them.
+    in_progress: Option<u64>,
+    /// How many unsettled records the log has.
+    reported: u64,
+}
+
+impl Census {
+    /// One walk through the store. Between its pages the known records are read again.
+    async fn walk(&mut self) -> Result<(), StoreError> {
+        let mut query = ListQuery::default();
+        query.states = StateSet::OPEN;
+        query.limit = limits::PAGE_MAX;
+        let (mut found, mut counts, mut is_partial) = (BTreeMap::new(), Counts::default(), false);
+        let mut reread_at = Instant::now() + EVERY;
+        loop {
+            let started = Instant::now();
+            let page = self.store.list(query.clone()).await?;
+            let now = self.store.now();
+            for (id, record) in &page.records {
+                let (state, since) = state_of(record, now);
+                counts.add(state, since);
+                if StateSet::UNSETTLED.contains(state) {
+                    is_partial |= found.len() >= MAX_KNOWN;
+                    if !is_partial {
+                        found.insert(*id, (state, since));
+                    }
+                }
+            }
+            query.after = page.next;
+            if query.after.is_none() {
+                break;
+            }
+            let until = Instant::now() + started.elapsed() * REST_FACTOR;
+            while Instant::now() < until {
+                tokio::time::sleep_until(until.min(reread_at)).await;
+                if reread_at <= Instant::now() {
+                    self.reread().await;
+                    reread_at = Instant::now() + EVERY;
+                }
+            }
+        }
+        (self.known, self.is_partial) = (found, is_partial);
+        self.in_progress = Some(counts.in_progress);
+        self.metrics.set_counts(counts);
+        self.report(counts);
+        // What this process left while the walk had passed it already.
+        self.reread().await;
+        Ok(())
+    }
+
+    /// Reads again what this process left behind, and some of the known records.
+    async fn reread(&mut self) {
+        let mut ids: BTreeSet<_> = self.left.lock().iter().copied().collect();
+        let from = self.reread_after.map_or(Bound::Unbounded, Bound::Excluded);
+        let next: Vec<_> =
+            self.known.range((from, Bound::Unbounded)).map(|(id, _)| *id).take(MAX_REREAD).collect();
+        self.reread_after = next.last().copied().filter(|_| next.len() == MAX_REREAD);
+        ids.extend(next);
+        for id in ids {
+            // What cannot be read now is read again the next time.
+            let Ok(record) = self.store.lookup(id).await else { return };
+            let now = self.store.now();
+            let (state, since) = match &record {
+                Some(record) => state_of(record, now),
+                None => (StateName::Released, now),
+            };
+            if state != StateName::InProgress {
+                self.left.lock().remove(&id);
+            }
+            if StateSet::UNSETTLED.contains(state) {
+                self.known.insert(id, (state, since));
+            } else {
+                self.known.remove(&id);
+            }
+        }
+        let Some(in_progress) = self.in_progress.filter(|_| !self.is_partial) else { return };
+        let mut counts = Counts { in_progress, ..Counts::default() };
+        for (state, since) in self.known.values() {
+            counts.add(*state, *since);
+        }
+        self.metrics.set_counts(counts);
+    }
+
+    /// Tells the log of records that were left by others, or before the start.
+    fn report(&mut self, counts: Counts) {
+        let unsettled = counts.unsettled();
+        if unsettled > self.reported {
+            let oldest = counts.oldest.map_or(Duration::ZERO, |oldest| self.store.now().since(oldest));
+            tracing::warn!(
+                unsettled,
+                ?oldest,
+                "records wait for an operator; see `oncegate keys ls --state unsettled`"
+            );
+        }
+        self.reported = unsettled;
+    }
+}

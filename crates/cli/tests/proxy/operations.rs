@@ -1,0 +1,209 @@
+//! What the person on call sees: outcomes that are unknown, and requests in the access log.
+
+use rustix::process::Signal;
+
+use crate::support::{Message, Service, Sidecar, request, until};
+use crate::{KEY, OK};
+
+const UNKNOWN: &str = "the outcome of an operation is unknown";
+
+async fn admin(sidecar: &Sidecar, path: &str) -> Message {
+    let text = request("GET", path, &["Connection: close"], "").replace("orders.test", "localhost");
+    crate::support::ask(sidecar.admin, &text).await
+}
+
+/// The value of a series, if it is there.
+async fn series(sidecar: &Sidecar, name: &str) -> Option<f64> {
+    let metrics = admin(sidecar, "/metrics").await;
+    let mut lines = metrics.text().lines();
+    lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
+}
+
+fn record_of(problem: &Message) -> String {
+    let instance = problem.json()["instance"].as_str().unwrap_or_default().to_owned();
+    let record = instance.strip_prefix("urn:oncegate:record:").unwrap_or_else(|| panic!("{instance:?}"));
+    assert_eq!(record.len(), 64, "{record}");
+    record.to_owned()
+}
+
+#[tokio::test]
+async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_answer() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--upstream-timeout=200ms"]).await;
+    let asked = request("POST", "/orders", &[KEY], "{}");
+    let first = sidecar.ask(&asked).await;
+    first.is_problem(504, "outcome-unknown");
+    let record = record_of(&first);
+    for _ in 0..2 {
+        let again = sidecar.ask(&asked).await;
+        again.is_problem(500, "outcome-unknown");
+        assert_eq!(record_of(&again), record);
+    }
+    let logged = sidecar.process.error_lines(UNKNOWN);
+    assert_eq!(logged.len(), 1, "{logged:#?}");
+    let reason = "reason=\"the service did not answer in time\"";
+    let record_field = format!("record={record}");
+    for part in ["WARN", &record_field, "operation=\"POST /orders\"", "attempt=1", reason, "duration="] {
+        assert!(logged[0].contains(part), "no {part} in {}", logged[0]);
+    }
+    let upstream = sidecar.process.error_lines("upstream did not answer in time");
+    assert!(upstream.len() == 1 && upstream[0].contains(&record_field), "{upstream:#?}");
+    until("the record is counted", async || {
+        series(&sidecar, "oncegate_records{state=\"unknown\"}").await == Some(1.0)
+    })
+    .await;
+    assert_eq!(series(&sidecar, "oncegate_records{state=\"abandoned\"}").await, Some(0.0));
+    assert!(series(&sidecar, "oncegate_oldest_unsettled_seconds").await.unwrap() >= 0.0);
+    let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
+    assert_eq!(listed["records"][0]["record"], record, "{listed}");
+}
+
+#[tokio::test]
+async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().join("store").display());
+    let service = Service::new().await;
+    let flags = [&*store, "--lease=1s"];
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    let mut client = sidecar.connect().await;
+    let asked = request("POST", "/orders", &[KEY], "{}");
+    client.send(&asked).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    sidecar.process.kill().await;
+
+    let mut sidecar = Sidecar::start(service.address, &flags).await;
+    until("the abandoned record is counted", async || {
+        series(&sidecar, "oncegate_records{state=\"abandoned\"}").await == Some(1.0)
+    })
+    .await;
+    sidecar.process.says("records wait for an operator").await;
+    assert!(series(&sidecar, "oncegate_oldest_unsettled_seconds").await.unwrap() > 0.0);
+    assert_eq!(sidecar.process.error_lines(UNKNOWN), [""; 0]);
+    let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
+    assert_eq!(listed["records"][0]["state"], "abandoned", "{listed}");
+
+    let answer = sidecar.ask(&asked).await;
+    answer.is_problem(500, "outcome-unknown");
+    let record = record_of(&answer);
+    sidecar.process.says(UNKNOWN).await;
+    sidecar.ask(&asked).await.is_problem(500, "outcome-unknown");
+    let logged = sidecar.process.error_lines(UNKNOWN);
+    assert!(logged.len() == 1 && logged[0].contains(&record), "{logged:#?}");
+    assert!(
+        logged[0].contains("operation=\"POST /orders\"") && logged[0].contains("attempt=1"),
+        "{logged:#?}"
+    );
+    until("it is counted as unknown", async || {
+        series(&sidecar, "oncegate_records{state=\"unknown\"}").await == Some(1.0)
+    })
+    .await;
+
+    let body = r#"{"outcome":"completed","tombstone":true,"reason":"in the ledger"}"#;
+    let path = format!("/v1/keys/{record}/resolve");
+    let fields = ["Content-Type: application/json", "Connection: close"];
+    let text = request("POST", &path, &fields, body).replace("orders.test", "localhost");
+    crate::support::ask(sidecar.admin, &text).await.has_status(200);
+    until("nothing waits any more", async || {
+        series(&sidecar, "oncegate_records{state=\"unknown\"}").await == Some(0.0)
+            && series(&sidecar, "oncegate_oldest_unsettled_seconds").await == Some(0.0)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_access_log_has_a_line_for_each_keyed_request_and_no_key() {
+    let secrets = ["Idempotency-Key: whisper-1", "Authorization: Bearer whisper-2"];
+    for form in ["text", "json"] {
+        let service = Service::new().await.answers(OK);
+        let log = format!("--access-log={form}");
+        let mut sidecar = Sidecar::start(service.address, &[&log]).await;
+        sidecar.ask(&request("POST", "/orders?whisper=3", &secrets, "{}")).await.has_status(200);
+        sidecar.ask(&request("POST", "/orders?whisper=3", &secrets, "{}")).await.has_status(200);
+        sidecar
+            .ask(&request("POST", "/orders?whisper=3", &secrets, "[]"))
+            .await
+            .is_problem(422, "key-reused");
+        sidecar.ask(&request("POST", "/a", &["Idempotency-Key: a b c, d"], "{}")).await.has_status(400);
+        sidecar.ask(&request("POST", "/b", &[], "{}")).await.has_status(200);
+        until("the lines are there", async || sidecar.process.output_lines().len() == 5).await;
+        sidecar.process.signal(Signal::TERM);
+        assert!(sidecar.process.ended().await.success());
+        let lines = sidecar.process.output().await;
+        assert!(!lines.iter().any(|line| line.contains("whisper")), "{lines:#?}");
+        let outcomes = ["executed", "replayed", "key-reused", "key-invalid"];
+        let statuses = [200, 200, 422, 400];
+        assert_eq!(lines.len(), 5, "{lines:#?}");
+        for ((line, outcome), status) in lines[1..].iter().zip(outcomes).zip(statuses) {
+            let path = if status == 400 { "/a" } else { "/orders" };
+            if form == "text" {
+                let words: Vec<_> = line.split(' ').collect();
+                assert_eq!(words[1..5], ["POST", path, &status.to_string(), outcome], "{line}");
+                let attempt = if outcome == "executed" { "attempt=1" } else { "attempt=-" };
+                assert_eq!(words[6], attempt, "{line}");
+                assert_eq!(line.contains("record=-"), status == 400, "{line}");
+            } else {
+                let line: serde_json::Value = serde_json::from_str(line).unwrap();
+                assert_eq!((&line["method"], &line["path"]), (&"POST".into(), &path.into()), "{line}");
+                assert_eq!((&line["status"], &line["outcome"]), (&status.into(), &outcome.into()), "{line}");
+                assert_eq!(line["record"].as_str().map_or(0, str::len), if status == 400 { 0 } else { 64 });
+                assert!(line["duration_ms"].as_f64().unwrap() > 0.0 && line["time"].is_string(), "{line}");
+                assert_eq!(line["attempt"].as_u64(), (outcome == "executed").then_some(1), "{line}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn metrics_can_be_read_by_what_reads_them() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200);
+    until("records are counted", async || {
+        series(&sidecar, "oncegate_records{state=\"unknown\"}").await.is_some()
+    })
+    .await;
+    let plain = admin(&sidecar, "/metrics").await;
+    assert_eq!(plain.get("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    check_exposition(plain.text());
+    let fields = ["Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5", "Connection: close"];
+    let text = request("GET", "/metrics", &fields, "").replace("orders.test", "localhost");
+    let open = crate::support::ask(sidecar.admin, &text).await;
+    assert_eq!(open.get("content-type"), Some("application/openmetrics-text; version=1.0.0; charset=utf-8"));
+    assert!(open.text().ends_with("# EOF\n"));
+}
+
+/// Holds a text against the format of Prometheus, version 0.0.4, and against the rules of `promtool check metrics`.
+fn check_exposition(text: &str) {
+    let is_name = |name: &str| {
+        name.starts_with("oncegate_")
+            && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+    };
+    let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
+    let (mut help, mut family, mut kind) = ("", "", "");
+    assert!(text.ends_with('\n'));
+    for line in text.lines() {
+        if let Some((name, words)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
+            assert!(!words.trim().is_empty() && families.insert(name), "{line}");
+            help = name;
+        } else if let Some((name, is)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
+            assert_eq!(name, help, "a help for each family, in front of its type");
+            assert!(is_name(name) && ["counter", "gauge", "histogram"].contains(&is), "{line}");
+            assert_eq!(name.ends_with("_total"), is == "counter", "{line}");
+            (family, kind) = (name, is);
+        } else {
+            assert!(!line.starts_with('#'), "{line}");
+            let (name_and_labels, value) = line.rsplit_once(' ').unwrap();
+            assert!(value.parse::<f64>().is_ok(), "{line}");
+            assert!(seen.insert(name_and_labels), "twice: {line}");
+            let name = name_and_labels.split('{').next().unwrap();
+            let suffix = name.strip_prefix(family).unwrap_or_else(|| panic!("{line} is not in {family}"));
+            let allowed = if kind == "histogram" { &["_bucket", "_sum", "_count"][..] } else { &[""] };
+            assert!(allowed.contains(&suffix), "{line} in {family}");
+            if let Some(labels) = name_and_labels.strip_prefix(name).filter(|labels| !labels.is_empty()) {
+                assert!(labels.starts_with('{') && labels.ends_with("\"}"), "{line}");
+            }
+        }
+    }
+    assert!(families.len() > 15, "{families:?}");
+}

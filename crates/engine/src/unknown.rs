@@ -1,0 +1,91 @@
+//! The log line of an operation whose outcome became unknown: one for each record, because an operator has to find out what
+//! happened.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use oncegate_core::{OnAbandoned, Record, RecordId, RecordMap, State};
+use tokio::time::Instant;
+
+use crate::attempt::Attempt;
+use crate::engine::Inner;
+
+/// Most records that are remembered as logged. When there are more, all are forgotten, and a record may be logged once more.
+const MAX_LOGGED: usize = 10_000;
+
+/// The records whose unknown outcome this process has logged.
+#[derive(Debug, Default)]
+pub(crate) struct UnknownOutcomes {
+    logged: Mutex<RecordMap<RecordId, ()>>,
+}
+
+impl UnknownOutcomes {
+    fn lock(&self) -> MutexGuard<'_, RecordMap<RecordId, ()>> {
+        self.logged.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the record was not logged yet. It counts as logged from now on.
+    fn is_first(&self, id: RecordId) -> bool {
+        let mut logged = self.lock();
+        if logged.len() >= MAX_LOGGED {
+            logged.clear();
+        }
+        logged.insert(id, ()).is_none()
+    }
+
+    /// Forgets a record that is executed again: its next unknown outcome is another one.
+    pub(crate) fn forget(&self, id: RecordId) {
+        let mut logged = self.lock();
+        if !logged.is_empty() {
+            logged.remove(&id);
+        }
+    }
+
+    /// Logs that the outcome of this attempt of our own is unknown.
+    pub(crate) fn log(&self, attempt: &Attempt, reason: &str) {
+        let id = attempt.record_id();
+        self.is_first(id);
+        let inner = &attempt.0;
+        let duration = Instant::now().saturating_duration_since(inner.begun);
+        warn(id, inner.label.operation(), inner.grant.attempts, reason, duration);
+    }
+
+    /// As [`log`](Self::log), for an attempt that ended with nothing recorded. Under another policy than `park` the next claim
+    /// settles it, so its outcome is open and not unknown.
+    pub(crate) fn log_abandoned(&self, attempt: &Attempt, reason: &str) {
+        if attempt.0.policy.on_abandoned == OnAbandoned::Park {
+            self.log(attempt, reason);
+        }
+    }
+}
+
+impl Inner {
+    /// Logs a record that a claim found unknown, unless this process has logged it: the process that owned it may have crashed
+    /// and said nothing. Reads the record in a task of its own, so that the client does not wait for it.
+    pub(crate) fn log_found_unknown(self: &Arc<Self>, id: RecordId) {
+        if !self.unknown.is_first(id) {
+            return;
+        }
+        let store = self.store.clone();
+        self.tasks.spawn(async move {
+            if let Ok(Some(Record {
+                state: State::Unknown, label, attempts, changed_at, created_at, ..
+            })) = store.lookup(id).await
+            {
+                let reason = "its owner recorded no outcome, or another process recorded that it is unknown";
+                warn(id, label.operation(), attempts, reason, changed_at.since(created_at));
+            }
+        });
+    }
+}
+
+fn warn(id: RecordId, operation: &str, attempt: u32, reason: &str, duration: Duration) {
+    tracing::warn!(
+        record = %id,
+        operation,
+        attempt,
+        reason,
+        ?duration,
+        "the outcome of an operation is unknown; find out what happened, then `oncegate keys resolve`"
+    );
+}
