@@ -129,10 +129,10 @@ impl StateSet {
     /// These states.
     #[must_use]
     pub const fn of(states: &[StateName]) -> Self {
-        let (mut bits, mut at) = (0, 0);
-        while at < states.len() {
-            bits |= 1 << (states[at] as u8);
-            at += 1;
+        let (mut bits, mut rest) = (0, states);
+        while let [state, others @ ..] = rest {
+            bits |= 1 << (*state as u8);
+            rest = others;
         }
         Self(bits)
     }

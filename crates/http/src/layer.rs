@@ -104,6 +104,16 @@ impl IdempotencyLayer {
         Ok(self.change(|shared| shared.routes.push(route)))
     }
 
+    /// The same layer without its routes, and with the default settings: with the same engine, observer and budgets, which
+    /// are shared with the layer that it was cloned from. For programs that read their configuration again while they run.
+    #[must_use]
+    pub fn without_routes(self) -> Self {
+        self.change(|shared| {
+            shared.routes.clear();
+            shared.default = Arc::new(Settings::default());
+        })
+    }
+
     /// Who hears what became of each request.
     #[must_use]
     pub fn with_observer(self, observer: impl RequestObserver) -> Self {

@@ -14,7 +14,8 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope, StoreErrorKind, StoredResponse,
+    CallerTag, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope, StoreErrorKind,
+    StoredResponse,
 };
 use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
 use pin_project_lite::pin_project;

@@ -15,11 +15,19 @@ use http::header::{self, HeaderMap};
 use http::uri::Authority;
 use subtle::ConstantTimeEq as _;
 
+use tokio::sync::watch;
+
+use super::AdminLive;
 use super::problem::Problem;
 use crate::config::AdminToken;
 
 /// Lets a request through, or says why not.
-pub(super) async fn guard(State(token): State<Option<AdminToken>>, request: Request, next: Next) -> Response {
+pub(super) async fn guard(
+    State(live): State<watch::Receiver<AdminLive>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let token = live.borrow().token.clone();
     let is_open = matches!(request.uri().path(), "/livez" | "/readyz");
     match check(token.as_ref().filter(|_| !is_open), token.is_some(), request.method(), request.headers()) {
         Ok(()) => next.run(request).await,

@@ -117,7 +117,7 @@ enum Caller {
 pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer {
     let find: Find = from_json(body)?;
     let (parts, key) = request_of(&state, &find)?;
-    let settings = state.layer.settings(&parts.method, parts.uri.path());
+    let settings = state.settings(&parts.method, parts.uri.path());
     let id = settings.record_id(&parts, &key).ok_or_else(|| {
         Problem::bad_request(
             "caller: the layer refuses requests on this route that do not say whose they are.",
@@ -137,12 +137,12 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     let request = Request::builder().method(method).uri(&find.path).body(());
     let (mut parts, ()) =
         request.map_err(|_| bad(format!("path: {:?} is not a path.", find.path)))?.into_parts();
-    let settings = state.layer.settings(&parts.method, parts.uri.path());
+    let settings = state.settings(&parts.method, parts.uri.path());
     if !settings.covers(&parts.method) {
         let path = parts.uri.path();
         return Err(bad(format!("method: {} {path} is not covered, so its keys are ignored.", parts.method)));
     }
-    if let Some((name, value)) = caller_field(settings, find.caller.as_ref())? {
+    if let Some((name, value)) = caller_field(&settings, find.caller.as_ref())? {
         parts.headers.insert(name, value);
     }
     // A key that is built of the body is spelt as it was built, whatever the field would have to be.
@@ -294,7 +294,7 @@ async fn settle(
     let record = lookup(state, id).await?;
     // Kept as long as a completion of the same route is.
     let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
-    let settings = state.layer.settings(&method.parse().unwrap_or_default(), path);
+    let settings = state.settings(&method.parse().unwrap_or_default(), path);
     let retention = settings.policy().retention();
     let command = Resolve { resolution, retention, force, actor: actor.clone(), reason };
     let store = state.engine.store();

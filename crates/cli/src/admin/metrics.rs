@@ -16,12 +16,8 @@ use oncegate_core::{
     RecordId, RecordMap, Sharded, StateName, Store, StoreErrorKind, StoreFuture, Timestamp,
 };
 use oncegate_engine::{Breaker, BreakerState, Engine, Event, EventKind, Observer};
-<<<<<<< HEAD
-use oncegate_http::{Condition, Disposition, Reconciled, RequestObserver};
-use prometheus_client::collector::Collector;
-=======
 use oncegate_http::{Condition, Disposition, Reconciled, RequestEvent, RequestObserver};
->>>>>>> 0bd5ab6 (cli: show outcomes that are unknown to the person on call)
+use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
@@ -32,7 +28,8 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
-<<<<<<< HEAD
+use super::census::Counts;
+
 /// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
 struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
 
@@ -55,9 +52,6 @@ impl Collector for StorePromises {
         Info::new(promises.to_vec()).encode(encoder)
     }
 }
-=======
-use super::census::Counts;
->>>>>>> 0bd5ab6 (cli: show outcomes that are unknown to the person on call)
 
 /// What is counted. Cheap to clone; all clones count the same.
 #[derive(Clone)]
@@ -83,6 +77,7 @@ struct Inner {
     breaker_openings: Counter,
     draining: Gauge,
     access_lines_dropped: Counter,
+    reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     records: Family<[Label; 1], Gauge>,
     /// Since when the oldest unsettled record waits, by the store's clock in milliseconds; 0 if there is none.
     oldest_unsettled: AtomicU64,
@@ -240,6 +235,7 @@ impl Metrics {
             "Lines of the access log that were dropped because nobody read it",
             access_lines_dropped.clone(),
         );
+        let reloads = ReloadMetrics::register(r);
         let (records, oldest_unsettled_age) = unsettled_gauges(r);
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
@@ -263,6 +259,7 @@ impl Metrics {
             breaker_openings,
             draining,
             access_lines_dropped,
+            reloads,
             records,
             oldest_unsettled: AtomicU64::new(0),
             oldest_unsettled_age,
@@ -286,6 +283,15 @@ impl Metrics {
     pub(crate) fn observe_reconciled(&self, result: ReconcileResult) {
         if let Some(counter) = self.0.reconciled.get(result as usize) {
             counter.inc();
+        }
+    }
+
+    /// Takes note of something that was read again, and whether it is in force now.
+    pub(crate) fn observe_reload(&self, subject: ReloadSubject, is_applied: bool) {
+        if let Some(metrics) = self.0.reloads.get(subject as usize) {
+            let counter = if is_applied { &metrics.applied } else { &metrics.refused };
+            counter.inc();
+            metrics.last_refused.set((!is_applied).into());
         }
     }
 
@@ -356,6 +362,57 @@ impl Metrics {
                 self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
             }
         }
+    }
+}
+
+/// What is read again while the sidecar runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReloadSubject {
+    Configuration,
+    Certificate,
+}
+
+impl ReloadSubject {
+    const ALL: [Self; 2] = [Self::Configuration, Self::Certificate];
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Configuration => "configuration",
+            Self::Certificate => "certificate",
+        }
+    }
+}
+
+/// The reloads of one subject.
+struct ReloadMetrics {
+    applied: Counter,
+    refused: Counter,
+    last_refused: Gauge,
+}
+
+impl ReloadMetrics {
+    fn register(registry: &mut Registry) -> [Self; ReloadSubject::ALL.len()] {
+        let reloads: Family<[Label; 2], Counter> = Family::default();
+        registry.register(
+            "reloads",
+            "Reloads, by what was read again and what became of it",
+            reloads.clone(),
+        );
+        let refused: Family<[Label; 1], Gauge> = Family::default();
+        registry.register(
+            "reload_refused",
+            "1 while the newest one is wrong and the one before is in force",
+            refused.clone(),
+        );
+        ReloadSubject::ALL.map(|subject| {
+            let subject = ("subject", subject.as_str());
+            let counter = |result| reloads.get_or_create_owned(&[subject, ("result", result)]);
+            Self {
+                applied: counter("applied"),
+                refused: counter("refused"),
+                last_refused: refused.get_or_create_owned(&[subject]),
+            }
+        })
     }
 }
 

@@ -42,9 +42,9 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use oncegate_engine::{Breaker, BreakerState, Engine};
-use oncegate_http::IdempotencyLayer;
+use oncegate_http::{IdempotencyLayer, Settings};
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 use self::exposition::Exposition;
 use self::problem::Problem;
@@ -52,7 +52,7 @@ use crate::config::AdminToken;
 
 pub(crate) use self::census::{LeftBehind, run as count_records};
 pub(crate) use self::front::FrontCollector;
-pub(crate) use self::metrics::{Metrics, ReconcileResult, UpstreamResult};
+pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::time;
 
 /// What the admin API speaks about.
@@ -62,12 +62,25 @@ pub(crate) struct AdminState {
     pub(crate) engine: Engine,
     /// Knows whether that store is out of reach.
     pub(crate) breaker: Breaker,
+    pub(crate) metrics: Metrics,
+    pub(crate) draining: Draining,
+    pub(crate) live: watch::Receiver<AdminLive>,
+}
+
+/// What a reload replaces.
+#[derive(Clone, Debug)]
+pub(crate) struct AdminLive {
     /// Says under which settings a request of some method and path runs.
     pub(crate) layer: IdempotencyLayer,
-    pub(crate) metrics: Metrics,
     /// What an operator must show; `None` on loopback addresses only.
     pub(crate) token: Option<AdminToken>,
-    pub(crate) draining: Draining,
+}
+
+impl AdminState {
+    /// The settings that a request of this method and path runs under now.
+    fn settings(&self, method: &Method, path: &str) -> Settings {
+        self.live.borrow().layer.settings(method, path).clone()
+    }
 }
 
 /// Whether the sidecar stops. All clones are one flag.
@@ -102,7 +115,7 @@ const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The admin API.
 pub(crate) fn router(state: AdminState) -> Router {
-    let guard = axum::middleware::from_fn_with_state(state.token.clone(), guard::guard);
+    let guard = axum::middleware::from_fn_with_state(state.live.clone(), guard::guard);
     Router::new()
         .route("/livez", get(async || text("ok\n")))
         .route("/readyz", get(readyz))

@@ -16,7 +16,7 @@ use super::file::RouteTable;
 use super::problem::{Problem, Source};
 use super::settings::{Given, Setting, Values};
 use super::units::{self, AdminToken, Origin, StoreChoice, Upstream};
-use super::{Config, Draft, Route, RouteConfig, TlsFiles, apply};
+use super::{Config, Draft, FixedValues, Route, RouteConfig, TlsFiles, apply};
 
 /// Everything that could be made of the values. `file_is_whole` is false where a file could not be read.
 pub(super) fn draft(
@@ -82,6 +82,7 @@ pub(super) fn draft(
         upstream_protocol: given(&values.upstream_protocol),
         connect_timeout: given(&values.connect_timeout),
         drain_timeout: given(&values.drain_timeout),
+        shutdown_delay: given(&values.shutdown_delay),
         request_budget: given(&values.request_budget),
         response_budget: given(&values.response_budget),
         max_in_flight: given(&values.max_in_flight),
@@ -97,6 +98,7 @@ pub(super) fn draft(
         routes,
         warnings: once.clone(),
         summary: String::new(),
+        fixed: FixedValues::default(),
     });
     problems.extend(once);
     problems.sort_by_key(Problem::rank);

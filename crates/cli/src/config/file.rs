@@ -162,7 +162,7 @@ impl Reader<'_> {
         }
         let settings = SETTINGS.iter().filter(|setting| match setting.place {
             Place::Route => true,
-            Place::Service => !in_route,
+            Place::Service | Place::Live => !in_route,
             Place::Start | Place::Secret => false,
         });
         // Inside of a table only what follows its name is compared: the name makes all of them alike.

@@ -18,6 +18,7 @@ mod tiered;
 mod units;
 
 use std::ffi::OsString;
+use std::fmt;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -70,6 +71,8 @@ pub(crate) struct Config {
     pub(crate) upstream_protocol: UpstreamProtocol,
     pub(crate) connect_timeout: Duration,
     pub(crate) drain_timeout: Duration,
+    /// How long requests are still taken after the sidecar was told to stop.
+    pub(crate) shutdown_delay: Duration,
     /// What the bodies of requests with a key may hold together.
     pub(crate) request_budget: usize,
     /// What the bodies of their answers may hold together.
@@ -97,6 +100,18 @@ pub(crate) struct Config {
     /// What somebody should know of, though Oncegate starts.
     pub(crate) warnings: Vec<Problem>,
     summary: String,
+    /// The settings that only a start can change, as they were written.
+    fixed: FixedValues,
+}
+
+/// The values of settings as they were written. There may be a password in them, so they are shown nowhere.
+#[derive(Clone, Default, PartialEq, Eq)]
+struct FixedValues(Vec<(&'static str, Option<Raw>)>);
+
+impl fmt::Debug for FixedValues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FixedValues").finish_non_exhaustive()
+    }
 }
 
 /// The files that TLS needs.
@@ -181,8 +196,20 @@ impl Config {
             .with_request_budget(self.request_budget)
             .with_response_budget(self.response_budget)
             .with_max_in_flight(self.max_in_flight)?
-            .with_max_in_flight_per_caller(self.max_in_flight_per_caller)?
-            .with_settings(settings(&self.default))?;
+            .with_max_in_flight_per_caller(self.max_in_flight_per_caller)?;
+        self.routes_on(layer, settings)
+    }
+
+    /// The same on a layer without routes, which keeps its budgets.
+    ///
+    /// # Errors
+    /// As for [`layer`](Self::layer).
+    pub(crate) fn routes_on(
+        &self,
+        layer: IdempotencyLayer,
+        settings: impl Fn(&RouteConfig) -> Settings,
+    ) -> Result<IdempotencyLayer, ConfigError> {
+        let layer = layer.with_settings(settings(&self.default))?;
         self.routes.iter().try_fold(layer, |layer, route| {
             layer.with_route(route.methods.clone(), route.pattern.as_str(), settings(&route.config))
         })
@@ -223,6 +250,24 @@ impl Config {
         self.default.cors.is_some() || self.routes.iter().any(|route| route.config.cors.is_some())
     }
 
+    /// Whether the service is at the same address, and is spoken to in the same way.
+    pub(crate) fn reaches_the_same_upstream(&self, other: &Self) -> bool {
+        self.to == other.to
+            && self.upstream_protocol == other.upstream_protocol
+            && self.connect_timeout == other.connect_timeout
+    }
+
+    /// The settings that differ from those of another configuration and that only a restart can change.
+    pub(crate) fn fixed_changes(&self, other: &Self) -> Vec<&'static str> {
+        let pairs = self.fixed.0.iter().zip(&other.fixed.0);
+        let mut names: Vec<_> =
+            pairs.filter(|(one, other)| one != other).map(|((name, _), _)| *name).collect();
+        if self.tls.is_some() != other.tls.is_some() {
+            names.push("tls-cert");
+        }
+        names
+    }
+
     /// What is configured, for logs: one line, without secrets, and only what somebody said.
     pub(crate) fn safe_summary(&self) -> &str {
         &self.summary
@@ -252,9 +297,23 @@ impl Draft {
         let mut draft = assemble::draft(&values, &content.routes, whole, problems);
         if let Some(config) = &mut draft.config {
             config.summary = summary(&layers, &values, config.routes.len());
+            config.fixed = fixed(&layers);
         }
         draft
     }
+}
+
+/// The value of each setting that only a start can change, as it was written where it counts.
+fn fixed(layers: &[&[Entry]; 3]) -> FixedValues {
+    let in_force = |setting: &Setting| {
+        let mut entries = layers
+            .iter()
+            .rev()
+            .filter_map(|entries| entries.iter().rev().find(|entry| entry.setting.name == setting.name));
+        entries.next().map(|entry| entry.raw.clone())
+    };
+    let fixed = SETTINGS.iter().filter(|setting| setting.place == Place::Service);
+    FixedValues(fixed.map(|setting| (setting.name, in_force(setting))).collect())
 }
 
 /// What somebody said and what holds, with its place.

@@ -41,8 +41,10 @@ pub(crate) struct Setting {
 pub(crate) enum Place {
     /// Everywhere, and each route may say otherwise.
     Route,
-    /// Everywhere, once for the whole sidecar.
+    /// Everywhere, once for the whole sidecar; only a start can change it.
     Service,
+    /// Everywhere, once for the whole sidecar; a reload changes it.
+    Live,
     /// As flag or in the environment: it is about the file itself.
     Start,
     /// In the environment only: command lines and configuration files are seen by many.
@@ -170,7 +172,7 @@ settings! {
     config: PathBuf = units::path;
 
     /// The service to protect: scheme, host and port. Requests keep their path.
-    "to" SERVICE Service One "URL" Nothing("");
+    "to" SERVICE Live One "URL" Nothing("");
     to: Upstream = units::upstream;
 
     /// Listens for requests on this address.
@@ -184,7 +186,7 @@ settings! {
 
     /// Reads the admin token, at least 16 characters, from this file. Or put it into the environment variable
     /// ONCEGATE_ADMIN_TOKEN.
-    "admin-token-file" SERVICE Service One "FILE" Nothing("no token, for loopback addresses only");
+    "admin-token-file" SERVICE Live One "FILE" Nothing("no token, for loopback addresses only");
     admin_token_file: PathBuf = units::path;
 
     /// The admin token, at least 16 characters: in the environment only, as ONCEGATE_ADMIN_TOKEN.
@@ -211,16 +213,16 @@ settings! {
     store_cache: usize = units::store_cache;
 
     /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
-    "tls-cert" SERVICE Service One "FILE" Nothing("no TLS");
+    "tls-cert" SERVICE Live One "FILE" Nothing("no TLS");
     tls_cert: PathBuf = units::path;
 
     /// The private key of the certificate (PEM).
-    "tls-key" SERVICE Service One "FILE" Nothing("");
+    "tls-key" SERVICE Live One "FILE" Nothing("");
     tls_key: PathBuf = units::path;
 
     /// How the service is spoken to: `http1`, `http2` (over http with prior knowledge), or `auto`: HTTP/1.1 over http,
     /// what TLS agrees on over https.
-    "upstream-protocol" SERVICE Service One "auto|http1|http2" Value("auto");
+    "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
     upstream_protocol: UpstreamProtocol = units::upstream_protocol;
 
     /// Writes a line for each request with a key to the standard output, as `text` or as `json`: time, operation, status,
@@ -441,7 +443,7 @@ settings! {
     upstream_timeout: Option<Duration> = units::upstream_timeout;
 
     /// How long a connection to the service may take to be made.
-    "connect-timeout" LIMITS Service One "DURATION" Value("5s");
+    "connect-timeout" LIMITS Live One "DURATION" Value("5s");
     connect_timeout: Duration = units::connect_timeout;
 
     /// How long the store may take for a command before it is asked whether it is well, and then to say so. One that does
@@ -451,8 +453,13 @@ settings! {
 
     /// How long requests that run may take to end after SIGTERM. What still runs then is cut off, and its outcome is
     /// unknown.
-    "drain-timeout" LIMITS Service One "DURATION" Value("30s");
+    "drain-timeout" LIMITS Live One "DURATION" Value("30s");
     drain_timeout: Duration = units::drain_timeout;
+
+    /// How long requests are still taken after SIGTERM, while /readyz says 503 already: as long as load balancers need to
+    /// learn of it and to send nothing more. The drain-timeout begins after that. At most 10m.
+    "shutdown-delay" LIMITS Live One "DURATION" Value("0s");
+    shutdown_delay: Duration = units::shutdown_delay;
 }
 
 impl Values {

@@ -137,6 +137,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
     ("connect-timeout", "1s"),
+    ("shutdown-delay", "5s"),
     ("store-patience", "3s"),
     ("drain-timeout", "60s"),
 ];
@@ -798,6 +799,7 @@ fn every_setting_of_the_service_arrives() {
         ("connect-timeout", "1s", "connect_timeout: 1s"),
         ("store-patience", "3s", "store_patience: 3s"),
         ("drain-timeout", "60s", "drain_timeout: 60s"),
+        ("shutdown-delay", "5s", "shutdown_delay: 5s"),
         ("request-budget", "64MiB", "request_budget: 67108864"),
         ("store-cache", "1GiB", "store_cache: 1073741824"),
     ] {

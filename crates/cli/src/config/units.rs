@@ -246,6 +246,10 @@ pub(crate) fn drain_timeout(text: &str) -> Read<Duration> {
     bounded(text, Duration::ZERO, DAY)
 }
 
+pub(crate) fn shutdown_delay(text: &str) -> Read<Duration> {
+    bounded(text, Duration::ZERO, 600 * SECOND)
+}
+
 /// `None` is for ever.
 pub(crate) fn upstream_timeout(text: &str) -> Read<Option<Duration>> {
     if text == "none" {

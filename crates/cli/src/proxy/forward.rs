@@ -15,7 +15,8 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioIo;
 use oncegate_http::{
-    Condition, GrpcForm, Refusal, Relayed, RequestBody, Settings, StoreDirective, Unanswered,
+    Condition, GrpcForm, IdempotencyContext, Refusal, Relayed, RequestBody, Settings, StoreDirective,
+    Unanswered,
 };
 use tower_service::Service;
 use tracing::field::display;

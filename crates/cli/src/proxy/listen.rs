@@ -18,19 +18,15 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
-use oncegate_http::IdempotencyLayer;
-use rustls::ServerConfig;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio_rustls::TlsAcceptor;
-use tower_layer::Layer;
 use tower_service::Service as _;
 
 use super::admit::admit;
 use super::cross_origin::{CrossOrigin, preflight};
-use super::forward::{Forward, Upstream};
 use super::headers::Peer;
+use super::live::{Live, ThreadLive};
 
 /// How long a client may take for a TLS handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -69,19 +65,18 @@ fn listener(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListen
 
 /// What one thread serves.
 pub(super) struct Front {
-    pub(super) layer: IdempotencyLayer,
-    pub(super) upstream: Arc<Upstream>,
-    pub(super) tls: Option<Arc<ServerConfig>>,
+    pub(super) current: Arc<ThreadLive>,
+    /// Tells of reloads.
+    pub(super) live: watch::Receiver<Live>,
 }
 
 impl Front {
-    /// Serves until `stop` turns true; then stops accepting and finishes what runs, for `drain` at the longest. Returns
-    /// when that time is over.
+    /// Serves until `stop` turns true; then stops accepting and finishes what runs, for the drain time-out at the longest.
+    /// Returns when that time is over.
     pub(super) async fn serve(
-        self,
+        mut self,
         socket: std::net::TcpListener,
         mut stop: watch::Receiver<bool>,
-        drain: Duration,
     ) -> io::Result<Instant> {
         let listener = TcpListener::from_std(socket)?;
         let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -89,11 +84,16 @@ impl Front {
         builder.http2().timer(TokioTimer::new()).max_concurrent_streams(1024).keep_alive_interval(PATIENCE);
         let builder = Arc::new(builder);
         let graceful = GracefulShutdown::new();
-        let acceptor = self.tls.map(TlsAcceptor::from);
         loop {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 _ = stop.wait_for(|stop| *stop) => break,
+                Ok(()) = self.live.changed() => {
+                    if let Err(error) = self.current.replace(&self.live.borrow_and_update()) {
+                        tracing::error!(%error, "a thread goes on with the configuration before");
+                    }
+                    continue;
+                }
             };
             let (stream, address) = match accepted {
                 Ok(accepted) => accepted,
@@ -105,16 +105,19 @@ impl Front {
                 }
             };
             let _best_effort = stream.set_nodelay(true);
+            let acceptor = self.current.tls();
             let peer = Arc::new(Peer::new(address, acceptor.is_some()));
-            let service = Mutex::new(self.layer.layer(Forward::new(self.upstream.clone(), peer)));
+            let service = Mutex::new(self.current.service(peer));
             // One connection's requests are taken by one thread: nobody ever waits for this lock.
             let begun = Arc::new(AtomicBool::new(false));
-            let (requests, config) = (begun.clone(), self.upstream.config.clone());
+            let requests = begun.clone();
             let service = service_fn(move |mut request| {
                 requests.store(true, Ordering::Relaxed);
-                let cross_origin = CrossOrigin::of(&request, &config);
-                let admitted = admit(&mut request, &config).and_then(|()| preflight(&request, &config));
-                let admitted = admitted.map(|()| lock(&service).call(request));
+                let mut service = lock(&service);
+                let (config, service) = service.up_to_date();
+                let cross_origin = CrossOrigin::of(&request, config);
+                let admitted = admit(&mut request, config).and_then(|()| preflight(&request, config));
+                let admitted = admitted.map(|()| service.call(request));
                 async move {
                     let mut response = match admitted {
                         Ok(answer) => answer.await.map(|response| response.map(Either::Left))?,
@@ -127,7 +130,7 @@ impl Front {
                 }
             });
             let (builder, watcher) = (builder.clone(), graceful.watcher());
-            match acceptor.clone() {
+            match acceptor {
                 None => {
                     let connection =
                         builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
@@ -145,6 +148,7 @@ impl Front {
             }
         }
         drop(listener);
+        let drain = self.live.borrow().config.drain_timeout;
         let until = Instant::now() + drain;
         if tokio::time::timeout_at(until.into(), graceful.shutdown()).await.is_err() {
             tracing::warn!(?drain, "connections are still open");

@@ -10,7 +10,9 @@ mod forward;
 mod headers;
 mod late;
 mod listen;
+mod live;
 mod reconcile;
+mod reload;
 mod run;
 mod tiered;
 pub(crate) mod tls;
@@ -23,8 +25,6 @@ use std::time::{Duration, Instant};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::Engine;
-use oncegate_http::IdempotencyLayer;
-use rustls::ServerConfig;
 use tokio::sync::watch;
 
 pub(crate) use listen::bind;
@@ -33,8 +33,9 @@ pub(crate) use tls::server_config;
 
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
-use forward::{Upstream, UpstreamClient};
+use forward::UpstreamClient;
 use listen::Front;
+use live::{Live, ThreadLive};
 
 /// How long an unused upstream connection is kept. Shorter than the five seconds after which common servers close theirs,
 /// so that a request is seldom sent into a connection that is just being closed.
@@ -50,10 +51,8 @@ const UPSTREAM_PING: Duration = Duration::from_secs(10);
 /// Everything that the data path needs.
 pub(crate) struct DataPath {
     pub(crate) engine: Engine,
-    pub(crate) layer: IdempotencyLayer,
     pub(crate) metrics: Metrics,
-    pub(crate) config: Arc<Config>,
-    pub(crate) tls: Option<Arc<ServerConfig>>,
+    pub(crate) live: watch::Receiver<Live>,
 }
 
 /// The threads that serve.
@@ -66,28 +65,16 @@ impl DataPath {
         sockets: Vec<std::net::TcpListener>,
         stop: &watch::Receiver<bool>,
     ) -> Result<Serving, String> {
-        let drain = self.config.drain_timeout;
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
-            // Nothing that every request counts references of is shared between threads: the count would be passed from
-            // core to core all the time.
-            let protocol = self.config.upstream_protocol;
-            let client = client_of(&self.config, protocol)?;
-            let http1 = (protocol == UpstreamProtocol::Auto && self.config.may_speak_http2())
-                .then(|| client_of(&self.config, UpstreamProtocol::Http1));
-            let upstream = Upstream {
-                client,
-                http1: http1.transpose()?,
-                config: self.config.clone(),
-                metrics: self.metrics.clone(),
-            };
-            let front =
-                Front { layer: self.layer.unshared(), upstream: Arc::new(upstream), tls: self.tls.clone() };
+            let mut live = self.live.clone();
+            let current = ThreadLive::new(&live.borrow_and_update(), self.metrics.clone())?;
+            let front = Front { current: Arc::new(current), live };
             let (engine, stop) = (self.engine.clone(), stop.clone());
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
                 runtime.block_on(async {
-                    let until = front.serve(socket, stop, drain).await?;
+                    let until = front.serve(socket, stop).await?;
                     // Handlers whose clients have gone run on the threads that took them.
                     let left = engine.drain(until.saturating_duration_since(Instant::now())).await;
                     if left > 0 {

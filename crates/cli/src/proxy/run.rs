@@ -11,14 +11,16 @@ use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{Gravity, RedisOptions, RedisStore};
 use rustix::process::{Resource, getrlimit, setrlimit};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 
 use super::late::{self, NotOpened};
+use super::live::Live;
 use super::reconcile::Questions;
+use super::reload::Reloader;
 use super::{DataPath, bind, server_config, tiered};
 use crate::access_log::AccessLog;
-use crate::admin::{self, AdminState, Draining, LeftBehind, count_records};
+use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
 use crate::check::existing;
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
@@ -37,7 +39,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         .enable_all()
         .build()
         .map_err(|error| format!("cannot start a runtime: {error}"))?;
-    let result = control.block_on(serve(config));
+    let result = control.block_on(serve(config, args));
     control.shutdown_timeout(Duration::from_secs(1));
     result
 }
@@ -54,8 +56,12 @@ fn allow_many_files() {
 /// How long a stopping sidecar waits for what is just being put into the front of its store.
 const FRONT_PATIENCE: Duration = Duration::from_secs(1);
 
-async fn serve(config: Config) -> Result<(), String> {
+async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let config = Arc::new(config);
+    // First of all: until then, each of them ends the process.
+    let mut signals = Signals::new().map_err(|error| format!("cannot listen for signals: {error}"))?;
+    let hangup =
+        signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?;
     let opened = late::open(&config).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
@@ -92,39 +98,49 @@ async fn serve(config: Config) -> Result<(), String> {
 
     let (stop, stopped) = watch::channel(false);
     let draining = Draining::default();
+    let (live, live_changes) = watch::channel(Live { config: config.clone(), layer: layer.clone(), tls });
+    let admin_live = AdminLive { layer: layer.clone(), token: config.admin_token.clone() };
+    let (admin_live, admin_changes) = watch::channel(admin_live);
     let state = AdminState {
         engine: engine.clone(),
         breaker,
-        layer: layer.clone(),
         metrics: metrics.clone(),
-        token: config.admin_token.clone(),
         draining: draining.clone(),
+        live: admin_changes,
     };
     let (close, closed) = oneshot::channel::<()>();
     let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
-    let scheme = if tls.is_some() { "https" } else { "http" };
-    let upstream = config.to.to_string();
+    let scheme = if config.tls.is_some() { "https" } else { "http" };
     let line = format!(
-        "oncegate listening on {scheme}://{listen}, admin http://{admin_address}, upstream {upstream}, store {}",
-        config.store
+        "oncegate listening on {scheme}://{listen}, admin http://{admin_address}, upstream {}, store {}",
+        config.to, config.store
     );
-    let drain = config.drain_timeout;
-    let path = DataPath { engine, layer, metrics, config, tls };
-    // Before anybody can know that it runs, and end it.
-    let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
+    let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
+    let path = DataPath { engine, metrics, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
+    tokio::spawn(reloader.run(hangup));
     // The one line on the standard output; whoever does not read it loses nothing.
     let _unread = writeln!(std::io::stdout(), "{line}");
 
     let mut ended = tokio::task::spawn_blocking(move || serving.join());
     tokio::select! {
         result = &mut ended => return flatten(result),
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+        () = signals.next() => {}
+    }
+    draining.begin();
+    let (delay, drain) = {
+        let live = live_changes.borrow();
+        (live.config.shutdown_delay, live.config.drain_timeout)
+    };
+    if !delay.is_zero() {
+        tracing::info!(?delay, "not ready any more; requests are still taken");
+        tokio::select! {
+            result = &mut ended => return flatten(result),
+            () = tokio::time::sleep(delay) => {}
+            () = signals.next() => return Err(SECOND_SIGNAL.into()),
+        }
     }
     tracing::info!(?drain, "stopping; running requests are finished");
-    draining.begin();
     let _nobody_listens = stop.send(true);
     tokio::select! {
         result = ended => {
@@ -139,8 +155,29 @@ async fn serve(config: Config) -> Result<(), String> {
             }
             flatten(result)
         }
-        _ = terminate.recv() => Err("stopped at once, by a second signal".into()),
-        _ = interrupt.recv() => Err("stopped at once, by a second signal".into()),
+        () = signals.next() => Err(SECOND_SIGNAL.into()),
+    }
+}
+
+const SECOND_SIGNAL: &str = "stopped at once, by a second signal";
+
+/// The signals that stop the sidecar.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        let (terminate, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        Ok(Self { terminate, interrupt })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod postgres;
 mod protocols;
 mod reconcile;
 mod refusals;
+mod reload;
 mod streams;
 mod tiered;
 

@@ -7,13 +7,13 @@ use crate::{KEY, OK};
 
 const UNKNOWN: &str = "the outcome of an operation is unknown";
 
-async fn admin(sidecar: &Sidecar, path: &str) -> Message {
+pub(crate) async fn admin(sidecar: &Sidecar, path: &str) -> Message {
     let text = request("GET", path, &["Connection: close"], "").replace("orders.test", "localhost");
     crate::support::ask(sidecar.admin, &text).await
 }
 
 /// The value of a series, if it is there.
-async fn series(sidecar: &Sidecar, name: &str) -> Option<f64> {
+pub(crate) async fn series(sidecar: &Sidecar, name: &str) -> Option<f64> {
     let metrics = admin(sidecar, "/metrics").await;
     let mut lines = metrics.text().lines();
     lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())

@@ -110,7 +110,7 @@ impl Authority {
         self.directory.path().join(name).display().to_string()
     }
 
-    fn client(&self, protocols: &[&[u8]]) -> TlsConnector {
+    pub(crate) fn client(&self, protocols: &[&[u8]]) -> TlsConnector {
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(self.file("ca.pem")).unwrap()).unwrap();
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());

@@ -1,0 +1,128 @@
+//! What a reload replaces while requests are served.
+//!
+//! The control thread sends a new [`Live`]; each serving thread makes its own [`ThreadLive`] of it, and each connection takes
+//! that up with its next request. A request that runs goes on under the configuration that it began with.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use oncegate_http::{Idempotency, IdempotencyLayer};
+use rustls::ServerConfig;
+use tokio_rustls::TlsAcceptor;
+use tower_layer::Layer as _;
+
+use super::client_of;
+use super::forward::{Forward, Upstream};
+use super::headers::Peer;
+use crate::admin::Metrics;
+use crate::config::{Config, UpstreamProtocol};
+
+/// The configuration in force, and what is made of it for all threads.
+#[derive(Clone)]
+pub(crate) struct Live {
+    pub(crate) config: Arc<Config>,
+    pub(crate) layer: IdempotencyLayer,
+    pub(crate) tls: Option<Arc<ServerConfig>>,
+}
+
+/// What one thread serves with.
+pub(super) struct ThreadLive {
+    /// Grows with each reload, so that a connection sees with one load whether it is up to date.
+    generation: AtomicU64,
+    current: Mutex<Current>,
+}
+
+struct Current {
+    layer: IdempotencyLayer,
+    upstream: Arc<Upstream>,
+    tls: Option<TlsAcceptor>,
+}
+
+impl ThreadLive {
+    pub(super) fn new(live: &Live, metrics: Metrics) -> Result<Self, String> {
+        let upstream = upstream_of(live, metrics, None)?;
+        Ok(Self { generation: AtomicU64::new(0), current: Mutex::new(Current::of(live, upstream)) })
+    }
+
+    /// Takes up a new configuration. The one before stays if that is not possible.
+    pub(super) fn replace(&self, live: &Live) -> Result<(), String> {
+        let mut current = self.lock();
+        let before = current.upstream.clone();
+        let upstream = upstream_of(live, before.metrics.clone(), Some(&before))?;
+        *current = Current::of(live, upstream);
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(super) fn tls(&self) -> Option<TlsAcceptor> {
+        self.lock().tls.clone()
+    }
+
+    /// The service of a connection.
+    pub(super) fn service(self: &Arc<Self>, peer: Arc<Peer>) -> ConnectionService {
+        let made = self.make(&peer);
+        ConnectionService { thread: self.clone(), peer, made }
+    }
+
+    fn make(&self, peer: &Arc<Peer>) -> Made {
+        let current = self.lock();
+        let forward = Forward::new(current.upstream.clone(), peer.clone());
+        Made {
+            generation: self.generation.load(Ordering::Relaxed),
+            config: current.upstream.config.clone(),
+            service: current.layer.layer(forward),
+        }
+    }
+
+    /// Only one thread takes this lock, so nobody ever waits for it.
+    fn lock(&self) -> MutexGuard<'_, Current> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Current {
+    fn of(live: &Live, upstream: Upstream) -> Self {
+        // Nothing that every request counts references of is shared between threads: the count would be passed from core to
+        // core all the time.
+        let tls = live.tls.clone().map(TlsAcceptor::from);
+        Self { layer: live.layer.unshared(), upstream: Arc::new(upstream), tls }
+    }
+}
+
+/// The upstream of a thread. The connections of the one before are kept if the address and how it is reached are the same.
+fn upstream_of(live: &Live, metrics: Metrics, before: Option<&Upstream>) -> Result<Upstream, String> {
+    let config = live.config.clone();
+    let is_same = |before: &&Upstream| before.config.reaches_the_same_upstream(&config);
+    if let Some(before) = before.filter(is_same) {
+        return Ok(Upstream { client: before.client.clone(), http1: before.http1.clone(), config, metrics });
+    }
+    let protocol = config.upstream_protocol;
+    let client = client_of(&config, protocol)?;
+    let http1 = (protocol == UpstreamProtocol::Auto && config.may_speak_http2())
+        .then(|| client_of(&config, UpstreamProtocol::Http1));
+    Ok(Upstream { client, http1: http1.transpose()?, config, metrics })
+}
+
+/// The service of one connection, which takes up a reload with the next request.
+pub(super) struct ConnectionService {
+    thread: Arc<ThreadLive>,
+    peer: Arc<Peer>,
+    made: Made,
+}
+
+/// What is made of one configuration for one connection.
+struct Made {
+    generation: u64,
+    config: Arc<Config>,
+    service: Idempotency<Forward>,
+}
+
+impl ConnectionService {
+    /// The configuration in force, and the service that follows it.
+    pub(super) fn up_to_date(&mut self) -> (&Config, &mut Idempotency<Forward>) {
+        if self.made.generation != self.thread.generation.load(Ordering::Relaxed) {
+            self.made = self.thread.make(&self.peer);
+        }
+        (&self.made.config, &mut self.made.service)
+    }
+}

@@ -1,0 +1,151 @@
+//! Reloads: SIGHUP reads the configuration again, and certificate files are read again when they change.
+//!
+//! A configuration that is wrong, or that changes what only a start can change, is refused as a whole: the one before stays in
+//! force. So is a certificate that does not fit its key, as in the middle of a renewal.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_http::IdempotencyLayer;
+use tokio::signal::unix::Signal;
+use tokio::sync::watch;
+
+use super::live::Live;
+use super::reconcile::Questions;
+use super::{server_config, tls};
+use crate::admin::{AdminLive, Metrics, ReloadSubject};
+use crate::config::{Config, ProxyArgs, TlsFiles};
+
+/// How often the certificate files are looked at.
+const CERTIFICATE_EVERY: Duration = Duration::from_secs(2);
+
+/// Replaces the configuration of a sidecar that runs.
+pub(super) struct Reloader {
+    args: ProxyArgs,
+    metrics: Metrics,
+    /// With the engine, the observer and the budgets, which a reload keeps.
+    base: IdempotencyLayer,
+    live: watch::Sender<Live>,
+    admin: watch::Sender<AdminLive>,
+    certificate: Certificate,
+}
+
+/// The certificate files as they were last seen. `None` is a file that cannot be read.
+#[derive(Default)]
+struct Certificate {
+    /// In use, or refused.
+    tried: Option<Content>,
+    /// Seen once. It is tried when it is seen again, because a file may be half written.
+    seen: Option<Content>,
+}
+
+type Content = (Option<Vec<u8>>, Option<Vec<u8>>);
+
+impl Reloader {
+    pub(super) fn new(
+        args: ProxyArgs,
+        metrics: Metrics,
+        base: IdempotencyLayer,
+        live: watch::Sender<Live>,
+        admin: watch::Sender<AdminLive>,
+    ) -> Self {
+        Self { args, metrics, base, live, admin, certificate: Certificate::default() }
+    }
+
+    /// Reloads on each hangup, and when the certificate files change.
+    pub(super) async fn run(mut self, mut hangup: Signal) {
+        self.certificate.tried = self.read_certificate().await;
+        let mut tick = tokio::time::interval(CERTIFICATE_EVERY);
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                Some(()) = hangup.recv() => self.reload().await,
+                _ = tick.tick() => self.look_at_certificate().await,
+            }
+        }
+    }
+
+    async fn reload(&mut self) {
+        let content = self.read_certificate().await;
+        let result = self.try_reload();
+        self.metrics.observe_reload(ReloadSubject::Configuration, result.is_ok());
+        match result {
+            Ok(config) => {
+                for warning in &config.warnings {
+                    tracing::warn!("{warning}");
+                }
+                tracing::info!(config = config.safe_summary(), "the configuration was reloaded");
+                // The files may have other names now.
+                self.certificate = Certificate { tried: content, seen: None };
+                if config.tls.is_some() {
+                    self.certificate.tried = self.read_certificate().await;
+                    self.metrics.observe_reload(ReloadSubject::Certificate, true);
+                }
+            }
+            Err(problems) => {
+                for problem in &problems {
+                    tracing::error!("{problem}");
+                }
+                tracing::error!("the configuration was not reloaded; the one before stays in force");
+            }
+        }
+    }
+
+    fn try_reload(&self) -> Result<Arc<Config>, Vec<String>> {
+        let config = Config::load(&self.args)
+            .map_err(|problems| problems.0.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        let fixed = self.live.borrow().config.fixed_changes(&config);
+        if !fixed.is_empty() {
+            return Err(vec![format!(
+                "{}: changed, and only a restart can change that; nothing was reloaded",
+                fixed.join(", ")
+            )]);
+        }
+        let config = Arc::new(config);
+        let one = |error: String| vec![error];
+        let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key));
+        let tls = tls.transpose().map_err(one)?;
+        // The threads make their own connectors and must not fail at it.
+        tls::connector(&config.to, config.upstream_protocol, config.connect_timeout).map_err(one)?;
+        let questions = Questions::new(config.clone(), self.metrics.clone()).map_err(one)?;
+        let layer = config.routes_on(self.base.clone().without_routes(), |route| questions.settings(route));
+        let layer = layer.map_err(|error| vec![error.to_string()])?;
+        self.admin.send_replace(AdminLive { layer: layer.clone(), token: config.admin_token.clone() });
+        self.live.send_replace(Live { config: config.clone(), layer, tls });
+        Ok(config)
+    }
+
+    async fn look_at_certificate(&mut self) {
+        let Some(content) = self.read_certificate().await else { return };
+        if self.certificate.tried.as_ref() == Some(&content) {
+            self.certificate.seen = None;
+            return;
+        }
+        if self.certificate.seen.as_ref() != Some(&content) {
+            self.certificate.seen = Some(content);
+            return;
+        }
+        self.certificate = Certificate { tried: Some(content), seen: None };
+        let Some(files) = self.files() else { return };
+        let result = server_config(&files.cert, &files.key);
+        self.metrics.observe_reload(ReloadSubject::Certificate, result.is_ok());
+        match result {
+            Ok(tls) => {
+                self.live.send_modify(|live| live.tls = Some(tls));
+                tracing::info!(certificate = %files.cert.display(), "the certificate was replaced");
+            }
+            Err(error) => tracing::error!("{error}; the certificate before stays in use"),
+        }
+    }
+
+    fn files(&self) -> Option<TlsFiles> {
+        self.live.borrow().config.tls.clone()
+    }
+
+    /// What is in the files; `None` without TLS.
+    async fn read_certificate(&self) -> Option<Content> {
+        let files = self.files()?;
+        let (cert, key) = tokio::join!(tokio::fs::read(&files.cert), tokio::fs::read(&files.key));
+        Some((cert.ok(), key.ok()))
+    }
+}

@@ -1,0 +1,210 @@
+//! SIGHUP, certificates that are renewed, and the time between "not ready" and "closed".
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use rustls::pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio::process::Command;
+
+use crate::operations::{admin, series};
+use crate::protocols::Authority;
+use crate::support::{Message, Service, Sidecar, Wire, ask, request, until};
+use crate::{KEY, OK};
+
+const REFUSED: &str = "oncegate_reload_refused{subject=\"configuration\"}";
+
+/// A sidecar with a configuration file that can be changed.
+struct World {
+    directory: tempfile::TempDir,
+    sidecar: Sidecar,
+    service: std::net::SocketAddr,
+}
+
+impl World {
+    async fn start(service: std::net::SocketAddr, settings: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("oncegate.toml");
+        fs::write(&path, config(service, settings)).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--threads=2", "--config"]);
+        let sidecar = Sidecar::run(command.arg(&path)).await;
+        Self { directory, sidecar, service }
+    }
+
+    /// Writes the file and sends the signal, and waits until the sidecar has said something about it.
+    async fn reload(&mut self, settings: &str, says: &str) {
+        let before = self.sidecar.process.error_lines(says).len();
+        let path = self.directory.path().join("oncegate.toml");
+        fs::write(path, config(self.service, settings)).unwrap();
+        self.sidecar.process.signal(Signal::HUP);
+        until(format!("it says {says:?}"), async || self.sidecar.process.error_lines(says).len() > before)
+            .await;
+    }
+}
+
+fn config(service: std::net::SocketAddr, settings: &str) -> String {
+    format!("to = \"http://{service}\"\nstore = \"memory:\"\n{settings}")
+}
+
+const RELOADED: &str = "the configuration was reloaded";
+const NOT_RELOADED: &str = "the configuration was not reloaded";
+const REQUIRED: &str = "[[route]]\npath = \"/orders\"\nrequire-key = true\n";
+
+#[tokio::test]
+async fn a_hangup_changes_routes_also_for_connections_that_are_open() {
+    let service = Service::new().await.answers(OK);
+    let mut world = World::start(service.address, "").await;
+    let plain = request("POST", "/orders", &[], "{}");
+    let keyed = request("POST", "/orders", &[KEY], "{}");
+    let mut open = world.sidecar.connect().await;
+    open.send(&plain).await;
+    open.message().await.has_status(200);
+    world.sidecar.ask(&keyed).await.has_status(200);
+
+    world.reload(REQUIRED, RELOADED).await;
+    // The threads take it up one after the other.
+    let mut answer = Message::default();
+    until("the route is in force", async || {
+        open.send(&plain).await;
+        answer = open.message().await;
+        answer.status() != 200
+    })
+    .await;
+    answer.is_problem(400, "key-missing");
+    until("the route is in force on all threads", async || {
+        let mut statuses = Vec::new();
+        for _ in 0..8 {
+            statuses.push(world.sidecar.ask(&plain).await.status());
+        }
+        statuses.iter().all(|status| *status == 400)
+    })
+    .await;
+    assert!(world.sidecar.ask(&keyed).await.has_status(200).is_replay(), "the store stays");
+    assert_eq!(series(&world.sidecar, REFUSED).await, Some(0.0));
+
+    world.reload("", RELOADED).await;
+    until("the route is gone", async || world.sidecar.ask(&plain).await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn a_configuration_that_is_wrong_changes_nothing() {
+    let service = Service::new().await.answers(OK);
+    let mut world = World::start(service.address, REQUIRED).await;
+    let plain = request("POST", "/orders", &[], "{}");
+    for (wrong, why) in [
+        (
+            "[[route]]\npath = \"/orders\"\nrequire-kye = true\n",
+            "oncegate.toml:5:1: no such setting `require-kye`",
+        ),
+        ("store-patience = \"1s\"\n", "store-patience: changed, and only a restart can change that"),
+        ("tls-cert = \"none.pem\"\ntls-key = \"none.pem\"\n", "tls-cert: changed"),
+    ] {
+        world.reload(wrong, NOT_RELOADED).await;
+        assert_eq!(world.sidecar.process.error_lines(why).len(), 1, "{why}");
+        world.sidecar.ask(&plain).await.is_problem(400, "key-missing");
+        assert_eq!(series(&world.sidecar, REFUSED).await, Some(1.0));
+    }
+    let refused = "oncegate_reloads_total{subject=\"configuration\",result=\"refused\"}";
+    assert_eq!(series(&world.sidecar, refused).await, Some(3.0));
+    world.reload("", RELOADED).await;
+    assert_eq!(series(&world.sidecar, REFUSED).await, Some(0.0));
+    until("the new one is in force", async || world.sidecar.ask(&plain).await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn a_request_that_runs_survives_a_hangup_and_the_service_may_move() {
+    let service = Service::new().await;
+    let mut world = World::start(service.address, "").await;
+    let asked = request("POST", "/orders", &[KEY], "{}");
+    let mut client = world.sidecar.connect().await;
+    client.send(&asked).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    let moved = Service::new().await.answers(OK);
+    world.service = moved.address;
+    world.reload("", RELOADED).await;
+    wire.send("HTTP/1.1 201 Created\r\nContent-Length: 5\r\n\r\nfirst").await;
+    assert_eq!(client.message().await.has_status(201).text(), "first");
+    let replay = world.sidecar.ask(&asked).await;
+    assert!(replay.has_status(201).is_replay());
+    until("the new address is asked", async || {
+        let other = format!("Idempotency-Key: intent-{}", moved.requests() + 2);
+        let asked = request("POST", "/other", &[&other], "{}");
+        // The service before takes the request of a thread that is late, and never answers.
+        let answer = tokio::time::timeout(Duration::from_millis(500), world.sidecar.ask(&asked));
+        answer.await.is_ok_and(|answer| answer.status() == 200)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_token_is_changed_by_a_hangup() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("token");
+    fs::write(&file, "the-first-token-0").unwrap();
+    let flag = format!("--admin-token-file={}", file.display());
+    let mut sidecar = Sidecar::start(service.address, &[&flag]).await;
+    let ask_with = async |sidecar: &Sidecar, token: &str| {
+        let fields = [&*format!("Authorization: Bearer {token}"), "Connection: close"];
+        ask(sidecar.admin, &request("GET", "/v1/keys", &fields, "")).await.status()
+    };
+    assert_eq!(ask_with(&sidecar, "the-first-token-0").await, 200);
+    fs::write(&file, "the-second-token-").unwrap();
+    sidecar.process.signal(Signal::HUP);
+    sidecar.process.says(RELOADED).await;
+    assert_eq!(ask_with(&sidecar, "the-first-token-0").await, 401);
+    assert_eq!(ask_with(&sidecar, "the-second-token-").await, 200);
+    fs::write(&file, "short").unwrap();
+    sidecar.process.signal(Signal::HUP);
+    sidecar.process.says(NOT_RELOADED).await;
+    assert_eq!(ask_with(&sidecar, "the-second-token-").await, 200);
+}
+
+#[tokio::test]
+async fn a_certificate_that_is_renewed_is_picked_up() {
+    let (before, after) = (Authority::new(), Authority::new());
+    let (cert, key) = (before.file("cert.pem"), before.file("key.pem"));
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--tls-cert", &cert, "--tls-key", &key]).await;
+    let works = async |authority: &Authority| {
+        let stream = TcpStream::connect(sidecar.address).await.unwrap();
+        let name = ServerName::try_from("localhost").unwrap();
+        authority.client(&[]).connect(name, stream).await.ok().map(Wire::new)
+    };
+    let mut open = works(&before).await.expect("a handshake");
+    assert!(works(&after).await.is_none());
+
+    const CERTIFICATE: &str = "oncegate_reload_refused{subject=\"certificate\"}";
+    // The middle of a renewal: the new certificate, and the old key.
+    fs::copy(after.file("cert.pem"), &cert).unwrap();
+    until("the half is refused", async || series(&sidecar, CERTIFICATE).await == Some(1.0)).await;
+    assert_eq!(sidecar.process.error_lines("the certificate before stays in use").len(), 1);
+    assert!(works(&before).await.is_some());
+    // As an orchestrator does it: another file in its place.
+    let swapped = format!("{key}.new");
+    fs::copy(after.file("key.pem"), &swapped).unwrap();
+    fs::rename(&swapped, &key).unwrap();
+    until("the new certificate is served", async || works(&after).await.is_some()).await;
+    assert_eq!(series(&sidecar, CERTIFICATE).await, Some(0.0));
+    open.send(request("GET", "/", &[], "")).await;
+    open.message().await.has_status(200);
+}
+
+#[tokio::test]
+async fn it_is_not_ready_before_it_is_closed() {
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = Sidecar::start(service.address, &["--shutdown-delay=4s"]).await;
+    assert_eq!(admin(&sidecar, "/readyz").await.status(), 200);
+    let begun = Instant::now();
+    sidecar.process.signal(Signal::TERM);
+    until("it is not ready", async || admin(&sidecar, "/readyz").await.status() == 503).await;
+    assert_eq!(admin(&sidecar, "/readyz").await.text(), "stopping\n");
+    sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200);
+    assert!(begun.elapsed() < Duration::from_secs(4), "a slow machine: {:?}", begun.elapsed());
+    until("no more connections are taken", async || TcpStream::connect(sidecar.address).await.is_err()).await;
+    assert!(begun.elapsed() >= Duration::from_secs(4), "{:?}", begun.elapsed());
+    assert!(sidecar.process.ended().await.success());
+}
