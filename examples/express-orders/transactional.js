@@ -130,7 +130,8 @@ app.get('/ledger', async (_req, res) => {
   res.json((await pool.query(counts)).rows[0]);
 });
 
-// A server error: nothing is decided by it, and the sidecar looks what was committed.
+// A server error decides nothing, and the sidecar finds out what was committed. That is also right if the answer to COMMIT was
+// lost: it may still run, and until it ends, no query shows whether it will succeed.
 app.use((error, _req, res, next) => {
   if (res.headersSent) return next(error);
   console.error(error);

@@ -86,7 +86,10 @@ app = FastAPI(title="Orders", lifespan=lifespan)
 
 @app.exception_handler(psycopg.Error)
 def database_error(_request: Request, error: psycopg.Error) -> JSONResponse:
-    """A server error: nothing is decided by it, and the sidecar looks what was committed."""
+    """A server error decides nothing, and the sidecar finds out what was committed.
+
+    That is also right if the answer to COMMIT was lost: it may still run, and until it ends, no query shows whether it will succeed.
+    """
     return JSONResponse({"detail": f"the database refused: {error.sqlstate}"}, status_code=503)
 
 

@@ -3,11 +3,14 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_core::StoreErrorKind;
-use oncegate_postgres::{TransactError, Transacted, Transactor};
-use oncegate_servers::{Break, Way};
+use oncegate_core::{State, Store as _, StoreErrorKind};
+use oncegate_postgres::{PostgresOptions, PostgresStore, TransactError, Transacted, Transactor, schema};
+use oncegate_servers::{Break, PostgresServer, Way};
+use sqlx::postgres::PgConnection;
 
-use crate::support::Database;
+use sqlx::{Connection as _, Row as _};
+
+use crate::support::{Database, claims, id, run, sql_id, sqlstate, token, try_run};
 use crate::transact::{Charge, LONG, insert, key, pay, scope};
 
 async fn world(connections: u32) -> (Database, Way, Transactor) {
@@ -126,4 +129,48 @@ async fn a_call_that_is_dropped_while_it_begins_leaves_no_transaction_behind() {
     let pool = transactor.pool();
     insert(&mut pool.acquire().await.unwrap(), 700).await.unwrap();
     assert_eq!(database.paid().await, 1);
+}
+
+/// What the page on the contract says about a COMMIT whose answer is lost, on a COMMIT that waits for a standby.
+#[tokio::test(flavor = "multi_thread")]
+async fn while_a_commit_runs_no_lookup_tells_and_a_write_does() {
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(LONG);
+    schema::apply(&options).await.unwrap();
+    let store = PostgresStore::open(options).await.unwrap();
+    let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
+    let mut other = PgConnection::connect(&server.url()).await.unwrap();
+    run(&mut other, "CREATE TABLE payments (cents bigint)").await;
+    run(&mut other, "ALTER SYSTEM SET synchronous_standby_names = 'missing_standby'").await;
+    run(&mut other, "SELECT pg_reload_conf()").await;
+    run(&mut other, "SET synchronous_commit = local").await;
+    let mut old = PgConnection::connect(&server.url()).await.unwrap();
+    run(&mut old, "SET synchronous_commit = on").await;
+    let complete = format!("SELECT oncegate.complete({}, {owner})", sql_id(id(1)));
+    run(&mut old, &format!("BEGIN; INSERT INTO payments VALUES (500); {complete}")).await;
+    let committing = tokio::spawn(async move { try_run(&mut old, "COMMIT").await.map(drop) });
+    let waiting = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'";
+    let deadline = std::time::Instant::now() + LONG;
+    let backend: i32 = loop {
+        if let Some(row) = try_run(&mut other, waiting).await.unwrap().first() {
+            break row.get(0);
+        }
+        assert!(std::time::Instant::now() < deadline, "the COMMIT does not wait");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+
+    let count = "SELECT count(*) FROM payments";
+    let paid = try_run(&mut other, count).await.unwrap()[0].get::<i64, _>(0);
+    let record = store.lookup(id(1)).await.unwrap().unwrap();
+    assert!(paid == 0 && matches!(record.state, State::InProgress { .. }), "{paid} {record:?}");
+    // What a lookup shows now is not so a moment later. A write knows.
+    let held = try_run(&mut other, &complete).await.unwrap_err();
+    assert_eq!(sqlstate(&held), "OG002");
+    run(&mut other, &format!("SELECT pg_cancel_backend({backend})")).await;
+    committing.await.unwrap().unwrap();
+    let over = try_run(&mut other, &complete).await.unwrap_err();
+    assert_eq!(sqlstate(&over), "OG001");
+    let paid = try_run(&mut other, count).await.unwrap()[0].get::<i64, _>(0);
+    let record = store.lookup(id(1)).await.unwrap().unwrap();
+    assert!(paid == 1 && matches!(record.state, State::Completed(_)), "{paid} {record:?}");
 }
