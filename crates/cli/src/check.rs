@@ -300,6 +300,9 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
         let count = found.unreadable_audit.len();
         report.error(format!("store {shown}: {count} entries of the audit trail cannot be read"));
     }
+    if let Some(skew) = &found.clock {
+        report.warn(format!("store {shown}: {skew}"));
+    }
     if found.is_sound() {
         let mut states: Vec<_> =
             found.records.iter().map(|(state, count)| format!("{count} {state}")).collect();

@@ -18,7 +18,7 @@ use call::CallArgs;
 use clap::{Parser, Subcommand};
 use config::ProxyArgs;
 use demo::DemoArgs;
-use keys::KeysArgs;
+use keys::{ClockArgs, KeysArgs};
 use schema::SchemaArgs;
 
 #[global_allocator]
@@ -54,6 +54,10 @@ enum Command {
     ///
     /// Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
     Keys(KeysArgs),
+    /// Tells a running sidecar that the clock of its machine is right, after it was set ahead by more than five minutes.
+    ///
+    /// Exit codes as for `oncegate keys`.
+    Clock(ClockArgs),
     /// Sends one request until there is a definite answer: for scripts and cron jobs, where curl --retry would pay twice.
     ///
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
@@ -77,6 +81,7 @@ fn main() -> ExitCode {
         Command::Check(args) => return check::run(&args),
         Command::Demo(args) => return demo::run(&args),
         Command::Keys(args) => return keys::run(&args),
+        Command::Clock(args) => return keys::run_clock(&args),
         Command::Call(args) => return call::run(&args),
         Command::Schema(args) => schema::run(&args),
     };

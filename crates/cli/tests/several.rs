@@ -2,7 +2,6 @@
 
 mod support;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
@@ -56,7 +55,7 @@ impl Shared {
         if let Some(off) = off {
             // Only what the clock shows, not how fast time passes.
             command
-                .env("LD_PRELOAD", faketime())
+                .env("LD_PRELOAD", support::faketime())
                 .env("FAKETIME", off)
                 .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
         }
@@ -111,13 +110,6 @@ impl Shared {
 
 async fn blocking<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
     tokio::task::spawn_blocking(act).await.unwrap()
-}
-
-/// The library that `faketime` loads into programs.
-fn faketime() -> PathBuf {
-    let dirs = std::fs::read_dir("/usr/lib").unwrap().flatten();
-    let found = dirs.map(|dir| dir.path().join("faketime/libfaketimeMT.so.1")).find(|path| path.exists());
-    found.expect("libfaketime is not installed (Debian package: faketime)")
 }
 
 fn order(key: &str) -> String {

@@ -187,8 +187,8 @@ impl<C: Clock> StoreClock<C> {
     pub fn resume(clock: C, last: LastWrite) -> Self {
         let wall = clock.now();
         let lagged = last.wall.since(last.time) > limits::CLOCK_STEP_MAX;
-        let (time, ahead) = if lagged && wall >= last.wall {
-            // As far apart as before: no process in between has accepted it.
+        let (time, ahead) = if lagged && wall.after(limits::CLOCK_STEP_MAX) >= last.wall {
+            // About as far apart as before: no process in between has accepted it.
             let since = Some(last.lagging_since.unwrap_or(last.time));
             (last.time.after(wall.since(last.wall)), Ahead { since, expected: false })
         } else if wall >= last.time {
@@ -452,6 +452,9 @@ mod tests {
         let by = Duration::from_millis(48 * HOUR);
         let since = Some(Timestamp(START - 5));
         assert_eq!(resumed(START + 49 * HOUR, lagging), (START + HOUR, Some((START - 5, by)), since));
+        // Opened again at once, before the last write can be told from the next.
+        let at_once = resumed(START + 48 * HOUR - 90, lagging);
+        assert_eq!((at_once.0, at_once.2), (START, since));
         // It was wrong, and was set right in between.
         assert_eq!(resumed(START + HOUR, lagging), (START + HOUR, None, None));
     }

@@ -44,7 +44,8 @@ pub enum OpenError {
 
 impl OpenError {
     /// Whether there is no room on the disk.
-    pub(crate) fn is_full(&self) -> bool {
+    #[must_use]
+    pub fn is_full(&self) -> bool {
         matches!(self, Self::Io { source, .. } if is_full(source))
     }
 

@@ -43,17 +43,20 @@
 //! 3. All commands that are waiting when the disk is free are committed together, in the order of their arrival; each
 //!    sees the ones before it. None is held back to wait for others.
 //! 4. A command whose future is dropped before its turn is not carried out.
-//! 5. The time is that of the [`Clock`](oncegate_core::Clock) it was opened with, by default a [`SystemClock`], and never
-//!    less than that of the last write to the file, so that tokens grow (I6) and leases end even where the machine
+//! 5. The time is a [`StoreClock`](oncegate_core::StoreClock): that which has passed, also where the machine's clock is set, and
+//!    never less than that of the last write to the file, so that tokens grow (I6) and leases end even if the machine
 //!    starts with its clock behind.
 //!
 //! # What fails, and how
 //!
 //! | what happens | what callers hear | what an operator does |
 //! |---|---|---|
-//! | the disk is full, or a read, a write or a flush fails | on everything: [`Unavailable`], at once | makes room |
+//! | the disk is full | what is recorded is answered, also after a restart; the rest is [`Unavailable`] at once | makes room |
+//! | the disk has less than 16 MiB left | claims are [`Unavailable`], what runs is completed | makes room |
+//! | there are as many records, or bytes, as allowed | new keys are [`Unavailable`], others answered | raises the limit |
+//! | a read, a write or a flush fails | on everything: [`Unavailable`], at once | looks at the disk |
 //! | a record cannot be read, or a newer program wrote it | on that record: [`Corrupt`] | runs [`check`], restores |
-//! | a page that holds the structure of the file is damaged | [`Corrupt`] | runs [`check`], restores |
+//! | a page of the file's structure is damaged | [`Corrupt`], from then on also for new keys | runs [`check`], restores |
 //! | more than sixteen full batches of commands wait | [`Unavailable`] | sends less, or gets a faster disk |
 //! | the store was closed | [`Unavailable`] | |
 //!

@@ -14,7 +14,7 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope, StoreErrorKind,
+    CallerTag, Extent, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope, StoreErrorKind,
     StoredResponse,
 };
 use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
@@ -291,7 +291,12 @@ impl Keyed {
                         Box::pin(self.fail_open(inner, request())).await
                     }
                     _ => {
-                        let refusal = Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
+                        let refusal = Refusal::new(Condition::StoreUnavailable);
+                        let refusal = if error.extent() == Extent::Writes && error.is_unsent() {
+                            refusal.with_detail(STORE_FULL).with_retry_after(30)
+                        } else {
+                            refusal.with_retry_after(1)
+                        };
                         Ok(self.refuse(refusal))
                     }
                 }
@@ -628,6 +633,9 @@ const NO_ROOM_FOR_ANSWER: &str = "The first request with this key was processed,
      moment. Send the same request with the same key later to get it.";
 const TOO_MANY: &str = "Nothing was executed: too many requests with a key are under way, or too many answers wait for their \
      clients. Send the same request with the same key later.";
+
+/// Why a key is refused where the store was reached and has no room for it.
+const STORE_FULL: &str = "The store of keys has no room for new ones at the moment; keys that it knows are still answered. Nothing was executed. Send the same request with the same key later.";
 
 /// What `key-reused` means where the key is built of the body.
 const REUSED_MEMBERS: &str = "The key of this operation is built of members of its JSON body, and another request had the \

@@ -82,6 +82,7 @@ struct Inner {
     /// Since when the oldest unsettled record waits, by the store's clock in milliseconds; 0 if there is none.
     oldest_unsettled: AtomicU64,
     oldest_unsettled_age: Gauge<f64, AtomicU64>,
+    advisories: Family<[Label; 1], Gauge>,
 }
 
 type Label = (&'static str, &'static str);
@@ -237,6 +238,12 @@ impl Metrics {
         );
         let reloads = ReloadMetrics::register(r);
         let (records, oldest_unsettled_age) = unsettled_gauges(r);
+        let advisories = Family::<[Label; 1], Gauge>::default();
+        r.register(
+            "store_advisory",
+            "1 while the store has something to say to an operator, by its name",
+            advisories.clone(),
+        );
         Self(Arc::new(Inner {
             requests: RequestCounters::new(requests),
             events: EVENTS.map(|event| events.get_or_create_owned(&[("event", event)])),
@@ -263,6 +270,7 @@ impl Metrics {
             records,
             oldest_unsettled: AtomicU64::new(0),
             oldest_unsettled_age,
+            advisories,
             registry,
         }))
     }
@@ -341,6 +349,10 @@ impl Metrics {
         self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
         self.0.draining.set(draining.into());
         self.set_oldest_age(engine.store().now());
+        self.0.advisories.clear();
+        for advisory in engine.store().advisories() {
+            self.0.advisories.get_or_create(&[("name", advisory.name)]).set(1);
+        }
         let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
         self.0.executing.set(i64::try_from(executing).unwrap_or(i64::MAX));
         let mut text = String::new();

@@ -11,6 +11,7 @@
 //! | `POST /v1/keys/find` | one record by key, method, path and caller |
 //! | `POST /v1/keys/{record}/resolve` | says what became of an operation whose outcome is unknown |
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
+//! | `POST /v1/clock/accept` | the store goes on from the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | who resolved what, and why, newest first |
 //!
 //! Refusals are problem details. Who may ask is in [`guard`].
@@ -32,6 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -126,6 +128,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys/{record}/resolve", post(keys::resolve))
         .route("/v1/keys/{record}/release", post(keys::release))
         .route("/v1/audit", get(keys::audit))
+        .route("/v1/clock/accept", post(accept_clock))
         .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {
             Problem::no_such_method(&method, uri.path())
@@ -182,7 +185,12 @@ async fn readyz(State(state): State<AdminState>) -> Response {
         return not_ready("the store is out of reach\n");
     }
     match tokio::time::timeout(READY_PATIENCE, state.engine.store().check()).await {
-        Ok(Ok(())) => text("ready\n"),
+        Ok(Ok(())) => {
+            let advisories = state.engine.store().advisories();
+            let lines: String =
+                advisories.iter().map(|advisory| format!("note: {}\n", advisory.text)).collect();
+            text(format!("ready\n{lines}"))
+        }
         Ok(Err(error)) => {
             tracing::debug!(%error, "not ready");
             not_ready("the store would not take a write\n")
@@ -208,8 +216,16 @@ async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Respons
     }
 }
 
-fn text(words: &'static str) -> Response {
-    ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], words).into_response()
+/// The machine's clock is right, however far ahead it was set.
+async fn accept_clock(State(state): State<AdminState>) -> Result<Response, Problem> {
+    let by = state.engine.store().accept_clock().await.map_err(|error| Problem::store(&error))?;
+    let by = by.map(|by| by.as_secs());
+    tracing::warn!(seconds = by, "an operator accepted the time of this machine's clock");
+    Ok(axum::Json(serde_json::json!({ "ahead_seconds": by })).into_response())
+}
+
+fn text(words: impl Into<Body>) -> Response {
+    ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], words.into()).into_response()
 }
 
 fn not_ready(why: &'static str) -> Response {

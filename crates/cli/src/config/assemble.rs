@@ -62,6 +62,7 @@ pub(super) fn draft(
     check_store_must_exist(values, problems);
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
+    check_room(values, problems);
     // A URL that could not be read has been complained about already.
     if values.to.is_none() && needs_to {
         let what = "nothing to protect: give --to URL, such as --to http://127.0.0.1:3000";
@@ -88,6 +89,8 @@ pub(super) fn draft(
         max_in_flight: given(&values.max_in_flight),
         max_in_flight_per_caller: given(&values.max_in_flight_per_caller),
         store_cache: given(&values.store_cache),
+        max_records: values.max_records.as_ref().map(|given| given.value),
+        max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value),
         store_patience: given(&values.store_patience),
         access_log: given(&values.access_log),
         threads: values.threads.as_ref().map(|threads| threads.value),
@@ -128,6 +131,24 @@ fn check_budgets<'a>(
             );
             problems.push(Problem::error(budget.as_ref().map(|given| given.source.clone()), what));
         }
+    }
+}
+
+/// A server has limits of its own, which nobody may think are set here.
+fn check_room(values: &Values, problems: &mut Vec<Problem>) {
+    let store = given(&values.store);
+    let (is_memory, is_directory) = match store.back() {
+        StoreChoice::Memory => (true, false),
+        StoreChoice::Directory(_) => (false, true),
+        _ => (false, false),
+    };
+    if let Some(given) = values.max_records.as_ref().filter(|_| !is_memory && !is_directory) {
+        let what = format!("max-records is for a store in a directory or in memory, and not for {store}");
+        problems.push(Problem::error(given.source.clone(), what));
+    }
+    if let Some(given) = values.max_store_bytes.as_ref().filter(|_| !is_directory) {
+        let what = format!("max-store-bytes is for a store in a directory, and not for {store}");
+        problems.push(Problem::error(given.source.clone(), what));
     }
 }
 

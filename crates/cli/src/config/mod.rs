@@ -83,6 +83,9 @@ pub(crate) struct Config {
     pub(crate) max_in_flight_per_caller: usize,
     /// What a store in a directory may keep of its file.
     pub(crate) store_cache: usize,
+    /// What a store in this process holds at the most; `None` is its own limit.
+    pub(crate) max_records: Option<u64>,
+    pub(crate) max_store_bytes: Option<u64>,
     /// How long the store may take before it is asked whether it is well.
     pub(crate) store_patience: Duration,
     /// The form of the access log; `None` is no log.

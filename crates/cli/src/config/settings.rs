@@ -212,6 +212,16 @@ settings! {
     "store-cache" SERVICE Service One "SIZE" Value("64MiB");
     store_cache: usize = units::store_cache;
 
+    /// The most records that a store in a directory or in memory holds, those past their retention included until they are
+    /// purged. A request with one key more is refused with 503 `store-unavailable`; keys that are recorded are still answered.
+    "max-records" SERVICE Service One "N" Nothing("no limit but the disk; in memory, 10000000");
+    max_records: u64 = units::max_records;
+
+    /// The most bytes that the records of a store in a directory have together; beyond it, new keys are refused as with
+    /// max-records. The directory takes two to three times as much.
+    "max-store-bytes" SERVICE Service One "SIZE" Nothing("no limit but the disk");
+    max_store_bytes: u64 = units::max_store_bytes;
+
     /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
     "tls-cert" SERVICE Live One "FILE" Nothing("no TLS");
     tls_cert: PathBuf = units::path;

@@ -322,6 +322,25 @@ pub(crate) fn store_cache(text: &str) -> Read<usize> {
     at_most(text, STORE_CACHE_MAX, "all of it may be in memory at once")
 }
 
+pub(crate) fn max_records(text: &str) -> Read<u64> {
+    match text.parse() {
+        Ok(records @ 1..) => Ok(records),
+        _ => Err(format!("{text:?} is not a number of records; 1 or more is allowed")),
+    }
+}
+
+pub(crate) fn max_store_bytes(text: &str) -> Read<u64> {
+    match size(text)? {
+        bytes if (bytes as u64) < STORE_BYTES_MIN => {
+            Err(format!("{text:?} is too little; at least {} is allowed", size_text(STORE_BYTES_MIN)))
+        }
+        bytes => Ok(bytes as u64),
+    }
+}
+
+/// Less than this would refuse the first large answers.
+const STORE_BYTES_MIN: u64 = 1024 * 1024;
+
 pub(crate) fn response_body(text: &str) -> Read<usize> {
     at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
 }

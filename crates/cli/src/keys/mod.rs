@@ -3,12 +3,13 @@
 //! Exit codes: 0 done, 1 refused or not there, 2 wrong usage, 3 the sidecar cannot be reached.
 
 mod client;
+mod clock;
 mod print;
 #[cfg(test)]
 mod tests;
 
 use std::fs;
-use std::io::{self, Read as _, Write};
+use std::io::{self, Read as _, StdoutLock, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -18,6 +19,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Map, Value, json};
 
 use self::client::Client;
+pub(crate) use self::clock::ClockArgs;
 
 /// Looks at records of a running sidecar, and says what became of operations whose outcome is unknown.
 #[derive(Args, Debug)]
@@ -206,6 +208,19 @@ impl From<io::Error> for Failure {
 
 /// Runs the command and says how it ended.
 pub(crate) fn run(args: &KeysArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| execute(args, env, out).await)
+}
+
+/// Runs the command about the clock and says how it ended.
+pub(crate) fn run_clock(args: &ClockArgs) -> ExitCode {
+    ask(async |out: &mut StdoutLock<'_>| clock::execute(args, env, out).await)
+}
+
+fn env(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -214,8 +229,7 @@ pub(crate) fn run(args: &KeysArgs) -> ExitCode {
         }
     };
     let mut out = io::stdout().lock();
-    let env = |name: &str| std::env::var(name).ok();
-    match runtime.block_on(execute(args, env, &mut out)) {
+    match runtime.block_on(command(&mut out)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             let (words, code) = match failure {

@@ -1,7 +1,6 @@
 //! `oncegate proxy`: from the configuration to a process that serves, and back out of it.
 
 use std::io::Write as _;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -188,13 +187,26 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
 /// Opens the store, or the back of a tiered one.
 pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     Ok(match config.store.back() {
-        StoreChoice::Memory => Arc::new(MemoryStore::new(SystemClock::new())),
+        StoreChoice::Memory => {
+            let clock = SystemClock::new();
+            match config.max_records {
+                Some(records) => {
+                    let records = usize::try_from(records).unwrap_or(usize::MAX);
+                    Arc::new(MemoryStore::with_capacity(clock, records))
+                }
+                None => Arc::new(MemoryStore::new(clock)),
+            }
+        }
         StoreChoice::Directory(directory) => {
             let found = existing(directory);
             if config.store_must_exist {
                 found.clone().map_err(NotOpened::Unfit)?;
             }
-            let store = open_directory(directory, config.store_cache)?;
+            let options = EmbeddedOptions::new(directory)
+                .with_cache_bytes(config.store_cache)
+                .with_max_records(config.max_records.unwrap_or(u64::MAX))
+                .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
+            let store = open_directory(options)?;
             if found.is_err() {
                 tracing::warn!(
                     directory = %directory.display(),
@@ -212,9 +224,11 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     })
 }
 
-pub(super) fn open_directory(directory: &Path, cache: usize) -> Result<EmbeddedStore, NotOpened> {
-    EmbeddedStore::open(EmbeddedOptions::new(directory).with_cache_bytes(cache))
-        .map_err(|error| NotOpened::Unfit(error.to_string()))
+pub(super) fn open_directory(options: EmbeddedOptions) -> Result<EmbeddedStore, NotOpened> {
+    EmbeddedStore::open(options).map_err(|error| match error.is_full() {
+        true => NotOpened::Unreachable(error.to_string()),
+        false => NotOpened::Unfit(error.to_string()),
+    })
 }
 
 async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresStore, NotOpened> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::Store;
+use oncegate_embedded::EmbeddedOptions;
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_tiered::{Front, FrontStats, TieredOptions, TieredStore};
 
@@ -27,7 +28,8 @@ pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
     let front = match &choice.front {
         FrontChoice::Memory(octets) => Front::in_memory(*octets),
         FrontChoice::Directory(directory) => {
-            let store = open_directory(directory, config.store_cache).map_err(|error| error.to_string())?;
+            let store = open_directory(EmbeddedOptions::new(directory).with_cache_bytes(config.store_cache))
+                .map_err(|error| error.to_string())?;
             Front::on(Arc::new(store))
         }
         FrontChoice::Redis(options) => open_redis(options).await,

@@ -15,6 +15,7 @@ mod protocols;
 mod reconcile;
 mod refusals;
 mod reload;
+mod store;
 mod streams;
 mod tiered;
 

@@ -141,6 +141,13 @@ async fn closed(lines: &mut watch::Receiver<Vec<String>>) -> Vec<String> {
     lines.borrow().clone()
 }
 
+/// The library that `faketime` loads into programs.
+pub(crate) fn faketime() -> PathBuf {
+    let dirs = std::fs::read_dir("/usr/lib").unwrap().flatten();
+    let found = dirs.map(|dir| dir.path().join("faketime/libfaketimeMT.so.1")).find(|path| path.exists());
+    found.expect("libfaketime is not installed (Debian package: faketime)")
+}
+
 /// This program of the example in Node, with its packages.
 pub(crate) fn express_orders(program: &str) -> Command {
     let folder = example("express-orders");

@@ -1,0 +1,206 @@
+//! A store in a directory whose disk fills up, whose clock is set, and that may hold only so much.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::Signal;
+
+use crate::OK;
+use crate::support::{Answering, Message, Service, Sidecar, faketime, request, sidecar, until};
+
+const NEXT: &str = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno";
+
+fn post(key: &str) -> String {
+    request("POST", "/orders", &[&format!("Idempotency-Key: {key}")], "{}")
+}
+
+async fn ready(sidecar: &Sidecar) -> Message {
+    admin(sidecar, "/readyz").await
+}
+
+async fn admin(sidecar: &Sidecar, path: &str) -> Message {
+    crate::support::ask(sidecar.admin, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")).await
+}
+
+/// A small file system of its own.
+struct Disk {
+    directory: tempfile::TempDir,
+}
+
+impl Disk {
+    fn new(size: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let options = format!("size={size},mode=700");
+        run(Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(directory.path()));
+        Self { directory }
+    }
+
+    fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    fn fill(&self) {
+        let full = fs::write(self.filler(), vec![7; 256 << 20]).unwrap_err();
+        assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.path().join("filler")
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        run(Command::new("umount").args(["--lazy"]).arg(self.path()));
+    }
+}
+
+fn run(command: &mut Command) {
+    let status = command.status().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(
+        status.success(),
+        "{command:?}: {status}; a file system is mounted for this test, which needs root"
+    );
+}
+
+async fn on(disk: &Disk, service: &Answering) -> Sidecar {
+    let store = format!("--store={}", disk.path().join("store").display());
+    Sidecar::start(service.address, &[&store]).await
+}
+
+#[tokio::test]
+async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_after_a_restart() {
+    let disk = Disk::new("64m");
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = on(&disk, &service).await;
+    sidecar.ask(&post("done")).await.has_status(200);
+    disk.fill();
+    for _ in 0..2 {
+        let refused = sidecar.ask(&post("new")).await;
+        refused.has_status(503);
+        assert!(refused.text().contains("no room for new ones"), "{}", refused.text());
+        assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
+        sidecar.ask(&request("POST", "/orders", &[], "{}")).await.has_status(200);
+        sidecar.process.kill().await;
+        sidecar = on(&disk, &service).await;
+    }
+    let served = service.requests();
+    assert_eq!(served, 3, "one with a key, and two without");
+    fs::remove_file(disk.filler()).unwrap();
+    until("new keys are taken again", async || sidecar.ask(&post("new")).await.status() == 200).await;
+    assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
+    assert_eq!(service.requests(), served + 1);
+    sidecar.process.signal(Signal::TERM);
+    assert!(sidecar.process.ended().await.success());
+}
+
+#[tokio::test]
+async fn a_start_on_a_full_disk_without_a_store_takes_requests_without_a_key() {
+    let disk = Disk::new("32m");
+    let service = Service::new().await.answers(OK);
+    disk.fill();
+    let sidecar = on(&disk, &service).await;
+    sidecar.ask(&request("POST", "/orders", &[], "{}")).await.has_status(200);
+    sidecar.ask(&post("new")).await.has_status(503);
+    fs::remove_file(disk.filler()).unwrap();
+    until("new keys are taken", async || sidecar.ask(&post("new")).await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn a_store_takes_as_many_records_as_it_may_and_freed_keys_make_room_soon() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().join("store").display());
+    let flags = [&*store, "--max-records=2", "--lease=250ms"];
+    let service = Service::new().await.answers(NEXT);
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    // Refused by the service, so their keys are free again; but they are remembered for a moment.
+    for key in ["a", "b"] {
+        sidecar.ask(&post(key)).await.has_status(429);
+    }
+    sidecar.ask(&post("c")).await.has_status(503);
+    assert!(ready(&sidecar).await.has_status(200).text().contains("note: the store has no room"));
+    sidecar.ask(&post("a")).await.has_status(429);
+    until("there is room again", async || sidecar.ask(&post("c")).await.status() == 429).await;
+}
+
+/// A sidecar whose clock shows what a file says.
+async fn timed(directory: &Path, service: &Answering, clock: &Path) -> Sidecar {
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command
+        .arg(format!("--store={}", directory.join("store").display()))
+        .env("LD_PRELOAD", faketime())
+        .env("FAKETIME_TIMESTAMP_FILE", clock)
+        .env("FAKETIME_NO_CACHE", "1")
+        // What passes passes; only what the clock shows is set.
+        .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+    Sidecar::run(&mut command).await
+}
+
+/// Writes it whole: it is read all the time.
+fn set(clock: &Path, to: &str) {
+    let new = clock.with_extension("new");
+    fs::write(&new, format!("{to}\n")).unwrap();
+    fs::rename(new, clock).unwrap();
+}
+
+#[tokio::test]
+async fn a_clock_that_jumps_ahead_ends_nothing_and_is_reported_until_it_is_accepted() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = directory.path().join("clock");
+    set(&clock, "+0");
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = timed(directory.path(), &service, &clock).await;
+    sidecar.ask(&post("done")).await.has_status(200);
+    assert_eq!(ready(&sidecar).await.has_status(200).text(), "ready\n");
+    set(&clock, "+40d");
+    assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
+    sidecar.ask(&post("meanwhile")).await.has_status(200);
+    assert!(
+        ready(&sidecar)
+            .await
+            .has_status(200)
+            .text()
+            .contains("note: the clock of this machine was set ahead")
+    );
+    sidecar.process.says("oncegate clock accept").await;
+    let metrics = admin(&sidecar, "/metrics").await;
+    assert!(metrics.text().contains("oncegate_store_advisory{name=\"clock\"} 1"), "{}", metrics.text());
+    // Nor does a restart take it for time that has passed.
+    sidecar.process.kill().await;
+    sidecar = timed(directory.path(), &service, &clock).await;
+    assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
+    let accept = async |sidecar: &Sidecar| {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        let admin = sidecar.admin.to_string();
+        let output = command.args(["clock", "accept", "--admin", &admin]).output().await.unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(accept(&sidecar).await.starts_with("accepted: the time of the store is 34"));
+    assert!(accept(&sidecar).await.starts_with("nothing to accept"));
+    assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
+    assert!(!sidecar.ask(&post("done")).await.has_status(200).is_replay(), "40 days later it is a new key");
+    assert_eq!(service.requests(), 3);
+}
+
+#[tokio::test]
+async fn a_clock_that_was_behind_at_the_start_and_is_set_right_ends_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = directory.path().join("clock");
+    set(&clock, "+0");
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = timed(directory.path(), &service, &clock).await;
+    sidecar.ask(&post("before")).await.has_status(200);
+    sidecar.process.kill().await;
+    set(&clock, "-400d");
+    sidecar = timed(directory.path(), &service, &clock).await;
+    assert!(sidecar.ask(&post("before")).await.has_status(200).is_replay());
+    sidecar.ask(&post("meanwhile")).await.has_status(200);
+    set(&clock, "+0");
+    until("the correction is seen", async || ready(&sidecar).await.text() == "ready\n").await;
+    for key in ["before", "meanwhile"] {
+        assert!(sidecar.ask(&post(key)).await.has_status(200).is_replay(), "{key}");
+    }
+    assert_eq!(service.requests(), 2);
+}
