@@ -737,6 +737,7 @@ LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     started bigint := oncegate.now_ms();
+    responses_size bigint := 0;
     inserted bigint[];
 BEGIN
     -- Most claims are the first of their record: these are inserted together. What claim() would refuse is left to it.
@@ -775,9 +776,23 @@ BEGIN
             response := NULL;
             clock := started;
             RETURN NEXT;
+        ELSIF responses_size >= 8388608 THEN
+            -- One statement's responses are as large as they may be. Nothing was done: ask again, in another one.
+            outcome := 'later';
+            token := NULL;
+            attempts := NULL;
+            lease_until := NULL;
+            after_abandoned := NULL;
+            lease_left_ms := NULL;
+            response := NULL;
+            clock := started;
+            RETURN NEXT;
         ELSE
-            RETURN QUERY SELECT c.* FROM oncegate.claim(ids[n], attempt_ids[n], fingerprints[n], leases_ms[n],
-                retentions_ms[n], claim_many.on_abandoned[n], callers[n], operations[n]) AS c;
+            SELECT c.* INTO outcome, token, attempts, lease_until, after_abandoned, lease_left_ms, response, clock
+                FROM oncegate.claim(ids[n], attempt_ids[n], fingerprints[n], leases_ms[n], retentions_ms[n],
+                    claim_many.on_abandoned[n], callers[n], operations[n]) AS c;
+            responses_size := responses_size + coalesce(octet_length(response), 0);
+            RETURN NEXT;
         END IF;
     END LOOP;
 END

@@ -8,11 +8,25 @@ use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Command, Completion, Outcome, RecordId, StoreError};
+use oncegate_core::{Command, Complete, Completion, Outcome, RecordId, StoreError};
 use tokio::sync::oneshot;
 
-/// The most octets of responses in one batch, but for one response that is larger.
+/// The most bytes of responses in one batch, but for one response that is larger. The answers to a batch of claims have the
+/// same bound, in the contract.
 const BATCH_OCTETS: usize = 8 * 1024 * 1024;
+
+/// Responses of so many bytes in one statement may take as long as the server allows: a slow network is no dead one.
+const LARGE_OCTETS: usize = 1024 * 1024;
+
+/// Whether the response of a completion is large.
+pub(crate) fn is_large_end(complete: &Complete) -> bool {
+    matches!(&complete.completion, Completion::Replayable(response) if response.as_encoded().len() >= LARGE_OCTETS)
+}
+
+/// Whether the responses of a batch are large together.
+pub(crate) fn is_large(batch: &[Job]) -> bool {
+    batch.iter().map(|job| weight(&job.command)).sum::<usize>() >= LARGE_OCTETS
+}
 
 /// How many full batches may wait, and how many jobs at the least, however small a batch is.
 const WAITING_BATCHES: usize = 16;
@@ -55,6 +69,18 @@ impl Sending {
             self.0 = None;
         }
         batch
+    }
+}
+
+impl Sending {
+    /// Puts jobs back in front of all others, in their order.
+    pub(crate) fn put_back(&self, jobs: Vec<Job>) {
+        if let Some(lane) = &self.0 {
+            let mut inner = lane.lock();
+            for job in jobs.into_iter().rev() {
+                inner.jobs.push_front(job);
+            }
+        }
     }
 }
 

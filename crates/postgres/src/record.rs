@@ -18,6 +18,10 @@ pub(crate) enum Said {
     Outcome(Outcome),
     /// Somebody's open transaction holds the record.
     Locked,
+    /// The answers before it in its batch are as large as they may be together. Nothing was done.
+    Later,
+    /// There is an answer, which is too large to come along with others.
+    Large,
 }
 
 /// A column that may be null.
@@ -57,7 +61,10 @@ fn octets<const N: usize>(row: &PgRow, name: &str) -> Result<[u8; N], StoreError
 }
 
 fn response(row: &PgRow) -> Result<StoredResponse, StoreError> {
-    let octets = column::<Vec<u8>>(row, "response")?;
+    decode(column::<Vec<u8>>(row, "response")?)
+}
+
+fn decode(octets: Vec<u8>) -> Result<StoredResponse, StoreError> {
     StoredResponse::decode(Bytes::from(octets)).ok_or_else(corrupt)
 }
 
@@ -70,7 +77,10 @@ pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
             lease_until: time(row, "lease_until")?,
             after_abandoned: column(row, "after_abandoned")?,
         }),
-        "replay" => Outcome::Replay(response(row)?),
+        "replay" => match maybe::<Vec<u8>>(row, "response")? {
+            Some(octets) => Outcome::Replay(decode(octets)?),
+            None => return Ok(Said::Large),
+        },
         "in-progress" => {
             Outcome::InProgress { lease_left: Duration::from_millis(number(row, "lease_left_ms")?) }
         }
@@ -89,6 +99,7 @@ pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
         "purged" => Outcome::Purged,
         "kept" => Outcome::Kept,
         "locked" => return Ok(Said::Locked),
+        "later" => return Ok(Said::Later),
         _ => return Err(strange()),
     };
     Ok(Said::Outcome(outcome))

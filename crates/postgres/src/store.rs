@@ -15,9 +15,9 @@ use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
 use sqlx::{Connection as _, Error, Postgres, Row as _};
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
-use crate::batch::{Job, Lane, Put, Sending};
+use crate::batch::{Job, Lane, Put, Sending, is_large, is_large_end};
 use crate::call::{Arg, Call};
 use crate::error::{OpenError, in_words, is_lost, is_undone, store_error};
 use crate::options::PostgresOptions;
@@ -50,6 +50,8 @@ struct Shared {
     durability: Durability,
     claims: Arc<Lane>,
     completions: Arc<Lane>,
+    /// Places for answers that are larger than a batch may be.
+    large: Semaphore,
 }
 
 impl PostgresStore {
@@ -99,7 +101,8 @@ impl PostgresStore {
                 let shared = self.shared.clone();
                 self.runtime.spawn(async move {
                     while let Some(batch) = sending.next() {
-                        shared.clone().send_batch(batch).await;
+                        let left = shared.clone().send_batch(batch).await;
+                        sending.put_back(left);
                     }
                 });
             }
@@ -220,6 +223,7 @@ impl Shared {
             durability: Durability::Synced,
             claims: Arc::new(lane()),
             completions: Arc::new(lane()),
+            large: Semaphore::new(LARGE_AT_ONCE),
         };
         let terms = Terms::long(Resend::IfUndone);
         let standing = match shared.send(Call::new(STANDING, []), terms).await {
@@ -288,9 +292,11 @@ impl Shared {
             // Sent again, each of these gets the answer that it lost.
             _ => Resend::Always,
         };
-        let terms = Terms { wanted, ..Terms::command(resend) };
+        let is_large = matches!(&command, Command::Complete(complete) if is_large_end(complete));
+        let terms = if is_large { Terms::long(resend) } else { Terms::command(resend) };
+        let terms = Terms { wanted, ..terms };
         let call = match &command {
-            Command::Claim(claim) => claim_call(CLAIM, &id, claim).ok_or_else(unknown)?,
+            Command::Claim(claim) => claim_call(CLAIM_BRIEFLY, &id, claim).ok_or_else(unknown)?,
             Command::Renew(renew) => renew_call(&id, renew),
             Command::Step(RecordStep { token, number, step }) => Call::new(
                 "SELECT * FROM oncegate.step($1, $2, $3, $4, $5)",
@@ -314,21 +320,45 @@ impl Shared {
                 (Said::Outcome(outcome), _) => return Ok(outcome),
                 (Said::Locked, Some(pause)) => tokio::time::sleep(pause).await,
                 (Said::Locked, None) => break,
+                (Said::Large | Said::Later, _) => return self.claim_large(&id, &command, wanted).await,
             }
         }
         Err(StoreError::locked("another transaction holds the record"))
     }
 
-    /// One statement for all of them, or for the one that there is.
-    async fn send_batch(self: Arc<Self>, mut batch: Vec<Job>) {
+    /// A claim whose answer is so large that it may take as long as the server allows. Few at a time.
+    async fn claim_large(
+        &self,
+        id: &RecordId,
+        command: &Command,
+        wanted: Wanted<'_>,
+    ) -> Result<Outcome, StoreError> {
+        let Command::Claim(claim) = command else { return Err(strange()) };
+        let call = claim_call(CLAIM, id, claim).ok_or_else(strange)?;
+        // It is never closed.
+        let _place = self.large.acquire().await.map_err(|_| strange())?;
+        let rows = self.call(call, Terms { wanted, ..Terms::long(Resend::IfUndone) }).await?;
+        match record::said(rows.first().ok_or_else(strange)?)? {
+            Said::Outcome(outcome) => Ok(outcome),
+            Said::Locked => Err(StoreError::locked("another transaction holds the record")),
+            Said::Large | Said::Later => Err(strange()),
+        }
+    }
+
+    /// One statement for all of them, or for the one that there is. Returns those that are still to be sent.
+    async fn send_batch(self: Arc<Self>, mut batch: Vec<Job>) -> Vec<Job> {
         let (rows, batch) = loop {
             let call = if batch.len() > 1 { many_call(&batch) } else { None };
-            let Some(call) = call else { return self.send_each(batch).await };
+            let Some(call) = call else {
+                self.send_each(batch).await;
+                return Vec::new();
+            };
             let wanted = || batch.iter().all(|job| !job.reply.is_closed());
             // As one of them alone.
             let is_claims = matches!(batch.first(), Some(Job { command: Command::Claim(_), .. }));
             let resend = if is_claims { Resend::IfUndone } else { Resend::Always };
-            let rows = self.try_call(call, Terms { wanted: &wanted, ..Terms::command(resend) }).await;
+            let terms = if is_large(&batch) { Terms::long(resend) } else { Terms::command(resend) };
+            let rows = self.try_call(call, Terms { wanted: &wanted, ..terms }).await;
             // Nothing was sent. The others go without those that nobody waits for.
             if matches!(rows, Err(Failure::Unwanted)) {
                 batch.retain(|job| !job.reply.is_closed());
@@ -338,29 +368,35 @@ impl Shared {
         };
         let error = match rows {
             Ok(rows) if rows.len() == batch.len() => {
+                let mut left = Vec::new();
                 for (job, row) in batch.into_iter().zip(&rows) {
                     match record::said(row) {
+                        Ok(Said::Later) => left.push(job),
                         // Not before the others; it may take a while.
-                        Ok(Said::Locked) => drop(tokio::spawn(self.clone().send_each(vec![job]))),
+                        Ok(Said::Locked | Said::Large) => {
+                            drop(tokio::spawn(self.clone().send_each(vec![job])))
+                        }
                         // Nobody may be waiting any more, here and below.
                         Ok(Said::Outcome(outcome)) => drop(job.reply.send(Ok(outcome))),
                         Err(error) => drop(job.reply.send(Err(error))),
                     }
                 }
-                return;
+                return left;
             }
             Ok(_) => strange(),
             Err(error) => error,
         };
         if error.kind() != StoreErrorKind::Unavailable {
             // One of them was refused, and with it all were. Each is asked for by itself.
-            return self.send_each(batch).await;
+            self.send_each(batch).await;
+            return Vec::new();
         }
         for job in batch {
             let each = StoreError::unavailable(error.to_string()).with_extent(error.extent());
             let each = if error.is_unsent() { each.with_nothing_sent() } else { each };
             let _ = job.reply.send(Err(each));
         }
+        Vec::new()
     }
 
     async fn send_each(self: Arc<Self>, batch: Vec<Job>) {
@@ -566,6 +602,18 @@ const fn always() -> bool {
 
 pub(crate) const CLAIM: &str = "SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8)";
 
+/// As [`CLAIM`], but for the response where it is larger than those of a batch may be together.
+const CLAIM_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease_until, c.after_abandoned, c.lease_left_ms, \
+     CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
+     FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8) AS c";
+
+const CLAIM_MANY_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease_until, c.after_abandoned, c.lease_left_ms, \
+     CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
+     FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8) WITH ORDINALITY AS c ORDER BY c.ordinality";
+
+/// How many answers that are larger than a batch may be are received at a time.
+const LARGE_AT_ONCE: usize = 2;
+
 /// A record and its steps, in one look: an attempt that reads its own must not see those of another moment.
 const LOOKUP: &str = "SELECT * FROM oncegate.lookup_with_steps($1)";
 
@@ -730,7 +778,7 @@ fn claim_many_call(batch: &[Job]) -> Option<Call> {
         Arg::ManyOctets(callers),
         Arg::ManyText(operations),
     ];
-    Some(Call::new("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8)", args))
+    Some(Call::new(CLAIM_MANY_BRIEFLY, args))
 }
 
 fn complete_many_call(batch: &[Job]) -> Option<Call> {

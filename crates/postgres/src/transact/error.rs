@@ -180,9 +180,11 @@ impl fmt::Display for TransactError {
                 write!(f, "the result of record {record} is not of this type any more: {source}")
             }
             Self::Failed(error) => write!(f, "rolled back: {error}"),
-            Self::Fenced { record } => {
-                write!(f, "record {record} is not this attempt's any more; rolled back")
-            }
+            Self::Fenced { record } => write!(
+                f,
+                "record {record} is not this attempt's any more; nothing more was committed, but the run may have committed \
+                 before, if it ended the transaction itself"
+            ),
             Self::CommitUnknown { record, token } => write!(
                 f,
                 "whether attempt {token} of record {record} was committed could not be found out in time; the same call \

@@ -419,7 +419,9 @@ impl Transactor {
                     Said::Outcome(Outcome::Unreplayable) => {
                         Try::Failed(TransactError::Unreplayable { record })
                     }
-                    Said::Outcome(_) => Try::Failed(TransactError::Store(record::strange())),
+                    Said::Outcome(_) | Said::Large | Said::Later => {
+                        Try::Failed(TransactError::Store(record::strange()))
+                    }
                 };
             }
         };
@@ -633,7 +635,7 @@ impl Transactor {
             Said::Outcome(Outcome::Mismatch) => Claimed::Mismatch,
             Said::Outcome(Outcome::Unknown) => Claimed::Unknown,
             Said::Outcome(Outcome::Unreplayable) => Claimed::Unreplayable,
-            Said::Outcome(_) => return Err(GuardError::Store(record::strange())),
+            Said::Outcome(_) | Said::Large | Said::Later => return Err(GuardError::Store(record::strange())),
         })
     }
 

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{Command, Completion, Outcome, RecordId, Store as _, StoreErrorKind, limits};
+use bytes::Bytes;
+use oncegate_core::{
+    Command, Completion, Outcome, RecordId, Store as _, StoreErrorKind, StoredResponse, limits,
+};
 use oncegate_postgres::PostgresStore;
 use sqlx::Row as _;
 
@@ -105,6 +108,55 @@ async fn one_bad_command_spoils_no_other() {
             7 => assert_eq!(answer.as_ref().unwrap_err().kind(), StoreErrorKind::Invalid),
             _ => assert!(matches!(answer, Ok(Outcome::Execute(_))), "{n}: {answer:?}"),
         }
+    }
+}
+
+/// A response of so many MiB, not like any other.
+fn large(mebibytes: usize, number: u8) -> Completion {
+    let body = Bytes::from(vec![number; mebibytes << 20]);
+    Completion::Replayable(StoredResponse::new(200, &[], &[body], &[]).unwrap())
+}
+
+#[tokio::test]
+async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
+    let database = Database::fresh().await;
+    let store = one_sender(&database).await;
+    let sizes = |number: u8| if number == 7 { 20 } else { 3 };
+    for number in 0..20 {
+        let owner = token(&store.apply(id(number), claims(1)).await.unwrap());
+        let end = completes(owner, large(sizes(number), number));
+        assert_eq!(store.apply(id(number), end).await.unwrap(), Outcome::Completed);
+    }
+    // One statement, as the contract answers it to anybody: new claims among replays.
+    let mut admin = database.connect().await;
+    let ids: Vec<_> = (0..24).map(|number| sql_id(id(number))).collect();
+    let fill = |value: &str| vec![value; ids.len()].join(",");
+    let fingerprint = format!("decode('01{}', 'hex')", RecordId::from_bytes(*claim(1).fingerprint.digest()));
+    let many = format!(
+        "SELECT outcome, coalesce(octet_length(response), 0)::bigint AS size FROM oncegate.claim_many(ARRAY[{}], ARRAY[{}], \
+         ARRAY[{}], ARRAY[{}]::bigint[], ARRAY[{}]::bigint[], ARRAY[{}], ARRAY[{}], ARRAY[{}])",
+        ids.join(","),
+        fill("decode(repeat('05', 16), 'hex')"),
+        fill(&fingerprint),
+        fill("1000"),
+        fill("60000"),
+        fill("'park'"),
+        fill("decode(repeat('07', 8), 'hex')"),
+        fill("'x'"),
+    );
+    let rows = try_run(&mut admin, &many).await.unwrap();
+    let said: Vec<String> = rows.iter().map(|row| row.get("outcome")).collect();
+    let size: i64 = rows.iter().map(|row| row.get::<i64, _>("size")).sum();
+    assert!(size <= 12 << 20, "{size} bytes in one answer");
+    assert_eq!(said[..3], ["replay", "replay", "replay"]);
+    assert!(said[3..20].iter().all(|outcome| outcome == "later"), "{said:?}");
+    assert!(said[20..].iter().all(|outcome| outcome == "execute"), "{said:?}");
+    // The store asks again, until each has its answer, also the one that is larger than all others together may be.
+    let answers = all(&store, (0..20).map(|number| (id(number), claims(2)))).await;
+    for (number, answer) in (0..20).zip(answers) {
+        let Outcome::Replay(response) = answer.unwrap() else { panic!("{number}") };
+        assert_eq!(response.body().len(), sizes(number) << 20, "{number}");
+        assert!(response.body().iter().all(|byte| *byte == number));
     }
 }
 
