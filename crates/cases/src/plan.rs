@@ -167,7 +167,8 @@ impl Default for Plan {
             fingerprint_raw: false,
             lease: None,
             retention: None,
-            wait: None,
+            // Most cases look at what is answered while the first request runs.
+            wait: Some(Duration::ZERO),
             on_abandoned: None,
             reconcile: None,
             server_errors: None,

@@ -50,8 +50,7 @@ impl Shared {
 
     /// One whose clock is off by so much.
     async fn sidecar_at(&self, service: &Service, flags: &[&str], off: Option<&str>) -> Sidecar {
-        let mut command = sidecar(&format!("http://{}", service.address));
-        command.env("ONCEGATE_STORE", self.url()).args(["--upstream-timeout=10m"]).args(flags);
+        let mut command = self.command(service, flags);
         if let Some(off) = off {
             // Only what the clock shows, not how fast time passes.
             command
@@ -60,6 +59,13 @@ impl Shared {
                 .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
         }
         Sidecar::run(&mut command).await
+    }
+
+    /// The command line of one.
+    fn command(&self, service: &Service, flags: &[&str]) -> tokio::process::Command {
+        let mut command = sidecar(&format!("http://{}", service.address));
+        command.env("ONCEGATE_STORE", self.url()).args(["--upstream-timeout=10m"]).args(flags);
+        command
     }
 
     /// Until when this record is owned, by the store's clock.
@@ -164,6 +170,7 @@ on_each_store! {
     after_the_owner_was_killed_the_outcome_is_unknown_under_park
     after_the_owner_was_killed_the_other_one_executes_under_reexecute
     an_owner_that_slept_through_its_lease_is_fenced
+    a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
     clocks_an_hour_apart_change_nothing
 }
 
@@ -346,6 +353,43 @@ async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
         assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
     }
     service.stays_alone().await;
+}
+
+async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing(store: Shared) {
+    let service = Service::new().await;
+    let flags = [&*lease(), "--on-abandoned=reexecute"];
+    let mut command = store.command(&service, &flags);
+    let mut one = Sidecar::run(command.env("ONCEGATE_FAILPOINT", "stop:executing")).await;
+    let two = store.sidecar(&service, &[&flags[..], &["--wait=5m"]].concat()).await;
+    let mut first = one.connect().await;
+    first.send(order("one")).await;
+    one.process.says("failpoint executing").await;
+    // The other one executes when the lease has ended, and its client has a definite answer.
+    let mut other = two.connect().await;
+    other.send(order("one")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(receipt("receipt 2")).await;
+    assert_eq!(other.message().await.has_status(201).text(), "receipt 2");
+
+    one.process.signal(Signal::CONT);
+    first.message().await.is_problem(409, "request-in-progress");
+    let replay = one.ask(&order("one")).await;
+    assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
+    service.stays_alone().await;
+
+    // Where nobody came meanwhile, its lease is renewed, and it executes.
+    let mut command = store.command(&service, &flags);
+    let mut alone = Sidecar::run(command.env("ONCEGATE_FAILPOINT", "stop:executing")).await;
+    let mut client = alone.connect().await;
+    client.send(order("two")).await;
+    alone.process.says("failpoint executing").await;
+    tokio::time::sleep(Duration::from_millis(LEASE_MILLIS + 100)).await;
+    alone.process.signal(Signal::CONT);
+    let (mut wire, executed) = service.next(wire).await;
+    assert_eq!(number(&executed, "oncegate-attempt"), 1);
+    wire.send(receipt("receipt 3")).await;
+    assert_eq!(client.message().await.has_status(201).text(), "receipt 3");
 }
 
 async fn clocks_an_hour_apart_change_nothing(store: Shared) {

@@ -16,7 +16,7 @@ use crate::attempt::Attempt;
 use crate::conclude::is_same;
 use crate::engine::{ClaimOutcome, ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
-use crate::flight::{Landing, Leader};
+use crate::flight::{Elsewhere, Landing, Leader, Owner};
 
 /// The right to add the answer of an operation that completed its record without it.
 ///
@@ -170,9 +170,9 @@ impl Inner {
         };
         let (landing, outcome) = match record.map(|record| Seen::of(record, request.fingerprint)) {
             Some(Seen::Awaited(record)) => {
-                let attempt =
-                    Attempt::completed(self.store.clone(), request.id, &record, request.policy, number);
-                leader.set_executing(Instant::now());
+                let attempt = Attempt::completed(&self, request.id, &record, request.policy, number);
+                let now = Instant::now();
+                leader.set_executing(Owner::Elsewhere(Elsewhere { lease_until: now, since: now }));
                 return Ok(ClaimOutcome::AddAnswer(AnswerPermit { inner: self, attempt, leader }));
             }
             Some(Seen::Answered(response)) => {

@@ -2,20 +2,21 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
     AttemptId, Command, Complete, Completion, FencingToken, Grant, Label, OnAbandoned, Outcome, Record,
-    RecordId, Release, Store, StoreError, limits,
+    RecordId, Release, Renew, Store, StoreError, StoreErrorKind, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
 
 use crate::engine::{ClaimRequest, Inner};
-use crate::event::{Event, EventKind};
-use crate::flight::{Landing, Leader, lock};
+use crate::event::{Event, EventKind, Observer};
+use crate::flight::{Landing, Leader, Owner, lock, shared_failure};
 use crate::function::ErrorFate;
+use crate::lease::{LeaseEnd, LeaseError, Moment};
 use crate::policy::Policy;
 use crate::step::Progress;
 
@@ -34,11 +35,16 @@ pub(crate) struct AttemptInner {
     pub(crate) number: u64,
     /// When the keeper looks at it next; `None` once it is settled. Guarded by the keeper's lock.
     pub(crate) due: Mutex<Option<Instant>>,
-    /// When the lease ends by this process's clock, counted from before the claim was sent: never too late.
-    pub(crate) lease_until: Mutex<Instant>,
+    lease: Mutex<LeaseEnd>,
+    /// How often a renewal that [`Attempt::confirm_lease`] asked for failed.
+    failures: AtomicU64,
+    /// How the last one failed. One asks at a time.
+    last_failure: tokio::sync::Mutex<StoreErrorKind>,
+    ended: AtomicBool,
     lost: AtomicBool,
     lost_notify: Notify,
     pub(crate) store: Arc<dyn Store>,
+    observer: Arc<dyn Observer>,
     /// How far its steps have come.
     pub(crate) progress: tokio::sync::Mutex<Progress>,
     /// Whether the log says already that the lease ran out.
@@ -47,26 +53,30 @@ pub(crate) struct AttemptInner {
 
 impl Attempt {
     pub(crate) fn new(
-        store: Arc<dyn Store>,
+        inner: &Inner,
         id: RecordId,
         label: Label,
         grant: Grant,
         policy: Policy,
         number: u64,
-        claimed_at: Instant,
+        claimed_at: Moment,
     ) -> Self {
         Self(Arc::new(AttemptInner {
             id,
             label,
-            begun: claimed_at,
+            begun: claimed_at.monotonic,
             grant,
             policy,
             number,
             due: Mutex::new(None),
-            lease_until: Mutex::new(claimed_at + policy.lease),
+            lease: Mutex::new(LeaseEnd::after(claimed_at, policy.lease)),
+            failures: AtomicU64::new(0),
+            last_failure: tokio::sync::Mutex::new(StoreErrorKind::Unavailable),
+            ended: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             lost_notify: Notify::new(),
-            store,
+            store: inner.store.clone(),
+            observer: inner.observer.clone(),
             progress: tokio::sync::Mutex::default(),
             warned: AtomicBool::new(false),
         }))
@@ -74,7 +84,7 @@ impl Attempt {
 
     /// An attempt that is over, as the record that it completed tells of it.
     pub(crate) fn completed(
-        store: Arc<dyn Store>,
+        inner: &Inner,
         id: RecordId,
         record: &Record,
         policy: Policy,
@@ -86,8 +96,9 @@ impl Attempt {
             lease_until: record.changed_at,
             after_abandoned: false,
         };
-        let attempt = Self::new(store, id, record.label.clone(), grant, policy, number, Instant::now());
-        *lock(&attempt.0.lease_until) = Instant::now();
+        let now = Moment::now();
+        let attempt = Self::new(inner, id, record.label.clone(), grant, policy, number, now);
+        *lock(&attempt.0.lease) = LeaseEnd::after(now, Duration::ZERO);
         attempt
     }
 
@@ -115,10 +126,11 @@ impl Attempt {
         self.0.grant.after_abandoned
     }
 
-    /// Whether, as far as this process knows, the attempt still owns its record: its lease lasts and nobody took over.
+    /// Whether, as far as this process knows, the attempt still owns its record: its lease lasts by the clocks of this process,
+    /// and no other attempt took over.
     #[must_use]
     pub fn is_owner(&self) -> bool {
-        !self.0.lost.load(Ordering::Acquire) && Instant::now() < *lock(&self.0.lease_until)
+        !self.is_lost() && !self.is_lease_over()
     }
 
     /// Waits until somebody else owns the record. A handler that can still stop should stop then. For most attempts this
@@ -128,7 +140,7 @@ impl Attempt {
             let notified = self.0.lost_notify.notified();
             tokio::pin!(notified);
             notified.as_mut().enable();
-            if self.0.lost.load(Ordering::Acquire) {
+            if self.is_lost() {
                 return;
             }
             notified.await;
@@ -142,10 +154,124 @@ impl Attempt {
         self.0.id.downstream_key(step)
     }
 
+    /// Makes sure that the lease lasts, right before something that must not begin without it. While it lasts this costs a
+    /// look at two clocks. A lease that is over by one of this process's clocks, as after the process was stopped or the machine
+    /// suspended, is renewed under its token; if another attempt took over meanwhile, the renewal fails.
+    ///
+    /// The engine does this when a claim is granted, and those who execute under a permit do it right before they begin. Call it
+    /// before an effect of your own that comes long after the attempt began.
+    ///
+    /// # Errors
+    /// [`LeaseError`]. The effect must not begin.
+    pub async fn confirm_lease(&self) -> Result<(), LeaseError> {
+        if self.is_owner() {
+            return Ok(());
+        }
+        let failures = self.0.failures.load(Ordering::Acquire);
+        let mut last_failure = self.0.last_failure.lock().await;
+        // Those who waited for the same question share its answer.
+        if self.0.failures.load(Ordering::Acquire) != failures {
+            return Err(LeaseError::Store(shared_failure(*last_failure)));
+        }
+        let result = self.renew_until_it_lasts().await;
+        if let Err(LeaseError::Store(error)) = &result {
+            *last_failure = error.kind();
+            self.0.failures.fetch_add(1, Ordering::Release);
+        }
+        result
+    }
+
+    async fn renew_until_it_lasts(&self) -> Result<(), LeaseError> {
+        for _ in 0..RENEWALS {
+            if self.is_lost() {
+                return Err(LeaseError::Fenced);
+            }
+            if !self.is_lease_over() {
+                return Ok(());
+            }
+            match self.renew().await {
+                Ok(Renewal::Renewed) => {}
+                Ok(Renewal::Fenced | Renewal::Ended) => return Err(LeaseError::Fenced),
+                Err(error) => return Err(LeaseError::Store(error)),
+            }
+        }
+        if !self.is_lease_over() {
+            return Ok(());
+        }
+        Err(LeaseError::Store(StoreError::unavailable("a renewal takes longer than the lease lasts")))
+    }
+
+    /// Asks the store for another lease under the same token.
+    pub(crate) async fn renew(&self) -> Result<Renewal, StoreError> {
+        let Policy { lease, retention, .. } = self.0.policy;
+        let asked_at = Moment::now();
+        let command = Command::Renew(Renew { token: self.token(), lease, retention });
+        let result = self.0.store.apply(self.record_id(), command).await;
+        if self.has_ended() {
+            return Ok(Renewal::Ended); // whatever the answer was, it is no news
+        }
+        match result {
+            Ok(Outcome::Renewed { .. }) => {
+                *lock(&self.0.lease) = LeaseEnd::after(asked_at, lease);
+                self.emit(EventKind::Renewed);
+                Ok(Renewal::Renewed)
+            }
+            Ok(_) => {
+                if !self.is_lost() {
+                    self.set_lost();
+                    self.emit(EventKind::LeaseLost);
+                }
+                Ok(Renewal::Fenced)
+            }
+            Err(error) => {
+                self.emit(EventKind::RenewalFailed(error.kind()));
+                Err(error)
+            }
+        }
+    }
+
+    fn emit(&self, kind: EventKind) {
+        self.0.observer.observe(&Event::new(self.record_id(), Some(self.token()), kind));
+    }
+
+    /// The end of the lease by the monotonic clock.
+    pub(crate) fn lease_until(&self) -> Instant {
+        lock(&self.0.lease).monotonic
+    }
+
+    pub(crate) fn is_lease_over(&self) -> bool {
+        lock(&self.0.lease).is_over()
+    }
+
+    /// Whether another attempt is known to own the record.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.0.lost.load(Ordering::Acquire)
+    }
+
+    /// Whether its handler has ended, so that its lease is not renewed any more.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.ended.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_ended(&self) {
+        self.0.ended.store(true, Ordering::Release);
+    }
+
     pub(crate) fn set_lost(&self) {
         self.0.lost.store(true, Ordering::Release);
         self.0.lost_notify.notify_waiters();
     }
+}
+
+/// The answer to a renewal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Renewal {
+    /// The lease lasts longer.
+    Renewed,
+    /// The attempt no longer owns its record.
+    Fenced,
+    /// The attempt ended while the store was asked.
+    Ended,
 }
 
 impl fmt::Debug for Attempt {
@@ -194,8 +320,8 @@ pub enum Settled {
 
 impl Permit {
     pub(crate) fn new(inner: Arc<Inner>, attempt: Attempt, leader: Leader) -> Self {
-        leader.set_executing(*lock(&attempt.0.lease_until));
         inner.keeper.keep(&attempt);
+        leader.set_executing(Owner::Here(attempt.clone()));
         Self(Some(Held { inner, attempt, leader, claim: None }))
     }
 
@@ -447,7 +573,7 @@ impl Held {
         let inner = self.inner.clone();
         inner.tasks.spawn(async move {
             let _place = place;
-            let lease_until = *lock(&self.attempt.0.lease_until);
+            let lease_until = self.attempt.lease_until();
             let mut pause = PAUSE_FIRST;
             loop {
                 let again = (Instant::now() + pause).min(lease_until);
@@ -568,6 +694,9 @@ pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
     const SOON: Duration = Duration::from_millis(250);
     if error.is_unsent() { pause.min(SOON) } else { pause }
 }
+
+/// How often [`Attempt::confirm_lease`] asks for a lease that is over again before it could be used.
+const RENEWALS: usize = 3;
 
 /// How many completions may be tried again in the background at a time.
 pub(crate) const DEFERRED: usize = limits::DEFERRED_MAX;

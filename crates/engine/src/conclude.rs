@@ -14,7 +14,7 @@ use tokio::time::{Duration, Instant};
 
 use crate::attempt::{Held, Permit, again_after};
 use crate::event::EventKind;
-use crate::flight::{Landing, lock};
+use crate::flight::Landing;
 
 /// What an operation that completes its record itself ended with.
 #[derive(Clone, Debug)]
@@ -177,7 +177,7 @@ impl Held {
         let inner = self.inner.clone();
         inner.tasks.spawn(async move {
             let _place = place;
-            let give_up = *lock(&self.attempt.0.lease_until);
+            let give_up = self.attempt.lease_until();
             let mut pause = Duration::from_millis(50);
             loop {
                 let again = (Instant::now() + pause).min(give_up);

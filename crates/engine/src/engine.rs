@@ -24,8 +24,9 @@ use crate::answer::AnswerPermit;
 use crate::attempt::{Attempt, DEFERRED, Permit, Unstored};
 use crate::conclude::Rarely;
 use crate::event::{Event, EventKind, Observer};
-use crate::flight::{Flight, Flights, Joined, Landing, Leader, Phase};
+use crate::flight::{Elsewhere, Flight, Flights, Joined, Landing, Leader, Owner, Phase, shared_failure};
 use crate::keeper::Keeper;
+use crate::lease::{LeaseError, Moment};
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::retract::{Doubt, LATE, VERY_LATE};
@@ -83,10 +84,13 @@ pub enum ClaimOutcome {
     Execute(Permit),
     /// Completed before: this is the answer.
     Replay(StoredResponse),
-    /// Somebody else is at it, for so long at least unless they renew.
+    /// Another attempt owns the record.
     InProgress {
-        /// What is left of the owner's lease.
+        /// What is left of the owner's lease, unless the owner renews it.
         lease_left: Duration,
+        /// How long that attempt has been running, as far as this process can tell. An attempt of another process may have been
+        /// running longer.
+        running_for: Duration,
     },
     /// The key was used for another request.
     Mismatch,
@@ -144,12 +148,7 @@ impl EngineBuilder {
     pub fn build(self) -> Engine {
         Engine {
             inner: Arc::new(Inner {
-                keeper: Keeper::new(
-                    self.store.clone(),
-                    self.observer.clone(),
-                    self.purge_every,
-                    self.runtime,
-                ),
+                keeper: Keeper::new(self.store.clone(), self.purge_every, self.runtime),
                 store: self.store,
                 observer: self.observer,
                 service: self.service,
@@ -237,7 +236,7 @@ impl Engine {
             match inner.flights.join(id, request.fingerprint) {
                 Joined::Leader(leader) => break self.lead(leader, request, deadline, &mut waited).await,
                 Joined::Follower(flight) => {
-                    match follow(&flight, request.fingerprint, deadline, &mut waited).await {
+                    match inner.follow(&flight, &request, deadline, &mut waited).await {
                         Some(result) => break result,
                         None => continue,
                     }
@@ -263,6 +262,11 @@ impl Engine {
         self.inner.tasks.close();
         let _ = tokio::time::timeout(patience, self.inner.tasks.wait()).await;
         self.inner.tasks.len()
+    }
+
+    /// The attempt of this process that executes under this record.
+    pub(crate) fn running(&self, id: &RecordId) -> Option<Attempt> {
+        self.inner.flights.running(id)
     }
 
     /// Waits until the engine is told to [end](Self::drain).
@@ -371,53 +375,85 @@ impl fmt::Debug for EngineBuilder {
     }
 }
 
-/// What a claim hears from another one of this process that is at the same record; `None` where it has to ask itself.
-async fn follow(
-    flight: &Flight,
-    fingerprint: Fingerprint,
-    deadline: Option<Instant>,
-    waited: &mut bool,
-) -> Option<Result<ClaimOutcome, StoreError>> {
-    let same = flight.fingerprint == fingerprint;
-    let patience = Instant::now() + CLAIMING_PATIENCE;
-    let mut phase = flight.wait_until(Some(patience), |phase| !matches!(phase, Phase::Claiming)).await;
-    if matches!(phase, Phase::Executing(_)) {
-        if !same {
-            return Some(Ok(ClaimOutcome::Mismatch));
-        }
-        if deadline.is_some() {
-            *waited = true;
-            phase = flight.wait_until(deadline, |phase| matches!(phase, Phase::Landed(_))).await;
-        }
+/// Whether an attempt of this process still owns its record. If its lease is over and not renewed, the store is asked: the
+/// handler is alive, so to claim the record would make an unknown outcome of one that will be known.
+async fn owns(attempt: &Attempt) -> Result<bool, StoreError> {
+    if attempt.has_ended() {
+        return Ok(true); // its end is being written
     }
-    let outcome = match phase {
-        Phase::Claiming => ClaimOutcome::InProgress { lease_left: Duration::ZERO },
-        Phase::Executing(until) => {
-            ClaimOutcome::InProgress { lease_left: until.saturating_duration_since(Instant::now()) }
-        }
-        // Another request: whether it fits the record, only the store can say.
-        Phase::Landed(_) if !same => return None,
-        Phase::Landed(Landing::Replay(response)) => ClaimOutcome::Replay(response),
-        Phase::Landed(Landing::Unreplayable) => ClaimOutcome::Unreplayable,
-        Phase::Landed(Landing::AnswerAwaited) => ClaimOutcome::AnswerAwaited,
-        Phase::Landed(Landing::Unknown) => ClaimOutcome::Unknown,
-        Phase::Landed(Landing::InProgress(until)) => {
-            ClaimOutcome::InProgress { lease_left: until.saturating_duration_since(Instant::now()) }
-        }
-        Phase::Landed(Landing::Failed(kind)) => {
-            return Some(Err(match kind {
-                StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
-                StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
-                StoreErrorKind::Locked => StoreError::locked("another transaction holds the record"),
-                _ => StoreError::unavailable("the store did not answer another claim for this record"),
-            }));
-        }
-        Phase::Landed(Landing::AskAgain) => return None,
-    };
-    Some(Ok(outcome))
+    match attempt.confirm_lease().await {
+        Ok(()) => Ok(true),
+        Err(LeaseError::Fenced) => Ok(attempt.has_ended()),
+        Err(LeaseError::Store(error)) => Err(error),
+    }
 }
 
 impl Inner {
+    /// What a claim is told by another one of this process that came first; `None` if it has to ask the store itself.
+    async fn follow(
+        &self,
+        flight: &Arc<Flight>,
+        request: &ClaimRequest,
+        deadline: Option<Instant>,
+        waited: &mut bool,
+    ) -> Option<Result<ClaimOutcome, StoreError>> {
+        let same = flight.fingerprint == request.fingerprint;
+        let patience = Instant::now() + CLAIMING_PATIENCE;
+        let phase = flight.wait_until(patience, |phase| !matches!(phase, Phase::Claiming)).await;
+        let mut phase = phase.unwrap_or(Phase::Claiming);
+        while let Phase::Executing(owner) = &phase {
+            if let Owner::Here(attempt) = owner {
+                match owns(attempt).await {
+                    Ok(true) => {}
+                    // What the fenced handler still does is not for this key any more.
+                    Ok(false) => {
+                        self.flights.detach(&request.id, flight);
+                        return None;
+                    }
+                    // The store cannot say, and the handler lives: its request is in progress.
+                    Err(_) => return Some(Ok(owner.outcome())),
+                }
+            }
+            if !same {
+                return Some(Ok(ClaimOutcome::Mismatch));
+            }
+            let Some(deadline) = deadline.filter(|deadline| Instant::now() < *deadline) else { break };
+            *waited = true;
+            let landed = |phase: &Phase| matches!(phase, Phase::Landed(_));
+            let next = match owner {
+                Owner::Here(attempt) if !attempt.has_ended() => {
+                    // An attempt that loses its record, or is not renewed in time, will not land for those who wait.
+                    let until = deadline.min(attempt.lease_until());
+                    tokio::select! {
+                        biased;
+                        next = flight.wait_until(until, landed) => next,
+                        () = attempt.lost() => Some(flight.phase()),
+                    }
+                }
+                _ => flight.wait_until(deadline, landed).await,
+            };
+            // Too many wait already.
+            let Some(next) = next else { break };
+            phase = next;
+        }
+        let outcome = match phase {
+            Phase::Claiming => {
+                ClaimOutcome::InProgress { lease_left: Duration::ZERO, running_for: Duration::ZERO }
+            }
+            Phase::Executing(owner) => owner.outcome(),
+            // Another request: whether it fits the record, only the store can say.
+            Phase::Landed(_) if !same => return None,
+            Phase::Landed(Landing::Replay(response)) => ClaimOutcome::Replay(response),
+            Phase::Landed(Landing::Unreplayable) => ClaimOutcome::Unreplayable,
+            Phase::Landed(Landing::AnswerAwaited) => ClaimOutcome::AnswerAwaited,
+            Phase::Landed(Landing::Unknown) => ClaimOutcome::Unknown,
+            Phase::Landed(Landing::InProgress(elsewhere)) => elsewhere.outcome(),
+            Phase::Landed(Landing::Failed(kind)) => return Some(Err(shared_failure(kind))),
+            Phase::Landed(Landing::AskAgain) => return None,
+        };
+        Some(Ok(outcome))
+    }
+
     pub(crate) fn emit(&self, event: Event) {
         self.observer.observe(&event);
     }
@@ -448,12 +484,11 @@ impl Inner {
     /// says to wait, again until the deadline.
     async fn lead(
         self: Arc<Self>,
-        leader: Leader,
-        request: ClaimRequest,
+        mut leader: Leader,
+        mut request: ClaimRequest,
         patience: Option<Arc<Patience>>,
     ) -> Result<ClaimOutcome, StoreError> {
-        let number = self.claims.fetch_add(1, Ordering::Relaxed);
-        let identifier = AttemptId::new(u128::from(self.origin) << 64 | u128::from(number));
+        let (mut number, mut identifier) = self.new_attempt();
         if let Err(error) = self.settle_earlier(&request.id).await {
             leader.land(Landing::Failed(error.kind()));
             return Err(error);
@@ -461,10 +496,11 @@ impl Inner {
         let store = self.store.clone();
         let mut pause = POLL_FIRST;
         let mut changed = None;
-        let mut heed_from = Instant::now();
+        let began_at = Instant::now();
+        let mut heed_from = began_at;
         let mut is_doubtful = false;
         loop {
-            let asked_at = Instant::now();
+            let asked_at = Moment::now();
             let outcome = match self.ask(&request, identifier).await {
                 Ok((outcome, maybe_applied)) => {
                     is_doubtful |= maybe_applied;
@@ -481,25 +517,25 @@ impl Inner {
             let (landing, outcome) = match outcome {
                 Outcome::Execute(grant) => {
                     self.unknown.forget(request.id);
-                    let label = request.label.clone();
-                    let policy = request.policy;
-                    let attempt =
-                        Attempt::new(self.store.clone(), request.id, label, grant, policy, number, asked_at);
-                    let mut permit = Permit::new(self, attempt, leader);
-                    if is_doubtful {
-                        permit.claimed_in_doubt(request, identifier);
+                    let (label, policy) = (request.label.clone(), request.policy);
+                    let granted = Attempt::new(&self, request.id, label, grant, policy, number, asked_at);
+                    match self.begin(leader, request, granted, identifier, is_doubtful).await {
+                        Ok(result) => return result,
+                        Err(fenced) => (leader, request) = fenced,
                     }
-                    return Ok(ClaimOutcome::Execute(permit));
+                    is_doubtful = false;
+                    (number, identifier) = self.new_attempt();
+                    continue;
                 }
                 Outcome::Replay(response) => {
                     (Landing::Replay(response.clone()), ClaimOutcome::Replay(response))
                 }
                 Outcome::InProgress { lease_left } => {
-                    let until = asked_at + lease_left;
+                    let owner = elsewhere(&request.policy, asked_at.monotonic, lease_left, began_at);
                     let patience = patience.as_deref().filter(|patience| Instant::now() < patience.deadline);
                     if let Some(Patience { deadline, gone, waited }) = patience {
                         waited.store(true, Ordering::Relaxed);
-                        leader.set_executing(until);
+                        leader.set_executing(Owner::Elsewhere(owner));
                         // Nothing left: somebody's open transaction holds the record, nobody knows for how long.
                         let most = if lease_left.is_zero() { pause } else { pause.min(lease_left) };
                         let again = Instant::now() + most.max(Duration::from_millis(1));
@@ -516,7 +552,7 @@ impl Inner {
                                 if is_doubtful {
                                     self.retract(request, identifier);
                                 }
-                                return Ok(ClaimOutcome::InProgress { lease_left });
+                                return Ok(owner.outcome());
                             }
                         };
                         if is_told {
@@ -528,7 +564,7 @@ impl Inner {
                         }
                         continue;
                     }
-                    (Landing::InProgress(until), ClaimOutcome::InProgress { lease_left })
+                    (Landing::InProgress(owner), owner.outcome())
                 }
                 Outcome::Mismatch => (Landing::AskAgain, ClaimOutcome::Mismatch),
                 Outcome::Unknown => {
@@ -553,6 +589,44 @@ impl Inner {
         }
     }
 
+    /// Ends a claim that was granted. I4: the grant may have come after the lease was over, and another attempt may have come
+    /// meanwhile. Then the claim has to be made anew.
+    async fn begin(
+        self: &Arc<Self>,
+        leader: Leader,
+        request: ClaimRequest,
+        granted: Attempt,
+        attempt: AttemptId,
+        is_doubtful: bool,
+    ) -> Result<Result<ClaimOutcome, StoreError>, (Leader, ClaimRequest)> {
+        match granted.confirm_lease().await {
+            Ok(()) => {
+                let mut permit = Permit::new(self.clone(), granted, leader);
+                if is_doubtful {
+                    permit.claimed_in_doubt(request, attempt);
+                }
+                Ok(Ok(ClaimOutcome::Execute(permit)))
+            }
+            Err(LeaseError::Fenced) => {
+                if is_doubtful {
+                    self.retract(request.clone(), attempt);
+                }
+                Err((leader, request))
+            }
+            Err(LeaseError::Store(error)) => {
+                leader.land(Landing::Failed(error.kind()));
+                self.retract(request, attempt);
+                Ok(Err(error))
+            }
+        }
+    }
+
+    /// The number of a claim that was never made before, and the identifier of its attempt.
+    fn new_attempt(&self) -> (u64, AttemptId) {
+        let number = self.claims.fetch_add(1, Ordering::Relaxed);
+        (number, AttemptId::new(u128::from(self.origin) << 64 | u128::from(number)))
+    }
+
     /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it. Says beside the
     /// outcome whether the first one may still come to the store.
     async fn ask(&self, request: &ClaimRequest, attempt: AttemptId) -> Result<(Outcome, bool), Unanswered> {
@@ -571,6 +645,13 @@ impl Inner {
                 .map_err(|error| Unanswered { error, maybe_applied: false }),
         }
     }
+}
+
+/// What the store's answer tells of an attempt of another process. Stores do not tell when it began. But its lease was longer at
+/// its last renewal or when it began, and it was there all the time that this claim waited.
+fn elsewhere(policy: &Policy, asked_at: Instant, lease_left: Duration, began_at: Instant) -> Elsewhere {
+    let since = asked_at.checked_sub(policy.lease.saturating_sub(lease_left)).unwrap_or(asked_at);
+    Elsewhere { lease_until: asked_at + lease_left, since: since.min(began_at) }
 }
 
 /// A claim without an answer.

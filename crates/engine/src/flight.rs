@@ -1,13 +1,19 @@
 //! Single-flight inside one process: who is at which record, and who waits for whom.
 //!
-//! Of several claims for one record in one process only the first asks the store; the others hear from it. They are woken
-//! when it ends, so nobody polls.
+//! Of several claims for one record in one process only the first asks the store; the others follow it and are woken when it
+//! ends, so nobody polls. A flight whose attempt lost its record, or whose lease is over and not renewed, has nothing more to
+//! tell: the first follower that finds this out takes it off the map, and asks the store itself.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use oncegate_core::{Fingerprint, RecordId, RecordMap, Sharded, StoreErrorKind, StoredResponse, limits};
+use oncegate_core::{
+    Fingerprint, RecordId, RecordMap, Sharded, StoreError, StoreErrorKind, StoredResponse, limits,
+};
 use tokio::sync::Notify;
 use tokio::time::Instant;
+
+use crate::attempt::Attempt;
+use crate::engine::ClaimOutcome;
 
 /// Every flight of one engine.
 #[derive(Debug, Default)]
@@ -26,10 +32,52 @@ pub(crate) struct Flight {
 pub(crate) enum Phase {
     /// The store was asked and has not answered.
     Claiming,
-    /// The handler runs; its lease lasts at least so long.
-    Executing(Instant),
+    /// The record has an owner, who is executing.
+    Executing(Owner),
     /// Over, with what there is to tell those who came along.
     Landed(Landing),
+}
+
+/// The owner of a record that is in progress.
+#[derive(Clone, Debug)]
+pub(crate) enum Owner {
+    /// An attempt of this process.
+    Here(Attempt),
+    /// An attempt of another process.
+    Elsewhere(Elsewhere),
+}
+
+/// What is known of an attempt of another process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Elsewhere {
+    /// The end of its lease, unless it is renewed.
+    pub(crate) lease_until: Instant,
+    /// The attempt has been running since then, at least.
+    pub(crate) since: Instant,
+}
+
+impl Owner {
+    /// What a claim is told that finds this owner.
+    pub(crate) fn outcome(&self) -> ClaimOutcome {
+        match self {
+            Self::Here(attempt) => {
+                let known = Elsewhere { lease_until: attempt.lease_until(), since: attempt.0.begun };
+                known.outcome()
+            }
+            Self::Elsewhere(elsewhere) => elsewhere.outcome(),
+        }
+    }
+}
+
+impl Elsewhere {
+    /// What a claim is told that finds this owner.
+    pub(crate) fn outcome(self) -> ClaimOutcome {
+        let now = Instant::now();
+        ClaimOutcome::InProgress {
+            lease_left: self.lease_until.saturating_duration_since(now),
+            running_for: now.saturating_duration_since(self.since),
+        }
+    }
 }
 
 /// What a flight leaves behind for those who came along with the same request.
@@ -43,8 +91,8 @@ pub(crate) enum Landing {
     AnswerAwaited,
     /// Outcome unknown.
     Unknown,
-    /// Another process is at it, for so long at least.
-    InProgress(Instant),
+    /// An attempt of another process owns the record.
+    InProgress(Elsewhere),
     /// The store failed.
     Failed(StoreErrorKind),
     /// Nothing to tell: ask the store.
@@ -81,14 +129,32 @@ impl Flights {
         Joined::Leader(Leader { flights: self.clone(), id, flight })
     }
 
+    /// Takes this flight off the map, if it is still there: the next claim asks the store.
+    pub(crate) fn detach(&self, id: &RecordId, flight: &Arc<Flight>) {
+        let mut shard = self.0.of(id);
+        // By now it may be the flight of an attempt that came later.
+        if shard.get(id).is_some_and(|present| Arc::ptr_eq(present, flight)) {
+            shard.remove(id);
+        }
+    }
+
+    /// The attempt of this process that executes under this record.
+    pub(crate) fn running(&self, id: &RecordId) -> Option<Attempt> {
+        let flight = self.0.of(id).get(id).cloned()?;
+        match flight.phase() {
+            Phase::Executing(Owner::Here(attempt)) => Some(attempt),
+            _ => None,
+        }
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.0.each().map(|shard| shard.len()).sum()
     }
 }
 
 impl Leader {
-    pub(crate) fn set_executing(&self, lease_until: Instant) {
-        self.flight.set(Phase::Executing(lease_until));
+    pub(crate) fn set_executing(&self, owner: Owner) {
+        self.flight.set(Phase::Executing(owner));
     }
 
     pub(crate) fn land(self, landing: Landing) {
@@ -99,7 +165,7 @@ impl Leader {
 
 impl Drop for Leader {
     fn drop(&mut self) {
-        self.flights.0.of(&self.id).remove(&self.id);
+        self.flights.detach(&self.id, &self.flight);
         let mut phase = lock(&self.flight.phase);
         if !matches!(phase.0, Phase::Landed(_)) {
             phase.0 = Phase::Landed(Landing::AskAgain);
@@ -114,17 +180,20 @@ impl Flight {
         lock(&self.phase).0.clone()
     }
 
-    /// Waits until the flight is in a phase that `wanted` accepts, or until the deadline; then says the phase it is in.
-    /// Says at once where too many wait already.
+    /// Waits until the flight is in a phase that `wanted` accepts, or until the deadline, and returns the phase that it is in
+    /// then. `None` if too many wait already.
     pub(crate) async fn wait_until(
         &self,
-        deadline: Option<Instant>,
+        deadline: Instant,
         wanted: impl Fn(&Phase) -> bool,
-    ) -> Phase {
+    ) -> Option<Phase> {
         {
             let mut phase = lock(&self.phase);
-            if wanted(&phase.0) || phase.1 >= limits::WAITERS_MAX {
-                return phase.0.clone();
+            if wanted(&phase.0) {
+                return Some(phase.0.clone());
+            }
+            if phase.1 >= limits::WAITERS_MAX {
+                return None;
             }
             phase.1 += 1;
         }
@@ -136,15 +205,10 @@ impl Flight {
             changed.as_mut().enable();
             let phase = self.phase();
             if wanted(&phase) {
-                return phase;
+                return Some(phase);
             }
-            match deadline {
-                None => changed.await,
-                Some(deadline) => {
-                    if tokio::time::timeout_at(deadline, changed).await.is_err() {
-                        return self.phase();
-                    }
-                }
+            if tokio::time::timeout_at(deadline, changed).await.is_err() {
+                return Some(self.phase());
             }
         }
     }
@@ -160,6 +224,16 @@ struct WaiterGuard<'a>(&'a Flight);
 impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
         lock(&self.0.phase).1 -= 1;
+    }
+}
+
+/// The failure of a store, as those get it who did not ask themselves.
+pub(crate) fn shared_failure(kind: StoreErrorKind) -> StoreError {
+    match kind {
+        StoreErrorKind::Corrupt => StoreError::corrupt("the record cannot be read"),
+        StoreErrorKind::Invalid => StoreError::invalid("the store refused the claim"),
+        StoreErrorKind::Locked => StoreError::locked("another transaction holds the record"),
+        _ => StoreError::unavailable("the store did not answer another claim for this record"),
     }
 }
 

@@ -8,14 +8,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::{Command, Outcome, Renew, Sharded, Store, StoreError};
+use oncegate_core::{Sharded, Store, StoreError};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use crate::attempt::{Attempt, again_after};
-use crate::event::{Event, EventKind, Observer};
+use crate::attempt::{Attempt, Renewal, again_after};
 use crate::flight::lock;
 
 pub(crate) struct Keeper {
@@ -26,7 +25,6 @@ pub(crate) struct Keeper {
 
 struct Shared {
     store: Arc<dyn Store>,
-    observer: Arc<dyn Observer>,
     due: Sharded<BTreeMap<(Instant, u64), Attempt>>,
     /// Milliseconds from `start` to when the task looks at `due` next. Whoever is due sooner has to ring.
     looks_at: AtomicU64,
@@ -37,15 +35,9 @@ struct Shared {
 }
 
 impl Keeper {
-    pub(crate) fn new(
-        store: Arc<dyn Store>,
-        observer: Arc<dyn Observer>,
-        purge_every: Option<Duration>,
-        runtime: Option<Handle>,
-    ) -> Self {
+    pub(crate) fn new(store: Arc<dyn Store>, purge_every: Option<Duration>, runtime: Option<Handle>) -> Self {
         let shared = Shared {
             store,
-            observer,
             due: Sharded::default(),
             looks_at: AtomicU64::new(u64::MAX),
             start: Instant::now(),
@@ -72,12 +64,13 @@ impl Keeper {
 
     /// Renews this attempt's lease until it is forgotten.
     pub(crate) fn keep(&self, attempt: &Attempt) {
-        let lease_until = *lock(&attempt.0.lease_until);
+        let lease_until = attempt.lease_until();
         // A third of the lease after the claim, so that two renewals may fail before it ends.
         self.shared.schedule(attempt, lease_until - attempt.0.policy.lease * 2 / 3, true);
     }
 
     pub(crate) fn forget(&self, attempt: &Attempt) {
+        attempt.set_ended();
         let mut due = self.shared.due.of(&attempt.0.id);
         if let Some(at) = lock(&attempt.0.due).take() {
             due.remove(&(at, attempt.0.number));
@@ -169,37 +162,17 @@ impl Shared {
     }
 
     async fn renew(self: Arc<Self>, attempt: Attempt) {
-        let policy = attempt.0.policy;
-        let asked_at = Instant::now();
-        let command = Command::Renew(Renew {
-            token: attempt.token(),
-            lease: policy.lease,
-            retention: policy.retention,
-        });
-        let result = self.store.apply(attempt.record_id(), command).await;
-        if lock(&attempt.0.due).is_none() {
-            return; // settled meanwhile: whatever the answer was, it is no news
-        }
-        let (kind, next) = match result {
-            Ok(Outcome::Renewed { .. }) => {
-                let lease_until = asked_at + policy.lease;
-                *lock(&attempt.0.lease_until) = lease_until;
-                (EventKind::Renewed, Some(lease_until - policy.lease * 2 / 3))
-            }
-            Ok(_) => {
-                attempt.set_lost();
-                (EventKind::LeaseLost, None)
-            }
+        let lease = attempt.0.policy.lease;
+        let next = match attempt.renew().await {
+            Ok(Renewal::Renewed) => attempt.lease_until() - lease * 2 / 3,
+            Ok(Renewal::Fenced | Renewal::Ended) => return,
             Err(error) => {
                 self.warn(&attempt, &error);
-                let pause = (policy.lease / 10).min(Duration::from_secs(1));
-                (EventKind::RenewalFailed(error.kind()), Some(Instant::now() + again_after(pause, &error)))
+                let pause = (lease / 10).min(Duration::from_secs(1));
+                Instant::now() + again_after(pause, &error)
             }
         };
-        self.observer.observe(&Event::new(attempt.record_id(), Some(attempt.token()), kind));
-        if let Some(next) = next {
-            self.schedule(&attempt, next, false);
-        }
+        self.schedule(&attempt, next, false);
     }
 
     fn warn(&self, attempt: &Attempt, error: &StoreError) {

@@ -69,6 +69,8 @@ mod event;
 mod flight;
 mod function;
 mod keeper;
+mod lease;
+mod operator;
 mod panic;
 mod pending;
 mod policy;
@@ -86,8 +88,11 @@ pub use event::{Event, EventKind, Observer};
 pub use function::compared;
 pub use function::{
     Call, Completer, CompleterRound, ErrorEnd, ErrorFate, ErrorPolicy, FateOf, Function, FunctionError,
-    KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, Stored, StoredErrors, UnknownErrors,
+    KeyText, NotJson, Ran, ReleasedErrors, ReleasedIf, Resumable, StepErrors, Stored, StoredErrors,
+    UnknownErrors,
 };
+pub use lease::LeaseError;
+pub use operator::{AuditTextError, Operator, ResolveError, audit_text};
 pub use panic::{Panicked, catch_panic};
 pub use policy::{ConfigError, Policy};
 pub use step::{Failure, StepCall, StepError};

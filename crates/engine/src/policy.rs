@@ -40,12 +40,12 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl Default for Policy {
-    /// A lease of 30 seconds, a retention of 24 hours, no waiting, and `park`.
+    /// A lease of 30 seconds, a retention of 24 hours, a wait of 2 seconds, and `park`.
     fn default() -> Self {
         Self {
             lease: Duration::from_secs(30),
             retention: Duration::from_secs(24 * 60 * 60),
-            wait: Duration::ZERO,
+            wait: Duration::from_secs(2),
             on_abandoned: OnAbandoned::Park,
             asks_for_answers: false,
         }
@@ -72,8 +72,8 @@ impl Policy {
         Ok(Self { retention, ..self })
     }
 
-    /// How long a duplicate waits for the owner's answer before it hears that the request is in progress. Zero, the
-    /// default, does not wait.
+    /// How long a duplicate waits for the owner's answer before it is told that the request is in progress: 2 seconds by
+    /// default, so that a double click gets the answer. Zero does not wait.
     ///
     /// # Errors
     /// Longer than [`limits::LEASE_MAX`].

@@ -16,6 +16,10 @@
 //!    before is taken back in the opposite order, each compensation a recorded step with a key of its own. A crash among them
 //!    goes on with the next one. In the end there is [`StepError::Failed`], the same in every later attempt.
 //!
+//! 6. An error of the operation's own, after steps that were finished, is an end as well: [`Attempt::fail`], or simply the error
+//!    that a function returns and that is stored. That it ends so is recorded first, then what was finished is taken back as in
+//!    5., and only then is the error the operation's answer.
+//!
 //! A step's effect takes place once where the other side honours the key. Where it does not, a crash between the effect and
 //! its record repeats it: nobody can know better.
 //!
@@ -58,6 +62,14 @@ const REASON_MAX: usize = 160;
 /// What is recorded where a first step may have taken place, and nothing else is: a record that is released with steps is not
 /// free for another request.
 const BEGUN: &str = "~begun";
+
+/// What is recorded before the first compensation if the operation ends with an error of its own: that of
+/// [`Attempt::fail`], and one that a function returned or that a response reports.
+const FAIL: &str = "~fail";
+const ERROR: &str = "~error";
+
+/// What is recorded of such an error that finds no room, or that nobody could read.
+const NO_ERROR: &[u8] = b"null";
 
 /// How a step failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,6 +214,10 @@ pub(crate) struct Progress {
     is_open: bool,
     /// What becomes of the record by the step that the attempt did not get past, if there is one.
     stopped: Option<ErrorFate>,
+    /// The error of a function ([`ERROR`]) that the operation ends with, whatever this attempt returns.
+    ends_with: Option<Bytes>,
+    /// All that was finished is taken back.
+    is_taken_back: bool,
 }
 
 /// How an attempt's steps stand when it ends.
@@ -256,6 +272,78 @@ impl Attempt {
     #[must_use]
     pub fn is_half_way(&self) -> bool {
         self.standing(|progress| progress.standing(self)).half_way.is_some()
+    }
+
+    /// Ends the operation with this error, after steps that were finished: takes back those that have a
+    /// [compensation](StepCall::compensate), the last one first, and gives the error to return. No step runs after this.
+    ///
+    /// ```
+    /// # use oncegate_engine::{Attempt, Failure, StepError};
+    /// # async fn charge(_: String) -> Result<u64, Failure<String>> { Ok(1) }
+    /// # async fn refund(_: String, _: u64) -> Result<(), Failure<String>> { Ok(()) }
+    /// # async fn is_in_stock() -> bool { true }
+    /// async fn order(attempt: Attempt) -> Result<(), StepError<String>> {
+    ///     attempt.step("charge", charge).compensate(refund).await?;
+    ///     if !is_in_stock().await {
+    ///         return Err(attempt.fail("out of stock".to_owned()).await); // after the refund
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// It is [`StepError::Failed`] with this error, or with that of an earlier attempt that ended here; or what kept the steps
+    /// from being taken back, as for a step that fails.
+    pub async fn fail<E: Serialize + DeserializeOwned>(&self, error: E) -> StepError<E> {
+        let Ok(mut progress) = self.0.progress.try_lock() else {
+            return refused("another step is still running");
+        };
+        let json = value::encode(&error, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+        let recorded = match json {
+            Ok(json) => progress.end(self, FAIL, Some(json)).await,
+            Err(why) => Err(not_recorded(why)),
+        };
+        match recorded {
+            Ok(Some(recorded)) => {
+                value::decode(&recorded).map_or(StepError::Failed(error), StepError::Failed)
+            }
+            Ok(None) => StepError::Failed(error),
+            Err(why) => why,
+        }
+    }
+
+    /// Takes back what its steps finished, before an error of the operation is its answer. Does nothing if there is nothing to
+    /// take back. No step runs after this.
+    ///
+    /// A function does this by itself where its error is stored, and the layer where a response reports an error.
+    ///
+    /// # Errors
+    /// What kept a step from being taken back: the operation is not at its end.
+    pub async fn take_back(&self) -> Result<(), StepError<Infallible>> {
+        self.take_back_before(None).await.map(drop)
+    }
+
+    /// As [`take_back`](Self::take_back), before this error, which is kept with the record for the attempt that goes on after a
+    /// crash. Returns the recorded error, which may be that of an earlier attempt; `None` if nothing was recorded.
+    pub(crate) async fn take_back_before(
+        &self,
+        error: Option<Bytes>,
+    ) -> Result<Option<Bytes>, StepError<Infallible>> {
+        let Ok(mut progress) = self.0.progress.try_lock() else {
+            return Err(refused("a step is still running"));
+        };
+        match progress.stopped {
+            // All of it was taken back, or there was nothing.
+            Some(ErrorFate::Store) => Ok(progress.ends_with.clone()),
+            Some(_) => Err(refused("a step did not come to its end")),
+            None => progress.end(self, ERROR, error).await,
+        }
+    }
+
+    /// Whether an earlier attempt has recorded that the operation ends with an error, as far as this one has come.
+    pub(crate) fn ends_with_error(&self) -> bool {
+        self.0.progress.try_lock().is_ok_and(|progress| {
+            progress.recorded.iter().any(|step| step.name() == FAIL || step.name() == ERROR)
+        })
     }
 
     /// How its steps stand. No other one begins after this.
@@ -371,7 +459,8 @@ impl Progress {
         self.stopped = Some(ErrorFate::Unknown);
         let result = self.try_step(attempt, name, run, undo).await;
         self.is_over = result.is_err();
-        self.stopped = result.as_ref().err().map(StepError::fate);
+        let fate = |error: &StepError<E>| if self.is_taken_back { ErrorFate::Store } else { error.fate() };
+        self.stopped = result.as_ref().err().map(fate);
         result
     }
 
@@ -420,6 +509,16 @@ impl Progress {
             return Err(refused(format!(
                 "{name:?} was there before, and its key with it: name each step differently"
             )));
+        }
+        if let Some(recorded) = self.recorded_end() {
+            // An earlier attempt ended here, with an error of the operation's own.
+            self.go_back(attempt, &recorded).await?;
+            return Err(match value::decode(&recorded) {
+                Ok(error) => StepError::Failed(error),
+                Err(_) => {
+                    refused("an earlier attempt ended with an error, and what was finished is taken back")
+                }
+            });
         }
         let octets = match self.next(&name)? {
             Some(octets) => octets,
@@ -494,6 +593,86 @@ impl Progress {
         }
     }
 
+    /// What an earlier attempt recorded in the place of the next step, if it ended with an error of the operation's own there.
+    fn recorded_end(&self) -> Option<Bytes> {
+        let step = self.recorded.get(self.passed)?;
+        (step.name() == FAIL || step.name() == ERROR).then(|| step.result().clone())
+    }
+
+    /// Ends the operation with an error of its own: records that, and takes back what was finished. Returns the recorded error,
+    /// which may be that of an earlier attempt; `None` if nothing was recorded, because there was nothing to take back.
+    async fn end<E>(
+        &mut self,
+        attempt: &Attempt,
+        mark: &str,
+        error: Option<Bytes>,
+    ) -> Result<Option<Bytes>, StepError<E>> {
+        if self.is_sealed {
+            return Err(refused("its attempt has ended"));
+        }
+        match self.stopped {
+            Some(ErrorFate::Store) => return Ok(None),
+            Some(_) => return Err(refused("an earlier step did not come to its end")),
+            None => {}
+        }
+        self.is_over = true;
+        self.stopped = Some(ErrorFate::Unknown);
+        let result = self.try_end(attempt, mark, error).await;
+        self.stopped = Some(result.as_ref().err().map_or(ErrorFate::Store, StepError::fate));
+        result
+    }
+
+    async fn try_end<E>(
+        &mut self,
+        attempt: &Attempt,
+        mark: &str,
+        error: Option<Bytes>,
+    ) -> Result<Option<Bytes>, StepError<E>> {
+        let recorded = match self.recorded_end() {
+            Some(recorded) => recorded,
+            None if self.undo.is_empty() => return Ok(None),
+            None => {
+                // An earlier attempt went on here, and this one does not know how to take that back.
+                if let Some(step) = self.recorded.get(self.passed) {
+                    let recorded = step.name().to_owned();
+                    return Err(StepError::Differs { number: self.passed, recorded });
+                }
+                if !attempt.is_owner() {
+                    return Err(StepError::Fenced);
+                }
+                let room = limits::STEPS_OCTETS_MAX.saturating_sub(self.octets_with_undo(None) + mark.len());
+                let error = error.filter(|error| error.len() <= room);
+                let error = error.unwrap_or(Bytes::from_static(NO_ERROR));
+                self.record(attempt, mark, error.clone()).await?;
+                error
+            }
+        };
+        self.go_back(attempt, &recorded).await?;
+        Ok(Some(recorded))
+    }
+
+    /// Takes back what was finished before this recorded error.
+    async fn go_back<E>(&mut self, attempt: &Attempt, recorded: &Bytes) -> Result<(), StepError<E>> {
+        if self.recorded.get(self.passed).is_some_and(|step| step.name() == ERROR) {
+            self.ends_with = Some(recorded.clone());
+        }
+        self.passed += 1;
+        self.take_back(attempt).await?;
+        self.is_taken_back = true;
+        Ok(())
+    }
+
+    /// The steps that may have to be taken back, with this one.
+    fn undone<'a>(&'a self, own: Option<&'a str>) -> impl Iterator<Item = &'a str> {
+        self.undo.iter().map(|(step, _)| step.as_str()).chain(own)
+    }
+
+    /// How many octets are recorded, and may come to it where all of this is taken back.
+    fn octets_with_undo(&self, own: Option<&str>) -> usize {
+        self.recorded.iter().map(Step::octets).sum::<usize>()
+            + self.undone(own).map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
+    }
+
     /// How many octets the result of the next step may have, so that all that was finished by then can still be taken back.
     /// `None` where there is no room for the step at all: it must not be run, because nobody could go on after it.
     fn room_for(&self, name: &str, is_undone: bool) -> Option<usize> {
@@ -501,12 +680,12 @@ impl Progress {
         if own.is_some_and(|name| UNDO.len() + name.len() > limits::STEP_NAME_MAX) {
             return None;
         }
-        let undo = || self.undo.iter().map(|(step, _)| step.as_str()).chain(own);
-        let octets = self.recorded.iter().map(Step::octets).sum::<usize>()
-            + undo().map(|step| UNDO.len() + step.len() + UNDONE_MAX).sum::<usize>()
-            + name.len();
+        let undone = self.undone(own).count();
+        // Before anything is taken back it may have to be recorded that the operation failed.
+        let (marks, mark) = if undone > 0 { (1, ERROR.len() + NO_ERROR.len()) } else { (0, 0) };
+        let octets = self.octets_with_undo(own) + mark + name.len();
         let room = limits::STEPS_OCTETS_MAX.checked_sub(octets).filter(|room| *room > 0);
-        room.filter(|_| self.recorded.len() + 1 + undo().count() <= limits::STEPS_MAX)
+        room.filter(|_| self.recorded.len() + 1 + undone + marks <= limits::STEPS_MAX)
     }
 
     async fn run<'a, T, F, E>(

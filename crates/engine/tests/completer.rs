@@ -164,18 +164,58 @@ async fn several_completers_finish_an_order_once() {
     assert_eq!((lamps, scene.effects().len()), (20, 60));
 }
 
+/// Lets time pass, with a round each ten seconds, and gives the times at which the order was executed, in minutes.
+async fn rounds(scene: &Scene, lasting: Duration) -> Vec<u64> {
+    let start = scene.store.now();
+    let mut executed_at = Vec::new();
+    while scene.store.now().since(start) < lasting {
+        scene.clock.advance(Duration::from_secs(10));
+        let round = scene.second.orders.complete(Completer::default()).await.unwrap();
+        assert_eq!(round.left, 0);
+        if round.executed > 0 {
+            executed_at.push(scene.store.now().since(start).as_secs() / 60);
+        }
+    }
+    executed_at
+}
+
 #[tokio::test]
-async fn an_order_that_never_succeeds_is_left_alone_in_the_end() {
+async fn an_order_is_finished_after_an_outage_of_hours() {
     let scene = scene();
     *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("no answer".to_owned()));
     assert!(scene.second.orders.run("order-1", &items()).await.is_err());
-    let how = Completer::default().with_after(Duration::ZERO).with_attempts_max(4);
-    for attempt in 2..=4 {
-        let round = scene.second.orders.complete(how).await.unwrap();
-        assert_eq!((round.executed, round.left), (1, 0), "attempt {attempt}");
+    let executed_at = rounds(&scene, Duration::from_secs(20 * 60 * 60)).await;
+    assert_eq!(executed_at[..6], [1, 3, 7, 15, 30, 45], "the pause doubles, up to a quarter of an hour");
+    assert!(executed_at.len() > 70, "it goes on: {executed_at:?}");
+    *scene.world.fail.lock().unwrap() = None;
+    assert_eq!(rounds(&scene, Duration::from_secs(16 * 60)).await.len(), 1);
+    assert_eq!(scene.effects(), items());
+}
+
+#[tokio::test]
+async fn an_order_that_kills_its_owner_is_executed_again_with_longer_pauses() {
+    let scene = scene();
+    scene.stop_before("order-1", "pen").await;
+    for pause in [0, 60, 120, 240] {
+        // Another machine each time: it dies with the order.
+        let machine = machine(&scene.store, &scene.world, true);
+        scene.clock.advance(LEASE + Duration::from_millis(1));
+        if pause > 0 {
+            scene.clock.advance(Duration::from_secs(pause) - Duration::from_millis(2));
+            assert_eq!(machine.orders.complete(Completer::default()).await.unwrap().executed, 0, "{pause}");
+            scene.clock.advance(Duration::from_millis(1));
+        }
+        let before = scene.world.stopped.load(Ordering::SeqCst);
+        *scene.world.stop_before.lock().unwrap() = Some("pen".to_owned());
+        tokio::spawn(async move { machine.orders.complete(Completer::default()).await });
+        tokio::time::timeout(Duration::from_secs(30), async {
+            while scene.world.stopped.load(Ordering::SeqCst) == before {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .expect("it is executed again");
     }
-    let round = scene.second.orders.complete(how).await.unwrap();
-    assert_eq!((round.executed, round.left), (0, 1));
 }
 
 #[tokio::test]
@@ -184,7 +224,7 @@ async fn an_order_of_yesterday_is_left_alone() {
     scene.stop_before("order-1", "pen").await;
     let day = Duration::from_secs(23 * 60 * 60);
     scene.clock.advance(day - Duration::from_millis(1));
-    let sooner = Completer::default().with_age_max(day - Duration::from_millis(1));
+    let sooner = Completer::default().with_max_age(day - Duration::from_millis(1));
     assert_eq!(scene.second.orders.complete(sooner).await.unwrap().left, 1);
     assert_eq!(scene.second.orders.complete(Completer::default()).await.unwrap().executed, 1);
 }

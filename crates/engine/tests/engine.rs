@@ -95,7 +95,7 @@ fn request() -> ClaimRequest {
         id: id(),
         fingerprint: Fingerprint::of_parts("test", &[b"a"]),
         label: Label::default(),
-        policy: Policy::default().with_lease(LEASE).unwrap(),
+        policy: Policy::default().with_lease(LEASE).unwrap().with_wait(Duration::ZERO).unwrap(),
     }
 }
 
@@ -160,7 +160,7 @@ async fn without_waiting_a_duplicate_hears_that_it_is_in_progress() {
     let world = World::new();
     let permit = world.permit(request()).await;
     sleep(Duration::from_secs(5)).await;
-    let ClaimOutcome::InProgress { lease_left } = world.claim(request()).await else { panic!() };
+    let ClaimOutcome::InProgress { lease_left, .. } = world.claim(request()).await else { panic!() };
     assert_eq!(lease_left, Duration::from_secs(25));
     permit.complete(answer("one")).await;
     assert!(replays(&world.claim(request()).await, "one"));

@@ -82,6 +82,11 @@ impl StoreDirective {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unanswered(pub http::StatusCode);
 
+/// Put into the extensions of a response by a service that did not begin, because the lease of its attempt was over and could
+/// not be [confirmed](Attempt::confirm_lease): a proxy that sent nothing. The layer words the answer itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotBegun;
+
 /// Put into the extensions of a response by a proxy: the answer is somebody else's, so that one that breaks off is a 502
 /// and not a 500.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,6 @@
 //! One execution: runs the handler, decides what is kept of its answer, and keeps it before the client sees it.
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,13 +13,13 @@ use http::response::Parts;
 use http::{Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame};
 use oncegate_core::{Completion, IdempotencyKey, OnAbandoned, StoredResponse};
-use oncegate_engine::{Panicked, Permit, Settled, catch_panic};
+use oncegate_engine::{ErrorFate, Panicked, Permit, Settled, StepError, catch_panic};
 use tokio::sync::mpsc;
 use tower_service::Service;
 
 use crate::body::{BoxError, Pumped, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
 use crate::budget::{Budget, Held};
-use crate::context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
+use crate::context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered};
 use crate::headers::kept_trailers;
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
@@ -85,6 +86,10 @@ impl Execution {
             (self, request)
         };
         let upstream = execution.settings.completed_by == CompletedBy::Upstream;
+        // I4: between the claim and this the process may have been stopped for longer than the lease.
+        if execution.permit.attempt().confirm_lease().await.is_err() {
+            return Ended::with(Box::pin(execution.not_begun()).await);
+        }
         match catch_panic(call(inner, request)).await {
             Ok(Ok(response)) if upstream => Box::pin(execution.finish_upstream(response)).await,
             Ok(Ok(response)) => execution.finish(response).await,
@@ -111,10 +116,6 @@ impl Execution {
             None => Err(Panicked),
         };
         match asked.unwrap_or(Reconciled::CannotTell) {
-            // I7: while it was asked, somebody else may have come to own the record, and be executing.
-            Reconciled::DidNotHappen if !context.attempt().is_owner() => {
-                Err(Executed::Refused(Refusal::new(Condition::StoreUnavailable).with_retry_after(1)))
-            }
             Reconciled::DidNotHappen => Ok((self, Request::from_parts(parts, body))),
             Reconciled::Happened(stored) => {
                 let settled = self.permit.complete(Completion::Replayable(stored.clone())).await;
@@ -138,6 +139,9 @@ impl Execution {
         if let Some(Unanswered(status)) = response.extensions_mut().remove() {
             return Ended::with(Box::pin(self.fail(Some(status), unanswered(status))).await);
         }
+        if response.extensions_mut().remove::<NotBegun>().is_some() {
+            return Ended::with(Box::pin(self.not_begun()).await);
+        }
         let directive = take_directive(&mut response);
         take_status(&mut response);
         let mut fate = self.fate(&response, directive);
@@ -145,6 +149,14 @@ impl Execution {
         // Whatever error it was made of: kept as the answer, it would be the end of an operation that was begun.
         if fate == Fate::Replay && directive.is_none() && is_error && self.permit.attempt().is_half_way() {
             fate = Fate::Stop;
+        }
+        // What its steps finished is taken back before an error is the answer.
+        if fate == Fate::Replay
+            && directive.is_none()
+            && is_error
+            && let Err(why) = self.permit.attempt().take_back().await
+        {
+            return Ended::with(Box::pin(self.not_taken_back(&why)).await);
         }
         let (parts, body) = response.into_parts();
         // Only what will be replayed needs to be read before the client gets it.
@@ -223,6 +235,29 @@ impl Execution {
         }
         let nothing = (Vec::new(), Held::nothing(self.response_budget));
         stream(&self.settings, parts, nothing, Box::pin(body), status_of(&settled))
+    }
+
+    /// The lease could not be confirmed, so nothing was executed. If another attempt owns the record by now, its answer is what
+    /// the client is to come again for.
+    pub(crate) async fn not_begun<RB>(self) -> Executed<RB> {
+        let condition = match self.permit.release().await {
+            Settled::Fenced => Condition::RequestInProgress,
+            _ => Condition::StoreUnavailable,
+        };
+        Executed::Refused(Refusal::new(condition).with_retry_after(1))
+    }
+
+    /// The handler answered with an error, and what its steps finished is not taken back yet: its answer is not the end.
+    async fn not_taken_back<RB>(self, why: &StepError<Infallible>) -> Executed<RB> {
+        let attempt = self.permit.attempt();
+        tracing::warn!(record = %attempt.record_id(), %why, "what was finished is not taken back yet");
+        self.permit.stop().await;
+        let is_stuck =
+            why.fate() == ErrorFate::Park || self.settings.policy.on_abandoned() != OnAbandoned::Reexecute;
+        Executed::Refused(match is_stuck {
+            true => Refusal::new(Condition::OutcomeUnknown),
+            false => Refusal::new(Condition::HandlerFailed).with_retry_after(1),
+        })
     }
 
     /// The handler ended without an answer, so whether its effect happened is not known. The reason is for the log.

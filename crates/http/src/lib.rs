@@ -102,7 +102,7 @@ mod settings;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
-pub use context::{IdempotencyContext, Relayed, StoreDirective, Unanswered};
+pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered};
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};

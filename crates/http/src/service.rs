@@ -6,7 +6,7 @@ use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue, TRAILER};
@@ -258,10 +258,9 @@ impl Keyed {
         match self.shared.engine.claim(claim).await {
             Ok(ClaimOutcome::Execute(permit)) => self.execute(inner, (permit, slot), key, request()).await,
             Ok(ClaimOutcome::Replay(stored)) => Ok(self.replay_if_room(&stored)),
-            Ok(ClaimOutcome::InProgress { lease_left }) => {
-                let retry_after = lease_left.as_secs_f64().ceil().min(RETRY_AFTER_MAX);
+            Ok(ClaimOutcome::InProgress { lease_left, running_for }) => {
                 let refusal = Refusal::new(Condition::RequestInProgress);
-                Ok(self.refuse(refusal.with_retry_after(retry_after as u64)))
+                Ok(self.refuse(refusal.with_retry_after(retry_after(lease_left, running_for))))
             }
             Ok(ClaimOutcome::Mismatch) => {
                 let refusal = Refusal::new(Condition::KeyReused);
@@ -642,8 +641,15 @@ const REUSED_MEMBERS: &str = "The key of this operation is built of members of i
      same ones and differed in something else. Nothing was executed. What is meant to be another operation has to differ \
      in these members.";
 
-/// A client that asks again need not wait for the whole lease: nearly every owner is done long before it ends.
-const RETRY_AFTER_MAX: f64 = 5.0;
+/// The seconds after which a client should ask again about a request that is being processed. Nearly every one ends within a
+/// second, and one that has been running for some time will most likely run as long again: a client that obeys waits for 1, 1,
+/// 2, 4 and then 5 seconds. It need not wait longer than the lease lasts: if the owner died, the record is decided then.
+fn retry_after(lease_left: Duration, running_for: Duration) -> u64 {
+    let lease_left = lease_left.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX);
+    running_for.as_secs().min(RETRY_AFTER_MAX).min(lease_left).max(1)
+}
+
+const RETRY_AFTER_MAX: u64 = 5;
 
 const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
 
@@ -655,4 +661,21 @@ pub(crate) fn take_status<T>(response: &mut Response<T>) {
 /// Tells a client that its answer is not what it would be on an ordinary day.
 pub(crate) fn set_status<T>(response: &mut Response<T>, status: &'static str) {
     response.headers_mut().insert(IDEMPOTENCY_STATUS, HeaderValue::from_static(status));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retry_after_grows_with_the_age_of_the_attempt() {
+        let seconds = Duration::from_secs;
+        // A client that obeys asks at these ages.
+        for (age, expected) in [(0, 1), (1, 1), (2, 2), (4, 4), (8, 5), (13, 5), (3600, 5)] {
+            assert_eq!(retry_after(seconds(30), seconds(age)), expected, "{age} s");
+        }
+        assert_eq!(retry_after(Duration::from_millis(2001), seconds(8)), 3);
+        assert_eq!(retry_after(Duration::ZERO, seconds(8)), 1);
+        assert_eq!(retry_after(Duration::MAX, Duration::MAX), 5);
+    }
 }

@@ -15,7 +15,7 @@ use oncegate_engine::{Concluded, Panicked, Said, catch_panic};
 use crate::answer::awaited;
 use crate::body::{BoxError, Read, ResponseBody, join, read_up_to};
 use crate::budget::Held;
-use crate::context::{Relayed, Unanswered};
+use crate::context::{NotBegun, Relayed, Unanswered};
 use crate::execute::{
     Ended, Execution, FENCED, Fate, NOT_STORED, cannot_be_stored, charging, marked, stream, take_directive,
 };
@@ -32,6 +32,9 @@ impl Execution {
     {
         if let Some(Unanswered(status)) = response.extensions_mut().remove() {
             return Ended::with(self.fail_upstream(Some(status)).await);
+        }
+        if response.extensions_mut().remove::<NotBegun>().is_some() {
+            return Ended::with(self.not_begun().await);
         }
         let directive = take_directive(&mut response);
         take_status(&mut response);

@@ -29,6 +29,8 @@ enum Ship {
     Fails,
     /// The handler waits no longer.
     Hangs,
+    /// The handler finds out by itself that it cannot ship.
+    SoldOut,
 }
 
 #[derive(Debug)]
@@ -84,6 +86,9 @@ impl Shop {
                 })
                 .await?;
         }
+        if ship == Ship::SoldOut {
+            return Err(StepError::Refused { reason: "an error of its own".to_owned() });
+        }
         let shipped = attempt.step("ship", async |_| match ship {
             Ship::Works => {
                 self.did("ship");
@@ -91,7 +96,7 @@ impl Shop {
             }
             Ship::IsUnsure => Err(Failure::Unsure("timed out".to_owned())),
             Ship::Fails => Err(Failure::Final("out of stock".to_owned())),
-            Ship::Hangs => pending().await,
+            Ship::Hangs | Ship::SoldOut => pending().await,
         });
         match ship {
             Ship::Hangs => tokio::time::timeout(Duration::from_secs(1), shipped.into_future())
@@ -217,4 +222,30 @@ async fn a_first_step_that_was_cut_off_does_not_free_the_key() {
         assert_eq!(send(&mut service, "one").await, (200, false), "{directive:?} {status}");
         assert_eq!(shop.effects(), ["ship"]);
     }
+}
+
+#[tokio::test]
+async fn a_handler_s_own_error_after_finished_steps_takes_them_back_before_it_is_the_answer() {
+    let shop = Shop::new(Ship::SoldOut, 422);
+    let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
+    assert_eq!(send(&mut service, "one").await, (422, false));
+    assert_eq!(send(&mut service, "one").await, (422, true));
+    assert_eq!(shop.effects(), ["charge", "refund"]);
+
+    // What cannot be taken back is an operator's, and the error is not the answer.
+    let shop = Shop::new(Ship::SoldOut, 422);
+    shop.0.lock().unwrap().no_refund = true;
+    let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
+    for _ in 0..2 {
+        assert_eq!(send(&mut service, "one").await, (500, false));
+    }
+    assert_eq!(shop.effects(), ["charge"]);
+
+    // A handler that says so itself is believed.
+    let shop = Shop::new(Ship::SoldOut, 422);
+    shop.0.lock().unwrap().directive = Some(StoreDirective::Replay);
+    let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
+    assert_eq!(send(&mut service, "one").await, (422, false));
+    assert_eq!(send(&mut service, "one").await, (422, true));
+    assert_eq!(shop.effects(), ["charge"]);
 }

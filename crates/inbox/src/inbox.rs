@@ -10,7 +10,8 @@ use oncegate_core::{
     StoredResponse,
 };
 use oncegate_engine::{
-    Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, Panicked, Permit, Policy, Settled, catch_panic,
+    Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, LeaseError, Panicked, Permit, Policy, Settled,
+    catch_panic,
 };
 
 use crate::dead::{DeadLetter, DeadLetters, ERROR_MAX};
@@ -91,12 +92,14 @@ impl Inbox {
     ) -> Self {
         let policy = Policy::default().with_on_abandoned(on_abandoned);
         let policy = policy.with_lease(LEASE).and_then(|policy| policy.with_retention(RETENTION));
+        // A message that is in progress elsewhere holds up no lane: the broker delivers it again.
+        let policy = policy.and_then(|policy| policy.with_wait(Duration::ZERO));
         let label = Label::new(Default::default(), &format!("message {consumer}"));
         let inner = Inner {
             engine,
             consumer,
             identity,
-            // Both are within their bounds.
+            // All are within their bounds.
             policy: policy.unwrap_or_default(),
             attempts_max: ATTEMPTS_MAX,
             compares_payloads: false,
@@ -173,7 +176,7 @@ impl Inbox {
                 None => known(&response),
             },
             Ok(ClaimOutcome::Unreplayable) => Handled::Duplicate,
-            Ok(ClaimOutcome::InProgress { lease_left }) => {
+            Ok(ClaimOutcome::InProgress { lease_left, .. }) => {
                 Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
             }
             Ok(ClaimOutcome::Unknown) => {
@@ -227,6 +230,14 @@ impl Inner {
             let why = "its last attempt did not end".to_owned();
             return self.bury(permit, message, DeadReason::AttemptsExhausted, attempts - 1, why).await;
         }
+        // Between the claim and this the process may have been stopped for longer than the lease.
+        if let Err(error) = attempt.confirm_lease().await {
+            drop(permit.release().await);
+            return match error {
+                LeaseError::Store(error) => Handled::Unavailable(error),
+                _ => Handled::InFlight { retry_after: ASK_FIRST },
+            };
+        }
         let message_of_run = message.clone();
         let result = catch_panic(async move { run(attempt, message_of_run).await }).await;
         let failure = match result {
@@ -235,6 +246,14 @@ impl Inner {
             }
             Ok(Err(failure)) => failure,
             Err(Panicked) => Failure::unsure("the handler panicked"),
+        };
+        // What its steps finished is taken back before the message is given up.
+        let failure = match failure {
+            Failure::Reject(error) => match permit.attempt().take_back().await {
+                Ok(()) => Failure::Reject(error),
+                Err(why) => Failure::unsure(format!("rejected, and a step is not taken back yet: {why}")),
+            },
+            failure => failure,
         };
         let text = said(&failure);
         match failure {
@@ -319,7 +338,7 @@ impl Inner {
             Ok(ClaimOutcome::Replay(_) | ClaimOutcome::Unreplayable) => {
                 Handled::Dead { reason, is_known: true }
             }
-            Ok(ClaimOutcome::InProgress { lease_left }) => {
+            Ok(ClaimOutcome::InProgress { lease_left, .. }) => {
                 Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
             }
             // An operator's word on a letter: it is not written again.

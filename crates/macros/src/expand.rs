@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use proc_macro2::{Ident, Span, TokenStream};
-use quote::{quote, quote_spanned};
+use proc_macro2::{Ident, Span, TokenStream, TokenTree};
+use quote::{ToTokens as _, quote, quote_spanned};
 use syn::spanned::Spanned as _;
 use syn::{
     Error, Expr, FnArg, GenericArgument, ItemFn, Pat, PathArguments, Result, ReturnType, Signature, Type,
     parse2,
 };
 
-use crate::options::{Compared, Errors, Key, OnAbandoned, Options, nearest};
+use crate::options::{Compared, Errors, Key, OnAbandoned, Options, Runs, nearest};
 use crate::template::{Piece, Template, root};
 
 /// Serialize is there for tuples of so many.
@@ -35,15 +35,33 @@ pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<To
     let attempt = options.attempt.as_ref().map_or_else(|| quote!(_), |name| quote!(#name));
     let returns = Returns::of(&function.sig)?;
     let (body_type, convert) = (&returns.body, returns.convert);
+    let borrowed_engine = arguments.borrowed_engine.as_ref();
+    let runs = options.runs.unwrap_or(match owns_all(&function.sig, borrowed_engine) {
+        true => Runs::Detached,
+        false => Runs::InPlace,
+    });
     // What it asks of the value and the error is asked of the type that the signature has.
-    let run = if options.detached.is_some() { "run" } else { "run_in_place" };
+    let run = if runs == Runs::Detached { "run" } else { "run_in_place" };
     let run = Ident::new(run, returns.span);
 
     let ItemFn { attrs, vis, sig, block, .. } = &function;
     let (engine, scope) = (engine.expr, &options.scope);
+    // A body in a task of its own has the engine as it has it in place: by reference, to a clone.
+    let (cloned, block) = match borrowed_engine.filter(|_| runs == Runs::Detached) {
+        Some(name) => (
+            quote!(let __oncegate_engine = ::core::clone::Clone::clone(#name);),
+            quote!({
+                #[allow(unused_variables)]
+                let #name = &__oncegate_engine;
+                #block
+            }),
+        ),
+        None => (TokenStream::new(), quote!(#block)),
+    };
     Ok(quote! {
         #(#attrs)* #vis #sig {
             let __oncegate_call = (#engine).function(#scope) #policy #with_caller #with_errors.call(#key, #input);
+            #cloned
             __oncegate_call
                 .#run(async move |#attempt: #krate::engine::Attempt| -> #body_type #block)
                 .await
@@ -52,11 +70,40 @@ pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<To
     })
 }
 
+/// Whether the arguments own all that they have, as far as their types say, so that the body can go on without its caller. An
+/// engine that is borrowed is cloned.
+fn owns_all(sig: &Signature, borrowed_engine: Option<&Ident>) -> bool {
+    let is_owned = |argument: &FnArg| match argument {
+        // What `Self` holds is not to be seen from here.
+        FnArg::Receiver(_) => false,
+        FnArg::Typed(typed) => {
+            let is_engine = matches!(&*typed.pat, Pat::Ident(name) if Some(&name.ident) == borrowed_engine);
+            is_engine || !may_borrow(&typed.ty.to_token_stream())
+        }
+    };
+    sig.generics.params.is_empty() && sig.inputs.iter().all(is_owned)
+}
+
+/// Whether a type names a reference, a lifetime or a pointer, or is one of which only a trait is known.
+fn may_borrow(ty: &TokenStream) -> bool {
+    ty.clone().into_iter().any(|token| match token {
+        TokenTree::Punct(punct) => matches!(punct.as_char(), '&' | '\'' | '*'),
+        TokenTree::Ident(name) => name == "impl" || name == "dyn" || name == "Self",
+        TokenTree::Group(group) => may_borrow(&group.stream()),
+        TokenTree::Literal(_) => false,
+    })
+}
+
 fn item_span(item: TokenStream) -> Span {
     item.into_iter().next().map_or_else(Span::call_site, |token| token.span())
 }
 
 fn check(sig: &Signature) -> Result<()> {
+    if sig.asyncness.is_none() && sig.generics.lifetimes().any(|of| of.lifetime.ident == "async_trait") {
+        let said = "`#[async_trait]` has rewritten this method before `#[idempotent]` saw it: move the body into an `async fn` \
+                    outside of the trait, put `#[idempotent]` on that, and call it here";
+        return Err(Error::new(sig.ident.span(), said));
+    }
     if sig.asyncness.is_none() {
         let said =
             "an idempotent function is an `async fn`: it waits for the store, before it runs and after it";
@@ -73,12 +120,19 @@ struct Arguments {
     names: Vec<Ident>,
     /// Those whose type says that they are the engine.
     engines: Vec<Ident>,
+    /// The only one of these, if it is a reference.
+    borrowed_engine: Option<Ident>,
     has_self: bool,
 }
 
 impl Arguments {
     fn of(sig: &Signature) -> Result<Self> {
-        let mut all = Self { names: Vec::new(), engines: Vec::new(), has_self: sig.receiver().is_some() };
+        let mut all = Self {
+            names: Vec::new(),
+            engines: Vec::new(),
+            borrowed_engine: None,
+            has_self: sig.receiver().is_some(),
+        };
         for argument in &sig.inputs {
             let FnArg::Typed(typed) = argument else { continue };
             let first = all.names.len();
@@ -86,9 +140,13 @@ impl Arguments {
             if let [one] = &all.names[first..]
                 && is_engine(&typed.ty)
             {
+                let is_reference = matches!(&*typed.ty, Type::Reference(of) if of.mutability.is_none());
+                let is_name = matches!(&*typed.pat, Pat::Ident(_));
+                all.borrowed_engine = (is_reference && is_name).then(|| one.clone());
                 all.engines.push(one.clone());
             }
         }
+        all.borrowed_engine = all.borrowed_engine.filter(|_| all.engines.len() == 1);
         Ok(all)
     }
 
@@ -276,16 +334,16 @@ impl Parts<'_> {
         Some(quote!(.with_policy({ let policy: #krate::engine::Policy = #base; #set #on_abandoned policy })))
     }
 
-    fn errors(&self) -> Option<TokenStream> {
+    fn errors(&self) -> TokenStream {
         let krate = self.krate;
-        let policy = match self.options.errors.as_ref()? {
+        let policy = match &self.options.errors {
             Errors::Store => quote!(#krate::engine::StoredErrors),
             Errors::Release => quote!(#krate::engine::ReleasedErrors),
             Errors::Unknown => quote!(#krate::engine::UnknownErrors),
             Errors::Fate(path) => quote_spanned!(path.span()=> #krate::engine::FateOf(#path)),
             Errors::Policy(policy) => quote!(#policy),
         };
-        Some(quote!(.with_errors(#policy)))
+        quote!(.with_errors(#policy))
     }
 }
 

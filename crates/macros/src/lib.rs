@@ -43,11 +43,16 @@ use proc_macro::TokenStream;
 /// ```
 ///
 /// # Options
-/// These two have to be there:
+/// These three have to be there:
 /// - `key = "order-{order.id}-{version}"`: text, and in braces arguments, their fields and what their methods without arguments
 ///   give, as they are displayed. Two lists of values never make one key, and an empty value makes none (`KeyText` says how).
 ///   Without quotes it is an expression that gives a key.
 /// - `scope = "charge"`: what keys are unique within, the name of the function in the store. It stays when the function moves.
+///
+/// - `errors = "store"`, `"release"` or `"unknown"`: what becomes of the key when the body returns an error. `"store"`: every later
+///   call gets the same error. `"release"`: the key is free and the next call runs again, **only if an error means that nothing
+///   took effect**. `"unknown"`: it may have taken effect, so later calls are refused until an operator says. Or the path of a
+///   `fn(&E) -> ErrorFate`, or a policy such as `ReleasedIf(…)` or `StepErrors {}`.
 ///
 /// What is looked up and compared:
 /// - `engine = self.engine`: an expression that gives the engine. By default it is the argument whose type is `Engine`,
@@ -61,14 +66,18 @@ use proc_macro::TokenStream;
 /// - `retain = "24h"`, `lease = "30s"`, `wait = "5s"`: as in `Policy`, in ms, s, m, h or d.
 /// - `on_abandoned = "park"` or `"reexecute"`: what a call does where an earlier one was cut off.
 /// - `policy = expression`: what these four are set on; `Policy::default()` by default.
-/// - `errors = "store"`, `"release"` or `"unknown"` (the default); or the path of a `fn(&E) -> ErrorFate`; or a policy such as
-///   `ReleasedIf(…)`.
 ///
 /// How it runs:
 /// - `attempt = attempt`: what the body calls its `Attempt`.
-/// - `detached`: the body runs in a task of its own, and goes on where the caller goes away; it has to own what it uses. By
-///   default it runs in place: dropped in the middle, it stops, and the key stays taken.
+/// - `detached`: the body runs in a task of its own, and goes on if the caller goes away; it has to own what it uses, and to be
+///   `Send`. This is the default if the types of all arguments own what they have, but for an engine by reference.
+/// - `in_place`: the body runs where it is called, so that it may borrow. This is the default with `self`, generics, references,
+///   lifetimes, `impl` or `dyn` in the arguments. Dropped in the middle, by a time-out or because a client hung up, the body
+///   stops there, and the outcome is unknown: the key stays taken.
 /// - `crate = path`: where the crate `oncegate` is.
+///
+/// `#[async_trait]` rewrites the methods of a trait before `#[idempotent]` sees them: put the attribute on an `async fn` outside
+/// of the trait, and call that in the method.
 ///
 /// # What the function returns
 /// Not every call can have the function's value, so the caller's error is more than the body's.
@@ -85,30 +94,35 @@ use proc_macro::TokenStream;
 ///
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
-/// #[idempotent(key = "order-{ordr}", scope = "charge")] // there is no argument `ordr`; did you mean `order`?
+/// #[idempotent(key = "order-{ordr}", scope = "charge", errors = "store")] // there is no argument `ordr`; did you mean `order`?
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
-/// #[idempotent(key = "order-{order}", scope = "charge", lease = "2h")] // `lease` is 7200s; it must be from 100ms to 3600s
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "store", lease = "2h")] // `lease` is 7200s; it must be from 100ms to 3600s
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
 /// struct Connection; // the trait bound `Connection: Serialize` is not satisfied: skip(connection)
-/// #[idempotent(key = "order-{order}", scope = "charge")]
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "store")]
 /// async fn charge(engine: &Engine, connection: Connection, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
 /// struct Mine; // the trait bound `Mine: From<FunctionError<Mine>>` is not satisfied
-/// #[idempotent(key = "order-{order}", scope = "charge")]
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "unknown")]
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), Mine> { Ok(()) }
+/// ```
+/// ```compile_fail
+/// # use oncegate::{Engine, FunctionError, idempotent};
+/// #[idempotent(key = "order-{order}", scope = "charge")] // an idempotent function needs `errors = …`
+/// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 /// This one is not:
 /// ```
 /// # use oncegate::{Engine, FunctionError, idempotent};
-/// #[idempotent(key = "order-{order}", scope = "charge", lease = "1h")]
+/// #[idempotent(key = "order-{order}", scope = "charge", errors = "store", lease = "1h")]
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
 #[proc_macro_attribute]

@@ -12,7 +12,7 @@ use syn::{Error, Expr, ExprLit, Ident, Lit, LitStr, Path, Result, Token, parenth
 use crate::template::Template;
 
 /// Every option, as the messages list them.
-const NAMES: [&str; 15] = [
+const NAMES: [&str; 16] = [
     "key",
     "scope",
     "caller",
@@ -27,6 +27,7 @@ const NAMES: [&str; 15] = [
     "errors",
     "attempt",
     "detached",
+    "in_place",
     "crate",
 ];
 
@@ -44,10 +45,11 @@ pub(crate) struct Options {
     pub(crate) on_abandoned: Option<OnAbandoned>,
     /// What the four above are set on.
     pub(crate) policy: Option<Expr>,
-    pub(crate) errors: Option<Errors>,
+    pub(crate) errors: Errors,
     /// What the body calls its attempt.
     pub(crate) attempt: Option<Ident>,
-    pub(crate) detached: Option<Span>,
+    /// Where the body runs; `None` leaves that to the arguments.
+    pub(crate) runs: Option<Runs>,
     /// Where the facade is.
     pub(crate) krate: Option<Path>,
 }
@@ -61,6 +63,15 @@ pub(crate) enum Compared {
     All,
     Only(Punctuated<Expr, Token![,]>),
     AllBut(Punctuated<Ident, Token![,]>),
+}
+
+/// Where the body runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Runs {
+    /// In a task of its own.
+    Detached,
+    /// Where it is called.
+    InPlace,
 }
 
 #[derive(Clone, Copy)]
@@ -94,7 +105,7 @@ struct Read {
     policy: Option<Expr>,
     errors: Option<Errors>,
     attempt: Option<Ident>,
-    detached: Option<Span>,
+    runs: Option<Runs>,
     krate: Option<Path>,
 }
 
@@ -138,11 +149,14 @@ impl Read {
                 equals(name, "the name that the body has for its attempt", input)?;
                 self.attempt = Some(input.parse()?);
             }
-            "detached" => {
+            option @ ("detached" | "in_place") => {
                 if input.peek(Token![=]) {
-                    return Err(input.error("`detached` stands alone"));
+                    return Err(input.error(format!("`{option}` stands alone")));
                 }
-                self.detached = Some(name.span());
+                if self.runs.is_some() {
+                    return Err(Error::new(name.span(), "`detached` and `in_place` are opposites"));
+                }
+                self.runs = Some(if option == "detached" { Runs::Detached } else { Runs::InPlace });
             }
             "crate" => {
                 equals(name, "the path of the crate `oncegate`", input)?;
@@ -169,6 +183,15 @@ impl Read {
                 "what its keys are unique within. It stays as it is when the function moves or gets another name",
             ));
         };
+        let Some(errors) = self.errors else {
+            return Err(missing(
+                "errors = …",
+                "what becomes of its key when it returns an error. \"store\": later calls get the same error. \"release\": the key is \
+                 free and the next call runs again, only if an error means that nothing took effect. \"unknown\": it may have \
+                 taken effect, so later calls are refused until an operator says. Or the path of a `fn(&E) -> ErrorFate`, \
+                 which decides for each error",
+            ));
+        };
         let compared = match (self.fingerprint, self.skip) {
             (Some(_), Some((span, _))) => {
                 let said =
@@ -190,9 +213,9 @@ impl Read {
             wait: self.wait,
             on_abandoned: self.on_abandoned,
             policy: self.policy,
-            errors: self.errors,
+            errors,
             attempt: self.attempt,
-            detached: self.detached,
+            runs: self.runs,
             krate: self.krate,
         })
     }

@@ -8,7 +8,7 @@ use crate::expand::idempotent;
 
 const PAY: &str =
     "async fn pay(engine: &Engine, order: Order, note: &str) -> Result<u8, FunctionError<String>> { Ok(1) }";
-const GOOD: &str = r#"key = "{order.id}", scope = "pay""#;
+const GOOD: &str = r#"key = "{order.id}", scope = "pay", errors = "store""#;
 
 fn tokens(text: &str) -> TokenStream {
     TokenStream::from_str(text).unwrap()
@@ -44,7 +44,7 @@ fn a_mistake_in_the_attribute_is_named_where_it_stands() {
         (
             "colour",
             "there is no option `colour`; there are: key, scope, caller, engine, fingerprint, skip, retain, lease, wait, \
-             on_abandoned, policy, errors, attempt, detached, crate",
+             on_abandoned, policy, errors, attempt, detached, in_place, crate",
             "colour",
         ),
         (r#"key = "{order.id}", key = "b""#, "`key` is there twice", "key"),
@@ -53,10 +53,20 @@ fn a_mistake_in_the_attribute_is_named_where_it_stands() {
         (r#"scope = """#, "the scope is empty", r#""""#),
         ("attempt", "`attempt = …` needs the name that the body has for its attempt", "attempt"),
         ("detached = true", "`detached` stands alone", "="),
+        ("in_place = true", "`in_place` stands alone", "="),
+        ("detached, in_place", "`detached` and `in_place` are opposites", "in_place"),
+        (
+            r#"key = "{order.id}", scope = "s""#,
+            "an idempotent function needs `errors = …`: what becomes of its key when it returns an error. \"store\": later \
+             calls get the same error. \"release\": the key is free and the next call runs again, only if an error means that \
+             nothing took effect. \"unknown\": it may have taken effect, so later calls are refused until an operator says. \
+             Or the path of a `fn(&E) -> ErrorFate`, which decides for each error",
+            "",
+        ),
         ("skip = note", "`skip(…)` takes a list of arguments", "skip"),
         ("fingerprint", "`fingerprint(…)` takes a list of arguments, or parts of them", "fingerprint"),
         (
-            r#"key = "{order.id}", scope = "s", fingerprint(order), skip(note)"#,
+            r#"key = "{order.id}", scope = "s", errors = "store", fingerprint(order), skip(note)"#,
             "`fingerprint` says what is compared, and `skip` what is not: one of them is enough",
             "skip",
         ),
@@ -119,7 +129,7 @@ fn a_mistake_in_the_key_is_named() {
         ),
     ] {
         let literal = format!("\"{key}\"");
-        let attribute = format!("scope = \"s\", key = {literal}");
+        let attribute = format!("scope = \"s\", errors = \"store\", key = {literal}");
         assert_eq!(fault(&attribute, PAY), (said.to_owned(), literal), "{key}");
     }
 }
@@ -167,6 +177,13 @@ fn what_the_function_has_to_be_is_named() {
         ("async fn pay(engine: Engine, order: Order) { }", a_result, "pay"),
         ("async fn pay(engine: Engine, order: Order) -> (u8, u8) { (1, 2) }", a_result, "(u8, u8)"),
         (
+            "fn pay<'life0, 'async_trait>(&'life0 self, order: Order) -> Pin<Box<dyn Future<Output = Result<u8, E>> + \
+             Send + 'async_trait>> { Box::pin(async move { Ok(1) }) }",
+            "`#[async_trait]` has rewritten this method before `#[idempotent]` saw it: move the body into an `async fn` \
+             outside of the trait, put `#[idempotent]` on that, and call it here",
+            "pay",
+        ),
+        (
             "async extern \"C\" fn pay(order: Order) -> Result<u8, E> { Ok(1) }",
             "an idempotent function has the ABI of Rust",
             "extern \"C\"",
@@ -196,7 +213,7 @@ fn the_body_s_error_is_what_the_signature_s_is_made_of() {
     let text = expanded(GOOD, PAY);
     assert!(text.contains(&tokens("-> Result<u8, String> { Ok(1) }").to_string()), "{text}");
     assert!(!text.contains("map_err"), "{text}");
-    let other = "async fn pay(engine: &Engine, order: Order) -> io::Result<u8> { Ok(1) }";
+    let other = "async fn pay(engine: &Engine, order: &Order) -> io::Result<u8> { Ok(1) }";
     let text = expanded(GOOD, other);
     assert!(text.contains(&tokens("-> io::Result<u8> { Ok(1) }").to_string()), "{text}");
     assert!(text.contains("map_err"), "{text}");
@@ -217,4 +234,44 @@ fn limits_are_taken_and_one_beyond_is_not() {
     for bad in ["lease = \"3601s\"", "retain = \"999ms\"", "retain = \"34560001s\"", "wait = \"3601s\""] {
         fault(&format!("{GOOD}, {bad}"), PAY);
     }
+}
+
+#[test]
+fn a_body_that_owns_its_arguments_goes_on_without_its_caller() {
+    let is_detached = |arguments: &str, option: &str| {
+        let engine = if arguments.contains("engine") { "" } else { ", engine = ENGINE.clone()" };
+        let item = format!("async fn pay({arguments}) -> Result<u8, E> {{ Ok(1) }}");
+        let text =
+            expanded(&format!("key = id(), scope = \"pay\", errors = \"store\"{engine}{option}"), &item);
+        match (text.contains(". run ("), text.contains(". run_in_place (")) {
+            (true, false) => true,
+            (false, true) => false,
+            _ => panic!("{text}"),
+        }
+    };
+    for owned in [
+        "engine: Engine, order: Order",
+        "engine: &Engine, order: Order",
+        "State(engine): State<Engine>, Json(order): Json<Order>",
+        "engine: Arc<Engine>, orders: Vec<(u8, [String; 2])>",
+    ] {
+        assert!(is_detached(owned, ""), "{owned}");
+        assert!(!is_detached(owned, ", in_place"), "{owned}");
+    }
+    for borrowed in [
+        "engine: &Engine, order: &Order",
+        "engine: &mut Engine, order: Order",
+        "&self, engine: Engine",
+        "self, engine: Engine",
+        "engine: Engine, name: Cow<'_, str>",
+        "engine: Engine, order: impl Serialize",
+        "engine: Engine, order: Box<dyn Order>",
+        "engine: Engine, order: (u8, &str)",
+        "engine: Engine, place: *const u8",
+    ] {
+        assert!(!is_detached(borrowed, ""), "{borrowed}");
+        assert!(is_detached(borrowed, ", detached"), "{borrowed}");
+    }
+    let generic = "async fn pay<T: Serialize>(engine: Engine, order: T) -> Result<u8, E> { Ok(1) }";
+    assert!(expanded(r#"key = id(), scope = "pay", errors = "store""#, generic).contains("run_in_place"));
 }

@@ -75,7 +75,7 @@ fn engine() -> Engine {
     Engine::new(Arc::new(MemoryStore::new(SystemClock::new())))
 }
 
-#[idempotent(key = "order-{order.id}-{order.version}", scope = "charge", skip(bank))]
+#[idempotent(key = "order-{order.id}-{order.version}", scope = "charge", errors = "unknown", skip(bank))]
 async fn charge(engine: &Engine, bank: &Bank, order: Order) -> Result<Receipt, FunctionError<PayError>> {
     if order.cents == 0 {
         return Err(PayError::Declined);
@@ -244,7 +244,7 @@ async fn errors_are_stored_or_free_the_key_as_the_attribute_says() {
     }
 }
 
-#[idempotent(key = "{id}", scope = "detached", detached, skip(bank, begun, go_on), policy = patient())]
+#[idempotent(key = "{id}", scope = "detached", errors = "unknown", skip(bank, begun, go_on), policy = patient())]
 async fn detached(
     engine: Engine,
     bank: Bank,
@@ -275,8 +275,40 @@ async fn a_detached_function_outlives_its_caller() {
     assert_eq!(bank.runs(), 1);
 }
 
+/// Its engine is borrowed, and it uses it; all else is its own.
+#[idempotent(key = "{id}", scope = "owned", errors = "store", skip(bank, begun, go_on), wait = "60s")]
+async fn owned(
+    engine: &Engine,
+    bank: Bank,
+    id: u32,
+    begun: Arc<tokio::sync::Notify>,
+    go_on: Arc<tokio::sync::Notify>,
+) -> Result<(Receipt, usize), FunctionError<String>> {
+    begun.notify_one();
+    go_on.notified().await;
+    Ok((bank.charge(id.into()), engine.in_flight()))
+}
+
+#[tokio::test]
+async fn a_function_that_owns_its_arguments_outlives_its_caller_unasked() {
+    let (engine, bank) = (engine(), Bank::default());
+    let (begun, go_on) = (Arc::default(), Arc::default());
+    {
+        let call = owned(&engine, bank.clone(), 7, Arc::clone(&begun), Arc::clone(&go_on));
+        let mut call = std::pin::pin!(call);
+        tokio::select! {
+            _ = &mut call => panic!("it ended"),
+            () = begun.notified() => {}
+        }
+    }
+    go_on.notify_one();
+    let value = owned(&engine, bank.clone(), 7, begun, go_on).await.unwrap();
+    assert_eq!(value, (Receipt { run: 1, cents: 7 }, 1));
+    assert_eq!(bank.runs(), 1);
+}
+
 /// So many arguments that a tuple does not hold them, in patterns of all kinds.
-#[idempotent(key = "{a}.{b}", scope = "many", engine = engine)]
+#[idempotent(key = "{a}.{b}", scope = "many", errors = "store", engine = engine)]
 #[expect(clippy::too_many_arguments, reason = "it is about many")]
 async fn many(
     (engine, a): (&Engine, &str),
@@ -313,7 +345,7 @@ async fn every_argument_counts() {
     assert!(matches!(call(2).await, Err(FunctionError::KeyReused)));
 }
 
-#[idempotent(key = "{id}", scope = "settings", lease = "2m", retain = "7d", fingerprint(), attempt = attempt)]
+#[idempotent(key = "{id}", scope = "settings", errors = "store", lease = "2m", retain = "7d", wait = "0s", fingerprint(), attempt = attempt)]
 async fn settings<F: Future<Output = ()>>(
     engine: &Engine,
     id: u32,
@@ -323,7 +355,7 @@ async fn settings<F: Future<Output = ()>>(
     Ok(())
 }
 
-#[idempotent(key = "{id}", scope = "settings", wait = "60s", fingerprint())]
+#[idempotent(key = "{id}", scope = "settings", errors = "store", wait = "60s", fingerprint())]
 async fn waits(engine: &Engine, id: u32) -> Result<(), FunctionError<String>> {
     panic!("it ran again: {id}")
 }
@@ -350,7 +382,7 @@ async fn what_the_attribute_says_of_time_is_what_the_record_has() {
     assert_eq!(record.expires_at.since(record.changed_at), Duration::from_secs(7 * 24 * 60 * 60));
 }
 
-#[idempotent(key = "{id}", scope = "again", lease = "100ms", on_abandoned = "reexecute", attempt = attempt)]
+#[idempotent(key = "{id}", scope = "again", errors = "unknown", lease = "100ms", on_abandoned = "reexecute", attempt = attempt)]
 async fn again(engine: &Engine, id: u32) -> Result<u32, FunctionError<String>> {
     if attempt.is_after_abandoned() { Ok(id + attempt.number()) } else { Err("timed out".to_owned()) }
 }
@@ -377,7 +409,7 @@ trait Shipping {
 }
 
 impl Shipping for App {
-    #[idempotent(key = "{id}", scope = "ship", engine = self.engine)]
+    #[idempotent(key = "{id}", scope = "ship", errors = "unknown", engine = self.engine)]
     async fn ship(&self, id: u32) -> Result<String, ShopError> {
         Ok(format!("parcel {id}, run {}", self.bank.charge(0).run))
     }
@@ -424,7 +456,7 @@ impl IntoResponse for Refusal {
     }
 }
 
-#[idempotent(key = "{order}", scope = "POST /pay", engine = app.engine, skip(app))]
+#[idempotent(key = "{order}", scope = "POST /pay", errors = "unknown", engine = app.engine, skip(app))]
 async fn pay(
     axum::extract::State(app): axum::extract::State<App>,
     axum::extract::Path(order): axum::extract::Path<String>,
@@ -453,6 +485,7 @@ async fn a_handler_of_axum_answers_alike() {
 #[idempotent(
     key = "{order}",
     scope = "payout",
+    errors = "unknown",
     policy = Policy::default().with_on_abandoned(on_abandoned),
     lease = "500ms",
     fingerprint(order),

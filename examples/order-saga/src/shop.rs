@@ -15,7 +15,9 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use oncegate::core::OnAbandoned;
-use oncegate::engine::{Attempt, Completer, ErrorFate, Failure, FateOf, FunctionError, Resumable, StepError};
+use oncegate::engine::{
+    Attempt, Completer, ErrorFate, Failure, FunctionError, Resumable, StepError, StepErrors,
+};
 use oncegate::http::KeyGrammar;
 use oncegate::{EmbeddedOptions, EmbeddedStore, Engine, Policy, RedisOptions, RedisStore, Store};
 use serde::{Deserialize, Serialize};
@@ -157,7 +159,7 @@ impl Other {
     }
 }
 
-type Orders = Resumable<Order, Receipt, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
+type Orders = Resumable<Order, Receipt, StepError<String>, StepErrors>;
 
 async fn order(State(orders): State<Orders>, headers: HeaderMap, Json(order): Json<Order>) -> Response {
     let field = KeyGrammar::default().read(&headers, &HeaderName::from_static("idempotency-key"));
@@ -223,7 +225,7 @@ pub(crate) async fn serve(options: Options) -> Result<(), Box<dyn Error>> {
     let orders: Orders = engine
         .function("order")
         .with_policy(policy)
-        .with_errors(FateOf(StepError::fate as _))
+        .with_errors(StepErrors)
         .resumable(move |attempt, order| sell(others.clone(), attempt, order))?;
     if options.complete_every_ms > 0 {
         let every = Duration::from_millis(options.complete_every_ms);

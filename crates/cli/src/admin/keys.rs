@@ -11,7 +11,7 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
-    CallerTag, Command, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
+    CallerTag, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
     StateSet, StoredResponse, limits,
 };
 use oncegate_http::{KeyGrammar, Settings};
@@ -298,7 +298,7 @@ async fn settle(
     let retention = settings.policy().retention();
     let command = Resolve { resolution, retention, force, actor: actor.clone(), reason };
     let store = state.engine.store();
-    match store.apply(id, Command::Resolve(command)).await.map_err(|error| Problem::store(&error))? {
+    match state.engine.resolve(id, command).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
             tracing::info!(record = %id, %from, actor, "record resolved");
             let record = lookup(state, id).await?;
@@ -429,23 +429,8 @@ fn actor(body: Option<&str>, headers: &HeaderMap) -> Result<String, Problem> {
 
 /// What is written into the audit trail, and shown on terminals.
 fn audit_text(name: &str, text: &str) -> Result<String, Problem> {
-    let text = text.trim();
-    let most = limits::AUDIT_TEXT_MAX;
-    if text.is_empty() {
-        return Err(Problem::bad_request(format!("{name}: it is empty; the audit trail keeps it.")));
-    }
-    if text.len() > most {
-        return Err(Problem::bad_request(format!(
-            "{name}: it has {} octets; at most {most} are kept.",
-            text.len()
-        )));
-    }
-    if text.chars().any(char::is_control) {
-        return Err(Problem::bad_request(format!(
-            "{name}: it has control characters; write one line of text."
-        )));
-    }
-    Ok(text.to_owned())
+    let text = oncegate_engine::audit_text(text);
+    text.map(str::to_owned).map_err(|error| Problem::bad_request(format!("{name}: {error}.")))
 }
 
 /// The parameters, all of which are known.

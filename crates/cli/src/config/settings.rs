@@ -323,7 +323,7 @@ settings! {
 
     /// How long a duplicate waits for the answer of the request that is being processed, before it is told to come
     /// again. At most 1h.
-    "wait" RECORDS Route One "DURATION" Value("0s");
+    "wait" RECORDS Route One "DURATION" Value("2s");
     wait: Duration = units::wait;
 
     /// What happens to a key whose owner crashed: `park` (the outcome is unknown until an operator says: at most one

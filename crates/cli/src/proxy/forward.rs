@@ -1,8 +1,8 @@
 //! Sends one request to the upstream and brings its answer back.
 
 use std::convert::Infallible;
-use std::future::Future;
-use std::pin::Pin;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -13,10 +13,12 @@ use http::{Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::{CaptureConnection, capture_connection};
 use hyper_util::rt::TokioIo;
+use oncegate_engine::{Attempt, LeaseError};
 use oncegate_http::{
-    Condition, GrpcForm, IdempotencyContext, Refusal, Relayed, RequestBody, Settings, StoreDirective,
-    Unanswered,
+    Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
+    StoreDirective, Unanswered,
 };
 use tower_service::Service;
 use tracing::field::display;
@@ -72,7 +74,8 @@ impl Forward {
         let route = config.route(request.method(), request.uri().path());
         let (timeout, settings) = (route.upstream_timeout, &route.settings);
         let context = IdempotencyContext::from_extensions(request.extensions());
-        let record = context.map(|context| display(context.attempt().record_id()));
+        let attempt = context.map(|context| context.attempt().clone());
+        let record = attempt.as_ref().map(|attempt| display(attempt.record_id()));
         let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
@@ -90,11 +93,28 @@ impl Forward {
         *request.uri_mut() = rewrite(&config.to, request.uri(), host);
         *request.version_mut() = Version::HTTP_11;
         let activity = Activity::new();
-        let request = request.map(|body| NotedBody::new(body, activity.clone()));
+        let mut request = request.map(|body| NotedBody::new(body, activity.clone()));
         let asked = Instant::now();
+        let sending = async {
+            match attempt {
+                Some(attempt) => {
+                    let connection = capture_connection(&mut request);
+                    under_lease(&attempt, &connection, client.request(request)).await
+                }
+                None => Ok(client.request(request).await),
+            }
+        };
         let answer = tokio::select! {
-            answer = client.request(request) => Some(answer),
+            answer = sending => Some(answer),
             () = silence(&activity, timeout) => None,
+        };
+        let answer = match answer {
+            Some(Ok(answer)) => Some(answer),
+            None => None,
+            Some(Err(error)) => {
+                tracing::warn!(error = %chain(&error), "the request was not sent to the upstream");
+                return not_begun();
+            }
         };
         let (result, response) = match answer {
             Some(Ok(response)) => match Self::bring_back(response, client_side, timeout) {
@@ -165,6 +185,36 @@ async fn tunnel(client: OnUpgrade, upstream: OnUpgrade) {
     }
 }
 
+/// Sends a request unless the lease of its attempt is over. This process can be stopped at any moment, also while the connection
+/// is made, so the lease is looked at each time before the request may go on its way.
+async fn under_lease<T>(
+    attempt: &Attempt,
+    connection: &CaptureConnection,
+    sending: impl Future<Output = T>,
+) -> Result<T, LeaseError> {
+    let mut sending = pin!(sending);
+    loop {
+        let sent = poll_fn(|cx| {
+            if connection.connection_metadata().is_none() && !attempt.is_owner() {
+                return Poll::Ready(None);
+            }
+            sending.as_mut().poll(cx).map(Some)
+        });
+        match sent.await {
+            Some(answer) => return Ok(answer),
+            None => attempt.confirm_lease().await?,
+        }
+    }
+}
+
+/// Nothing was sent, because the lease was over. The layer words the answer.
+fn not_begun() -> Response<ProxyBody> {
+    let mut response = Response::new(ProxyBody::own(bytes::Bytes::new()));
+    *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+    response.extensions_mut().insert(NotBegun);
+    response
+}
+
 /// Ends when nothing has moved towards the upstream for `patience`.
 async fn silence(activity: &Activity, patience: Option<Duration>) {
     let Some(patience) = patience else { return std::future::pending().await };
@@ -204,4 +254,85 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
         source = error.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::SystemTime;
+
+    use oncegate_core::{
+        Clock, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned, RecordId, Scope,
+        Store, Timestamp, limits,
+    };
+    use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, Permit, Policy};
+
+    use super::*;
+
+    struct Wall;
+
+    impl Clock for Wall {
+        fn now(&self) -> Timestamp {
+            let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+            Timestamp::from_millis(u64::try_from(since.as_millis()).unwrap())
+        }
+    }
+
+    async fn claim(engine: &Engine, lease: Duration) -> Option<Permit> {
+        let policy = Policy::default().with_lease(lease).unwrap().with_wait(Duration::ZERO).unwrap();
+        let request = ClaimRequest {
+            id: RecordId::derive(&Scope::single_tenant(), &IdempotencyKey::new(*b"k").unwrap()),
+            fingerprint: Fingerprint::of_parts("test", &[]),
+            label: Label::default(),
+            policy: policy.with_on_abandoned(OnAbandoned::Reexecute),
+        };
+        match engine.claim(request).await.unwrap() {
+            ClaimOutcome::Execute(permit) => Some(permit),
+            _ => None,
+        }
+    }
+
+    /// Sends a request while the connection is not there until the lease is over. Returns the result, and whether it was sent.
+    async fn sent_late(store: &Arc<dyn Store>, meanwhile: impl AsyncFnOnce()) -> (bool, bool) {
+        // Its leases are not renewed, as where the process is stopped.
+        let stopped = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let engine = Engine::builder(store.clone()).with_runtime(stopped.handle().clone()).build();
+        let permit = claim(&engine, limits::LEASE_MIN).await.unwrap();
+        let (polls, connected) = (AtomicUsize::new(0), tokio::sync::Notify::new());
+        let sending = async {
+            polls.fetch_add(1, Ordering::SeqCst);
+            connected.notified().await;
+            polls.fetch_add(1, Ordering::SeqCst);
+        };
+        let connection = capture_connection(&mut Request::new(()));
+        let attempt = permit.attempt();
+        let connecting = async {
+            while attempt.is_owner() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            meanwhile().await;
+            connected.notify_one();
+        };
+        let (result, ()) = tokio::join!(under_lease(&attempt, &connection, sending), connecting);
+        drop(permit);
+        tokio::task::spawn_blocking(move || drop(stopped)).await.unwrap();
+        (result.is_ok(), polls.load(Ordering::SeqCst) == 2)
+    }
+
+    #[tokio::test]
+    async fn a_request_whose_lease_ended_while_a_connection_was_made_is_not_sent_where_another_took_over() {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+        let other = Engine::new(store.clone());
+        let result = sent_late(&store, async || {
+            let permit = claim(&other, limits::LEASE_MAX).await.expect("the lease is over");
+            permit.complete(Completion::Tombstone).await;
+        });
+        assert_eq!(result.await, (false, false));
+    }
+
+    #[tokio::test]
+    async fn a_request_whose_lease_ended_while_a_connection_was_made_is_sent_under_a_new_one() {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
+        assert_eq!(sent_late(&store, async || {}).await, (true, true));
+    }
 }

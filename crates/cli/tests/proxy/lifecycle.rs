@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use tokio::net::TcpStream;
 
 use crate::protocols::Authority;
-use crate::support::{Message, Service, Sidecar, Wire, request, until};
+use crate::support::{Message, Service, Sidecar, Wire, request, sidecar, until};
 use crate::{KEY, OK};
 
 /// A sidecar with a durable store, and the service that the test plays.
@@ -105,6 +105,33 @@ async fn whoever_hung_up_before_gets_the_answer_after_the_restart() {
     world.restart(&[]).await;
     assert!(world.retry().await.has_status(200).is_replay());
     world.service.stays_alone().await;
+}
+
+#[tokio::test]
+async fn a_double_click_gets_one_answer_where_nothing_is_configured() {
+    let service = Service::new().await;
+    let to = format!("http://{}", service.address);
+    let sidecar = Sidecar::run(sidecar(&to).env_remove("ONCEGATE_WAIT").arg("--store=memory:")).await;
+    let ask = request("POST", "/orders", &["Idempotency-Key: click"], "{}");
+    let (mut first, mut second) = (sidecar.connect().await, sidecar.connect().await);
+    first.send(&ask).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    second.send(&ask).await;
+    second.stays_silent().await;
+    wire.send(OK).await;
+    assert!(!first.message().await.has_status(200).is_replay());
+    assert!(second.message().await.has_status(200).is_replay());
+    // One that takes longer than a click: the second one is told to come again, and not at once.
+    let ask = request("POST", "/orders", &["Idempotency-Key: slow"], "{}");
+    first.send(&ask).await;
+    let (mut wire, _) = service.next(wire).await;
+    let told = sidecar.ask(&ask).await;
+    let seconds: u64 =
+        told.is_problem(409, "request-in-progress").get("retry-after").unwrap().parse().unwrap();
+    assert!((2..=5).contains(&seconds), "{told:?}");
+    wire.send(OK).await;
+    first.message().await.has_status(200);
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::value::{self, NotJson};
+use crate::step::StepError;
 
 /// Why a function's caller has no value.
 ///
@@ -20,6 +21,7 @@ use super::value::{self, NotJson};
 /// | `Unknown` | ran, and nobody knows whether it took effect | stop; somebody has to find out |
 /// | `NotReplayable` | took effect; its result was not stored | look up the result elsewhere |
 /// | `Undecodable` | took effect; its stored result does not fit the type | read the record; a new key would do it twice |
+/// | `NotTakenBack` | returned this error, and a step is not taken back yet | the same key, later, or as the reason says |
 /// | `Panicked` | panicked in the middle | as for `Unknown` |
 /// | `Store` | was not run: the store did not answer | the same key, later |
 /// | `Key`, `Input` | was not run: the call is no call | fix the caller |
@@ -52,6 +54,14 @@ pub enum FunctionError<E> {
         /// What does not fit. Shows nothing of the value.
         reason: String,
     },
+    /// The function returned an error to be stored, after [steps](crate::step), and one of these is not taken back yet, or did
+    /// not come to its end. The error is not the function's result yet: the next call with the key goes on.
+    NotTakenBack {
+        /// The error.
+        error: E,
+        /// Why not.
+        reason: String,
+    },
     /// The function panicked in this call; what became of its effect is not known.
     Panicked,
     /// The store did not answer, or cannot read the record. This call executed nothing.
@@ -72,6 +82,9 @@ impl<E> FunctionError<E> {
             Self::Unknown => FunctionError::Unknown,
             Self::NotReplayable => FunctionError::NotReplayable,
             Self::Undecodable { function, reason } => FunctionError::Undecodable { function, reason },
+            Self::NotTakenBack { error, reason } => {
+                FunctionError::NotTakenBack { error: with(error), reason }
+            }
             Self::Panicked => FunctionError::Panicked,
             Self::Store(error) => FunctionError::Store(error),
             Self::Key(error) => FunctionError::Key(error),
@@ -92,6 +105,9 @@ impl<E: fmt::Display> fmt::Display for FunctionError<E> {
             }
             Self::Undecodable { function, reason } => {
                 write!(f, "the stored result of {function} cannot be read: {reason}")
+            }
+            Self::NotTakenBack { error, reason } => {
+                write!(f, "{error} (not at its end, call it again under its key: {reason})")
             }
             Self::Panicked => {
                 f.write_str("the function panicked; it is not known whether it took effect before that")
@@ -246,6 +262,33 @@ impl<E: Serialize + DeserializeOwned, F: Fn(&E) -> ErrorFate> ErrorPolicy<E> for
     }
 
     fn read(&self, stored: &[u8]) -> Result<E, String> {
+        value::decode(stored)
+    }
+}
+
+/// For functions in [steps](crate::step) that return [`StepError`]: the record goes on as [`StepError::fate`] says.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use oncegate_core::{Clock, MemoryStore, Timestamp};
+/// # struct Fixed;
+/// # impl Clock for Fixed { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// use oncegate_engine::{Attempt, Engine, StepError, StepErrors};
+///
+/// # let engine = Engine::new(Arc::new(MemoryStore::new(Fixed)));
+/// async fn order(attempt: Attempt) -> Result<u64, StepError<String>> { Ok(1) }
+/// let orders = engine.function("order").with_errors(StepErrors);
+/// # drop(orders.run("k", &(), order));
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepErrors;
+
+impl<E: Serialize + DeserializeOwned> ErrorPolicy<StepError<E>> for StepErrors {
+    fn end(&self, error: &StepError<E>, max: usize) -> ErrorEnd {
+        FateOf(StepError::fate).end(error, max)
+    }
+
+    fn read(&self, stored: &[u8]) -> Result<StepError<E>, String> {
         value::decode(stored)
     }
 }

@@ -11,14 +11,15 @@ use std::future::Future;
 use std::sync::Arc;
 
 use oncegate_core::{
-    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, Label, RecordId, Scope, limits,
+    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, Label, RecordId, Scope,
+    StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub use self::errors::{
-    ErrorEnd, ErrorFate, ErrorPolicy, FateOf, FunctionError, ReleasedErrors, ReleasedIf, StoredErrors,
-    UnknownErrors,
+    ErrorEnd, ErrorFate, ErrorPolicy, FateOf, FunctionError, ReleasedErrors, ReleasedIf, StepErrors,
+    StoredErrors, UnknownErrors,
 };
 pub use self::key::KeyText;
 pub use self::resumable::{Completer, CompleterRound, Resumable};
@@ -191,7 +192,7 @@ impl<P> Function<P> {
     }
 
     /// What becomes of the record where the function returns an error: [`UnknownErrors`] (the default), [`ReleasedErrors`],
-    /// [`ReleasedIf`], [`StoredErrors`], [`FateOf`], or a policy of your own.
+    /// [`ReleasedIf`], [`StoredErrors`], [`FateOf`], [`StepErrors`] for functions in steps, or a policy of your own.
     #[must_use]
     pub fn with_errors<Q>(self, errors: Q) -> Function<Q> {
         Function { settings: self.settings, errors }
@@ -208,6 +209,15 @@ impl<P> Function<P> {
     pub fn record_id(&self, key: &IdempotencyKey) -> RecordId {
         let operation = [OPERATION, self.settings.name.as_bytes()];
         RecordId::derive(&self.settings.scope.within(&operation), key)
+    }
+
+    /// The answer with which an [operator](crate::Operator::complete) completes a record of this function, so that later calls
+    /// get this value.
+    ///
+    /// # Errors
+    /// JSON cannot say it, or it is too large.
+    pub fn answer<T: Serialize + ?Sized>(&self, value: &T) -> Result<StoredResponse, NotJson> {
+        run::answer(run::VALUE, value::encode_input(value)?)
     }
 
     /// What two calls are compared by.

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, StateName, StoreError, limits,
+    IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, State, StateName, StoreError,
+    Timestamp, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -83,18 +84,19 @@ impl UnderWay {
 pub struct Completer {
     every: Duration,
     after: Duration,
-    attempts_max: u32,
-    age_max: Duration,
+    max_pause: Duration,
+    max_age: Duration,
 }
 
 impl Default for Completer {
-    /// Every ten seconds; what was released a minute ago or earlier; up to 25 attempts, and 23 hours after the first one.
+    /// Every ten seconds; what was released a minute ago or earlier, then with pauses that double up to 15 minutes, until 23
+    /// hours after the first attempt.
     fn default() -> Self {
         Self {
             every: Duration::from_secs(10),
             after: Duration::from_secs(60),
-            attempts_max: 25,
-            age_max: Duration::from_secs(23 * 60 * 60),
+            max_pause: Duration::from_secs(15 * 60),
+            max_age: Duration::from_secs(23 * 60 * 60),
         }
     }
 }
@@ -107,23 +109,37 @@ impl Completer {
         Self { every, ..self }
     }
 
-    /// How long a call that was released half-way is left to its caller's own retries.
+    /// How long a call that was released half-way is left to its caller's own retries. The pause before the next attempt at the
+    /// same call, which doubles with each one.
     #[must_use]
     pub const fn with_after(self, after: Duration) -> Self {
         Self { after, ..self }
     }
 
-    /// After how many attempts at a record it gives up, and an operator has to look.
+    /// The longest pause between two attempts at a call: how late a call is finished after an outage of what its steps need.
     #[must_use]
-    pub const fn with_attempts_max(self, attempts_max: u32) -> Self {
-        Self { attempts_max, ..self }
+    pub const fn with_max_pause(self, max_pause: Duration) -> Self {
+        Self { max_pause, ..self }
     }
 
-    /// How long after its first attempt it gives a record up. Steps go out under the same keys again, and others remember
-    /// keys for a day or so: after that, what was finished and not recorded would take effect twice.
+    /// How long after its first attempt it gives a record up, however many attempts there were, and an operator has to look.
+    /// Steps go out under the same keys again, and others remember keys for a day or so: after that, what was finished and not
+    /// recorded would take effect twice.
     #[must_use]
-    pub const fn with_age_max(self, age_max: Duration) -> Self {
-        Self { age_max, ..self }
+    pub const fn with_max_age(self, max_age: Duration) -> Self {
+        Self { max_age, ..self }
+    }
+
+    /// How long a record in this state is left alone after so many attempts. One that was abandoned has waited for its lease.
+    fn pause(&self, state: StateName, attempts: u32) -> Duration {
+        let doubled = match (state, attempts) {
+            (StateName::Abandoned, 0 | 1) => return Duration::ZERO,
+            (StateName::Abandoned, attempts) => attempts - 2,
+            (_, attempts) => attempts.saturating_sub(1),
+        };
+        // What is released is left to its caller for `after`, also where that is longer than the longest pause.
+        let longest = self.max_pause.max(self.after);
+        self.after.saturating_mul(2u32.saturating_pow(doubled.min(31))).min(longest)
     }
 }
 
@@ -133,7 +149,7 @@ impl Completer {
 pub struct CompleterRound {
     /// How many calls were executed again.
     pub executed: usize,
-    /// How many were left alone, because they had too many attempts, are too old, or their input cannot be read any more.
+    /// How many were given up, because they are too old, or their input cannot be read any more.
     pub left: usize,
 }
 
@@ -257,13 +273,16 @@ where
                 let page = self.function.settings.engine.store().list(query.clone()).await?;
                 for (id, record) in page.records {
                     let Some(json) = self.input(&record) else { continue };
-                    let age = self.function.settings.engine.store().now().since(record.created_at);
-                    let has_had_enough = record.attempts >= how.attempts_max || age >= how.age_max;
-                    if has_had_enough || value::decode::<I>(&json).is_err() {
+                    let now = self.function.settings.engine.store().now();
+                    let age = now.since(record.created_at);
+                    if age >= how.max_age || value::decode::<I>(&json).is_err() {
                         let function = &*self.function.settings.name;
                         let attempts = record.attempts;
                         tracing::debug!(function, record = ?id, attempts, ?age, "the completer leaves a call alone");
                         round.left += 1;
+                        continue;
+                    }
+                    if now.since(stopped_at(&record)) < how.pause(state, record.attempts) {
                         continue;
                     }
                     // Before the claim: what is claimed is executed at once.
@@ -341,6 +360,14 @@ where
             // Somebody was faster.
             _ => Ok(None),
         }
+    }
+}
+
+/// When the last attempt at a record ended: when it was released, or its lease ran out.
+fn stopped_at(record: &Record) -> Timestamp {
+    match record.state {
+        State::InProgress { lease_until, .. } => lease_until,
+        _ => record.changed_at,
     }
 }
 

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::task::Poll;
+use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{Completion, OnAbandoned, RecordId, StoredResponse};
@@ -10,15 +11,16 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::task::JoinHandle;
 
-use super::errors::{ErrorEnd, ErrorPolicy, FunctionError};
+use super::errors::{ErrorEnd, ErrorFate, ErrorPolicy, FunctionError};
 use super::value::{self, NotJson, guarded};
 use super::{Call, Function};
 use crate::attempt::{Attempt, Permit, Settled};
 use crate::engine::{ClaimOutcome, ClaimRequest};
+use crate::lease::LeaseError;
 use crate::panic::catch_panic;
 
 /// The status under which a value is stored, and any other of 200 to 299 with which an operator gives one.
-const VALUE: u16 = 200;
+pub(super) const VALUE: u16 = 200;
 
 /// The status under which an error is stored.
 const ERROR: u16 = 500;
@@ -136,7 +138,7 @@ impl<P> Call<P> {
         match settings.engine.claim(request).await {
             Ok(ClaimOutcome::Execute(permit)) => Ok(Claimed::Execute(permit)),
             Ok(ClaimOutcome::Replay(response)) => Ok(Claimed::Replay(response)),
-            Ok(ClaimOutcome::InProgress { lease_left }) => Err(FunctionError::InProgress { lease_left }),
+            Ok(ClaimOutcome::InProgress { lease_left, .. }) => Err(FunctionError::InProgress { lease_left }),
             Ok(ClaimOutcome::Mismatch) => Err(FunctionError::KeyReused),
             Ok(ClaimOutcome::Unknown) => Err(FunctionError::Unknown),
             Ok(ClaimOutcome::Unreplayable | ClaimOutcome::AddAnswer(_) | ClaimOutcome::AnswerAwaited) => {
@@ -150,6 +152,12 @@ impl<P> Call<P> {
 pub(super) enum Claimed {
     Execute(Permit),
     Replay(StoredResponse),
+}
+
+/// A result as a record keeps it.
+pub(super) fn answer(status: u16, json: Vec<u8>) -> Result<StoredResponse, NotJson> {
+    let fields = [("content-type", &b"application/json"[..])];
+    StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| NotJson::TooLarge)
 }
 
 /// What a task came to that runs a function.
@@ -179,26 +187,80 @@ impl<P> Function<P> {
     {
         let attempt = permit.attempt();
         let (id, number) = (attempt.record_id(), attempt.number());
+        // I4: between the claim and this the process may have been stopped for longer than the lease.
+        if let Err(error) = attempt.confirm_lease().await {
+            drop(self.settle(permit.release()).await);
+            return Err(match error {
+                LeaseError::Fenced => FunctionError::InProgress { lease_left: Duration::ZERO },
+                LeaseError::Store(error) => FunctionError::Store(error),
+            });
+        }
         // Also what `run` does before its future is there belongs to the run.
-        let Ok(result) = catch_panic(async move { run(attempt).await }).await else {
+        let handle = attempt.clone();
+        let Ok(result) = catch_panic(async move { run(handle).await }).await else {
             self.end_unknown(permit).await;
             return Err(FunctionError::Panicked);
         };
         let max = self.settings.result_max;
         match result {
+            // An earlier attempt ended with an error, and has begun to take back what was finished.
+            Ok(_) if attempt.ends_with_error() => {
+                drop(self.settle(permit.complete(Completion::Unknown)).await);
+                Err(FunctionError::Unknown)
+            }
             Ok(value) => {
                 let stored = self.store(permit, id, VALUE, value::encode(&value, max)).await;
                 Ok(Ran { value, attempt: Some(number), stored })
             }
             Err(error) => {
                 // A policy that panics says nothing.
-                match guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown) {
+                let end = guarded(|| self.errors.end(&error, max)).unwrap_or(ErrorEnd::Unknown);
+                let (error, end) = match end {
+                    end @ ErrorEnd::Store(_) => self.take_back(&attempt, error, end).await,
+                    end if attempt.ends_with_error() => self.take_back(&attempt, error, end).await,
+                    end => (FunctionError::Failed { error, replayed: false }, end),
+                };
+                match end {
                     ErrorEnd::Store(json) => drop(self.store(permit, id, ERROR, json).await),
                     ErrorEnd::Release => drop(self.settle(permit.release()).await),
                     ErrorEnd::Unknown => self.end_unknown(permit).await,
                     ErrorEnd::Park => drop(self.settle(permit.complete(Completion::Unknown)).await),
                 }
-                Err(FunctionError::Failed { error, replayed: false })
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes back what the steps of the attempt finished, before an error is the function's result. Returns what the caller gets,
+    /// and what becomes of the record.
+    async fn take_back<E>(&self, attempt: &Attempt, error: E, end: ErrorEnd) -> (FunctionError<E>, ErrorEnd)
+    where
+        P: ErrorPolicy<E>,
+    {
+        let json = match &end {
+            ErrorEnd::Store(Ok(json)) => Some(Bytes::copy_from_slice(json)),
+            _ => None,
+        };
+        let failed = |error| FunctionError::Failed { error, replayed: false };
+        match attempt.take_back_before(json).await {
+            Ok(None) => (failed(error), end),
+            // What was recorded before the first compensation counts, also where this attempt ended in another way.
+            Ok(Some(recorded)) => match guarded(|| self.errors.read(&recorded)) {
+                Some(Ok(first)) => (failed(first), ErrorEnd::Store(Ok(recorded.to_vec()))),
+                _ => {
+                    let end = if matches!(end, ErrorEnd::Store(_)) { end } else { ErrorEnd::Park };
+                    (failed(error), end)
+                }
+            },
+            Err(why) => {
+                let function = &*self.settings.name;
+                tracing::warn!(function, record = ?attempt.record_id(), %why, "what was finished is not taken back yet");
+                let end = match why.fate() {
+                    ErrorFate::Release | ErrorFate::Store => ErrorEnd::Release,
+                    ErrorFate::Unknown => ErrorEnd::Unknown,
+                    ErrorFate::Park => ErrorEnd::Park,
+                };
+                (FunctionError::NotTakenBack { error, reason: why.to_string() }, end)
             }
         }
     }
@@ -211,10 +273,7 @@ impl<P> Function<P> {
         status: u16,
         json: Result<Vec<u8>, NotJson>,
     ) -> Stored {
-        let response = json.and_then(|json| {
-            let fields = [("content-type", &b"application/json"[..])];
-            StoredResponse::new(status, &fields, &[Bytes::from(json)], &[]).map_err(|_| NotJson::TooLarge)
-        });
+        let response = json.and_then(|json| answer(status, json));
         let (completion, stored) = match response {
             Ok(response) => (Completion::Replayable(response), Stored::Yes),
             Err(why) => {

@@ -1,0 +1,91 @@
+//! The end of a lease by the clocks of this process.
+//!
+//! A lease is given by the store's clock. Here it is counted from before the command was sent that granted it, so that it never
+//! ends later here than there, as far as this process's clocks can be trusted. The monotonic clock stands still while the
+//! machine is suspended; the wall clock does not. So before something begins that must not begin without a lease, both are
+//! asked, and the one that has moved more counts. A wall clock that was set ahead costs one renewal that was not needed.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::{Duration, SystemTime};
+
+use oncegate_core::StoreError;
+use tokio::time::Instant;
+
+/// A moment by both clocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Moment {
+    pub(crate) monotonic: Instant,
+    wall: SystemTime,
+}
+
+impl Moment {
+    pub(crate) fn now() -> Self {
+        Self { monotonic: Instant::now(), wall: SystemTime::now() }
+    }
+}
+
+/// When a lease ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LeaseEnd {
+    pub(crate) monotonic: Instant,
+    /// `None` if the clock cannot show it.
+    wall: Option<SystemTime>,
+}
+
+impl LeaseEnd {
+    /// The end of a lease that was asked for at this moment.
+    pub(crate) fn after(asked_at: Moment, lease: Duration) -> Self {
+        Self { monotonic: asked_at.monotonic + lease, wall: asked_at.wall.checked_add(lease) }
+    }
+
+    /// Whether one of the clocks says that the lease is over.
+    pub(crate) fn is_over(&self) -> bool {
+        Instant::now() >= self.monotonic || self.wall.is_some_and(|wall| SystemTime::now() >= wall)
+    }
+}
+
+/// Why an execution must not begin, or not go on, under a lease.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum LeaseError {
+    /// The attempt no longer owns its record: another attempt does, or an operator has decided about it.
+    Fenced,
+    /// The lease was over, and the store did not renew it in time. The attempt may still own its record.
+    Store(StoreError),
+}
+
+impl fmt::Display for LeaseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fenced => "the attempt no longer owns its record",
+            Self::Store(_) => "the lease is over, and the store did not renew it",
+        })
+    }
+}
+
+impl StdError for LeaseError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            Self::Fenced => None,
+            Self::Store(error) => Some(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_is_over_when_one_of_the_clocks_says_so() {
+        let lease = Duration::from_secs(30);
+        let now = Moment::now();
+        assert!(!LeaseEnd::after(now, lease).is_over());
+        // The machine was suspended: only the wall clock went on.
+        let suspended = Moment { wall: now.wall - Duration::from_secs(31), ..now };
+        assert!(LeaseEnd::after(suspended, lease).is_over());
+        tokio::time::advance(lease).await;
+        assert!(LeaseEnd::after(now, lease).is_over());
+    }
+}

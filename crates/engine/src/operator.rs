@@ -1,0 +1,267 @@
+//! What an operator may do with the records of a store, from inside of the program that has it open.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+use oncegate_core::{
+    AuditEntry, Command, ListPage, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
+    StateSet, StoreError, StoredResponse, limits,
+};
+
+use crate::engine::Engine;
+use crate::policy::{ConfigError, Policy};
+
+/// Lists and resolves the records of an engine's store: for programs whose store has no tool of its own, as an embedded one,
+/// which belongs to the one process that has it open. Made by [`Engine::operator`].
+///
+/// Put it behind whatever your operators use: a route of your own admin server, a command of your program. It asks nobody for
+/// a password.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use oncegate_core::{Clock, IdempotencyKey, MemoryStore, Timestamp};
+/// # use oncegate_engine::{Engine, FunctionError};
+/// # struct Fixed;
+/// # impl Clock for Fixed { fn now(&self) -> Timestamp { Timestamp::from_millis(1) } }
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+/// # let engine = Engine::new(Arc::new(MemoryStore::new(Fixed)));
+/// let charge = engine.function("charge");
+/// let pay = || charge.run("order-7", &500, async |_| Err::<String, _>("timed out".to_owned()));
+/// assert!(pay().await.is_err());
+/// assert!(matches!(pay().await, Err(FunctionError::Unknown)));
+///
+/// // The bank's list says that the charge was made.
+/// let operator = engine.operator("ada")?;
+/// let unsettled = operator.unsettled("charge").await?;
+/// let (record, _) = unsettled.first().expect("there is one");
+/// operator.complete(*record, Some(charge.answer(&"paid 500")?), "found in the bank's list").await?;
+/// assert_eq!(pay().await.unwrap(), "paid 500");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # }).unwrap();
+/// ```
+#[derive(Clone, Debug)]
+pub struct Operator {
+    engine: Engine,
+    actor: String,
+    retention: Duration,
+}
+
+/// Why a record was not resolved.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ResolveError {
+    /// There is no record, or its retention is over.
+    NoRecord,
+    /// The record is in this state, and cannot be resolved now. What is completed never changes; what is in progress belongs to
+    /// its owner.
+    NotResolvable(StateName),
+    /// The reason is no text for the audit trail.
+    Reason(AuditTextError),
+    /// The store did not do it, or it is not known whether it did.
+    Store(StoreError),
+}
+
+impl fmt::Display for ResolveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoRecord => f.write_str("there is no such record, or its retention is over"),
+            Self::NotResolvable(state) => write!(f, "the record is {state} and cannot be resolved now"),
+            Self::Reason(_) => f.write_str("the reason cannot be written into the audit trail"),
+            Self::Store(_) => f.write_str("the store did not answer to the resolution"),
+        }
+    }
+}
+
+impl StdError for ResolveError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            Self::NoRecord | Self::NotResolvable(_) => None,
+            Self::Reason(error) => Some(error),
+            Self::Store(error) => Some(error),
+        }
+    }
+}
+
+/// Why a text cannot be written into the audit trail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AuditTextError {
+    /// It is empty.
+    Empty,
+    /// It has more than [`limits::AUDIT_TEXT_MAX`] bytes.
+    TooLong {
+        /// How many it has.
+        bytes: usize,
+    },
+    /// It has control characters, which terminals obey.
+    Control,
+}
+
+impl fmt::Display for AuditTextError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => f.write_str("it is empty; the audit trail keeps it"),
+            Self::TooLong { bytes } => {
+                write!(f, "it has {bytes} octets; at most {} are kept", limits::AUDIT_TEXT_MAX)
+            }
+            Self::Control => f.write_str("it has control characters; write one line of text"),
+        }
+    }
+}
+
+impl StdError for AuditTextError {}
+
+/// A text as the audit trail keeps it: one line, without blanks around it.
+///
+/// # Errors
+/// [`AuditTextError`].
+pub fn audit_text(text: &str) -> Result<&str, AuditTextError> {
+    let text = text.trim();
+    match text.len() {
+        0 => Err(AuditTextError::Empty),
+        bytes if bytes > limits::AUDIT_TEXT_MAX => Err(AuditTextError::TooLong { bytes }),
+        _ if text.chars().any(char::is_control) => Err(AuditTextError::Control),
+        _ => Ok(text),
+    }
+}
+
+impl Engine {
+    /// The records of the store, as an operator sees and resolves them. `actor` is who does that, for the audit trail.
+    ///
+    /// # Errors
+    /// The name cannot be written into the audit trail.
+    pub fn operator(&self, actor: &str) -> Result<Operator, ConfigError> {
+        let actor = audit_text(actor).map_err(|error| ConfigError::new(format!("the actor: {error}")))?;
+        Ok(Operator {
+            engine: self.clone(),
+            actor: actor.to_owned(),
+            retention: Policy::default().retention(),
+        })
+    }
+
+    /// Applies an operator's word to a record. If an attempt of this process runs under it, the attempt learns at once whether
+    /// it still owns the record, so that a key that was released by force is free in this process, too.
+    ///
+    /// # Errors
+    /// What the store said.
+    pub async fn resolve(&self, id: RecordId, command: Resolve) -> Result<Outcome, StoreError> {
+        let outcome = self.store().apply(id, Command::Resolve(command)).await?;
+        if matches!(outcome, Outcome::Resolved { .. })
+            && let Some(attempt) = self.running(&id)
+        {
+            // If this fails, its next renewal finds out.
+            let _asked = attempt.renew().await;
+        }
+        Ok(outcome)
+    }
+}
+
+impl Operator {
+    /// How long a record is kept after it was resolved: 24 hours by default.
+    ///
+    /// # Errors
+    /// As [`Policy::with_retention`].
+    pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
+        let retention = Policy::default().with_retention(retention)?.retention();
+        Ok(Self { retention, ..self })
+    }
+
+    /// A page of records.
+    ///
+    /// # Errors
+    /// What the store said.
+    pub async fn list(&self, query: ListQuery) -> Result<ListPage, StoreError> {
+        self.engine.store().list(query).await
+    }
+
+    /// The records of operations whose names begin like this that wait for an operator: their outcome is unknown, or their owner
+    /// is gone and nobody has come again. At most [`limits::PAGE_MAX`].
+    ///
+    /// # Errors
+    /// What the store said.
+    pub async fn unsettled(&self, operation: &str) -> Result<Vec<(RecordId, Record)>, StoreError> {
+        let mut found = Vec::new();
+        let mut query = ListQuery::default();
+        query.states = StateSet::UNSETTLED;
+        query.operation = Some(operation.to_owned());
+        while found.len() < limits::PAGE_MAX {
+            query.limit = limits::PAGE_MAX - found.len();
+            let page = self.list(query.clone()).await?;
+            found.extend(page.records);
+            query.after = page.next;
+            if page.next.is_none() {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    /// One record.
+    ///
+    /// # Errors
+    /// What the store said.
+    pub async fn look_up(&self, id: RecordId) -> Result<Option<Record>, StoreError> {
+        self.engine.store().lookup(id).await
+    }
+
+    /// Says that the operation took place: every later call gets this answer, or hears that it cannot be replayed. The answer of
+    /// a function is made by [`Function::answer`](crate::Function::answer). Returns the state before.
+    ///
+    /// # Errors
+    /// [`ResolveError`].
+    pub async fn complete(
+        &self,
+        id: RecordId,
+        answer: Option<StoredResponse>,
+        reason: &str,
+    ) -> Result<StateName, ResolveError> {
+        self.resolve(id, Resolution::Complete(answer), false, reason).await
+    }
+
+    /// Says that the operation did not take place: the key is free again. Returns the state before.
+    ///
+    /// # Errors
+    /// [`ResolveError`].
+    pub async fn release(&self, id: RecordId, reason: &str) -> Result<StateName, ResolveError> {
+        self.resolve(id, Resolution::Release, false, reason).await
+    }
+
+    /// As [`release`](Self::release), also if the owner may be alive. It is fenced; but what it has begun may take effect, beside
+    /// the next execution.
+    ///
+    /// # Errors
+    /// [`ResolveError`].
+    pub async fn release_by_force(&self, id: RecordId, reason: &str) -> Result<StateName, ResolveError> {
+        self.resolve(id, Resolution::Release, true, reason).await
+    }
+
+    /// The audit trail, newest first: at most `limit` entries from before the entry number `before`.
+    ///
+    /// # Errors
+    /// What the store said.
+    pub async fn audit(&self, before: Option<u64>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+        self.engine.store().audit(before, limit).await
+    }
+
+    async fn resolve(
+        &self,
+        id: RecordId,
+        resolution: Resolution,
+        force: bool,
+        reason: &str,
+    ) -> Result<StateName, ResolveError> {
+        let reason = audit_text(reason).map_err(ResolveError::Reason)?.to_owned();
+        let (actor, retention) = (self.actor.clone(), self.retention);
+        let command = Resolve { resolution, retention, force, actor, reason };
+        match self.engine.resolve(id, command).await.map_err(ResolveError::Store)? {
+            Outcome::Resolved { from } => Ok(from),
+            Outcome::NotResolvable { state: Some(state) } => Err(ResolveError::NotResolvable(state)),
+            Outcome::NotResolvable { state: None } => Err(ResolveError::NoRecord),
+            other => {
+                let what = format!("the store answered {other:?} to a resolution");
+                Err(ResolveError::Store(StoreError::invalid(what)))
+            }
+        }
+    }
+}
