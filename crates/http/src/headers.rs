@@ -65,8 +65,64 @@ const NEVER: [&str; 39] = [
     "idempotency-status",
 ];
 
+/// Never kept either: what clouds, networks and tracers call the request or the trace that an answer belongs to. With
+/// them a replay would point support and dashboards to the first request.
+const REQUEST_IDS: &[&str] = &[
+    "traceresponse",
+    "grpc-trace-bin",
+    "uber-trace-id",
+    "sentry-trace",
+    "newrelic",
+    "elastic-apm-traceparent",
+    "x-ot-span-context",
+    "x-cloud-trace-context",
+    "x-guploader-uploadid",
+    "x-amzn-trace-id",
+    "x-amzn-requestid",
+    "x-amzn-request-id",
+    "x-amz-request-id",
+    "x-amz-id-2",
+    "x-amz-apigw-id",
+    "apigw-requestid",
+    "x-ms-request-id",
+    "x-ms-client-request-id",
+    "x-ms-correlation-request-id",
+    "x-ms-routing-request-id",
+    "x-msedge-ref",
+    "x-azure-ref",
+    "request-context",
+    "x-correlationid",
+    "correlation-id",
+    "x-oss-request-id",
+    "eagleeye-traceid",
+    "cf-ray",
+    "cf-request-id",
+    "fly-request-id",
+    "x-vercel-id",
+    "x-nf-request-id",
+    "x-akamai-request-id",
+    "x-served-by",
+    "x-timer",
+    "x-github-request-id",
+    "x-gitlab-meta",
+    "paypal-debug-id",
+    "x-shopify-request-id",
+    "x-runtime",
+];
+
 /// Never kept, by how the name starts.
-const NEVER_PREFIXES: [&str; 5] = ["access-control-", "oncegate-", "ratelimit", "x-ratelimit-", "x-b3-"];
+const NEVER_PREFIXES: [&str; 10] = [
+    "access-control-",
+    "oncegate-",
+    "ratelimit",
+    "x-ratelimit-",
+    "x-b3-",
+    "x-datadog-",
+    "x-instana-",
+    "x-envoy-",
+    "x-amz-cf-",
+    "x-newrelic-",
+];
 
 /// The fields that a record keeps.
 #[derive(Clone, Debug, Default)]
@@ -131,7 +187,9 @@ pub(crate) fn is_reserved(name: &HeaderName) -> bool {
 
 fn is_never_kept(name: &HeaderName) -> bool {
     let name = name.as_str();
-    NEVER.contains(&name) || NEVER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+    NEVER.contains(&name)
+        || REQUEST_IDS.contains(&name)
+        || NEVER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Whether a `Connection` field names this one as hop-by-hop.
@@ -180,7 +238,9 @@ mod tests {
 
     #[test]
     fn what_must_not_be_kept_cannot_be_configured() {
-        for name in NEVER {
+        let by_prefix =
+            ["x-datadog-trace-id", "x-amz-cf-id", "x-envoy-upstream-service-time", "x-b3-traceid"];
+        for name in NEVER.iter().chain(REQUEST_IDS).chain(&by_prefix) {
             let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
             let error = KeptHeaders::default().add(name.clone()).unwrap_err();
             assert!(error.to_string().contains(name.as_str()));
