@@ -21,7 +21,7 @@ const ROWS: &[(&str, &[&str])] = &[
         "a call of gRPC",
         &["S3-grpc", "S3-grpc-refusals", "S3-grpc-failed", "S3-grpc-in-progress", "S3-grpc-unknown"],
     ),
-    ("no scope", &["S3-scope-before-key", "C110-required"]),
+    ("no scope", &["S3-scope-before-key", "C110-required", "scope-not-set", "scope-empty-is-absent"]),
     ("store unavailable at claim", &["C96-store-down", "C98-fail-open"]),
     ("first request", &["C30-first"]),
     (

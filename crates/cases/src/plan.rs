@@ -11,8 +11,8 @@ use oncegate_core::fingerprint::{FingerprintRules, JsonPointer};
 use oncegate_core::{NaturalKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{Engine, Policy};
 use oncegate_http::{
-    CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax, PathCase, Profile,
-    Reconcile, Reconciled, ServerErrors, Settings, TrailingSlash,
+    AuthorityRole, CallerScope, IdempotencyContext, IdempotencyLayer, KeyFormat, KeyScope, KeySyntax,
+    PathCase, Profile, Reconcile, Reconciled, ServerErrors, Settings, TrailingSlash,
 };
 
 use crate::backend::ASKED_AT;
@@ -24,6 +24,8 @@ pub struct Plan {
     pub profile: &'static str,
     /// How callers are told apart.
     pub scope: Callers,
+    /// What the host means.
+    pub authority: Option<AuthorityRole>,
     /// Whether a key is required.
     pub require_key: bool,
     /// The field that carries the key.
@@ -132,9 +134,25 @@ pub struct Route {
     pub plan: Plan,
 }
 
+/// What the sidecar makes of one part of its setting `scope`.
+fn scope_of(part: &'static str) -> CallerScope {
+    let (kind, name) = part.split_once(':').expect("a kind and a name");
+    match kind {
+        "header" => CallerScope::header(HeaderName::from_static(name)),
+        "required-header" => CallerScope::required_header(HeaderName::from_static(name)),
+        "cookie" => CallerScope::cookie(name).expect("the name of a cookie"),
+        "required-cookie" => CallerScope::required_cookie(name).expect("the name of a cookie"),
+        other => panic!("no part of a scope: {other}"),
+    }
+}
+
 /// How callers are told apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Callers {
+    /// Nobody says.
+    NotSet,
+    /// By all of these, as the sidecar's flag has them, such as `cookie:sid`.
+    Parts(&'static [&'static str]),
     /// They are not.
     SingleTenant,
     /// By this field.
@@ -148,6 +166,7 @@ impl Default for Plan {
         Self {
             profile: "ietf",
             scope: Callers::SingleTenant,
+            authority: None,
             require_key: false,
             key_header: None,
             key_json: None,
@@ -205,11 +224,19 @@ impl Plan {
     pub fn settings(&self) -> Settings {
         let name = |name: &'static str| HeaderName::from_static(name);
         let mut settings = Settings::new(Profile::named(self.profile).expect("a profile"));
-        settings = settings.with_caller(match self.scope {
-            Callers::SingleTenant => CallerScope::single_tenant(),
-            Callers::Header(field) => CallerScope::header(name(field)),
-            Callers::RequiredHeader(field) => CallerScope::required_header(name(field)),
-        });
+        settings = match self.scope {
+            Callers::NotSet => settings,
+            Callers::Parts(parts) => {
+                let parts = parts.iter().map(|part| scope_of(part));
+                settings.with_caller(parts.reduce(CallerScope::and).expect("a part"))
+            }
+            Callers::SingleTenant => settings.with_caller(CallerScope::single_tenant()),
+            Callers::Header(field) => settings.with_caller(CallerScope::header(name(field))),
+            Callers::RequiredHeader(field) => settings.with_caller(CallerScope::required_header(name(field))),
+        };
+        if let Some(authority) = self.authority {
+            settings = settings.with_authority(authority);
+        }
         if self.require_key {
             settings = settings.with_required_key(true);
         }
@@ -373,6 +400,7 @@ impl Plan {
             "true" => format!("{name} = true\n"),
             list if [
                 "methods",
+                "scope",
                 "key.json",
                 "release-statuses",
                 "stored-headers",
@@ -394,13 +422,21 @@ impl Plan {
     fn options(&self) -> Vec<(&'static str, String)> {
         let millis = |time: Duration| format!("{}ms", time.as_millis());
         let scope = match self.scope {
-            Callers::SingleTenant => "single-tenant".to_owned(),
-            Callers::Header(field) => format!("header:{field}"),
-            Callers::RequiredHeader(field) => format!("required-header:{field}"),
+            Callers::NotSet => None,
+            Callers::Parts(parts) => Some(parts.join(",")),
+            Callers::SingleTenant => Some("single-tenant".to_owned()),
+            Callers::Header(field) => Some(format!("header:{field}")),
+            Callers::RequiredHeader(field) => Some(format!("required-header:{field}")),
         };
+        let authority = self.authority.map(|authority| match authority {
+            AuthorityRole::Ignored => "ignore".to_owned(),
+            AuthorityRole::Scope => "scope".to_owned(),
+            _ => "compare".to_owned(),
+        });
         let options = [
             ("profile", Some(self.profile.to_owned())),
-            ("scope", Some(scope)),
+            ("scope", scope),
+            ("authority", authority),
             ("require-key", self.require_key.then(|| "true".to_owned())),
             ("store-outage", self.fail_open.then(|| "open".to_owned())),
             ("key-header", self.key_header.map(str::to_owned)),

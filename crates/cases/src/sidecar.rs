@@ -77,6 +77,7 @@ impl Sidecar {
             .args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0"])
             .arg(format!("--to=http://{upstream}"))
             .arg(format!("--store={store}"))
+            .arg("--service=cases")
             .args(plan.flags(dir))
             .env_remove("ONCEGATE_FAILPOINT")
             .envs(plan.failpoint.map(|point| ("ONCEGATE_FAILPOINT", point)))

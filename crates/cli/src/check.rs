@@ -15,7 +15,7 @@ use crate::config::{
     Config, Draft, FrontChoice, ProxyArgs, StoreChoice, StoreUrl, TieredChoice, TlsFiles, duration_text,
     size_text,
 };
-use crate::proxy::server_config;
+use crate::proxy::{DEFAULT_SCOPE, server_config};
 
 /// Runs the checks, prints a line for each thing, and says whether there was an error.
 pub(crate) fn run(args: &ProxyArgs) -> ExitCode {
@@ -152,6 +152,12 @@ fn configuration(config: &Config, report: &mut Report) {
     let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
     report.ok(format!("service {}: not contacted", config.to));
+    if let Some(name) = &config.service {
+        report.ok(format!("service name {name}: sidecars with this name on the same store share keys"));
+    }
+    if config.has_default_scope() {
+        report.ok(format!("callers: {DEFAULT_SCOPE}"));
+    }
     for path in config.asks_at() {
         report.ok(format!(
             "requests whose end was not seen: the service is asked at {}{path}, not contacted",
@@ -399,7 +405,8 @@ mod tests {
                 "ok    addresses: requests on 127.0.0.1:8080, admin on 127.0.0.1:9090, for this machine only"
             );
             assert_eq!(lines[2], "ok    service http://127.0.0.1:3000: not contacted");
-            lines[3..].to_vec()
+            assert!(lines[3].starts_with("ok    callers: `scope` is not set"), "{lines:?}");
+            lines[4..].to_vec()
         }
 
         fn open(&self) -> EmbeddedStore {

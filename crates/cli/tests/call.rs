@@ -483,8 +483,8 @@ async fn killed_in_the_middle_and_resumed_it_takes_effect_once() {
             assert_eq!(refused.code, Some(4), "{refused:?}");
             let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
             let to = format!("--to=http://{}", service.address);
-            sidecar =
-                Sidecar::run(command.args(["proxy", "--admin=127.0.0.1:0", &listen, &to, &store])).await;
+            command.args(["proxy", "--admin=127.0.0.1:0", "--service=tests", &listen, &to, &store]);
+            sidecar = Sidecar::run(&mut command).await;
         }
         let resumed = ended(&["--resume", &journal]).await;
         assert!(resumed.code == Some(0) && resumed.words.contains("replayed"), "{resumed:?}");

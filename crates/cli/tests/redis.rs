@@ -83,6 +83,35 @@ async fn a_change_of_the_servers_configuration_is_told() {
     }
 }
 
+/// Two services have an order 1 each, and one store.
+#[tokio::test]
+async fn services_that_share_a_server_share_no_keys() {
+    const OTHER: &str = "HTTP/1.1 201 Created\r\nContent-Length: 5\r\n\r\nstock";
+    let (server, orders, stock) =
+        (server(), Service::new().await.answers(OK), Service::new().await.answers(OTHER));
+    let start = async |service: &str, to: std::net::SocketAddr| {
+        let mut command = sidecar(&format!("http://{to}"));
+        Sidecar::run(command.env("ONCEGATE_STORE", server.url()).env("ONCEGATE_SERVICE", service)).await
+    };
+    let (one, other) = (start("orders", orders.address).await, start("stock", stock.address).await);
+    let ask = request("POST", "/orders", &[KEY], "{}");
+    assert_eq!(one.ask(&ask).await.text(), "receipt");
+    let answer = other.ask(&ask).await;
+    assert_eq!((answer.text(), answer.is_replay()), ("stock", false), "another service's answer");
+    let again = start("orders", orders.address).await.ask(&ask).await;
+    assert_eq!((again.text(), again.is_replay()), ("receipt", true), "the service's own answer");
+
+    // Without a name nothing is started, and check says what to do.
+    for subcommand in ["proxy", "check"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args([subcommand, "--to", "http://127.0.0.1:9"]).env("ONCEGATE_STORE", server.url());
+        let output = command.env_remove("ONCEGATE_SERVICE").output().await.unwrap();
+        let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains("this service needs a name: give --service NAME"), "{text}");
+    }
+}
+
 #[tokio::test]
 async fn check_says_what_the_server_can_lose() {
     let dir = tempfile::tempdir().unwrap();
@@ -91,6 +120,7 @@ async fn check_says_what_the_server_can_lose() {
         command
             .args(["check", "--to", "http://127.0.0.1:3000"])
             .env("ONCEGATE_STORE", url)
+            .env("ONCEGATE_SERVICE", "tests")
             .current_dir(dir.path());
         let output = command.output().await.unwrap();
         let text = String::from_utf8(output.stdout).unwrap();

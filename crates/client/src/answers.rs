@@ -154,6 +154,7 @@ pub(crate) const ROWS: &[Row] = {
         row(NotExecuted, Name("urn:oncegate:problem:request-incomplete"), "Oncegate", ONCEGATE),
         row(NotExecuted, Name("urn:oncegate:problem:upstream-unreachable"), "Oncegate", ONCEGATE),
         row(ScopeUnavailable, Name("scope-unavailable"), "Oncegate", ONCEGATE),
+        row(ScopeUnavailable, Name("scope-not-set"), "Oncegate", ONCEGATE),
     ]
 };
 

@@ -160,10 +160,11 @@ fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> R
     };
     match hint.retry {
         Some(Ok(())) => return Plain(Again(doubt)),
+        // What tells callers apart is missing, or not configured: the operation was not asked.
+        Some(Err(_)) if hint.says == Some(Says::ScopeUnavailable) => return Before(Verdict::TurnedAway),
         Some(Err(Advice::Stop)) => {
             return match hint.says {
                 Some(Says::ReplayUnavailable) => Plain(Definite(Verdict::Processed)),
-                Some(Says::ScopeUnavailable) => Before(Verdict::TurnedAway),
                 Some(Says::OutcomeUnknown) => Plain(Meaning::Unknown),
                 _ if code >= 500 => Plain(Meaning::Unknown),
                 // It does not want to be asked again.
@@ -395,7 +396,9 @@ mod tests {
             ("request-too-large", 413, "fix-request", Definite(TurnedAway)),
             ("request-incomplete", 400, "same-key", Again(Doubt::None)),
             ("overloaded", 503, "same-key", Again(Doubt::None)),
-            ("scope-unavailable", 500, "stop", Definite(TurnedAway)),
+            ("scope-unavailable", 400, "fix-request", Definite(TurnedAway)),
+            ("scope-unavailable", 401, "fix-request", Definite(TurnedAway)),
+            ("scope-not-set", 400, "fix-request", Definite(TurnedAway)),
             ("store-unavailable", 503, "same-key", Again(Doubt::None)),
             ("key-reused", 422, "new-key", Definite(Refused(Advice::NewKey))),
             ("request-in-progress", 409, "same-key", Again(InProgress)),

@@ -3,15 +3,15 @@
 use std::borrow::Cow;
 use std::io::Read;
 
-use flate2::read::{DeflateDecoder, MultiGzDecoder, ZlibDecoder};
-use http::header;
+use flate2::bufread::{DeflateDecoder, MultiGzDecoder, ZlibDecoder};
+use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use oncegate_core::fingerprint::FingerprintInput;
 use oncegate_core::{Fingerprint, IdempotencyKey, Label, NaturalKey, NoNaturalKey, RecordId, Scope, limits};
 
 use crate::budget::{Held, NoRoom};
 use crate::profile::KeyScope;
-use crate::settings::Settings;
+use crate::settings::{AuthorityRole, Settings};
 
 /// Where the record of this request is, and what an operator sees of it.
 pub(crate) fn locate(
@@ -31,20 +31,52 @@ pub(crate) fn locate(
     (id, label)
 }
 
+/// The host that a request is for: in lower case, with its port unless that is the one of HTTP or HTTPS. Empty if the
+/// request names none.
+pub(crate) fn authority(parts: &Parts) -> String {
+    // RFC 9112, 3.2.2; RFC 9113, 8.3.1: what the target says counts.
+    let mut authority = match parts.uri.authority() {
+        Some(authority) => authority.as_str().to_ascii_lowercase(),
+        None => String::from_utf8_lossy(&field(parts, header::HOST)).trim().to_ascii_lowercase(),
+    };
+    if let Some((_, host)) = authority.rsplit_once('@') {
+        authority = host.to_owned();
+    }
+    // Whether TLS ended in front is not known here, so both ports are the default.
+    for port in [":80", ":443", ":"] {
+        if let Some(host) = authority.strip_suffix(port) {
+            return host.to_owned();
+        }
+    }
+    authority
+}
+
+/// The value of a header field, of all its lines if there are several: which of them a service reads is not known.
+fn field(parts: &Parts, name: HeaderName) -> Cow<'_, [u8]> {
+    let mut lines = parts.headers.get_all(name).iter();
+    match (lines.next(), lines.next()) {
+        (None, _) => Cow::Borrowed(b""),
+        (Some(line), None) => Cow::Borrowed(line.as_bytes()),
+        (Some(first), Some(second)) => {
+            let lines = [first, second].into_iter().chain(lines).map(HeaderValue::as_bytes);
+            Cow::Owned(lines.collect::<Vec<_>>().join(&b", "[..]))
+        }
+    }
+}
+
 /// The key that this request's body carries.
 pub(crate) fn natural_key(
     key: &NaturalKey,
     parts: &Parts,
     body: &DecodedBody<'_>,
 ) -> Result<IdempotencyKey, NoNaturalKey> {
-    let content_type = parts.headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
-    if body.coding.is_empty() { key.of(content_type, &body.bytes) } else { Err(NoNaturalKey::NotJson) }
+    let content_type = field(parts, header::CONTENT_TYPE);
+    if body.coding.is_empty() { key.of(&content_type, &body.bytes) } else { Err(NoNaturalKey::NotJson) }
 }
 
 /// What makes this request the same as another.
 pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
     let target = target(settings, parts);
-    let field = |name| parts.headers.get(name).map_or(&b""[..], |value| value.as_bytes());
     let headers: Vec<(&str, &[u8])> = settings
         .fingerprint_headers
         .iter()
@@ -52,9 +84,12 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody
         .collect();
     settings.fingerprint.fingerprint(&FingerprintInput {
         method: parts.method.as_str(),
-        authority: "",
+        authority: &match settings.authority {
+            AuthorityRole::Compared => authority(parts),
+            AuthorityRole::Ignored | AuthorityRole::Scope => String::new(),
+        },
         target: &target,
-        content_type: field(header::CONTENT_TYPE),
+        content_type: &field(parts, header::CONTENT_TYPE),
         content_coding: &body.coding,
         headers: &headers,
         body: &body.bytes,
@@ -100,8 +135,14 @@ pub(crate) fn decode<'a>(
     max: usize,
     held: &mut Held,
 ) -> Result<DecodedBody<'a>, NoRoom> {
-    let coding = parts.headers.get(header::CONTENT_ENCODING).map_or(&b""[..], |value| value.as_bytes());
-    decode_coding(coding, body, max, held)
+    match field(parts, header::CONTENT_ENCODING) {
+        Cow::Borrowed(coding) => decode_coding(coding, body, max, held),
+        // Several lines: which of them the service goes by is not known.
+        Cow::Owned(codings) => {
+            let coding = Cow::Owned(String::from_utf8_lossy(&codings).into_owned());
+            Ok(DecodedBody { bytes: Cow::Borrowed(body), coding, outgrows: false })
+        }
+    }
 }
 
 fn decode_coding<'a>(
@@ -117,10 +158,12 @@ fn decode_coding<'a>(
             let bytes = Cow::Borrowed(body);
             return Ok(DecodedBody { bytes, coding: Cow::Borrowed(""), outgrows: false });
         }
-        "gzip" | "x-gzip" => read_limited(MultiGzDecoder::new(body), max, held)?,
+        "gzip" | "x-gzip" => read_limited(MultiGzDecoder::new(body), MultiGzDecoder::into_inner, max, held)?,
         // RFC 9110, 8.4.1.2: zlib; some clients send bare deflate anyway.
-        "deflate" => match read_limited(ZlibDecoder::new(body), max, held)? {
-            Undone::Damaged => read_limited(DeflateDecoder::new(body), max, held)?,
+        "deflate" => match read_limited(ZlibDecoder::new(body), ZlibDecoder::into_inner, max, held)? {
+            Undone::Damaged => {
+                read_limited(DeflateDecoder::new(body), DeflateDecoder::into_inner, max, held)?
+            }
             undone => undone,
         },
         _ => Undone::Damaged,
@@ -139,8 +182,14 @@ enum Undone {
     Damaged,
 }
 
-/// Reads at most `max` bytes, a step at a time, and takes each step from the budget before it is read.
-fn read_limited(mut from: impl Read, max: usize, held: &mut Held) -> Result<Undone, NoRoom> {
+/// Reads at most `max` bytes, a step at a time, and takes each step from the budget before it is read. A body with a `rest`
+/// after the end of its compressed stream is damaged: the rest is part of the request, and a service may read it.
+fn read_limited<'a, D: Read>(
+    mut from: D,
+    rest: impl Fn(D) -> &'a [u8],
+    max: usize,
+    held: &mut Held,
+) -> Result<Undone, NoRoom> {
     const STEP: usize = 16 * 1024;
     let mut to = Vec::new();
     loop {
@@ -155,7 +204,7 @@ fn read_limited(mut from: impl Read, max: usize, held: &mut Held) -> Result<Undo
             return Ok(Undone::TooLarge);
         }
         if to.len() < before + STEP {
-            return Ok(Undone::Whole(to));
+            return Ok(if rest(from).is_empty() { Undone::Whole(to) } else { Undone::Damaged });
         }
     }
 }
@@ -233,6 +282,103 @@ mod tests {
             let budget = Arc::new(Budget::new(limit));
             let mut held = Held::nothing(budget);
             assert_eq!(decode_coding(b"gzip", &coded, 1 << 20, &mut held).is_ok(), fits);
+        }
+    }
+
+    #[test]
+    fn bytes_after_the_end_of_a_compressed_body_count() {
+        let mut zlib = ZlibEncoder::new(Vec::new(), Compression::default());
+        zlib.write_all(PLAIN).unwrap();
+        let mut deflate = DeflateEncoder::new(Vec::new(), Compression::default());
+        deflate.write_all(PLAIN).unwrap();
+        for (coding, body) in [
+            ("deflate", zlib.finish().unwrap()),
+            ("deflate", deflate.finish().unwrap()),
+            ("gzip", gzip(PLAIN, 6)),
+        ] {
+            for tail in [&b"x"[..], b"\0", b"\0\0\0\0\0\0\0\0\0\0", b"another body"] {
+                let longer = [&body[..], tail].concat();
+                assert_eq!(
+                    decoded(coding.as_bytes(), &longer, 100),
+                    (Cow::Borrowed(&longer[..]), coding.into()),
+                    "{tail:?}"
+                );
+            }
+        }
+        // RFC 1952, 2.2: a gzip file may have several members.
+        let two = [gzip(PLAIN, 1), gzip(PLAIN, 9)].concat();
+        assert_eq!(decoded(b"gzip", &two, 100).0, PLAIN.repeat(2));
+    }
+
+    fn head(target: &str, fields: &[(&'static str, &'static str)]) -> Parts {
+        let mut request = http::Request::post(target);
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        request.body(()).unwrap().into_parts().0
+    }
+
+    fn undone(parts: &Parts) -> DecodedBody<'_> {
+        decode(parts, PLAIN, 100, &mut Held::nothing(Arc::new(Budget::new(1 << 20)))).unwrap()
+    }
+
+    #[test]
+    fn a_host_has_one_spelling() {
+        for (target, hosts, expected) in [
+            ("/", &["Shop.Example"][..], "shop.example"),
+            ("/", &["shop.example:80"], "shop.example"),
+            ("/", &["shop.example:443"], "shop.example"),
+            ("/", &["shop.example:"], "shop.example"),
+            ("/", &["shop.example:8080"], "shop.example:8080"),
+            ("/", &["shop.example:8443"], "shop.example:8443"),
+            ("/", &["[2001:DB8::80]:80"], "[2001:db8::80]"),
+            ("/", &["[2001:db8::80]"], "[2001:db8::80]"),
+            ("http://Other.example:80/", &["shop.example"], "other.example"),
+            ("https://me@other.example/", &[], "other.example"),
+            ("/", &["a.example", "b.example"], "a.example, b.example"),
+            ("/", &[], ""),
+        ] {
+            let fields: Vec<_> = hosts.iter().map(|host| ("host", *host)).collect();
+            assert_eq!(authority(&head(target, &fields)), expected, "{target} {hosts:?}");
+        }
+    }
+
+    #[test]
+    fn every_line_of_a_field_counts() {
+        const JSON: (&str, &str) = ("content-type", "application/json");
+        let settings = Settings::default();
+        let read = |parts: &Parts| fingerprint(&settings, parts, &undone(parts));
+        let of = |fields: &[_]| read(&head("/", fields));
+        let plain = of(&[JSON]);
+        for fields in [
+            &[JSON, ("content-type", "text/plain")][..],
+            &[("content-type", "text/plain"), JSON],
+            &[JSON, JSON],
+            &[JSON, ("content-encoding", "identity"), ("content-encoding", "br")],
+            &[JSON, ("content-encoding", "br")],
+            &[JSON, ("content-encoding", ""), ("content-encoding", "br")],
+        ] {
+            assert_ne!(of(fields), plain, "{fields:?}");
+        }
+        let key = NaturalKey::new(vec!["/amount".parse().unwrap()]).unwrap();
+        let natural = |fields: &[_]| {
+            let parts = head("/", fields);
+            natural_key(&key, &parts, &undone(&parts))
+        };
+        assert!(natural(&[JSON]).is_ok());
+        assert_eq!(natural(&[JSON, ("content-type", "text/plain")]), Err(NoNaturalKey::NotJson));
+    }
+
+    #[test]
+    fn the_host_is_compared_unless_it_is_ignored_or_has_keys_of_its_own() {
+        let hosts = [head("/", &[("host", "a.example")]), head("/", &[("host", "b.example")])];
+        let differ = |settings: &Settings| {
+            let [a, b] = &hosts;
+            fingerprint(settings, a, &undone(a)) != fingerprint(settings, b, &undone(b))
+        };
+        assert!(differ(&Settings::default()));
+        for role in [AuthorityRole::Ignored, AuthorityRole::Scope] {
+            assert!(!differ(&Settings::default().with_authority(role)), "{role:?}");
         }
     }
 

@@ -23,12 +23,12 @@ pub enum GrpcCode {
     Aborted = 10,
     /// Asked for what is not done here.
     Unimplemented = 12,
-    /// Somebody in front or the operator has to mend something.
-    Internal = 13,
     /// Nothing took effect: come again.
     Unavailable = 14,
     /// A record cannot be read.
     DataLoss = 15,
+    /// The call has no credential.
+    Unauthenticated = 16,
 }
 
 /// How a client that speaks gRPC is answered without its call having reached the service: a response without a body that
@@ -104,14 +104,16 @@ impl Condition {
     #[must_use]
     pub const fn grpc_code(self) -> GrpcCode {
         match self {
-            Self::KeyMissing | Self::KeyInvalid | Self::RequestTooLarge | Self::RequestMalformed => {
-                GrpcCode::InvalidArgument
-            }
+            Self::KeyMissing
+            | Self::KeyInvalid
+            | Self::RequestTooLarge
+            | Self::RequestMalformed
+            | Self::ScopeUnavailable
+            | Self::ScopeNotSet => GrpcCode::InvalidArgument,
             Self::RequestUnsupported => GrpcCode::Unimplemented,
             Self::KeyReused => GrpcCode::FailedPrecondition,
             Self::RequestInProgress | Self::AnswerAwaited => GrpcCode::Aborted,
             Self::ReplayUnavailable | Self::OutcomeUnknown | Self::UpstreamUnanswered => GrpcCode::Unknown,
-            Self::ScopeUnavailable => GrpcCode::Internal,
             Self::RecordCorrupt => GrpcCode::DataLoss,
             Self::RequestIncomplete
             | Self::StoreUnavailable

@@ -2,18 +2,25 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::Method;
+use http::header::HeaderName;
+use http::request::Parts;
+use oncegate_core::{IdempotencyKey, RecordId, Scope};
 use oncegate_engine::{ConfigError, Engine};
 use tokio::sync::Semaphore;
 use tower_layer::Layer;
 
 use crate::budget::Budget;
+use crate::canonical;
 use crate::event::RequestObserver;
 use crate::in_flight::InFlight;
 use crate::path::PathPattern;
+use crate::scope::NoCaller;
 use crate::service::Idempotency;
-use crate::settings::Settings;
+use crate::settings::{AuthorityRole, Settings};
+use crate::throttle::LogThrottle;
 
 /// What request bodies may hold together by default: 128 of the largest that are taken by default, and no more than a
 /// small machine can spare.
@@ -28,6 +35,8 @@ const MAX_IN_FLIGHT: usize = 2048;
 
 /// Most of one caller by default: half of them, so that one caller does not keep all others away.
 const MAX_IN_FLIGHT_PER_CALLER: usize = 1024;
+/// Every refused request is a client that does not work, but one line in a minute tells an operator why.
+const SCOPE_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Makes retries safe. See the [crate] for what it does exactly.
 #[derive(Clone)]
@@ -45,6 +54,7 @@ pub(crate) struct Shared {
     /// How many large bodies are compared at the same time: no more than there are cores, so that small ones are not kept
     /// waiting.
     pub(crate) comparisons: Arc<Semaphore>,
+    scope_warnings: Arc<LogThrottle>,
     default: Arc<Settings>,
     routes: Vec<Route>,
 }
@@ -58,7 +68,9 @@ struct Route {
 
 impl IdempotencyLayer {
     /// A layer with the profile `ietf`: covers POST and PATCH, takes `Idempotency-Key` where it is sent, tells callers
-    /// apart by `Authorization`.
+    /// apart by `Authorization`, and refuses requests that carry another credential instead (see
+    /// [`CallerScope`](crate::CallerScope)). Keys belong to the service that the engine
+    /// [names](oncegate_engine::EngineBuilder::with_service).
     #[must_use]
     pub fn new(engine: Engine) -> Self {
         let shared = Shared {
@@ -68,6 +80,7 @@ impl IdempotencyLayer {
             response_budget: Arc::new(Budget::new(RESPONSE_BUDGET)),
             in_flight: Arc::new(InFlight::new(MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_CALLER)),
             comparisons: Arc::new(Semaphore::new(cores())),
+            scope_warnings: Arc::new(LogThrottle::new(SCOPE_WARNING_INTERVAL)),
             default: Arc::new(Settings::default()),
             routes: Vec::new(),
         };
@@ -167,6 +180,15 @@ impl IdempotencyLayer {
         self.shared.settings(method, path)
     }
 
+    /// The identifier of the record of a request with this head and this key: where the layer itself would look. `None` if
+    /// the request does not tell whose it is.
+    #[must_use]
+    pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
+        let settings = self.settings(&request.method, request.uri.path());
+        let scope = self.shared.scope(settings, request).ok()?;
+        Some(canonical::locate(settings, &scope, request, key).0)
+    }
+
     /// A copy that shares no reference count with this one, only the engine, the observer and the limits of what may be held
     /// and be under way together: for programs with a runtime per core, where every request would otherwise pass that count
     /// from core to core.
@@ -207,6 +229,29 @@ impl Shared {
     }
 }
 
+impl Shared {
+    /// The scope of a request under these settings, within the service of the engine.
+    pub(crate) fn scope(&self, settings: &Settings, request: &Parts) -> Result<Scope<'static>, NoCaller> {
+        let authority = (settings.authority() == AuthorityRole::Scope).then(|| canonical::authority(request));
+        Ok(self.engine.in_service(settings.caller().of(request, authority.as_deref())?))
+    }
+
+    /// Tells operators, once a minute, that requests are refused because it is not configured how callers are told apart.
+    pub(crate) fn warn_of_missing_scope(&self, credential: &HeaderName) {
+        let Some(others) = self.scope_warnings.pass() else { return };
+        let meant = match credential.as_str() {
+            "cookie" => "required-cookie:NAME, with the name of the session's cookie".to_owned(),
+            name => format!("required-header:{name}"),
+        };
+        tracing::warn!(
+            others,
+            "requests with the header field {credential} and without Authorization are refused, because it is not configured how \
+             callers are told apart: set `scope` (Settings::with_caller), for example to {meant}; or to header:authorization if \
+             all callers without Authorization may get each other's answers"
+        );
+    }
+}
+
 impl<S> Layer<S> for IdempotencyLayer {
     type Service = Idempotency<S>;
 
@@ -222,5 +267,67 @@ impl fmt::Debug for IdempotencyLayer {
             .field("settings", &self.shared.default)
             .field("routes", &self.shared.routes.len())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::{MemoryStore, ServiceName, Timestamp};
+
+    use super::*;
+    use crate::profile::KeyScope;
+    use crate::scope::CallerScope;
+
+    struct Standstill;
+
+    impl oncegate_core::Clock for Standstill {
+        fn now(&self) -> Timestamp {
+            Timestamp::from_millis(1)
+        }
+    }
+
+    fn engine(service: Option<&str>) -> Engine {
+        let builder = Engine::builder(Arc::new(MemoryStore::new(Standstill))).with_purge_every(None);
+        match service {
+            Some(name) => builder.with_service(ServiceName::new(name).unwrap()).build(),
+            None => builder.build(),
+        }
+    }
+
+    #[test]
+    fn a_record_is_found_by_what_its_scope_says() {
+        let id_in = |service, settings: &Settings, target: &str, fields: &[(&str, &str)]| {
+            let mut request = http::Request::post(target);
+            for (name, value) in fields {
+                request = request.header(*name, *value);
+            }
+            let (parts, ()) = request.body(()).unwrap().into_parts();
+            let layer = IdempotencyLayer::new(engine(service)).with_settings(settings.clone()).unwrap();
+            layer.record_id(&parts, &IdempotencyKey::new(*b"k").unwrap())
+        };
+        let id = |settings: &Settings, target: &str, fields: &[(&str, &str)]| {
+            id_in(None, settings, target, fields)
+        };
+        let (u, v) = (&[("authorization", "u")][..], &[("authorization", "v")][..]);
+        let (by_endpoint, by_caller) =
+            (Settings::default(), Settings::default().with_key_scope(KeyScope::Caller));
+        assert_eq!(id(&by_endpoint, "/a?x=1", u), id(&by_endpoint, "/a?x=2", u));
+        assert_ne!(id(&by_endpoint, "/a", u), id(&by_endpoint, "/b", u));
+        assert_ne!(id(&by_endpoint, "/a", u), id(&by_endpoint, "/a", v));
+        assert_ne!(id(&by_endpoint, "/a", u), id(&by_endpoint, "/a", &[]));
+        assert_eq!(id(&by_caller, "/a", u), id(&by_caller, "/b", u));
+        let required = CallerScope::required_header(HeaderName::from_static("authorization"));
+        assert_eq!(id(&Settings::default().with_caller(required), "/a", &[]), None);
+        assert_eq!(id(&by_endpoint, "/a", &[("cookie", "sid=1")]), None);
+
+        let host = |host| [("authorization", "u"), ("host", host)];
+        let (a, b, a_again) = (host("a.test"), host("b.test"), host("A.TEST:443"));
+        assert_eq!(id(&by_endpoint, "/a", &a), id(&by_endpoint, "/a", &b));
+        let by_host = Settings::default().with_authority(AuthorityRole::Scope);
+        assert_ne!(id(&by_host, "/a", &a), id(&by_host, "/a", &b));
+        assert_eq!(id(&by_host, "/a", &a), id(&by_host, "/a", &a_again));
+
+        let services = [None, Some("orders"), Some("stock")].map(|name| id_in(name, &by_endpoint, "/a", u));
+        assert!(services[0] != services[1] && services[0] != services[2] && services[1] != services[2]);
     }
 }

@@ -7,7 +7,8 @@
 //! # What happens to a request, exactly
 //! 1. A request whose method is not covered (by default all but POST and PATCH), or that has no key and needs none, passes
 //!    through untouched; its body streams.
-//! 2. The caller's scope is derived; then the key is read. A key that is present but malformed is a 400, always.
+//! 2. The caller's scope is derived ([`CallerScope`]); then the key is read. A key that is present but malformed is
+//!    a 400, always.
 //! 3. The body is read up to [`Settings::with_max_request_body`] and fingerprinted.
 //! 4. The record is claimed. Completed: the stored answer, with `Idempotent-Replayed: true`. Another request under the same
 //!    key: 422. In progress: 409 with `Retry-After`, or the answer after waiting for it. Outcome unknown: 500.
@@ -99,6 +100,7 @@ mod refusal;
 mod scope;
 mod service;
 mod settings;
+mod throttle;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
@@ -111,6 +113,6 @@ pub use path::{PathCase, PathPattern, TrailingSlash};
 pub use profile::{KeyScope, Profile, Row, ServerErrors};
 pub use reconcile::{Reconcile, Reconciled};
 pub use refusal::{Condition, Refusal, Retry};
-pub use scope::CallerScope;
+pub use scope::{CallerPart, CallerScope};
 pub use service::{Idempotency, ResponseFuture};
-pub use settings::{CompletedBy, Settings, StoreOutage};
+pub use settings::{AuthorityRole, CompletedBy, Settings, StoreOutage};

@@ -95,6 +95,8 @@ const STRIPE_ROWS: &[(Condition, Row)] = {
         (Condition::KeyInvalid, row(BAD, INVALID, "idempotency_key_invalid")),
         (Condition::RequestTooLarge, row(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large")),
         (Condition::RequestIncomplete, row(BAD, INVALID, "request_incomplete")),
+        (Condition::ScopeUnavailable, row(BAD, INVALID, "idempotency_scope_unavailable")),
+        (Condition::ScopeNotSet, row(BAD, INVALID, "idempotency_scope_not_set")),
         (Condition::KeyReused, row(BAD, "idempotency_error", "idempotency_key_reused")),
         (Condition::RequestInProgress, row(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
         (Condition::ReplayUnavailable, row(BAD, "idempotency_error", "idempotency_replay_unavailable")),

@@ -7,7 +7,7 @@ use http::header::{self, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 use oncegate_core::RecordId;
 
-use crate::grpc::GrpcForm;
+use crate::grpc::{GrpcCode, GrpcForm};
 use crate::profile::{Profile, Row};
 use crate::settings::Settings;
 
@@ -25,8 +25,10 @@ pub enum Condition {
     RequestIncomplete,
     /// Requests or answers hold as much as they may, or too many requests are under way.
     Overloaded,
-    /// The request does not say whose it is.
+    /// The request does not say whose it is, or says it twice.
     ScopeUnavailable,
+    /// The request has a credential, and it is not configured that callers are told apart by it.
+    ScopeNotSet,
     /// The store could not be asked.
     StoreUnavailable,
     /// The key was used for another request.
@@ -86,13 +88,14 @@ impl Retry {
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
         Self::RequestIncomplete,
         Self::Overloaded,
         Self::ScopeUnavailable,
+        Self::ScopeNotSet,
         Self::StoreUnavailable,
         Self::KeyReused,
         Self::RequestInProgress,
@@ -117,6 +120,7 @@ impl Condition {
             Self::RequestIncomplete => "request-incomplete",
             Self::Overloaded => "overloaded",
             Self::ScopeUnavailable => "scope-unavailable",
+            Self::ScopeNotSet => "scope-not-set",
             Self::StoreUnavailable => "store-unavailable",
             Self::KeyReused => "key-reused",
             Self::RequestInProgress => "request-in-progress",
@@ -142,6 +146,7 @@ impl Condition {
             Self::RequestIncomplete => "The request ended before its body was complete",
             Self::Overloaded => "Too much is under way at the moment",
             Self::ScopeUnavailable => "The request does not tell whose Idempotency-Key this is",
+            Self::ScopeNotSet => "It is not configured whose Idempotency-Key this is",
             Self::StoreUnavailable => "Idempotency-Keys cannot be honoured at the moment",
             Self::KeyReused => "Idempotency-Key is already used",
             Self::RequestInProgress => "A request is outstanding for this Idempotency-Key",
@@ -172,7 +177,10 @@ impl Condition {
                 "There is no room for this request at the moment. Send the same request with the same key later."
             }
             Self::ScopeUnavailable => {
-                "Nothing was executed. The service expects callers to be told apart before the request reaches it."
+                "The request lacks what the service tells callers apart by, or has it twice. Nothing was executed."
+            }
+            Self::ScopeNotSet => {
+                "The request has a credential, and it is not configured that callers are told apart by it. Nothing was executed."
             }
             Self::StoreUnavailable => "Nothing was executed. Send the same request with the same key later.",
             Self::KeyReused => {
@@ -213,7 +221,9 @@ impl Condition {
             | Self::KeyInvalid
             | Self::RequestTooLarge
             | Self::RequestMalformed
-            | Self::RequestUnsupported => Retry::FixRequest,
+            | Self::RequestUnsupported
+            | Self::ScopeUnavailable
+            | Self::ScopeNotSet => Retry::FixRequest,
             Self::KeyReused => Retry::NewKey,
             Self::UpstreamUnanswered => Retry::Unprotected,
             Self::RequestIncomplete
@@ -223,9 +233,7 @@ impl Condition {
             | Self::AnswerAwaited
             | Self::HandlerFailed
             | Self::UpstreamUnreachable => Retry::SameKey,
-            Self::ScopeUnavailable | Self::ReplayUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt => {
-                Retry::Stop
-            }
+            Self::ReplayUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt => Retry::Stop,
         }
     }
 
@@ -233,9 +241,12 @@ impl Condition {
     #[must_use]
     pub const fn status(self) -> StatusCode {
         match self {
-            Self::KeyMissing | Self::KeyInvalid | Self::RequestIncomplete | Self::RequestMalformed => {
-                StatusCode::BAD_REQUEST
-            }
+            Self::KeyMissing
+            | Self::KeyInvalid
+            | Self::RequestIncomplete
+            | Self::RequestMalformed
+            | Self::ScopeUnavailable
+            | Self::ScopeNotSet => StatusCode::BAD_REQUEST,
             Self::RequestUnsupported => StatusCode::NOT_IMPLEMENTED,
             Self::UpstreamUnreachable | Self::UpstreamUnanswered => StatusCode::BAD_GATEWAY,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
@@ -245,7 +256,7 @@ impl Condition {
             // Not 409 for what is not in progress: common clients send a 409 again by themselves.
             Self::KeyReused | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
             Self::RequestInProgress => StatusCode::CONFLICT,
-            Self::ScopeUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt | Self::HandlerFailed => {
+            Self::OutcomeUnknown | Self::RecordCorrupt | Self::HandlerFailed => {
                 StatusCode::INTERNAL_SERVER_ERROR
             }
         }
@@ -320,11 +331,18 @@ impl Refusal {
         let mut response = match grpc {
             None => Self::problem(settings, condition, &row, &detail, self.record),
             Some(form) => {
-                let code = condition.grpc_code();
+                let code = match row.status {
+                    StatusCode::UNAUTHORIZED => GrpcCode::Unauthenticated,
+                    _ => condition.grpc_code(),
+                };
                 form.refusal(code, condition.slug(), &detail, condition.retry(), self.retry_after)
             }
         };
         let headers = response.headers_mut();
+        if row.status == StatusCode::UNAUTHORIZED {
+            // RFC 9110, 11.6.1: a 401 names a scheme. Which one the service takes is not known here; this is the usual one.
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(seconds) = self.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }

@@ -1,113 +1,539 @@
 //! Who a caller is: what a key is unique within.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use http::header::HeaderName;
+use http::header::{self, HeaderName};
 use http::request::Parts;
 use oncegate_core::Scope;
+use oncegate_engine::ConfigError;
+
+use crate::refusal::{Condition, Refusal};
 
 /// Tells callers apart, so that one caller's key never meets another's record.
 ///
-/// The identity is hashed at once; neither it nor the credential it comes from is stored.
+/// A caller is identified by one part of the request or by several together ([`and`](Self::and)). The identity is hashed at
+/// once; neither it nor the credential it comes from is stored. An empty value counts as absent, and so does an
+/// `Authorization` that has a scheme and no credential. A part that is there twice with different values refuses the request.
+///
+/// # The default
+/// `CallerScope::default()` goes by `Authorization`. Requests without any credential share one scope, the anonymous one.
+/// A request that has no `Authorization` and **another** credential is refused with [`Condition::ScopeNotSet`]: two sessions
+/// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields that
+/// [`is_credential`](Self::is_credential) knows. A scope that somebody chose refuses nothing of that kind:
+/// `CallerScope::header(AUTHORIZATION)` lets all callers without the field share the anonymous scope, whatever else they send.
 #[derive(Clone)]
-pub struct CallerScope(Kind);
+pub struct CallerScope {
+    /// Sorted by kind. A single tenant has none.
+    parts: Arc<[Part]>,
+    /// It is not the default.
+    chosen: bool,
+}
 
 #[derive(Clone)]
-enum Kind {
-    /// `anonymous` is the scope of callers without the field, where they have one.
-    Header {
-        name: HeaderName,
-        kind: Arc<str>,
-        anonymous: Option<Scope<'static>>,
-    },
-    SingleTenant,
+struct Part {
+    /// Keeps equal values of different parts apart.
+    kind: Arc<str>,
+    source: Source,
+    required: bool,
+}
+
+#[derive(Clone)]
+enum Source {
+    Header(HeaderName),
+    Cookie(Arc<str>),
     Function(Arc<Function>),
 }
 
 type Function = dyn Fn(&Parts) -> Option<Vec<u8>> + Send + Sync;
 
+/// A part of a request that tells callers apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CallerPart<'a> {
+    /// The value of this header field.
+    Header(&'a HeaderName),
+    /// The value of the cookie with this name.
+    Cookie(&'a str),
+    /// What a function makes of the request.
+    Function,
+}
+
+/// The reason why a request has no scope.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum NoCaller {
+    /// A required part is not there. `Authorization` asks for credentials.
+    Missing { part: String, is_authorization: bool },
+    /// A part is there several times.
+    Repeated { part: String },
+    /// The scope is the default one, and the request has this credential and no `Authorization`.
+    NotSet { credential: HeaderName },
+}
+
 impl Default for CallerScope {
-    /// By the `Authorization` field; callers without one share a scope.
+    /// By `Authorization`, as the [type](Self) says.
     fn default() -> Self {
-        Self::header(http::header::AUTHORIZATION)
+        Self { chosen: false, ..Self::header(header::AUTHORIZATION) }
     }
 }
 
 impl CallerScope {
     /// Tells callers apart by the value of a header field. All callers without the field share one scope.
     ///
-    /// Where the field is a credential, a caller whose credential is rotated is another caller: a retry with the new
-    /// credential executes again. Where the field is set by a trusted hop in front (such as `x-tenant-id`), use
-    /// [`required_header`](Self::required_header) so that a request that came around that hop is refused.
+    /// If the field is a credential, a caller whose credential is rotated is another caller: a retry with the new
+    /// credential executes again. If the field is set by a trusted hop in front (such as `x-tenant-id`), use
+    /// [`required_header`](Self::required_header), so that a request that came around that hop is refused.
     #[must_use]
     pub fn header(name: HeaderName) -> Self {
-        let kind = format!("header:{name}").into();
-        Self(Kind::Header { name, kind, anonymous: Some(Scope::caller("anonymous", b"")) })
+        Self::of_part(format!("header:{name}"), Source::Header(name), false)
     }
 
-    /// The same, but a request without the field is refused.
+    /// The same, but a request without the field is refused: with a 401 for `Authorization`, with a 400 for others.
     #[must_use]
     pub fn required_header(name: HeaderName) -> Self {
-        let kind = format!("header:{name}").into();
-        Self(Kind::Header { name, kind, anonymous: None })
+        Self::of_part(format!("header:{name}"), Source::Header(name), true)
     }
 
-    /// All callers share one scope: right where there is one caller only, or where keys are unique by themselves and no
+    /// Tells callers apart by the value of a cookie, such as that of a session. All callers without it share one scope.
+    ///
+    /// # Errors
+    /// If the name is not the name of a cookie: it is case-sensitive and has no separators.
+    pub fn cookie(name: &str) -> Result<Self, ConfigError> {
+        Self::of_cookie(name, false)
+    }
+
+    /// The same, but a request without the cookie is refused with a 400.
+    ///
+    /// # Errors
+    /// As [`cookie`](Self::cookie).
+    pub fn required_cookie(name: &str) -> Result<Self, ConfigError> {
+        Self::of_cookie(name, true)
+    }
+
+    /// All callers share one scope: right if there is one caller only, or if keys are unique by themselves and no
     /// caller may guess another's.
     #[must_use]
-    pub const fn single_tenant() -> Self {
-        Self(Kind::SingleTenant)
+    pub fn single_tenant() -> Self {
+        Self { parts: Arc::default(), chosen: true }
     }
 
     /// Tells callers apart by what the function reads from the request, such as a verified claim that an earlier layer put
     /// into its extensions. `None` refuses the request.
     #[must_use]
     pub fn from_fn(identity: impl Fn(&Parts) -> Option<Vec<u8>> + Send + Sync + 'static) -> Self {
-        Self(Kind::Function(Arc::new(identity)))
+        Self::of_part("function".to_owned(), Source::Function(Arc::new(identity)), true)
     }
 
-    /// The header field that tells callers apart, where one does.
+    /// Tells callers apart by the parts of both scopes together, such as a tenant and a session. The order does not count.
+    /// A part that is absent and not required is left out; a part that is in both is required if either says so.
     #[must_use]
-    pub fn header_name(&self) -> Option<&HeaderName> {
-        match &self.0 {
-            Kind::Header { name, .. } => Some(name),
-            Kind::SingleTenant | Kind::Function(_) => None,
+    pub fn and(self, other: Self) -> Self {
+        let mut parts = self.parts.to_vec();
+        for part in other.parts.iter() {
+            match parts.iter_mut().find(|own| own.is_same(part)) {
+                Some(own) => own.required |= part.required,
+                None => parts.push(part.clone()),
+            }
         }
+        parts.sort_by(|a, b| a.kind.cmp(&b.kind));
+        Self { parts: parts.into(), chosen: true }
+    }
+
+    /// The parts that identify a caller, none for a [single tenant](Self::single_tenant).
+    pub fn parts(&self) -> impl Iterator<Item = CallerPart<'_>> {
+        self.parts.iter().map(|part| match &part.source {
+            Source::Header(name) => CallerPart::Header(name),
+            Source::Cookie(name) => CallerPart::Cookie(name),
+            Source::Function(_) => CallerPart::Function,
+        })
+    }
+
+    /// Whether it is the default, which nobody chose.
+    #[must_use]
+    pub const fn is_default(&self) -> bool {
+        !self.chosen
     }
 
     /// Whether all callers share one scope.
     #[must_use]
-    pub const fn is_single_tenant(&self) -> bool {
-        matches!(self.0, Kind::SingleTenant)
+    pub fn is_single_tenant(&self) -> bool {
+        self.parts.is_empty()
     }
 
-    /// The caller's scope; `None` where the request has none and must be refused.
-    pub(crate) fn of(&self, parts: &Parts) -> Option<Scope<'static>> {
-        match &self.0 {
-            Kind::SingleTenant => Some(Scope::single_tenant()),
-            Kind::Function(identity) => identity(parts).map(|identity| Scope::caller("function", &identity)),
-            Kind::Header { name, kind, anonymous } => {
-                let mut values = parts.headers.get_all(name).iter();
-                match (values.next(), values.next()) {
-                    (Some(value), None) => Some(Scope::caller(kind, value.as_bytes())),
-                    // Two credentials: whose request it is cannot be said.
-                    (Some(_), Some(_)) => None,
-                    (None, _) => *anonymous,
-                }
+    /// Whether requests that do not identify their caller get through, and share a scope.
+    #[must_use]
+    pub fn allows_anonymous(&self) -> bool {
+        !self.is_single_tenant() && self.parts.iter().all(|part| !part.required)
+    }
+
+    /// Whether a header field of this name usually identifies a caller: it carries a credential, or says who a hop in front
+    /// found the caller to be. `Authorization` is not among them.
+    #[must_use]
+    pub fn is_credential(name: &HeaderName) -> bool {
+        CREDENTIALS.contains(&name.as_str())
+    }
+
+    fn of_part(kind: String, source: Source, required: bool) -> Self {
+        Self { parts: Arc::new([Part { kind: kind.into(), source, required }]), chosen: true }
+    }
+
+    fn of_cookie(name: &str, required: bool) -> Result<Self, ConfigError> {
+        let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
+        if name.is_empty() || !name.bytes().all(is_token) {
+            return Err(ConfigError::new(format!(
+                "{name:?} is not the name of a cookie; letters, digits and characters such as \"-\", \"_\" and \".\" are allowed"
+            )));
+        }
+        Ok(Self::of_part(format!("cookie:{name}"), Source::Cookie(name.into()), required))
+    }
+
+    /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants.
+    pub(crate) fn of(&self, request: &Parts, authority: Option<&str>) -> Result<Scope<'static>, NoCaller> {
+        let mut identities = Vec::with_capacity(self.parts.len() + 2);
+        for part in self.parts.iter() {
+            match part.identity(request)? {
+                Some(identity) => identities.push((&*part.kind, identity)),
+                None if part.required => return Err(part.missing()),
+                None => {}
             }
+        }
+        if identities.is_empty() && !self.is_single_tenant() {
+            if !self.chosen
+                && let Some(credential) = other_credential(request)
+            {
+                return Err(NoCaller::NotSet { credential });
+            }
+            identities.push((ANONYMOUS, Cow::Borrowed(&[])));
+        }
+        if let Some(authority) = authority {
+            identities.push((AUTHORITY, Cow::Borrowed(authority.as_bytes())));
+            identities.sort_by_key(|(kind, _)| *kind);
+        }
+        let identities: Vec<_> = identities.iter().map(|(kind, identity)| (*kind, &**identity)).collect();
+        Ok(Scope::caller_of_parts(&identities))
+    }
+}
+
+/// The kinds of what is no part: a caller without any, and the host if hosts are tenants.
+const ANONYMOUS: &str = "anonymous";
+const AUTHORITY: &str = "authority";
+
+/// Header fields, besides `Authorization`, that usually identify a caller.
+const CREDENTIALS: [&str; 32] = [
+    "cookie",
+    "x-api-key",
+    "api-key",
+    "apikey",
+    "x-auth-token",
+    "x-access-token",
+    "x-session-token",
+    "x-user-token",
+    "x-goog-api-key",
+    "x-amz-security-token",
+    "ocp-apim-subscription-key",
+    "private-token",
+    "client-cert",
+    // What proxies that have checked the caller say.
+    "remote-user",
+    "x-remote-user",
+    "x-forwarded-user",
+    "x-forwarded-email",
+    "x-forwarded-access-token",
+    "x-forwarded-client-cert",
+    "x-auth-request-user",
+    "x-auth-request-email",
+    "x-auth-request-access-token",
+    "x-authenticated-user",
+    "x-authenticated-userid",
+    "x-consumer-id",
+    "cf-access-jwt-assertion",
+    "tailscale-user-login",
+    "x-amzn-oidc-data",
+    "x-amzn-oidc-identity",
+    "x-goog-iap-jwt-assertion",
+    "x-goog-authenticated-user-id",
+    "x-ms-client-principal",
+];
+
+/// Schemes of `Authorization`. A field with a scheme and nothing after it has no credential: a client's variable was empty.
+const SCHEMES: [&str; 8] = ["bearer", "basic", "digest", "token", "apikey", "dpop", "hmac", "negotiate"];
+
+/// A credential other than `Authorization` that the request has.
+fn other_credential(request: &Parts) -> Option<HeaderName> {
+    let has_value = |value: &http::HeaderValue| !value.as_bytes().trim_ascii().is_empty();
+    let found =
+        request.headers.iter().find(|(name, value)| CallerScope::is_credential(name) && has_value(value));
+    found.map(|(name, _)| name.clone())
+}
+
+impl Part {
+    fn is_same(&self, other: &Self) -> bool {
+        match (&self.source, &other.source) {
+            (Source::Function(own), Source::Function(other)) => Arc::ptr_eq(own, other),
+            _ => self.kind == other.kind,
+        }
+    }
+
+    /// What the request has of this part; nothing if it is empty.
+    fn identity<'r>(&self, request: &'r Parts) -> Result<Option<Cow<'r, [u8]>>, NoCaller> {
+        let repeated = || NoCaller::Repeated { part: self.shown() };
+        let identity = match &self.source {
+            Source::Function(identity) => identity(request).map(Cow::Owned),
+            Source::Header(name) => {
+                let mut lines = request.headers.get_all(name).iter();
+                let value = lines.next().map(|line| line.as_bytes().trim_ascii());
+                if lines.next().is_some() {
+                    // Which of them the service goes by is not known.
+                    return Err(repeated());
+                }
+                let is_bare_scheme = |value: &[u8]| {
+                    name == header::AUTHORIZATION
+                        && SCHEMES.iter().any(|scheme| value.eq_ignore_ascii_case(scheme.as_bytes()))
+                };
+                value.filter(|value| !is_bare_scheme(value)).map(Cow::Borrowed)
+            }
+            Source::Cookie(name) => {
+                let mut values = cookies(request, name.as_bytes());
+                let value = values.next();
+                // Browsers send cookies of several paths under one name; the same value twice is one caller.
+                if values.any(|other| Some(other) != value) {
+                    return Err(repeated());
+                }
+                value.map(Cow::Borrowed)
+            }
+        };
+        Ok(identity.filter(|identity| !identity.is_empty()))
+    }
+
+    fn missing(&self) -> NoCaller {
+        let is_authorization = matches!(&self.source, Source::Header(name) if name == header::AUTHORIZATION);
+        NoCaller::Missing { part: self.shown(), is_authorization }
+    }
+
+    fn shown(&self) -> String {
+        match &self.source {
+            Source::Header(name) => format!("The header field {name}"),
+            Source::Cookie(name) => format!("The cookie {name}"),
+            Source::Function(_) => "The identity of the caller".to_owned(),
+        }
+    }
+}
+
+/// The values of the cookies with this name (RFC 6265, section 4.2.1). HTTP/2 may spread cookies over several lines.
+fn cookies<'r>(request: &'r Parts, name: &[u8]) -> impl Iterator<Item = &'r [u8]> {
+    let lines = request.headers.get_all(header::COOKIE).iter();
+    let pairs = lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b';'));
+    pairs.filter_map(move |pair| {
+        let equals = pair.iter().position(|byte| *byte == b'=')?;
+        let (own, value) = pair.split_at_checked(equals)?;
+        (own.trim_ascii() == name).then(|| value.strip_prefix(b"=").unwrap_or_default().trim_ascii())
+    })
+}
+
+impl NoCaller {
+    /// The answer to such a request.
+    pub(crate) fn refusal(&self) -> Refusal {
+        match self {
+            Self::Missing { part, is_authorization } => {
+                let refusal = Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
+                    "{part} is missing or empty, and the service tells callers apart by it. Nothing was executed."
+                ));
+                if *is_authorization { refusal.with_status(Some(http::StatusCode::UNAUTHORIZED)) } else { refusal }
+            }
+            Self::Repeated { part } => Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
+                "{part} is there more than once, and the service tells callers apart by it. Nothing was executed."
+            )),
+            Self::NotSet { credential } => Refusal::new(Condition::ScopeNotSet).with_detail(format!(
+                "The request has the header field {credential} and no Authorization, and it is not configured that \
+                 {credential} tells callers apart: the setting `scope` is missing. Nothing was executed."
+            )),
         }
     }
 }
 
 impl fmt::Debug for CallerScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Kind::Header { kind, anonymous, .. } => {
-                write!(f, "{kind}{}", if anonymous.is_none() { " (required)" } else { "" })
+        if self.is_single_tenant() {
+            return f.write_str("single-tenant");
+        }
+        for (at, part) in self.parts.iter().enumerate() {
+            let required = if part.required { "required-" } else { "" };
+            write!(f, "{}{required}{}", if at > 0 { ", " } else { "" }, part.kind)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+    use http::header::{AUTHORIZATION, COOKIE};
+
+    use super::*;
+
+    fn request(fields: &[(&str, &str)]) -> Parts {
+        let mut request = http::Request::new(());
+        for (name, value) in fields {
+            let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+            request.headers_mut().append(name, HeaderValue::from_str(value).unwrap());
+        }
+        request.into_parts().0
+    }
+
+    fn of(scope: &CallerScope, fields: &[(&str, &str)]) -> Result<Scope<'static>, NoCaller> {
+        scope.of(&request(fields), None)
+    }
+
+    fn tenant() -> CallerScope {
+        CallerScope::header(HeaderName::from_static("x-tenant"))
+    }
+
+    fn anonymous() -> Scope<'static> {
+        Scope::caller(ANONYMOUS, b"")
+    }
+
+    #[test]
+    fn by_default_another_credential_does_not_share_the_anonymous_scope() {
+        let scope = CallerScope::default();
+        assert_eq!(of(&scope, &[]), Ok(anonymous()));
+        assert_eq!(of(&scope, &[("accept", "*/*"), ("user-agent", "x")]), Ok(anonymous()));
+        let caller = Scope::caller("header:authorization", b"Bearer a");
+        assert_eq!(of(&scope, &[("authorization", "Bearer a")]), Ok(caller));
+        for name in CREDENTIALS {
+            let credential = HeaderName::from_static(name);
+            let not_set = Err(NoCaller::NotSet { credential });
+            assert_eq!(of(&scope, &[(name, "a=1")]), not_set, "{name}");
+            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "")]), not_set, "{name}");
+            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "Bearer")]), not_set, "{name}");
+            // Empty is absent, and Authorization decides if it is there.
+            assert_eq!(of(&scope, &[(name, " ")]), Ok(anonymous()), "{name}");
+            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "Bearer a")]), Ok(caller), "{name}");
+            // What was chosen is not doubted.
+            let chosen = CallerScope::header(AUTHORIZATION);
+            assert_eq!(of(&chosen, &[(name, "a=1")]), Ok(anonymous()), "{name}");
+            assert_eq!(of(&CallerScope::single_tenant(), &[(name, "a=1")]), Ok(Scope::single_tenant()));
+        }
+        assert!(!CallerScope::is_credential(&AUTHORIZATION));
+    }
+
+    #[test]
+    fn only_the_default_is_the_default() {
+        assert!(CallerScope::default().is_default());
+        let cookie = CallerScope::cookie("sid").unwrap();
+        for chosen in [CallerScope::header(AUTHORIZATION), CallerScope::single_tenant(), cookie.clone()] {
+            assert!(!chosen.is_default(), "{chosen:?}");
+        }
+        assert!(!CallerScope::default().and(cookie).is_default());
+    }
+
+    #[test]
+    fn an_empty_value_is_an_absent_one() {
+        for (scope, empty) in [
+            (CallerScope::header(AUTHORIZATION), &[("authorization", "")][..]),
+            (CallerScope::header(AUTHORIZATION), &[("authorization", " \t")]),
+            (CallerScope::header(AUTHORIZATION), &[("authorization", "Bearer")]),
+            (CallerScope::header(AUTHORIZATION), &[("authorization", "BASIC ")]),
+            (tenant(), &[("x-tenant", "")]),
+            (CallerScope::cookie("sid").unwrap(), &[("cookie", "sid=")]),
+            (CallerScope::cookie("sid").unwrap(), &[("cookie", "sid; SID=1; xsid=2")]),
+            (CallerScope::from_fn(|_| Some(Vec::new())), &[]),
+        ] {
+            if scope.allows_anonymous() {
+                assert_eq!(of(&scope, empty), Ok(anonymous()), "{scope:?} {empty:?}");
             }
-            Kind::SingleTenant => f.write_str("single-tenant"),
-            Kind::Function(_) => f.write_str("function"),
+            let required = Part { required: true, ..scope.parts[0].clone() };
+            let scope = CallerScope { parts: Arc::new([required]), chosen: true };
+            assert!(matches!(of(&scope, empty), Err(NoCaller::Missing { .. })), "{scope:?} {empty:?}");
+        }
+        // Not every service uses schemes: elsewhere these words are values.
+        assert_eq!(of(&tenant(), &[("x-tenant", "Bearer")]), Ok(Scope::caller("header:x-tenant", b"Bearer")));
+        let key = Scope::caller("header:authorization", b"secret");
+        assert_eq!(of(&CallerScope::default(), &[("authorization", "secret")]), Ok(key));
+    }
+
+    #[test]
+    fn a_cookie_is_found_among_others_on_one_line_or_several() {
+        let scope = CallerScope::cookie("sid").unwrap();
+        let caller = Ok(Scope::caller("cookie:sid", b"a=b"));
+        for fields in [
+            &[("cookie", "sid=a=b")][..],
+            &[("cookie", "theme=dark;sid=a=b ; lang=de")],
+            &[("cookie", "theme=dark"), ("cookie", "sid=a=b")],
+            &[("cookie", "sid=a=b; sid=a=b")],
+        ] {
+            assert_eq!(of(&scope, fields), caller, "{fields:?}");
+        }
+        let repeated = of(&scope, &[("cookie", "sid=a; sid=b")]);
+        assert!(matches!(repeated, Err(NoCaller::Repeated { .. })), "{repeated:?}");
+        for name in ["", "a b", "a=b", "a;b", "sid\"", "ü"] {
+            assert!(
+                CallerScope::cookie(name).is_err() && CallerScope::required_cookie(name).is_err(),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_field_that_is_there_twice_is_refused() {
+        for scope in
+            [CallerScope::default(), CallerScope::header(AUTHORIZATION), tenant().and(CallerScope::default())]
+        {
+            let twice = of(&scope, &[("authorization", "a"), ("authorization", "a")]);
+            assert!(matches!(twice, Err(NoCaller::Repeated { .. })), "{scope:?} {twice:?}");
+        }
+    }
+
+    #[test]
+    fn parts_identify_a_caller_together() {
+        let session = || CallerScope::cookie("sid").unwrap();
+        let scope = tenant().and(session());
+        let both = [("x-tenant", "t"), ("cookie", "sid=s")];
+        let caller = Scope::caller_of_parts(&[("cookie:sid", b"s"), ("header:x-tenant", b"t")]);
+        assert_eq!(of(&scope, &both), Ok(caller));
+        assert_eq!(of(&session().and(tenant()), &both), Ok(caller), "the order does not count");
+        assert_eq!(of(&scope, &both[..1]), Ok(Scope::caller("header:x-tenant", b"t")));
+        assert_eq!(of(&scope, &both[1..]), Ok(Scope::caller("cookie:sid", b"s")));
+        assert_eq!(of(&scope, &[]), Ok(anonymous()));
+        assert!(scope.allows_anonymous());
+
+        let required = scope.clone().and(CallerScope::required_header(HeaderName::from_static("x-tenant")));
+        assert_eq!(format!("{required:?}"), "cookie:sid, required-header:x-tenant");
+        assert!(!required.allows_anonymous());
+        assert_eq!(of(&required, &both), Ok(caller), "the same caller");
+        assert_eq!(of(&required, &both[..1]), Ok(Scope::caller("header:x-tenant", b"t")));
+        assert!(matches!(of(&required, &both[1..]), Err(NoCaller::Missing { is_authorization: false, .. })));
+        assert_eq!(scope.parts().count(), 2);
+        assert_eq!(required.parts().next(), Some(CallerPart::Cookie("sid")));
+    }
+
+    #[test]
+    fn hosts_may_be_tenants_whatever_the_callers_are() {
+        let request = request(&[("x-tenant", "t")]);
+        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority)).unwrap();
+        let (a, b) = (of(&tenant(), "a.test"), of(&tenant(), "b.test"));
+        assert_eq!(a, Scope::caller_of_parts(&[(AUTHORITY, b"a.test"), ("header:x-tenant", b"t")]));
+        assert_ne!(a, b);
+        assert_eq!(of(&CallerScope::single_tenant(), "a.test"), Scope::caller(AUTHORITY, b"a.test"));
+        let nobody = CallerScope::default();
+        assert_eq!(
+            of(&nobody, "a.test"),
+            Scope::caller_of_parts(&[(ANONYMOUS, b""), (AUTHORITY, b"a.test")])
+        );
+    }
+
+    #[test]
+    fn a_missing_authorization_asks_for_credentials() {
+        for (scope, status) in [
+            (CallerScope::required_header(AUTHORIZATION), 401),
+            (CallerScope::required_header(COOKIE), 400),
+            (CallerScope::required_cookie("sid").unwrap(), 400),
+            (CallerScope::from_fn(|_| None), 400),
+        ] {
+            let refusal = of(&scope, &[]).unwrap_err().refusal();
+            let response = refusal.into_response(&crate::Settings::default(), None);
+            assert_eq!(response.status(), status, "{scope:?}");
+            assert_eq!(response.headers().contains_key(header::WWW_AUTHENTICATE), status == 401, "{scope:?}");
         }
     }
 }

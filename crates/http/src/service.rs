@@ -33,6 +33,7 @@ use crate::headers::restore;
 use crate::in_flight::Slot;
 use crate::layer::Shared;
 use crate::refusal::{Condition, Refusal};
+use crate::scope::NoCaller;
 use crate::settings::{Settings, StoreOutage};
 
 /// A service whose retries are safe. Made by [`IdempotencyLayer`](crate::IdempotencyLayer).
@@ -306,7 +307,12 @@ impl Keyed {
     /// Whose key it is, and which, unless the body carries it.
     fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
         let settings = &self.settings;
-        let scope = settings.caller.of(parts).ok_or_else(|| Refusal::new(Condition::ScopeUnavailable))?;
+        let scope = self.shared.scope(settings, parts).map_err(|no_caller| {
+            if let NoCaller::NotSet { credential } = &no_caller {
+                self.shared.warn_of_missing_scope(credential);
+            }
+            no_caller.refusal()
+        })?;
         if settings.natural_key.is_some() {
             return Ok((scope, None));
         }

@@ -5,23 +5,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{HeaderName, HeaderValue};
-use http::request::Parts;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, StatusCode};
 use oncegate_core::fingerprint::FingerprintRules;
-use oncegate_core::{
-    Capabilities, IdempotencyKey, JsonPointer, NaturalKey, OnAbandoned, RecordId, StoredResponse, limits,
-};
+use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits};
 use oncegate_engine::{ConfigError, Policy};
 
-use crate::canonical;
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax};
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{KeyScope, Profile, ServerErrors};
 use crate::reconcile::Reconcile;
-use crate::scope::CallerScope;
+use crate::scope::{CallerPart, CallerScope};
 
 /// What the layer does on one route. Starts from a [`Profile`]; everything can be changed.
 #[derive(Clone, Debug)]
@@ -29,6 +25,7 @@ pub struct Settings {
     pub(crate) profile: Profile,
     pub(crate) policy: Policy,
     pub(crate) caller: CallerScope,
+    pub(crate) authority: AuthorityRole,
     pub(crate) grammar: KeyGrammar,
     pub(crate) methods: Vec<Method>,
     pub(crate) fingerprint: FingerprintRules,
@@ -50,6 +47,21 @@ pub struct Settings {
     pub(crate) release_statuses: Vec<StatusCode>,
     /// The value of `Link` in refusals.
     pub(crate) documentation: Option<HeaderValue>,
+}
+
+/// What the host that a request is for (`Host`, or the authority of its target) means for its key.
+///
+/// Hosts are compared in lower case, with their port unless it is 80 or 443.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum AuthorityRole {
+    /// Nothing: a request to another host is the same request. For a service that has several names.
+    Ignored,
+    /// The same key with another host is another request: a mismatch, and nobody gets the answer that another host gave.
+    #[default]
+    Compared,
+    /// Each host has keys of its own. For a service that tells tenants apart by their hosts.
+    Scope,
 }
 
 /// Who completes the record of an operation.
@@ -94,6 +106,7 @@ impl Settings {
             release_statuses: profile.release_statuses.to_vec(),
             profile,
             caller: CallerScope::default(),
+            authority: AuthorityRole::default(),
             fingerprint: FingerprintRules::default(),
             fingerprint_headers: Vec::new(),
             kept: KeptHeaders::default(),
@@ -147,18 +160,37 @@ impl Settings {
         &self.grammar
     }
 
-    /// Where the record of a request with this head and this key is: the place that the layer itself would look at.
-    /// `None` where the request does not tell whose it is.
-    #[must_use]
-    pub fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
-        let scope = self.caller.of(request)?;
-        Some(canonical::locate(self, &scope, request, key).0)
-    }
-
     /// How callers are told apart.
     #[must_use]
     pub fn with_caller(self, caller: CallerScope) -> Self {
         Self { caller, ..self }
+    }
+
+    /// What the host that a request is for means for its key. By default the same key with another host is a mismatch.
+    #[must_use]
+    pub fn with_authority(self, authority: AuthorityRole) -> Self {
+        Self { authority, ..self }
+    }
+
+    /// What the host that a request is for means for its key.
+    #[must_use]
+    pub const fn authority(&self) -> AuthorityRole {
+        self.authority
+    }
+
+    /// Whether a header field of this name says whose request it is, which key it has, or what it is compared by. Such a
+    /// field must reach the service as the layer saw it.
+    #[must_use]
+    pub fn goes_by(&self, name: &HeaderName) -> bool {
+        let identifies = |part| match part {
+            CallerPart::Header(own) => own == name,
+            CallerPart::Cookie(_) => name == http::header::COOKIE,
+            CallerPart::Function => false,
+        };
+        *name == self.profile.key_header
+            || self.fingerprint_headers.contains(name)
+            || self.caller.parts().any(identifies)
+            || [CONTENT_TYPE, CONTENT_ENCODING].contains(name)
     }
 
     /// Whether a covered request must have a key.
@@ -474,12 +506,20 @@ impl Settings {
                 self.profile.key_header
             )));
         }
+        if self.natural_key.is_some() && self.caller.allows_anonymous() {
+            return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
+        }
         if self.policy.on_abandoned() == OnAbandoned::Reconcile && self.reconcile.is_none() {
             return Err(ConfigError::new("on_abandoned is reconcile, but nobody to ask was given"));
         }
         Ok(())
     }
 }
+
+/// Nobody has to guess a key that is built of the body: two carts are enough.
+const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key.json), and callers that are not told apart would \
+     get each other's answers; demand what tells them apart (scope = \"required-header:NAME\" or \"required-cookie:NAME\"), or \
+     say that there is only one (scope = \"single-tenant\")";
 
 /// Every profile's pointers are pointers: a test sees to it.
 fn natural_key_of(members: &[&str]) -> Option<NaturalKey> {
@@ -544,25 +584,43 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_found_by_what_its_scope_says() {
-        let id = |settings: &Settings, target: &str, credential: Option<&str>| {
-            let mut request = http::Request::post(target);
-            if let Some(credential) = credential {
-                request = request.header("authorization", credential);
-            }
-            let (parts, ()) = request.body(()).unwrap().into_parts();
-            settings.record_id(&parts, &IdempotencyKey::new(b"k").unwrap())
+    fn a_key_of_the_body_needs_callers_that_are_told_apart() {
+        let key = || NaturalKey::new(vec![JsonPointer::parse("/cart").unwrap()]).unwrap();
+        let tenant = || HeaderName::from_static("x-tenant");
+        let check = |scope: CallerScope| {
+            let settings = Settings::default().with_natural_key(key()).with_caller(scope);
+            settings.check(&promises(false)).map_err(|error| error.to_string())
         };
-        let (by_endpoint, by_caller) =
-            (Settings::default(), Settings::default().with_key_scope(KeyScope::Caller));
-        assert_eq!(id(&by_endpoint, "/a?x=1", Some("u")), id(&by_endpoint, "/a?x=2", Some("u")));
-        assert_ne!(id(&by_endpoint, "/a", Some("u")), id(&by_endpoint, "/b", Some("u")));
-        assert_ne!(id(&by_endpoint, "/a", Some("u")), id(&by_endpoint, "/a", Some("v")));
-        assert_ne!(id(&by_endpoint, "/a", Some("u")), id(&by_endpoint, "/a", None));
-        assert_eq!(id(&by_caller, "/a", Some("u")), id(&by_caller, "/b", Some("u")));
-        let required = Settings::default()
-            .with_caller(CallerScope::required_header(HeaderName::from_static("authorization")));
-        assert_eq!(id(&required, "/a", None), None);
+        for anonymous in
+            [CallerScope::default(), CallerScope::header(tenant()), CallerScope::cookie("sid").unwrap()]
+        {
+            assert!(check(anonymous).unwrap_err().contains("scope = \"single-tenant\""));
+        }
+        for told in [
+            CallerScope::single_tenant(),
+            CallerScope::required_header(tenant()),
+            CallerScope::required_header(tenant()).and(CallerScope::cookie("sid").unwrap()),
+            CallerScope::from_fn(|_| None),
+        ] {
+            assert_eq!(check(told), Ok(()));
+        }
+        assert!(Settings::default().check(&promises(false)).is_ok());
+    }
+
+    #[test]
+    fn fields_that_a_key_goes_by_are_known() {
+        let name = HeaderName::from_static;
+        let settings = Settings::default()
+            .with_caller(CallerScope::header(name("x-tenant")).and(CallerScope::cookie("sid").unwrap()))
+            .with_key_header(name("x-key"))
+            .with_fingerprint_headers(vec![name("x-version")]);
+        for own in ["x-tenant", "cookie", "x-key", "x-version", "content-type", "content-encoding"] {
+            assert!(settings.goes_by(&name(own)), "{own}");
+        }
+        for other in ["authorization", "idempotency-key", "x-other"] {
+            assert!(!settings.goes_by(&name(other)), "{other}");
+        }
+        assert!(Settings::default().goes_by(&name("authorization")));
     }
 
     #[test]

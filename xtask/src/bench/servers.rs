@@ -56,7 +56,17 @@ impl Server {
     pub(super) fn proxy(upstream: &str, store: &str, more: &[&str]) -> Result<Self> {
         let mut command = Command::new(program("oncegate"));
         command.env("ONCEGATE_LOG", "error");
-        command.args(["proxy", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--store", store]);
+        command.args([
+            "proxy",
+            "--listen",
+            "127.0.0.1:0",
+            "--admin",
+            "127.0.0.1:0",
+            "--store",
+            store,
+            "--service",
+            "bench",
+        ]);
         Self::spawn(command.args(["--to", &format!("http://{upstream}")]).args(more))
     }
 

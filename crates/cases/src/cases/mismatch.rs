@@ -104,6 +104,47 @@ pub(super) fn cases() -> Vec<Case> {
                 )
             },
         ),
+        Case::steps(
+            "include-matches-nothing",
+            "a chosen member that is misspelt does not make all bodies equal",
+            || {
+                let pay = |body: &str| Request::post("/payments").key("a").json(body);
+                vec![
+                    executes(pay(r#"{"amount":500,"currency":"gbp"}"#)),
+                    refused(REUSED, pay(r#"{"amount":999999,"currency":"usd"}"#)),
+                    replays(0, pay(r#"{"currency":"gbp","amount":500.0}"#)),
+                ]
+            },
+        )
+        .given(Plan { fingerprint_include: Some("/Amount"), ..Plan::default() }),
+        Case::steps("exclude-leaves-nothing", "nor does the exclusion of all there is", || {
+            let pay = |body: &str| Request::post("/payments").key("a").json(body);
+            vec![
+                executes(pay(r#"{"amount":500}"#)),
+                refused(REUSED, pay(r#"{"amount":999999}"#)),
+                replays(0, pay(r#"{ "amount": 500 }"#)),
+            ]
+        })
+        .given(Plan { fingerprint_exclude: Some("/amount"), ..Plan::default() }),
+        Case::steps("form-names-that-fold", "pairs whose names a framework folds keep their order", || {
+            let form = |body: &'static str| {
+                Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)
+            };
+            vec![
+                executes(form("a.b=1&a_b=2&c=3")),
+                refused(REUSED, form("a_b=2&a.b=1&c=3")),
+                replays(0, form("c=3&a.b=1&a_b=2")),
+            ]
+        }),
+        Case::steps("two-content-types", "both lines of a doubled Content-Type count", || {
+            let pay = || pay_as("a");
+            vec![
+                executes(pay()),
+                refused(REUSED, pay().field("Content-Type", "text/plain")),
+                refused(REUSED, pay().field("Content-Encoding", "identity").field("Content-Encoding", "br")),
+                replays(0, pay()),
+            ]
+        }),
         Case::steps("C64-numbers", "1.0, 1 and 1e0 are one number", || {
             json(
                 r#"{"n":1}"#,

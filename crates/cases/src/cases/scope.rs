@@ -1,13 +1,16 @@
 //! Whose key it is.
 
-use oncegate_http::KeyScope;
+use oncegate_http::{AuthorityRole, KeyScope};
 use oncegate_testkit::Latch;
 
 use super::{PAYMENT, pay_as};
 use crate::backend::{MARK, Script};
 use crate::client::Request;
 use crate::plan::{Callers, Plan};
-use crate::table::{Case, Step, assert_fresh, assert_refusal, assert_replay, executes, refused, replays};
+use crate::table::{
+    Case, Step, assert_fresh, assert_problem, assert_refusal, assert_replay, executes, passes, refused,
+    replays,
+};
 use crate::world::World;
 
 const TENANT: Callers = Callers::Header("x-tenant");
@@ -52,7 +55,7 @@ pub(super) fn cases() -> Vec<Case> {
                     executes(pay_as("a")),
                     replays(0, pay_as("a")),
                     executes(from("a", "a")),
-                    executes(from("", "a")),
+                    replays(0, from("", "a")),
                     replays(0, pay_as("a")),
                 ]
             },
@@ -133,6 +136,106 @@ pub(super) fn cases() -> Vec<Case> {
             ]
         })
         .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
+        Case::steps(
+            "scope-not-set",
+            "while it is not said how callers are told apart, a request with a credential other than Authorization is refused",
+            || {
+                let session = |sid: &str| pay_as("a").field("Cookie", format!("theme=dark; sid={sid}"));
+                vec![
+                    executes(pay_as("a")),
+                    replays(0, pay_as("a")),
+                    refused("scope-not-set", session("ada")),
+                    refused("scope-not-set", session("eve")),
+                    refused("scope-not-set", session("eve").field("Authorization", "")),
+                    refused("scope-not-set", session("eve").field("Authorization", "Bearer")),
+                    refused("scope-not-set", pay_as("a").field("X-Api-Key", "secret")),
+                    refused("scope-not-set", pay_as("b").field("X-Auth-Token", "secret")),
+                    // Nothing else is looked at before.
+                    refused("scope-not-set", pay_as("\"broken").field("X-Api-Key", "secret")),
+                    replays(0, pay_as("a").field("X-Api-Key", "").field("Cookie", " ")),
+                    executes(session("ada").field("Authorization", "Bearer ada")),
+                    replays(10, session("other").field("Authorization", "Bearer ada")),
+                    passes(Request::post("/payments").json(PAYMENT).field("Cookie", "sid=eve")),
+                    refused("scope-unavailable", pay_as("a").field("Authorization", "a").field("Authorization", "a")),
+                ]
+            },
+        )
+        .given(Plan { scope: Callers::NotSet, ..Plan::default() }),
+        Case::steps(
+            "scope-set-to-the-default",
+            "where it is said that Authorization tells callers apart, nobody asks for more",
+            || {
+                let session = |sid: &str| pay_as("a").field("Cookie", format!("sid={sid}"));
+                vec![executes(session("ada")), replays(0, session("eve")), replays(0, pay_as("a"))]
+            },
+        )
+        .given(credentials.clone()),
+        Case::steps("scope-cookie", "a cookie tells callers apart, wherever it stands", || {
+            let with = |cookies: &str| pay_as("a").field("Cookie", cookies);
+            vec![
+                executes(with("sid=ada")),
+                executes(with("sid=eve")),
+                replays(0, with("theme=dark; sid=ada; lang=de")),
+                replays(1, with("sid=eve; sid=eve")),
+                refused("scope-unavailable", with("sid=ada; sid=eve")),
+                refused("scope-unavailable", with("sid=")),
+                refused("scope-unavailable", with("SID=ada; xsid=ada")),
+                refused("scope-unavailable", pay_as("a").field("Authorization", "Bearer ada")),
+            ]
+        })
+        .given(Plan { scope: Callers::Parts(&["required-cookie:sid"]), ..Plan::default() }),
+        Case::steps("scope-of-parts", "a tenant and a session tell callers apart together", || {
+            let with = |tenant: &str, sid: &str| from(tenant, "a").field("Cookie", format!("sid={sid}"));
+            vec![
+                executes(with("t", "s")),
+                executes(with("t", "r")),
+                executes(with("u", "s")),
+                executes(with("ts", "")),
+                executes(from("t", "a")),
+                replays(0, with("t", "s")),
+                replays(2, with("u", "s")),
+                replays(4, from("t", "a").field("Cookie", "sid=")),
+                refused("scope-unavailable", with("", "s")),
+                refused("scope-unavailable", pay_as("a").field("Cookie", "sid=s")),
+            ]
+        })
+        .given(Plan {
+            scope: Callers::Parts(&["cookie:sid", "required-header:x-tenant"]),
+            by_file: true,
+            ..Plan::default()
+        }),
+        Case::code(
+            "scope-empty-is-absent",
+            "an empty field identifies nobody; without Authorization it is a 401 that asks for it",
+            |world| Box::pin(empty_is_absent(world)),
+        )
+        .given(Plan { scope: Callers::RequiredHeader("authorization"), ..Plan::default() }),
+        Case::steps("host-is-compared", "the same key with another host is another request", || {
+            let to = |host| pay_as("a").host(host);
+            vec![
+                executes(to("tenant-a.test")),
+                replays(0, to("Tenant-A.TEST:80")),
+                replays(0, to("tenant-a.test:443")),
+                refused("key-reused", to("tenant-b.test")),
+                refused("key-reused", to("tenant-a.test:8443")),
+                replays(0, to("tenant-a.test")),
+            ]
+        }),
+        Case::steps("host-ignored", "a service of several names may ignore the host", || {
+            vec![executes(pay_as("a").host("a.test")), replays(0, pay_as("a").host("b.test:8080"))]
+        })
+        .given(Plan { authority: Some(AuthorityRole::Ignored), ..Plan::default() }),
+        Case::steps("host-scope", "where hosts are tenants, each has keys of its own", || {
+            let to = |host| from("t", "a").host(host);
+            vec![
+                executes(to("a.test")),
+                executes(to("b.test")),
+                replays(0, to("A.test:443")),
+                replays(1, to("b.test")),
+                refused("key-reused", to("b.test").json(r#"{"amount":5}"#)),
+            ]
+        })
+        .given(Plan { authority: Some(AuthorityRole::Scope), scope: TENANT, ..Plan::default() }),
         Case::code(
             "C118-secrets-stay",
             "no answer and no line that is printed shows another's key, credential or body",
@@ -144,6 +247,21 @@ pub(super) fn cases() -> Vec<Case> {
 
 fn from(tenant: &str, key: &str) -> Request {
     pay_as(key).field("X-Tenant", tenant)
+}
+
+async fn empty_is_absent(world: World) {
+    for value in [None, Some(""), Some("  "), Some("Bearer"), Some("basic ")] {
+        let request = match value {
+            Some(value) => pay_as("a").field("Authorization", value),
+            None => pay_as("a"),
+        };
+        let answer = world.send(request).await;
+        assert_problem("scope-unavailable", 401, &answer);
+        assert!(answer.get("www-authenticate").is_some(), "{answer:?}");
+    }
+    assert_eq!(world.backend.effects(), 0);
+    let known = pay_as("a").field("Authorization", "Bearer a");
+    assert_fresh(&world.plan, &known, &world.send(known.clone()).await);
 }
 
 async fn no_oracle(world: World) {

@@ -192,7 +192,7 @@ async fn http2(world: World) {
             .expect("HTTP/2");
     tokio::spawn(connection);
     let mut send = async |key: &[&str], body: &'static str| {
-        let mut request = http::Request::post(format!("http://{}/payments", world.address()))
+        let mut request = http::Request::post("http://cases.test/payments")
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from_static(body.as_bytes())))
             .expect("a request");

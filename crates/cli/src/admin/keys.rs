@@ -14,7 +14,7 @@ use oncegate_core::{
     CallerTag, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
     StateSet, StoredResponse, limits,
 };
-use oncegate_http::{KeyGrammar, Settings};
+use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, Settings};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -100,6 +100,8 @@ struct Find {
     key: String,
     method: String,
     path: String,
+    /// The host that the request was for, if hosts have keys of their own.
+    host: Option<String>,
     caller: Option<Caller>,
     #[serde(default)]
     body: bool,
@@ -110,15 +112,16 @@ struct Find {
 enum Caller {
     Anonymous,
     SingleTenant,
-    /// The value of the header field that tells callers apart.
+    /// The value of the header field or cookie that tells callers apart.
     Value(String),
+    /// All header fields that tell callers apart, as they were sent.
+    Fields(std::collections::BTreeMap<String, String>),
 }
 
 pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer {
     let find: Find = from_json(body)?;
     let (parts, key) = request_of(&state, &find)?;
-    let settings = state.settings(&parts.method, parts.uri.path());
-    let id = settings.record_id(&parts, &key).ok_or_else(|| {
+    let id = state.record_id(&parts, &key).ok_or_else(|| {
         Problem::bad_request(
             "caller: the layer refuses requests on this route that do not say whose they are.",
         )
@@ -142,8 +145,22 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
         let path = parts.uri.path();
         return Err(bad(format!("method: {} {path} is not covered, so its keys are ignored.", parts.method)));
     }
-    if let Some((name, value)) = caller_field(&settings, find.caller.as_ref())? {
+    for (name, value) in caller_fields(&settings, find.caller.as_ref())? {
         parts.headers.insert(name, value);
+    }
+    match (&find.host, settings.authority()) {
+        (None, AuthorityRole::Scope) => {
+            return Err(bad(
+                "host: each host has keys of its own on this route; say which one the request was for."
+                    .to_owned(),
+            ));
+        }
+        (Some(host), _) => {
+            let value = HeaderValue::from_str(host);
+            let value = value.map_err(|_| bad(format!("host: {host:?} has characters that no host has.")))?;
+            parts.headers.insert(header::HOST, value);
+        }
+        (None, _) => {}
     }
     // A key that is built of the body is spelt as it was built, whatever the field would have to be.
     let any = KeyGrammar::default();
@@ -153,30 +170,53 @@ fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey)
     Ok((parts, key))
 }
 
-/// The header field that says whose request it is, where one does.
-fn caller_field(
+/// The header fields that say whose request it is.
+fn caller_fields(
     settings: &Settings,
     caller: Option<&Caller>,
-) -> Result<Option<(HeaderName, HeaderValue)>, Problem> {
+) -> Result<Vec<(HeaderName, HeaderValue)>, Problem> {
+    let bad = |what: &str| Problem::bad_request(format!("caller: {what}"));
+    let value = |text: &str| {
+        HeaderValue::from_str(text).map_err(|_| bad("the value has characters that no header field has."))
+    };
     let scope = settings.caller();
-    match (caller, scope.header_name()) {
-        (None | Some(Caller::SingleTenant), _) if scope.is_single_tenant() => Ok(None),
-        (Some(Caller::Anonymous), Some(_)) => Ok(None),
-        (Some(Caller::Value(value)), Some(name)) => match HeaderValue::from_str(value) {
-            Ok(value) => Ok(Some((name.clone(), value))),
-            Err(_) => Err(Problem::bad_request("caller: the value has characters that no header field has.")),
-        },
-        _ => {
-            let right = match scope.header_name() {
-                Some(name) => {
-                    format!(
-                        "\"anonymous\", or {{\"value\": …}} with the value of the field {name} as it was sent"
-                    )
-                }
-                None => "\"single-tenant\"".to_owned(),
-            };
-            Err(Problem::bad_request(format!("caller: on this route it must be {right}.")))
+    let parts: Vec<_> = scope.parts().collect();
+    match (caller, &parts[..]) {
+        (None | Some(Caller::SingleTenant), []) => Ok(Vec::new()),
+        (Some(Caller::Anonymous), [_, ..]) => Ok(Vec::new()),
+        (Some(Caller::Value(text)), [CallerPart::Header(name)]) => Ok(vec![((*name).clone(), value(text)?)]),
+        (Some(Caller::Value(text)), [CallerPart::Cookie(name)]) => {
+            Ok(vec![(header::COOKIE, value(&format!("{name}={text}"))?)])
         }
+        (Some(Caller::Fields(fields)), [_, ..]) => fields
+            .iter()
+            .map(|(name, text)| {
+                let name =
+                    name.parse().map_err(|_| bad(&format!("{name:?} is not the name of a header field.")))?;
+                Ok((name, value(text)?))
+            })
+            .collect(),
+        _ => Err(bad(&match &parts[..] {
+            [] => "on this route it must be \"single-tenant\".".to_owned(),
+            [part] => {
+                let part = part_name(part);
+                format!(
+                    "on this route it must be \"anonymous\", or {{\"value\": …}} with the value of the {part} as it was sent."
+                )
+            }
+            parts => format!(
+                "on this route it must be \"anonymous\", or {{\"fields\": {{…}}}} with the header fields that have the {}, as they were sent.",
+                parts.iter().map(part_name).collect::<Vec<_>>().join(" and the ")
+            ),
+        })),
+    }
+}
+
+fn part_name(part: &CallerPart<'_>) -> String {
+    match part {
+        CallerPart::Header(name) => format!("field {name}"),
+        CallerPart::Cookie(name) => format!("cookie {name}"),
+        _ => "identity".to_owned(),
     }
 }
 

@@ -38,11 +38,13 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::header::{self, HeaderMap, HeaderValue};
+use http::request::Parts;
 use http::{Method, StatusCode, Uri};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
+use oncegate_core::{IdempotencyKey, RecordId};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, Settings};
 use tokio::net::TcpListener;
@@ -82,6 +84,11 @@ impl AdminState {
     /// The settings that a request of this method and path runs under now.
     fn settings(&self, method: &Method, path: &str) -> Settings {
         self.live.borrow().layer.settings(method, path).clone()
+    }
+
+    /// The identifier of the record of a request with this head and this key.
+    fn record_id(&self, request: &Parts, key: &IdempotencyKey) -> Option<RecordId> {
+        self.live.borrow().layer.record_id(request, key)
     }
 }
 

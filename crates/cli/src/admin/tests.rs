@@ -12,10 +12,12 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use oncegate_core::{
     AttemptId, AuditEntry, Capabilities, Claim, Clock, Command, FencingToken, Fingerprint, Label, ListPage,
-    ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, RecordStep, Step, Store, StoreError,
-    StoreFuture, Timestamp,
+    ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, RecordStep, ServiceName, Step, Store,
+    StoreError, StoreFuture, Timestamp,
 };
-use oncegate_http::{CallerScope, KeyScope, KeySyntax, Profile, RequestBody, Settings, StoreDirective};
+use oncegate_http::{
+    AuthorityRole, CallerScope, KeyScope, KeySyntax, Profile, RequestBody, Settings, StoreDirective,
+};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tower_layer::Layer as _;
@@ -145,11 +147,16 @@ impl Sidecar {
         let metrics = Metrics::new(move || promises.capabilities());
         let store = metrics.measured(store);
         let breaker = Breaker::new(store);
-        let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(metrics.clone()).build();
+        let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(metrics.clone());
+        let engine = engine.with_service(ServiceName::new("orders").unwrap()).build();
         let strict = Settings::new(Profile::stripe()).with_key_syntax(KeySyntax::Strict);
         let tenant = Settings::default().with_caller(CallerScope::single_tenant());
         let by_user = CallerScope::required_header("x-user".parse().unwrap());
         let user = Settings::default().with_caller(by_user).with_key_scope(KeyScope::Caller);
+        let session = Settings::default().with_caller(CallerScope::cookie("sid").unwrap());
+        let tenants =
+            CallerScope::header("x-tenant".parse().unwrap()).and(CallerScope::cookie("sid").unwrap());
+        let hosts = Settings::default().with_caller(tenants).with_authority(AuthorityRole::Scope);
         let long = Settings::default();
         let long =
             long.clone().with_policy(long.policy().with_retention(Duration::from_secs(72 * 3600)).unwrap());
@@ -157,6 +164,8 @@ impl Sidecar {
             .with_route(vec![], "/stripe/{*rest}", strict)
             .and_then(|layer| layer.with_route(vec![], "/tenant", tenant))
             .and_then(|layer| layer.with_route(vec![], "/user", user))
+            .and_then(|layer| layer.with_route(vec![], "/session", session))
+            .and_then(|layer| layer.with_route(vec![], "/hosts", hosts))
             .and_then(|layer| layer.with_route(vec![], "/long", long))
             .unwrap()
             .with_observer(metrics.clone());
@@ -348,6 +357,24 @@ async fn find_looks_where_the_layer_put_it() {
             &[("idempotency-key", "k-8"), ("x-user", "u")],
             json!({"key": "k-8", "path": "/user", "caller": {"value": "u"}}),
         ),
+        (
+            "/session",
+            &[("idempotency-key", "k-9"), ("cookie", "theme=dark; sid=s")],
+            json!({"key": "k-9", "path": "/session", "caller": {"value": "s"}}),
+        ),
+        (
+            "/hosts",
+            &[("idempotency-key", "k-10"), ("host", "Shop.test:443"), ("x-tenant", "t"), ("cookie", "sid=s")],
+            json!({
+                "key": "k-10", "path": "/hosts", "host": "shop.test",
+                "caller": {"fields": {"X-Tenant": "t", "Cookie": "sid=s"}},
+            }),
+        ),
+        (
+            "/hosts",
+            &[("idempotency-key", "k-11"), ("host", "shop.test")],
+            json!({"key": "k-11", "path": "/hosts", "host": "shop.test", "caller": "anonymous"}),
+        ),
     ];
     for (target, headers, find) in cases {
         assert_eq!(sidecar.call(target, headers, b"hello").await.status, 201);
@@ -399,13 +426,15 @@ async fn find_says_what_is_missing() {
         (
             "caller",
             json!("somebody"),
-            "The body: unknown variant `somebody`, expected one of `anonymous`, `single-tenant`, `value`",
+            "The body: unknown variant `somebody`, expected one of `anonymous`, `single-tenant`, `value`, `fields`",
         ),
         (
             "keey",
             json!("k"),
-            "The body: unknown field `keey`, expected one of `key`, `method`, `path`, `caller`, `body`",
+            "The body: unknown field `keey`, expected one of `key`, `method`, `path`, `host`, `caller`, `body`",
         ),
+        ("host", json!("a\nb"), "host: \"a\\nb\" has characters that no host has."),
+        ("caller", json!({"fields": {"a b": "c"}}), "caller: \"a b\" is not the name of a header field."),
     ] {
         let mut find = whole.clone();
         find[member] = value;
@@ -415,6 +444,14 @@ async fn find_says_what_is_missing() {
     let tenant = json!({"key": "k", "method": "POST", "path": "/tenant", "caller": "anonymous"});
     let detail = sidecar.post("/v1/keys/find", tenant).await.refused(400, "bad-request");
     assert_eq!(detail, "caller: on this route it must be \"single-tenant\".");
+    let mut hosts = json!({"key": "k", "method": "POST", "path": "/hosts", "caller": {"value": "t"}});
+    let detail = sidecar.post("/v1/keys/find", hosts.clone()).await.refused(400, "bad-request");
+    let expected = "caller: on this route it must be \"anonymous\", or {\"fields\": {…}} with the header fields that have the cookie \
+                    sid and the field x-tenant, as they were sent.";
+    assert_eq!(detail, expected);
+    hosts["caller"] = "anonymous".into();
+    let detail = sidecar.post("/v1/keys/find", hosts).await.refused(400, "bad-request");
+    assert!(detail.starts_with("host: each host has keys of its own on this route"), "{detail}");
     let user = json!({"key": "k", "method": "POST", "path": "/user", "caller": "anonymous"});
     let detail = sidecar.post("/v1/keys/find", user).await.refused(400, "bad-request");
     assert!(detail.contains("refuses requests on this route that do not say whose they are"), "{detail}");

@@ -60,6 +60,7 @@ pub(super) fn draft(
     );
     let store_must_exist = given(&values.store_must_exist);
     check_store_must_exist(values, problems);
+    check_service(values, store.is_some(), problems);
     let admin_token = read_token(values, problems);
     check_addresses(values, problems);
     check_room(values, problems);
@@ -96,6 +97,7 @@ pub(super) fn draft(
         threads: values.threads.as_ref().map(|threads| threads.value),
         store: given(&values.store),
         store_must_exist,
+        service: values.service.as_ref().map(|service| service.value.clone()),
         tls: tls.clone(),
         default,
         routes,
@@ -217,6 +219,7 @@ fn route_config(
     if settings.completed_by() == CompletedBy::Upstream {
         check_upstream_completion(values, narrows, problems);
     }
+    let settings = with_scope(settings, values, problems);
     let cors = cors(values, &settings, problems);
     RouteConfig {
         settings,
@@ -246,6 +249,48 @@ fn cors(values: &Values, settings: &Settings, problems: &mut Vec<Problem>) -> Op
     }
 }
 
+/// The settings with the callers' scope if one is set, and what does not go with it.
+fn with_scope(settings: Settings, values: &Values, problems: &mut Vec<Problem>) -> Settings {
+    let settings = match values.scope.as_ref().map(|scope| (scope, units::whole_scope(&scope.value))) {
+        None => settings,
+        Some((_, Ok(scope))) => settings.with_caller(scope),
+        Some((scope, Err(what))) => {
+            push_once(problems, Problem::error(scope.source.clone(), what));
+            return settings;
+        }
+    };
+    let is_doubtful = has_error_about("scope", problems);
+    if settings.natural_key().is_some() && settings.caller().allows_anonymous() && !is_doubtful {
+        let source = |given: Option<&Source>| given.cloned();
+        let source = source(values.source("scope")).or_else(|| source(values.source("key.json")));
+        let what = "the key is built of members of the body (key.json), and callers that are not told apart would get each \
+                    other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" \
+                    if there is one caller only";
+        push_once(problems, Problem::error(source, what));
+    }
+    settings
+}
+
+fn has_error_about(name: &str, problems: &[Problem]) -> bool {
+    let is_about = |problem: &Problem| Setting::named(name).is_some_and(|setting| problem.is_about(setting));
+    problems.iter().any(|problem| problem.is_error() && is_about(problem))
+}
+
+/// Two services on one store without names would take each other's answers.
+fn check_service(values: &Values, store_is_known: bool, problems: &mut Vec<Problem>) {
+    let store = given(&values.store);
+    if !store_is_known
+        || !store.is_shared()
+        || values.service.is_some()
+        || has_error_about("service", problems)
+    {
+        return;
+    }
+    let what = "a store on a server may have other services' records in it, so this service needs a name: give --service NAME, \
+                such as --service orders. Sidecars with the same name share keys";
+    push_once(problems, Problem::error(values.store.as_ref().map(|store| store.source.clone()), what));
+}
+
 /// What a route that leaves completion to the service cannot go with. The layer asks the store itself once more.
 fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<Problem>) {
     let abandoned = values.on_abandoned.as_ref().filter(|given| given.value != OnAbandoned::Reexecute);
@@ -254,16 +299,13 @@ fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<
                     has committed nothing and is executed again; leave this out, or set \"reexecute\"";
         push_once(problems, Problem::error(given.source.clone(), what));
     }
-    let is_about_store = |problem: &Problem| {
-        problem.is_error() && Setting::named("store").is_some_and(|store| problem.is_about(store))
-    };
     let without_transactions = match given(&values.store).back() {
         StoreChoice::Memory => "memory:",
         StoreChoice::Directory(_) => "a directory",
         StoreChoice::Redis(_) => "Redis",
         _ => return,
     };
-    if problems.iter().any(is_about_store) {
+    if has_error_about("store", problems) {
         return;
     }
     let what = format!(
@@ -286,7 +328,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     }
     settings = settings
         .with_policy(policy)
-        .with_caller(given(&values.scope))
+        .with_authority(given(&values.authority))
         .with_key_format(given(&values.key_format))
         .with_key_length(given(&values.min_key_length), given(&values.max_key_length))?
         .with_trailing_slash(given(&values.trailing_slash))

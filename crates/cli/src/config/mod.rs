@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use http::Method;
 use http::uri::PathAndQuery;
-use oncegate_core::OnAbandoned;
+use oncegate_core::{OnAbandoned, ServiceName};
 use oncegate_engine::{ConfigError, Engine};
 use oncegate_http::{CompletedBy, IdempotencyLayer, PathPattern, Settings};
 
@@ -95,6 +95,8 @@ pub(crate) struct Config {
     pub(crate) store: StoreChoice,
     /// Whether a store in a directory has to be there already.
     pub(crate) store_must_exist: bool,
+    /// The service that keys belong to, if the store may have those of others.
+    pub(crate) service: Option<ServiceName>,
     pub(crate) tls: Option<TlsFiles>,
     /// What is done where no route matches.
     pub(crate) default: RouteConfig,
@@ -218,10 +220,20 @@ impl Config {
         })
     }
 
+    /// Whether there is a route on which nobody has said how callers are told apart.
+    pub(crate) fn has_default_scope(&self) -> bool {
+        self.route_configs().any(|route| route.settings.caller().is_default())
+    }
+
+    /// What is done where no route matches, and on each route.
+    fn route_configs(&self) -> impl Iterator<Item = &RouteConfig> {
+        std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config))
+    }
+
     /// Where the service is asked what became of requests: each path once.
     pub(crate) fn asks_at(&self) -> Vec<&PathAndQuery> {
         let mut paths = Vec::new();
-        for route in std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config)) {
+        for route in self.route_configs() {
             if let Some(path) = route.reconcile.as_ref().filter(|path| route.asks() && !paths.contains(path))
             {
                 paths.push(path);

@@ -9,11 +9,11 @@ use std::time::Duration;
 use http::header::HeaderName;
 use http::uri::PathAndQuery;
 use http::{Method, StatusCode};
-use oncegate_core::OnAbandoned;
 use oncegate_core::fingerprint::JsonPointer;
+use oncegate_core::{OnAbandoned, ServiceName};
 use oncegate_http::{
-    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors, StoreOutage,
-    TrailingSlash,
+    AuthorityRole, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors,
+    StoreOutage, TrailingSlash,
 };
 
 use super::problem::Source;
@@ -207,6 +207,12 @@ settings! {
     "store-must-exist" SERVICE Service Switch "BOOL" Value("false");
     store_must_exist: bool = units::boolean;
 
+    /// The name of the service that is protected, 1 to 100 ASCII characters without spaces. Sidecars with the same name share
+    /// keys; sidecars with other names on the same store never see them. A store on a server needs a name, because other
+    /// services may use it as well.
+    "service" SERVICE Service One "NAME" Nothing("none, for a store that one process owns");
+    service: ServiceName = units::service;
+
     /// The most memory in which a store in a directory keeps pages of its file. What does not fit is read again: give it
     /// more where there are millions of records. At most 1024GiB.
     "store-cache" SERVICE Service One "SIZE" Value("64MiB");
@@ -249,11 +255,19 @@ settings! {
     "profile" KEYS Route One "NAME" Value("ietf");
     profile: Profile = units::profile;
 
-    /// How callers are told apart, so that one caller's key never meets another's: `header:NAME` (hashed; callers
-    /// without the field share one scope), `required-header:NAME` (requests without the field are refused), or
-    /// `single-tenant` (there is one caller only). Where the field is a credential, a rotated credential is another caller.
-    "scope" KEYS Route One "SCOPE" Value("header:authorization");
+    /// How callers are told apart, so that one caller's key never meets another's: `header:NAME` or `cookie:NAME` (hashed;
+    /// callers without it share one scope), `required-header:NAME` or `required-cookie:NAME` (requests without it are
+    /// refused), several of these together, such as `required-header:x-tenant,cookie:sid`, or `single-tenant` (there is one
+    /// caller only). An empty value counts as none. Where it is a credential, a rotated credential is another caller. While
+    /// this is not set, requests that have another credential (a cookie, an API key) instead of Authorization are refused.
+    "scope" KEYS Route Many "SCOPE" Nothing("`header:authorization`, and other credentials are refused");
     scope: CallerScope = units::scope;
+
+    /// What the host that a request is for means for its key: `compare` (the same key with another host is another request,
+    /// and refused), `scope` (each host has keys of its own: hosts are tenants), or `ignore` (the service has several
+    /// names). In lower case, without the ports 80 and 443.
+    "authority" KEYS Route One "compare|scope|ignore" Value("compare");
+    authority: AuthorityRole = units::authority;
 
     /// Refuses requests of covered methods that have no key.
     "require-key" KEYS Route Switch "BOOL" ByProfile("false");
@@ -265,7 +279,8 @@ settings! {
 
     /// Builds the key of this member of JSON bodies, such as `/customer` (a JSON pointer), and of others that are given, in
     /// place of the header field, which is ignored: two requests of one caller with the same values are one operation,
-    /// whatever key they send, or none. Give it several times or with commas.
+    /// whatever key they send, or none. Needs a `scope` that each caller has to say, or `single-tenant`. Give it several
+    /// times or with commas.
     "key.json" KEYS Route Many "POINTER" Nothing("the header field carries the key");
     key_json: JsonPointer = units::json_pointer;
 
@@ -372,11 +387,12 @@ settings! {
     stored_headers: HeaderName = units::stored_header;
 
     /// Leaves this member out when JSON bodies are compared, such as `/meta/timestamp` (a JSON pointer); give it
-    /// several times or with commas.
+    /// several times or with commas. A body of which nothing would be left is compared as a whole.
     "fingerprint.exclude" REQUESTS Route Many "POINTER" Nothing("");
-    fingerprint_exclude: JsonPointer = units::json_pointer;
+    fingerprint_exclude: JsonPointer = units::excluded;
 
-    /// Compares only this member of JSON bodies, and others that are included; give it several times or with commas.
+    /// Compares only this member of JSON bodies, and others that are included; give it several times or with commas. Case
+    /// counts. A body that has none of them is compared as a whole.
     "fingerprint.include" REQUESTS Route Many "POINTER" Nothing("all members");
     fingerprint_include: JsonPointer = units::json_pointer;
 
@@ -456,8 +472,9 @@ settings! {
     "connect-timeout" LIMITS Live One "DURATION" Value("5s");
     connect_timeout: Duration = units::connect_timeout;
 
-    /// How long the store may take for a command before it is asked whether it is well, and then to say so. One that does
-    /// not is out of reach: requests with a key are refused at once until it answers. From 10ms to 1m.
+    /// How long the store may take for a command before it is asked whether it is well, and then to say so; on PostgreSQL
+    /// also how long a command may go without an answer before its connection is given up. A store that does not say so is
+    /// out of reach: requests with a key are refused at once until it answers. From 10ms to 1m.
     "store-patience" LIMITS Service One "DURATION" Value("2s");
     store_patience: Duration = units::store_patience;
 

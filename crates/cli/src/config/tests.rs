@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use oncegate_core::{MemoryStore, Timestamp};
+use oncegate_http::CallerPart;
 
 use super::settings::{Fallback, Shape};
 use super::units::duration;
@@ -87,6 +88,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("admin-token", "0123456789abcdef"),
     ("store", "./data"),
     ("store-must-exist", "true"),
+    ("service", "orders"),
     ("tls-cert", "cert.pem"),
     ("tls-key", "key.pem"),
     ("upstream-protocol", "http2"),
@@ -94,6 +96,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("access-log", "json"),
     ("profile", "stripe"),
     ("scope", "single-tenant"),
+    ("authority", "scope"),
     ("require-key", "true"),
     ("key-header", "X-Key"),
     ("key.json", "/customer"),
@@ -307,7 +310,7 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given {
-                env: &[TO, ("ONCEGATE_STORE", "redis://cache")],
+                env: &[TO, SERVICE, ("ONCEGATE_STORE", "redis://cache")],
                 file: "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\n",
                 ..NOTHING
             },
@@ -316,7 +319,7 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given {
-                env: &[TO, TRANSACTIONS],
+                env: &[TO, TRANSACTIONS, SERVICE],
                 file: "[[route]]\npath = \"/a\"\ncompletion = \"upstream\"\non-abandoned = \"park\"\n",
                 ..NOTHING
             },
@@ -325,7 +328,7 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given {
-                env: &[TO, TRANSACTIONS, ("ONCEGATE_COMPLETION", "upstream")],
+                env: &[TO, TRANSACTIONS, SERVICE, ("ONCEGATE_COMPLETION", "upstream")],
                 file: "[[route]]\npath = \"/a\"\n\non-abandoned = \"reconcile\"\n",
                 ..NOTHING
             },
@@ -334,7 +337,7 @@ fn single_mistakes_have_single_answers() {
         ),
         (
             Given {
-                env: &[TO, TRANSACTIONS],
+                env: &[TO, TRANSACTIONS, SERVICE],
                 flags: &["--completion", "upstream", "--on-abandoned", "park"],
                 ..NOTHING
             },
@@ -352,6 +355,68 @@ fn single_mistakes_have_single_answers() {
                 ..NOTHING
             },
             "all request bodies together may hold 256MiB, but one alone may have 300MiB (max-request-body)",
+        ),
+        (
+            Given { env: &[TO, TRANSACTIONS], ..NOTHING },
+            "ONCEGATE_STORE: a store on a server may have other services' records in it, so this service needs a name: give \
+             --service NAME, such as --service orders. Sidecars with the same name share keys",
+        ),
+        (
+            Given { env: &[TO], flags: &["--store", "tiered(front=memory:,back=redis://cache)"], ..NOTHING },
+            "--store: a store on a server may have other services' records in it, so this service needs a name: give \
+             --service NAME, such as --service orders. Sidecars with the same name share keys",
+        ),
+        (
+            Given { env: &[TO, TRANSACTIONS], flags: &["--service", "my orders"], ..NOTHING },
+            "--service: \"my orders\" is not the name of a service: a service name has 1 to 100 ASCII characters and no space",
+        ),
+        (
+            Given { env: &[TO], flags: &["--scope", "cookie:a b"], ..NOTHING },
+            "--scope: \"a b\" is not the name of a cookie; letters, digits and characters such as \"-\", \"_\" and \".\" are allowed",
+        ),
+        (
+            Given { env: &[TO], flags: &["--scope", "authorization"], ..NOTHING },
+            "--scope: \"authorization\" does not say how callers are told apart; write \"header:NAME\", \
+             \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
+        ),
+        (
+            Given { env: &[TO], flags: &["--scope", "header:x-tenant,single-tenant"], ..NOTHING },
+            "--scope: \"single-tenant\" stands alone: there is nothing to tell one caller apart by",
+        ),
+        (
+            Given {
+                env: &[TO],
+                flags: &["--scope", "header:x-tenant", "--scope", "required-header:X-Tenant"],
+                ..NOTHING
+            },
+            "--scope: \"required-header:x-tenant\" is there twice",
+        ),
+        (
+            Given { file: &format!("{to}scope = []"), ..NOTHING },
+            "oncegate.toml:2:9: scope: an empty list does not say how callers are told apart; write \"single-tenant\" if there is \
+             one only",
+        ),
+        (
+            Given { env: &[TO], flags: &["--key-json", "/cart"], ..NOTHING },
+            "--key-json: the key is built of members of the body (key.json), and callers that are not told apart would get each \
+             other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if there is \
+             one caller only",
+        ),
+        (
+            Given {
+                file: &format!(
+                    "{to}scope = \"cookie:sid\"\n[[route]]\npath = \"/a\"\nkey = {{ json = [\"/cart\"] }}"
+                ),
+                ..NOTHING
+            },
+            "oncegate.toml:2:9: scope: the key is built of members of the body (key.json), and callers that are not told apart would \
+             get each other's answers; set scope = \"required-header:NAME\" or \"required-cookie:NAME\", or \"single-tenant\" if \
+             there is one caller only",
+        ),
+        (
+            Given { env: &[TO], flags: &["--fingerprint-exclude", ""], ..NOTHING },
+            "--fingerprint-exclude: \"\" is the whole body, and something has to be left to compare; name a member such as \
+             \"/meta/timestamp\"",
         ),
         (
             Given { env: &[TO], flags: &["--listen", "0.0.0.0:9090"], ..NOTHING },
@@ -584,10 +649,37 @@ fn routes_take_their_own_callers_and_keys() {
     let file = "scope = \"header:x-user\"\n[[route]]\npath = \"/one\"\nscope = \"single-tenant\"\nkey-format = \"uuid\"\n";
     let config = Given { env: &[TO], file, ..NOTHING }.config();
     let settings = |path: &str| &config.route(&Method::POST, path).settings;
-    assert_eq!(settings("/").caller().header_name().unwrap(), "x-user");
+    let user = http::header::HeaderName::from_static("x-user");
+    assert_eq!(settings("/").caller().parts().collect::<Vec<_>>(), [CallerPart::Header(&user)]);
     assert!(settings("/one").caller().is_single_tenant());
     assert!(settings("/").key_grammar().parse(b"abc").is_ok());
     assert!(settings("/one").key_grammar().parse(b"abc").is_err());
+}
+
+#[test]
+fn who_said_nothing_of_callers_has_the_default_scope_and_a_route_may_say_it() {
+    let has_default =
+        |flags: &[&str], file: &str| Given { env: &[TO], flags, file }.config().has_default_scope();
+    assert!(has_default(&[], ""));
+    assert!(has_default(&["--profile", "stripe"], ""));
+    assert!(has_default(&[], "[[route]]\npath = \"/a\"\nscope = \"single-tenant\"\n"));
+    // To say what the default is, is to have said it.
+    assert!(!has_default(&["--scope", "header:authorization"], ""));
+    assert!(!has_default(
+        &[],
+        "scope = \"header:authorization\"\n[[route]]\npath = \"/a\"\nprofile = \"stripe\"\n"
+    ));
+
+    let file = "scope = [\"required-header:x-tenant\", \"cookie:sid\"]\n";
+    let config = Given { env: &[TO], file, ..NOTHING }.config();
+    assert_eq!(format!("{:?}", config.default.settings.caller()), "cookie:sid, required-header:x-tenant");
+    for same in [
+        &["--scope", "cookie:sid,required-header:x-tenant"][..],
+        &["--scope", "cookie:sid", "--scope=required-header:X-Tenant"],
+    ] {
+        let other = Given { env: &[TO], flags: same, ..NOTHING }.config();
+        assert_eq!(format!("{:?}", other.default), format!("{:?}", config.default));
+    }
 }
 
 #[test]
@@ -614,7 +706,7 @@ fn the_summary_says_what_was_said_and_by_whom_and_no_secret() {
 
 #[test]
 fn the_summary_shows_no_password_of_a_store() {
-    let given = Given { env: &[TO, ("ONCEGATE_STORE", "redis://app:hunter2@db:6379/1")], ..NOTHING };
+    let given = Given { env: &[TO, SERVICE, ("ONCEGATE_STORE", "redis://app:hunter2@db:6379/1")], ..NOTHING };
     let config = given.config();
     assert!(
         config.safe_summary().contains("store=redis://…@db:6379/1 (ONCEGATE_STORE)"),
@@ -638,12 +730,16 @@ fn what_the_help_says_of_the_profile_is_what_it_says() {
 /// A store that can do everything.
 const TRANSACTIONS: (&str, &str) = ("ONCEGATE_STORE", "postgres://sidecar@db/shop");
 
+/// What a store on a server demands.
+const SERVICE: (&str, &str) = ("ONCEGATE_SERVICE", "shop");
+
 /// What each setting of a route does to what the layer and the proxy are told.
 #[test]
 fn every_setting_of_a_route_arrives() {
     let expected: &[(&str, &str)] = &[
         ("profile", "name: \"stripe\""),
         ("scope", "caller: single-tenant"),
+        ("authority", "authority: Scope"),
         ("require-key", "require_key: true"),
         ("key-header", "key_header: \"x-key\""),
         ("key.json", "natural_key: Some(NaturalKey { members: [JsonPointer(\"/customer\")] })"),
@@ -652,7 +748,7 @@ fn every_setting_of_a_route_arrives() {
         ("key-format", "format: Uuid"),
         (
             "methods",
-            "caller: header:authorization, grammar: KeyGrammar { syntax: Lenient, format: Any, min: 1, max: 255 }, methods: [PUT]",
+            "caller: header:authorization, authority: Compared, grammar: KeyGrammar { syntax: Lenient, format: Any, min: 1, max: 255 }, methods: [PUT]",
         ),
         ("min-key-length", "min: 8, max: 255"),
         ("max-key-length", "min: 1, max: 64"),
@@ -691,12 +787,16 @@ fn every_setting_of_a_route_arrives() {
         let (_, text) = SAMPLES.iter().find(|(sample, _)| *sample == name).unwrap();
         let (_, arrives) = expected.iter().find(|(of, _)| *of == name).unwrap();
         assert!(!default.contains(arrives), "{name}: {default}");
-        let said = [TO, TRANSACTIONS, (&setting.variable(), text)];
+        let variable = setting.variable();
+        // A key that is built of the body needs callers that are told apart, or one only.
+        let scope = Some(("ONCEGATE_SCOPE", "single-tenant")).filter(|_| name == "key.json");
+        let said: Vec<_> = [TO, TRANSACTIONS, SERVICE, (&variable, text)].into_iter().chain(scope).collect();
         let everywhere = format!("{:?}", Given { env: &said, ..NOTHING }.config().default);
         assert!(everywhere.contains(arrives), "{name}: {everywhere}");
         let value = if setting.shape == Shape::Switch { (*text).to_owned() } else { format!("{text:?}") };
-        let file = format!("[[route]]\npath = \"/a\"\n{name} = {value}\n");
-        let config = Given { env: &[TO, TRANSACTIONS], file: &file, ..NOTHING }.config();
+        let scope = scope.map_or("", |_| "scope = \"single-tenant\"\n");
+        let file = format!("[[route]]\npath = \"/a\"\n{scope}{name} = {value}\n");
+        let config = Given { env: &[TO, TRANSACTIONS, SERVICE], file: &file, ..NOTHING }.config();
         // The methods of a route are what it matches.
         let route = format!("{:?}", config.route(&Method::PUT, "/a"));
         assert!(route.contains(arrives), "{name}: {route}");
@@ -746,7 +846,7 @@ fn a_route_that_leaves_completion_to_the_service_executes_again() {
         [("", ""), ("on-abandoned = \"park\"\n", ""), ("", "on-abandoned = \"reexecute\"\n")]
     {
         let file = format!("{elsewhere}{route}{own}");
-        let config = Given { env: &[TO, TRANSACTIONS], file: &file, ..NOTHING }.config();
+        let config = Given { env: &[TO, TRANSACTIONS, SERVICE], file: &file, ..NOTHING }.config();
         assert_eq!(
             config.route(&Method::POST, "/a").settings.policy().on_abandoned(),
             OnAbandoned::Reexecute
@@ -770,7 +870,7 @@ fn a_service_that_completes_its_records_is_asked_where_there_is_a_place_to_ask_a
         ),
     ] {
         let file = format!("{elsewhere}{route}{own}");
-        let config = Given { env: &[TO, TRANSACTIONS], file: &file, ..NOTHING }.config();
+        let config = Given { env: &[TO, TRANSACTIONS, SERVICE], file: &file, ..NOTHING }.config();
         let route = config.route(&Method::POST, "/a");
         assert_eq!(route.asks(), place.is_some(), "{file}");
         assert_eq!(config.asks_at().iter().any(|path| Some(path.as_str()) == place), place.is_some());
@@ -793,6 +893,7 @@ fn every_setting_of_the_service_arrives() {
         ("admin-token-file", token, "admin_token: Some(AdminToken)"),
         ("store", "./data", &format!("store: Directory({:?})", here.join("data"))),
         ("store-must-exist", "true", "store_must_exist: true"),
+        ("service", "orders", "service: Some(ServiceName(\"orders\"))"),
         ("upstream-protocol", "http2", "upstream_protocol: Http2"),
         ("threads", "3", "threads: Some(3)"),
         ("access-log", "json", "access_log: Some(Json)"),

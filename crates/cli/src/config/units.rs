@@ -11,10 +11,11 @@ use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme, Uri};
 use http::{Method, StatusCode};
 use oncegate_core::fingerprint::JsonPointer;
-use oncegate_core::{OnAbandoned, limits};
+use oncegate_core::{OnAbandoned, ServiceName, limits};
+use oncegate_engine::ConfigError;
 use oncegate_http::{
-    CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors, Settings,
-    StoreOutage, TrailingSlash,
+    AuthorityRole, CallerScope, CompletedBy, KeyFormat, KeyScope, KeySyntax, PathCase, Profile, ServerErrors,
+    Settings, StoreOutage, TrailingSlash,
 };
 use oncegate_postgres::PostgresOptions;
 
@@ -47,6 +48,11 @@ pub(crate) enum StoreChoice {
 }
 
 impl StoreChoice {
+    /// Whether the store is on a server, which other services may use too.
+    pub(crate) fn is_shared(&self) -> bool {
+        matches!(self.back(), Self::Postgres(_) | Self::Redis(_))
+    }
+
     /// Where the records are: behind the front, if there is one.
     pub(crate) fn back(&self) -> &Self {
         match self {
@@ -515,14 +521,42 @@ pub(crate) fn profile(text: &str) -> Read<Profile> {
     Profile::named(text).ok_or_else(|| not_one_of(text, &Profile::all().map(|profile| profile.name)))
 }
 
+pub(crate) fn service(text: &str) -> Read<ServiceName> {
+    ServiceName::new(text).map_err(|error| format!("{text:?} is not the name of a service: {error}"))
+}
+
+/// One part of what callers are told apart by, or none of them.
 pub(crate) fn scope(text: &str) -> Read<CallerScope> {
-    const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\" or \"single-tenant\"";
+    const ALLOWED: &str = "write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"";
+    let error = |error: ConfigError| error.to_string();
     match text.split_once(':') {
         None if text == "single-tenant" => Ok(CallerScope::single_tenant()),
         Some(("header", name)) => header_name(name).map(CallerScope::header),
         Some(("required-header", name)) => header_name(name).map(CallerScope::required_header),
+        Some(("cookie", name)) => CallerScope::cookie(name).map_err(error),
+        Some(("required-cookie", name)) => CallerScope::required_cookie(name).map_err(error),
         _ => Err(format!("{text:?} does not say how callers are told apart; {ALLOWED}")),
     }
+}
+
+/// What callers are told apart by, of all its parts.
+pub(super) fn whole_scope(parts: &[CallerScope]) -> Read<CallerScope> {
+    let Some((first, rest)) = parts.split_first() else {
+        return Err("an empty list does not say how callers are told apart; write \"single-tenant\" if there is one only"
+            .to_owned());
+    };
+    if !rest.is_empty() && parts.iter().any(CallerScope::is_single_tenant) {
+        return Err("\"single-tenant\" stands alone: there is nothing to tell one caller apart by".to_owned());
+    }
+    rest.iter().try_fold(first.clone(), |scope, part| {
+        let is_new = part.parts().all(|new| scope.parts().all(|old| old != new));
+        if is_new { Ok(scope.and(part.clone())) } else { Err(format!("\"{part:?}\" is there twice")) }
+    })
+}
+
+pub(crate) fn authority(text: &str) -> Read<AuthorityRole> {
+    use AuthorityRole::{Compared, Ignored, Scope};
+    one_of(text, &[("compare", Compared), ("scope", Scope), ("ignore", Ignored)])
 }
 
 pub(crate) fn header_name(text: &str) -> Read<HeaderName> {
@@ -638,6 +672,15 @@ pub(crate) fn method(text: &str) -> Read<Method> {
 pub(crate) fn json_pointer(text: &str) -> Read<JsonPointer> {
     text.parse()
         .map_err(|error| format!("{text:?} is not a JSON pointer such as \"/meta/timestamp\": {error}"))
+}
+
+/// A member to leave out. Without the whole body there would be nothing to compare.
+pub(crate) fn excluded(text: &str) -> Read<JsonPointer> {
+    match text {
+        "" => Err("\"\" is the whole body, and something has to be left to compare; name a member such as \"/meta/timestamp\""
+            .to_owned()),
+        _ => json_pointer(text),
+    }
 }
 
 pub(crate) fn key_syntax(text: &str) -> Read<KeySyntax> {
@@ -887,7 +930,7 @@ mod tests {
             ),
             ("\"yes\" is neither true nor false", error(boolean("yes"))),
             (
-                "\"tenant\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\" or \"single-tenant\"",
+                "\"tenant\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"",
                 error(scope("tenant")),
             ),
             (

@@ -3,6 +3,9 @@
 
 use crate::config::{StoreChoice, read_store};
 
+/// The name that keeps the records of a demonstration apart from those of services.
+pub(super) const SERVICE: &str = "oncegate-demo";
+
 /// How long the records of a demonstration stay in a database that is not its own.
 pub(super) const RETENTION: &str = "1h";
 

@@ -13,7 +13,7 @@ use http_body_util::Full;
 use tokio::time::timeout;
 
 use super::exchange::exchange;
-use super::shared::{RETENTION, Shared};
+use super::shared::{RETENTION, SERVICE, Shared};
 
 /// How long a process that died without an answer keeps its keys blocked. Short, so that nobody who watches has to wait.
 pub(super) const LEASE: &str = "2s";
@@ -189,7 +189,10 @@ async fn launch(
     match &home.shared {
         None => command.arg("--store").arg(dir.join("store")),
         // Not as an argument, which everybody on this machine can read.
-        Some(shared) => command.args(["--retention", RETENTION]).env("ONCEGATE_STORE", &shared.url),
+        Some(shared) => {
+            let flags = ["--service", SERVICE, "--retention", RETENTION];
+            command.args(flags).env("ONCEGATE_STORE", &shared.url)
+        }
     };
     let child = command.spawn().map_err(|error| format!("cannot start {}: {error}", program.display()))?;
     let mut process = Process { child, stdout: None };

@@ -123,12 +123,19 @@ struct Request {
     /// standard input. Not a flag of its own, because command lines can be seen by others
     #[arg(long, value_name = "FILE", group = "whose")]
     caller_file: Option<PathBuf>,
-    /// The client did not send that field
+    /// Reads the header fields that tell callers apart, such as "X-Tenant: acme", from this file, one a line: for a route
+    /// that goes by several; - is the standard input
+    #[arg(long, value_name = "FILE", group = "whose")]
+    caller_fields: Option<PathBuf>,
+    /// The client sent nothing that tells callers apart
     #[arg(long, group = "whose")]
     anonymous: bool,
     /// The route does not tell callers apart
     #[arg(long, group = "whose")]
     single_tenant: bool,
+    /// The host that the request was for, if hosts have keys of their own (authority = "scope")
+    #[arg(long, value_name = "HOST")]
+    host: Option<String>,
 }
 
 #[derive(Args, Debug)]
@@ -349,13 +356,24 @@ impl Ls {
 impl Request {
     fn json(&self, body: bool) -> Result<Value, Failure> {
         let caller = match (&self.caller_file, self.anonymous, self.single_tenant) {
-            (Some(file), ..) => json!({"value": read_line(file)?}),
+            (Some(file), ..) => {
+                json!({"value": read_text("--caller-file", file)?.trim_end_matches(['\r', '\n'])})
+            }
             (None, true, _) => "anonymous".into(),
             (None, _, true) => "single-tenant".into(),
-            // The sidecar says what fits the route.
-            (None, false, false) => Value::Null,
+            (None, false, false) => match &self.caller_fields {
+                Some(file) => json!({"fields": fields(&read_text("--caller-fields", file)?)?}),
+                // The sidecar says what fits the route.
+                None => Value::Null,
+            },
         };
-        Ok(json!({"key": self.key, "method": self.method, "path": self.path, "caller": caller, "body": body}))
+        let mut request = json!({
+            "key": self.key, "method": self.method, "path": self.path, "caller": caller, "body": body
+        });
+        if let (Some(host), Value::Object(members)) = (&self.host, &mut request) {
+            members.insert("host".to_owned(), host.as_str().into());
+        }
+        Ok(request)
     }
 }
 
@@ -411,14 +429,24 @@ impl Why {
     }
 }
 
-/// What a file holds without the end of its line.
-fn read_line(file: &PathBuf) -> Result<String, Failure> {
+/// The text in the file that this flag names.
+fn read_text(flag: &str, file: &PathBuf) -> Result<String, Failure> {
     let text =
         if file.as_os_str() == "-" { io::read_to_string(io::stdin()) } else { fs::read_to_string(file) };
-    match text {
-        Ok(text) => Ok(text.trim_end_matches(['\r', '\n']).to_owned()),
-        Err(error) => Err(Failure::Usage(format!("--caller-file: {}: {error}", file.display()))),
-    }
+    text.map_err(|error| Failure::Usage(format!("{flag}: {}: {error}", file.display())))
+}
+
+/// Header fields, one a line.
+fn fields(text: &str) -> Result<Map<String, Value>, Failure> {
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let fields = lines.map(|line| {
+        // What stands there may be a credential, and is not repeated.
+        let (name, value) = line
+            .split_once(':')
+            .ok_or_else(|| Failure::Usage("--caller-fields: a line is not \"Name: value\"".to_owned()))?;
+        Ok((name.trim().to_owned(), value.trim().into()))
+    });
+    fields.collect()
 }
 
 /// Percent-encoded for one segment of a path, or one value of a query.

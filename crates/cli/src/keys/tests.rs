@@ -111,6 +111,17 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     let json = keys(&sidecar, &["--json", "show", record, "--body"]).await.unwrap();
     assert_eq!(serde_json::from_str::<Value>(&json).unwrap()["response"]["body"], "line\n\u{1b}[31mred");
 
+    let sent = [("idempotency-key", "k"), ("host", "a.test"), ("x-tenant", "t"), ("cookie", "sid=s")];
+    sidecar.call("/hosts", &sent, body).await;
+    fs::write(&file, "X-Tenant: t\n\nCookie: sid=s\n").unwrap();
+    let file = file.to_str().unwrap();
+    let of_host = ["find", "--key", "k", "--path", "/hosts", "--host", "a.test", "--caller-fields", file];
+    let found = keys(&sidecar, &of_host).await.unwrap();
+    assert!(found.contains("state           completed\n"), "{found}");
+    fs::write(file, "secret").unwrap();
+    let words = usage(keys(&sidecar, &of_host).await);
+    assert_eq!(words, "--caller-fields: a line is not \"Name: value\"");
+
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay", "--anonymous"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);

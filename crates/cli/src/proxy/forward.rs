@@ -77,7 +77,7 @@ impl Forward {
         let attempt = context.map(|context| context.attempt().clone());
         let record = attempt.as_ref().map(|attempt| display(attempt.record_id()));
         let grpc = GrpcForm::of(request.headers());
-        let upgrade = prepare(&mut request, &self.peer);
+        let upgrade = prepare(&mut request, &self.peer, &route.settings);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
         let mut client = &self.upstream.client;
         let mut host = None;
@@ -148,7 +148,7 @@ impl Forward {
         client_side: Option<OnUpgrade>,
         timeout: Option<Duration>,
     ) -> Option<Response<ProxyBody>> {
-        let protocol = remove_hop_by_hop(response.headers_mut());
+        let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (protocol, client_side) = (protocol?, client_side?);
             ask_upgrade(response.headers_mut(), protocol);

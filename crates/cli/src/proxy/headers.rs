@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
 use http::{Request, Uri, Version};
-use oncegate_http::IdempotencyContext;
+use oncegate_http::{IdempotencyContext, Settings};
 
 use crate::config::Upstream;
 
@@ -72,8 +72,12 @@ const HOP_BY_HOP: [HeaderName; 7] = [
     PROXY_CONNECTION,
 ];
 
-/// Takes off the fields that belong to one connection. Returns what an upgrade asks for.
-pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> {
+/// Takes off the fields that belong to one connection, but none of those that `is_needed` names. Returns what an upgrade asks
+/// for.
+pub(crate) fn remove_hop_by_hop(
+    headers: &mut HeaderMap,
+    is_needed: impl Fn(&HeaderName) -> bool,
+) -> Option<HeaderValue> {
     // Most messages have none of them, which one look at the names tells.
     if !headers.keys().any(|name| HOP_BY_HOP.contains(name)) {
         return None;
@@ -91,8 +95,8 @@ pub(crate) fn remove_hop_by_hop(headers: &mut HeaderMap) -> Option<HeaderValue> 
                 }
             }
         }
-        // Whom these fields concern is not for a client to take off.
-        for name in nominated.iter().filter(|name| !PROTECTED.contains(*name)) {
+        // A client must not take off what tells the service whose request it is and what is in it: the layer has seen it.
+        for name in nominated.iter().filter(|name| !PROTECTED.contains(*name) && !is_needed(name)) {
             headers.remove(name);
         }
     }
@@ -127,11 +131,11 @@ const PROTECTED: [HeaderName; 5] =
     [header::HOST, header::AUTHORIZATION, header::CONTENT_LENGTH, header::CONTENT_TYPE, header::COOKIE];
 
 /// Makes the request of a client one to the upstream.
-pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<HeaderValue> {
+pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer, settings: &Settings) -> Option<HeaderValue> {
     let context = request.extensions().get::<IdempotencyContext>().map(|context| context.attempt().clone());
     let via = via(request.version());
     let headers = request.headers_mut();
-    let upgrade = remove_hop_by_hop(headers);
+    let upgrade = remove_hop_by_hop(headers, |name| settings.goes_by(name));
     // The client's expectation was met by this proxy, which asked for the body itself.
     headers.remove(header::EXPECT);
     forward(headers, peer);
@@ -247,24 +251,46 @@ mod tests {
             ("upgrade", "h2c"),
             ("x-kept", "1"),
         ]);
-        assert_eq!(remove_hop_by_hop(request.headers_mut()), None);
+        assert_eq!(remove_hop_by_hop(request.headers_mut(), |_| false), None);
         let mut left: Vec<_> = request.headers().keys().map(HeaderName::as_str).collect();
         left.sort_unstable();
         assert_eq!(left, ["authorization", "x-kept"]);
     }
 
     #[test]
+    fn a_client_cannot_take_off_what_the_key_goes_by() {
+        let tenant = oncegate_http::CallerScope::header(HeaderName::from_static("x-tenant"));
+        let settings = Settings::default().with_caller(tenant);
+        let nominated = "X-Tenant, Idempotency-Key, Content-Encoding, X-Other, Keep-Alive";
+        let mut request = request(&[
+            ("connection", nominated),
+            ("x-tenant", "a"),
+            ("idempotency-key", "k"),
+            ("content-encoding", "gzip"),
+            ("x-other", "1"),
+            ("keep-alive", "timeout=5"),
+        ]);
+        prepare(&mut request, &peer(), &settings);
+        for kept in ["x-tenant", "idempotency-key", "content-encoding"] {
+            assert!(request.headers().contains_key(kept), "{kept}");
+        }
+        for gone in ["connection", "x-other", "keep-alive"] {
+            assert!(!request.headers().contains_key(gone), "{gone}");
+        }
+    }
+
+    #[test]
     fn an_upgrade_is_found_and_trailers_are_asked_for_on() {
         let mut request =
             request(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket"), ("te", "trailers")]);
-        assert_eq!(remove_hop_by_hop(request.headers_mut()).unwrap(), "websocket");
+        assert_eq!(remove_hop_by_hop(request.headers_mut(), |_| false).unwrap(), "websocket");
         assert_eq!(request.headers()["te"], "trailers");
     }
 
     #[test]
     fn the_upstream_is_told_who_asked() {
         let mut request = request(&[("host", "api.example:8080")]);
-        prepare(&mut request, &peer());
+        prepare(&mut request, &peer(), &Settings::default());
         let headers = request.headers();
         assert_eq!(headers["forwarded"], "for=192.0.2.7;proto=http;host=\"api.example:8080\"");
         assert_eq!(headers["x-forwarded-for"], "192.0.2.7");
@@ -284,7 +310,7 @@ mod tests {
             ("forwarded", "for=198.51.100.1"),
         ]);
         let v6 = Peer::new("[2001:db8::1]:1".parse().unwrap(), true);
-        prepare(&mut request, &v6);
+        prepare(&mut request, &v6, &Settings::default());
         let headers = request.headers();
         assert_eq!(headers["x-forwarded-for"], "198.51.100.1, 203.0.113.2, 2001:db8::1");
         assert_eq!(headers["x-forwarded-proto"], "https");
@@ -299,7 +325,7 @@ mod tests {
     fn a_client_cannot_say_which_attempt_it_is() {
         let mut request =
             request(&[("oncegate-token", "9"), ("oncegate-record", "x"), ("oncegate-attempt", "1")]);
-        prepare(&mut request, &peer());
+        prepare(&mut request, &peer(), &Settings::default());
         assert!(request.headers().keys().all(|name| !name.as_str().starts_with("oncegate-")));
     }
 

@@ -28,7 +28,7 @@ use oncegate_engine::Engine;
 use tokio::sync::watch;
 
 pub(crate) use listen::bind;
-pub(crate) use run::run;
+pub(crate) use run::{DEFAULT_SCOPE, run};
 pub(crate) use tls::server_config;
 
 use crate::admin::Metrics;

@@ -171,7 +171,7 @@ impl Asker {
     fn question(&self, context: &IdempotencyContext, request: &Parts) -> Option<Request<Empty<Bytes>>> {
         let config = &self.questions.config;
         let mut headers = request.headers.clone();
-        remove_hop_by_hop(&mut headers);
+        remove_hop_by_hop(&mut headers, |name| self.settings.goes_by(name));
         remove_ours(&mut headers);
         let unwanted: Vec<_> = headers.keys().filter(|name| is_unwanted(name)).cloned().collect();
         for name in unwanted {
@@ -226,7 +226,7 @@ impl Asker {
         if !framed {
             return Answer::None("a body without a length".to_owned(), true);
         }
-        remove_hop_by_hop(&mut head.headers);
+        remove_hop_by_hop(&mut head.headers, |_| false);
         match read_whole(body, self.settings.max_response_body()).await {
             Ok(Some((chunks, trailers))) => {
                 let stored = self.settings.stored(&head, &chunks, trailers.as_ref());

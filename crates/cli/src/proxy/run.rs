@@ -31,6 +31,9 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         tracing::warn!("{warning}");
     }
     tracing::info!(config = config.safe_summary(), "starting");
+    if config.has_default_scope() {
+        tracing::info!("{DEFAULT_SCOPE}");
+    }
     allow_many_files();
     let control = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -42,6 +45,10 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
     control.shutdown_timeout(Duration::from_secs(1));
     result
 }
+
+/// What holds while nobody has said how callers are told apart.
+pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, requests without any credential share \
+     one scope (under one key they get each other's answers), and requests with another credential, such as a cookie, are refused";
 
 /// Every request in flight takes two: what systems allow a process at first is soon used up.
 fn allow_many_files() {
@@ -80,6 +87,10 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let (store, tiered) = tiered::before(Arc::new(breaker.clone()), tier);
     let left = LeftBehind::default();
     let builder = Engine::builder(store).with_runtime(control);
+    let builder = match config.service.clone() {
+        Some(service) => builder.with_service(service),
+        None => builder,
+    };
     #[cfg(feature = "failpoints")]
     let builder =
         builder.with_observer(((metrics.clone(), left.clone()), crate::failpoint::Failpoint::from_env()));

@@ -171,7 +171,10 @@ async fn a_target_with_an_authority_is_the_same_target() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &[]).await;
     assert!(!sidecar.ask(&absolute).await.has_status(200).is_replay());
-    assert!(sidecar.ask(&request("POST", "/orders?a=1", &[KEY], "{}")).await.has_status(200).is_replay());
+    let relative = request("POST", "/orders?a=1", &[KEY], "{}");
+    let same = relative.replace("Host: orders.test", "Host: Shop.Test:81");
+    assert!(sidecar.ask(&same).await.has_status(200).is_replay());
+    sidecar.ask(&relative).await.is_problem(422, "key-reused");
     assert_eq!(service.requests(), 1);
 }
 

@@ -4,6 +4,7 @@
 mod support;
 
 mod budget;
+mod callers;
 mod config;
 mod cors;
 mod fields;

@@ -10,7 +10,8 @@ use crate::{KEY, OK};
 
 fn oncegate(args: &[&str], url: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
-    command.args(args).env_clear().env("ONCEGATE_STORE", url).output().unwrap()
+    let service = ("ONCEGATE_SERVICE", "tests");
+    command.args(args).env_clear().envs([("ONCEGATE_STORE", url), service]).output().unwrap()
 }
 
 /// Whether it went well, and what it said; never the password.
@@ -42,6 +43,10 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&check);
     assert!(ok && text.contains("can be used"), "{text}");
+    assert!(
+        text.contains("ok    service name tests: sidecars with this name on the same store share keys"),
+        "{text}"
+    );
     let (ok, text) = run(&["schema", "print", "postgres"]);
     assert!(ok && text.contains("CREATE OR REPLACE FUNCTION oncegate.claim("), "{text}");
 

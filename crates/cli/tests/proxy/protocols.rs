@@ -136,7 +136,7 @@ impl Authority {
 #[tokio::test]
 async fn a_client_may_speak_http_2_in_the_clear() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1", "--scope=header:authorization"]).await;
     let mut client = http2(TcpStream::connect(sidecar.address).await.unwrap()).await;
     let asked = Request::post("http://shop.test/orders?a=1")
         .header("idempotency-key", "intent-1")

@@ -45,7 +45,8 @@ async fn a_redis_before_a_postgres() {
     let store = format!("tiered(front={},back={},patience=1s)", redis.url(), postgres.url());
     let run = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
-        let output = command.args(args).env_clear().env("ONCEGATE_STORE", &store).output().unwrap();
+        command.args(args).env_clear().env("ONCEGATE_STORE", &store).env("ONCEGATE_SERVICE", "tests");
+        let output = command.output().unwrap();
         let text = String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap();
         assert!(passwords.iter().all(|password| !text.contains(password)), "{text}");
         (output.status.success(), text)

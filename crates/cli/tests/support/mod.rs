@@ -180,8 +180,8 @@ fn target() -> PathBuf {
 pub(crate) fn sidecar(to: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--to", to]);
-    // Most tests look at what is answered while the first request runs. A flag overrules this.
-    command.env("ONCEGATE_WAIT", "0s");
+    // Most tests look at what is answered while the first request runs. A flag overrules each of these.
+    command.env("ONCEGATE_WAIT", "0s").env("ONCEGATE_SERVICE", "tests");
     command
 }
 

@@ -1,0 +1,90 @@
+//! Who may get whose answer: callers that are told apart, and those that are not.
+
+use rustix::process::Signal;
+
+use crate::support::{Process, Service, Sidecar, request, sidecar};
+use crate::{KEY, OK};
+
+const SESSION: &str = "Cookie: sid=ada";
+
+#[tokio::test]
+async fn while_nobody_has_said_how_callers_are_told_apart_the_log_says_what_holds() {
+    let service = Service::new().await.answers(OK);
+    let mut open = Sidecar::start(service.address, &[]).await;
+    for cookie in [SESSION, "Cookie: sid=eve"] {
+        let refused = open.ask(&request("POST", "/orders", &[KEY, cookie], "{}")).await;
+        refused.is_problem(400, "scope-not-set");
+    }
+    open.ask(&request("POST", "/orders", &[KEY, "X-Api-Key: hunter2"], "{}"))
+        .await
+        .is_problem(400, "scope-not-set");
+    assert_eq!(service.requests(), 0);
+    // One request without any credential shares the scope of all others.
+    assert!(!open.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200).is_replay());
+    assert!(open.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200).is_replay());
+    open.process.signal(Signal::TERM);
+    let log = open.process.errors().await;
+    assert_eq!(log.matches("`scope` is not set").count(), 1, "{log}");
+    let warnings: Vec<_> = log.lines().filter(|line| line.contains("are refused, because")).collect();
+    let [warning] = warnings[..] else { panic!("not one warning: {log}") };
+    for word in ["WARN", "cookie", "set `scope`", "required-cookie:NAME", "header:authorization"] {
+        assert!(warning.contains(word), "no {word} in {warning}");
+    }
+    assert!(!log.contains("sid=") && !log.contains("hunter2"), "{log}");
+
+    let mut said = Sidecar::start(service.address, &["--scope=header:authorization"]).await;
+    assert!(!said.ask(&request("POST", "/orders", &[KEY, SESSION], "{}")).await.has_status(200).is_replay());
+    assert!(said.ask(&request("POST", "/orders", &[KEY, "Cookie: sid=eve"], "{}")).await.is_replay());
+    said.process.signal(Signal::TERM);
+    let log = said.process.errors().await;
+    assert!(!log.contains("`scope` is not set") && !log.contains("are refused, because"), "{log}");
+}
+
+#[tokio::test]
+async fn keys_of_the_body_are_not_started_with_callers_that_are_not_told_apart() {
+    for scope in [None, Some("--scope=header:x-tenant"), Some("--scope=cookie:sid")] {
+        let mut command = sidecar("http://127.0.0.1:9");
+        command.args(["--store=memory:", "--key-json=/cart"]).args(scope);
+        let mut process = Process::start(&mut command);
+        assert_eq!(process.ended().await.code(), Some(1));
+        let said = process.errors().await;
+        assert!(said.contains("would get each other's answers") && said.contains("single-tenant"), "{said}");
+    }
+    let service = Service::new().await.answers(OK);
+    for scope in ["--scope=single-tenant", "--scope=required-header:x-tenant"] {
+        let sidecar = Sidecar::start(service.address, &["--key-json=/cart", scope]).await;
+        let fields = ["X-Tenant: a", "Content-Type: application/json"];
+        sidecar.ask(&request("POST", "/orders", &fields, r#"{"cart":1}"#)).await.has_status(200);
+    }
+}
+
+/// RFC 9110, 7.6.1 lets a client name fields that end at the first hop.
+#[tokio::test]
+async fn a_client_cannot_hide_from_the_service_what_its_key_goes_by() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--scope=required-header:x-tenant"]).await;
+    let mut client = sidecar.connect().await;
+    let fields = ["Connection: X-Tenant, Idempotency-Key, X-Other", "X-Tenant: a", "X-Other: 1", KEY];
+    client.send(&request("POST", "/orders", &fields, "{}")).await;
+    let mut wire = service.accept().await;
+    let seen = wire.message().await;
+    assert_eq!((seen.get("x-tenant"), seen.get("idempotency-key")), (Some("a"), Some("intent-1")));
+    assert_eq!(seen.get("x-other"), None);
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+}
+
+#[tokio::test]
+async fn a_caller_that_has_to_say_who_it_is_is_asked_for_it() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--scope=required-header:authorization"]).await;
+    for fields in [&[KEY][..], &[KEY, "Authorization:"], &[KEY, "Authorization: Bearer"]] {
+        let refused = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+        refused.is_problem(401, "scope-unavailable");
+        assert_eq!(refused.get("www-authenticate"), Some("Bearer"));
+    }
+    let twice = [KEY, "Authorization: Bearer a", "Authorization: Bearer b"];
+    sidecar.ask(&request("POST", "/orders", &twice, "{}")).await.is_problem(400, "scope-unavailable");
+    assert_eq!(service.requests(), 0);
+    sidecar.ask(&request("POST", "/orders", &[KEY, "Authorization: Bearer a"], "{}")).await.has_status(200);
+}
