@@ -152,8 +152,8 @@ struct Taken {
 impl Source for Messages {
     type Delivery = Taken;
 
-    fn redelivery(&self) -> Option<Duration> {
-        None
+    fn info(&self) -> oncegate_inbox::SourceInfo {
+        oncegate_inbox::SourceInfo::new(None)
     }
 
     async fn next(&mut self) -> std::result::Result<Taken, SourceError> {
@@ -255,7 +255,7 @@ impl Processor for ByHand {
         Duration::MAX
     }
 
-    fn check(&self, _: Option<Duration>) -> std::result::Result<(), ConfigError> {
+    fn check(&self, _: &oncegate_inbox::SourceInfo) -> std::result::Result<(), ConfigError> {
         Ok(())
     }
 

@@ -16,7 +16,9 @@ use std::time::Duration;
 use oncegate_engine::ConfigError;
 use oncegate_inbox::amqp::{AmqpBroker, AmqpSource};
 use oncegate_inbox::postgres::TransactionalInbox;
-use oncegate_inbox::{Consumer, ConsumerName, Failure, Handled, Identity, Message, Order, Processor};
+use oncegate_inbox::{
+    Consumer, ConsumerName, Failure, Handled, Identity, Message, Order, Processor, SourceInfo,
+};
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPoolOptions};
 use oncegate_postgres::sqlx::query;
 use tokio::signal::unix::{SignalKind, signal};
@@ -73,8 +75,8 @@ impl<P: Processor> Processor for DiesAfterCommit<P> {
         self.0.retention()
     }
 
-    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError> {
-        self.0.check(redelivery)
+    fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
+        self.0.check(source)
     }
 
     async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {

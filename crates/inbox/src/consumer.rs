@@ -12,10 +12,11 @@ use oncegate_engine::{ConfigError, Panicked, catch_panic};
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
 use tokio_util::time::DelayQueue;
-use tracing::{Instrument as _, debug, info_span, warn};
+use tracing::{Instrument as _, debug, error, info_span, warn};
 
 use crate::event::{Event, EventKind, Observer};
-use crate::handled::{Handled, Settlement};
+use crate::handled::{DeadReason, Handled, Settlement};
+use crate::inbox::said;
 use crate::message::Message;
 use crate::processor::Processor;
 use crate::source::{Delivery, Source, SourceError};
@@ -27,6 +28,8 @@ use crate::source::{Delivery, Source, SourceError};
 /// - **Bounds**: so many messages and octets are held at the most, and so many batches run at once. Where the bound is reached,
 ///   nothing more is asked for.
 /// - **Time**: what is held is extended at the broker every third of its redelivery time.
+/// - **Something is wrong**: after so many dead letters in a row, and no message that was processed, it ends with
+///   [`ConsumerError::OnlyDeadLetters`], and leaves the rest with the broker.
 /// - **Stopping**: nothing more is asked for, what runs is ended and acknowledged, what was not begun is given back.
 #[must_use = "it consumes when it is run"]
 pub struct Consumer<S, P> {
@@ -42,6 +45,7 @@ struct Settings {
     order: Order,
     backoff: (Duration, Duration),
     patience: Duration,
+    max_dead_in_a_row: Option<u32>,
     observer: Arc<dyn Observer>,
 }
 
@@ -73,6 +77,16 @@ pub enum ConsumerError {
     Config(ConfigError),
     /// The source will not give anything any more. What ran was ended first.
     Source(SourceError),
+    /// So many messages in a row became dead letters, and none was processed in between: a table is missing, the identity is
+    /// named wrongly, the producer changed. What is left stays with the broker. What ran was ended first.
+    OnlyDeadLetters {
+        /// How many there were.
+        in_a_row: u32,
+        /// Why the last one is a dead letter.
+        reason: DeadReason,
+        /// What an attempt failed of last, if one did.
+        failure: Option<String>,
+    },
 }
 
 impl fmt::Display for ConsumerError {
@@ -80,6 +94,18 @@ impl fmt::Display for ConsumerError {
         match self {
             Self::Config(error) => error.fmt(f),
             Self::Source(error) => write!(f, "the source of messages cannot be used any more: {error}"),
+            Self::OnlyDeadLetters { in_a_row, reason, failure } => {
+                write!(
+                    f,
+                    "the last {in_a_row} messages became dead letters, and none was processed in between ({reason}"
+                )?;
+                if let Some(failure) = failure {
+                    write!(f, "; the last failure was: {failure}")?;
+                }
+                f.write_str(
+                    "); nothing more is consumed: look at the dead letters, mend the cause, and start again",
+                )
+            }
         }
     }
 }
@@ -89,6 +115,7 @@ impl std::error::Error for ConsumerError {
         match self {
             Self::Config(error) => Some(error),
             Self::Source(error) => Some(error),
+            Self::OnlyDeadLetters { .. } => None,
         }
     }
 }
@@ -99,12 +126,16 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
 /// How long it takes to cut off what does not block its thread.
 const CUT_PATIENCE: Duration = Duration::from_secs(1);
 
+/// Dead letters in a row after which a consumer ends, unless told otherwise. A producer that sends some broken messages does
+/// not come to it; a consumer that can process nothing comes to it soon.
+const MAX_DEAD_IN_A_ROW: u32 = 100;
+
 /// Extensions that are under way at once.
 const EXTENDING_MAX: usize = 32;
 
 impl<S: Source, P: Processor> Consumer<S, P> {
     /// Eight batches at a time, at most 1000 messages and 64 MiB held, order per key, pauses of 100 ms to 30 s after failures,
-    /// and 30 s to end what runs.
+    /// 100 dead letters in a row, and 30 s to end what runs.
     pub fn new(source: S, processor: P) -> Self {
         let settings = Settings {
             concurrency: 8,
@@ -113,6 +144,7 @@ impl<S: Source, P: Processor> Consumer<S, P> {
             order: Order::PerKey,
             backoff: (Duration::from_millis(100), Duration::from_secs(30)),
             patience: Duration::from_secs(30),
+            max_dead_in_a_row: Some(MAX_DEAD_IN_A_ROW),
             observer: Arc::new(()),
         };
         Self { source, processor, settings }
@@ -159,6 +191,21 @@ impl<S: Source, P: Processor> Consumer<S, P> {
         self
     }
 
+    /// After how many dead letters in a row, with no message processed in between, the consumer ends with
+    /// [`ConsumerError::OnlyDeadLetters`]; `None` for never. Duplicates and letters that were known before do not count. What
+    /// runs at the same time may add some. A program that starts the consumer again at once turns as many more into dead
+    /// letters: it should wait, and alert.
+    ///
+    /// # Errors
+    /// If it is zero.
+    pub fn with_max_dead_in_a_row(mut self, messages: Option<u32>) -> Result<Self, ConfigError> {
+        if messages == Some(0) {
+            return Err(ConfigError::new("max_dead_in_a_row: at least 1, or None for never"));
+        }
+        self.settings.max_dead_in_a_row = messages;
+        Ok(self)
+    }
+
     /// Who hears of everything that happens.
     pub fn with_observer(mut self, observer: impl Observer) -> Self {
         self.settings.observer = Arc::new(observer);
@@ -173,8 +220,8 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     /// [`ConsumerError`].
     pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ConsumerError> {
         let Self { source, processor, settings } = self;
-        let redelivery = source.redelivery();
-        processor.check(redelivery).map_err(ConsumerError::Config)?;
+        let info = source.info();
+        processor.check(&info).map_err(ConsumerError::Config)?;
         let run = Run {
             source,
             processor: Arc::new(processor),
@@ -191,7 +238,8 @@ impl<S: Source, P: Processor> Consumer<S, P> {
             number: 0,
             away: Pause::default(),
             source_away: Pause::default(),
-            extend_every: redelivery.map(|redelivery| (redelivery / 3).max(Duration::from_millis(10))),
+            dead_in_a_row: DeadInARow::default(),
+            extend_every: info.redelivery().map(|time| (time / 3).max(Duration::from_millis(10))),
         };
         run.until(stop).await
     }
@@ -232,6 +280,36 @@ impl<D: Delivery> Held<D> {
 struct Batch<D> {
     lanes: Vec<(LaneKey, Vec<Held<D>>)>,
     began: Instant,
+}
+
+/// Dead letters since a message was processed.
+#[derive(Default)]
+struct DeadInARow {
+    count: u32,
+    reason: Option<DeadReason>,
+    failure: Option<String>,
+}
+
+impl DeadInARow {
+    fn note(&mut self, handled: &Handled) {
+        match handled {
+            Handled::Processed { .. } => *self = Self::default(),
+            Handled::Dead { reason, is_known: false } => {
+                self.count = self.count.saturating_add(1);
+                self.reason = Some(*reason);
+            }
+            Handled::Failed { failure, .. } => self.failure = Some(said(failure)),
+            _ => {}
+        }
+    }
+
+    /// The end of the consumer, if there are as many.
+    fn is_enough(&self, max: Option<u32>) -> Option<ConsumerError> {
+        let reason = self.reason.filter(|_| max.is_some_and(|max| self.count >= max))?;
+        // Other reasons have nothing to do with what handlers say.
+        let failure = self.failure.clone().filter(|_| reason == DeadReason::AttemptsExhausted);
+        Some(ConsumerError::OnlyDeadLetters { in_a_row: self.count, reason, failure })
+    }
 }
 
 /// How long to leave something alone that is out of reach.
@@ -290,6 +368,7 @@ struct Run<S: Source, P> {
     /// What processes messages is out of reach.
     away: Pause,
     source_away: Pause,
+    dead_in_a_row: DeadInARow,
     extend_every: Option<Duration>,
 }
 
@@ -299,6 +378,9 @@ impl<S: Source, P: Processor> Run<S, P> {
         let mut extend = interval(self.extend_every.unwrap_or(Duration::from_secs(3600)));
         extend.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let ended = loop {
+            if let Some(error) = self.dead_in_a_row.is_enough(self.settings.max_dead_in_a_row) {
+                break Err(error);
+            }
             self.dispatch();
             let has_room = self.has_room();
             tokio::select! {
@@ -319,6 +401,9 @@ impl<S: Source, P: Processor> Run<S, P> {
                 }
             }
         };
+        if let Err(error @ ConsumerError::OnlyDeadLetters { .. }) = &ended {
+            error!(consumer = self.processor.consumer().as_str(), %error, "the consumer stops");
+        }
         self.rest(extend).await;
         match timeout(CLOSE_PATIENCE, self.source.close()).await {
             Ok(Ok(())) => {}
@@ -485,6 +570,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                         let backoff = self.backoff(held.failures.max(before));
                         self.emit(&held.message().topic, EventKind::of(&handled), took);
                         self.tell(held.message(), &handled);
+                        self.dead_in_a_row.note(&handled);
                         match &handled {
                             Handled::Unavailable(_) => is_away = true,
                             Handled::Failed { .. } => held.failures = held.failures.saturating_add(1),

@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use oncegate_core::{Fingerprint, IdempotencyKey, JsonPointer, NaturalKey, RecordId, Scope, limits};
+use oncegate_engine::ConfigError;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
 use crate::message::Message;
+use crate::source::SourceInfo;
 
 /// What a message is told by. The same at each of its deliveries, and at no other message's.
 ///
@@ -98,6 +100,23 @@ impl Identity {
     #[must_use]
     pub fn within_topic(self, within_topic: bool) -> Self {
         Self { within_topic, ..self }
+    }
+
+    /// Whether messages of such a source can have this identity. Every message would be a dead letter otherwise.
+    ///
+    /// # Errors
+    /// What the source cannot have, and what to take instead.
+    pub fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
+        match &self.kind {
+            Kind::Broker if !source.has_broker_ids() => Err(ConfigError::new(
+                "Identity::broker: the messages of this source have no identifier of their broker; take what the producer \
+                 gives, such as Identity::header or Identity::message_id",
+            )),
+            Kind::Header(name) if !source.is_header_name(name) => Err(ConfigError::new(format!(
+                "Identity::header: no message of this source can have a header named {name:?}"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// What this message is told by.

@@ -19,7 +19,7 @@ use crate::handled::{DeadReason, Failure, Handled};
 use crate::identity::{ConsumerName, Identity, MessageId};
 use crate::message::Message;
 use crate::processor::Processor;
-use crate::source::PublishError;
+use crate::source::{PublishError, SourceInfo};
 
 /// Processes each message once, for effects that are not in a transaction with the inbox: calls of other services, files,
 /// mails. Records are on any store. Cheap to clone.
@@ -498,9 +498,10 @@ where
         self.inbox.inner.policy.retention()
     }
 
-    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError> {
+    fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
+        self.inbox.inner.identity.check(source)?;
         let lease = self.inbox.inner.policy.lease();
-        match redelivery {
+        match source.redelivery() {
             Some(redelivery) if lease >= redelivery => Err(ConfigError::new(format!(
                 "a claim lasts {lease:?}, and the broker delivers again after {redelivery:?}: make the lease shorter, \
                  or that time longer"

@@ -113,5 +113,5 @@ pub use inbox::{Inbox, InboxProcessor};
 pub use message::{Ambiguous, Message};
 pub use processor::Processor;
 pub use source::{
-    Delivery, MESSAGE_ID, Outgoing, PublishError, PublishFuture, Publisher, Source, SourceError,
+    Delivery, MESSAGE_ID, Outgoing, PublishError, PublishFuture, Publisher, Source, SourceError, SourceInfo,
 };

@@ -27,8 +27,9 @@
 //! their names.
 //!
 //! # Order
-//! [`NatsSourceOptions`] say what stays in order: the subject (which is how it is unless something else is said), a
-//! header, or nothing. That holds within one process. A server gives the messages of one subject to whoever asks, so
+//! [`NatsSourceOptions`] say what stays in order: messages with the same value of a header ([`ORDER_KEY`], unless
+//! something else is said), with the same subject, or none.
+//! That holds within one process. A server gives the messages of one subject to whoever asks, so
 //! with several processes at one consumer, and after a crash, when what was not acknowledged comes again after
 //! `ack_wait` and newer messages before that, only `max_ack_pending` of 1 keeps the order. Where the processing must
 //! be in order all the same, have one consumer for each part of the subjects, with one process each, and check
@@ -58,7 +59,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::message::Message;
 use crate::source::{
-    Delivery, MESSAGE_ID, Outgoing, PublishError, PublishFuture, Publisher, Source, SourceError,
+    Delivery, MESSAGE_ID, Outgoing, PublishError, PublishFuture, Publisher, Source, SourceError, SourceInfo,
 };
 
 /// The client library, as the types of this module use it.
@@ -103,14 +104,21 @@ impl NatsSourceOptions {
     /// Most messages that a source holds ahead.
     pub const PREFETCH_MAX: usize = 10_000;
 
-    /// Messages with the same subject stay in order, and 100 are held ahead.
+    /// Messages with the same value of the header [`ORDER_KEY`], which [`NatsPublisher`] sends, stay in order; those without
+    /// it, in none. 100 messages are held ahead.
     #[must_use]
-    pub const fn new() -> Self {
-        Self { order: Order::Subject, prefetch: 100 }
+    pub fn new() -> Self {
+        Self { order: Order::Header(ORDER_KEY.to_owned()), prefetch: 100 }
     }
 
-    /// Messages with the same value of this header stay in order; those without it, in none. [`ORDER_KEY`] for what was
-    /// published here.
+    /// Messages with the same subject stay in order. They are then processed one after the other, and one that fails holds up
+    /// all of its subject.
+    #[must_use]
+    pub fn with_order_by_subject(self) -> Self {
+        Self { order: Order::Subject, ..self }
+    }
+
+    /// Messages with the same value of this header stay in order; those without it, in none.
     #[must_use]
     pub fn with_order_by_header(self, name: impl Into<String>) -> Self {
         Self { order: Order::Header(name.into()), ..self }
@@ -219,8 +227,8 @@ impl NatsSource {
 impl Source for NatsSource {
     type Delivery = NatsDelivery;
 
-    fn redelivery(&self) -> Option<Duration> {
-        Some(self.redelivery)
+    fn info(&self) -> SourceInfo {
+        SourceInfo::new(Some(self.redelivery)).with_header_names(|name| HeaderName::from_str(name).is_ok())
     }
 
     async fn next(&mut self) -> Result<NatsDelivery, SourceError> {

@@ -9,6 +9,7 @@ use oncegate_engine::ConfigError;
 use crate::handled::Handled;
 use crate::identity::ConsumerName;
 use crate::message::Message;
+use crate::source::SourceInfo;
 
 /// Processes messages once each. The consumer's loop acknowledges what it says is durable, and nothing else.
 pub trait Processor: Send + Sync + 'static {
@@ -23,11 +24,12 @@ pub trait Processor: Send + Sync + 'static {
     /// How long is remembered that a message was processed: for so long its duplicates are known.
     fn retention(&self) -> Duration;
 
-    /// Whether it fits a broker that delivers again after so long: a claim's lease must end sooner than that.
+    /// Whether it fits a source: a claim's lease must end before the broker delivers again, and the source must be able to
+    /// have the identity that messages are told by ([`Identity::check`](crate::Identity::check)).
     ///
     /// # Errors
     /// What does not fit, and what to do.
-    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError>;
+    fn check(&self, source: &SourceInfo) -> Result<(), ConfigError>;
 
     /// Processes messages, in this order where they have the same order key, and says for each what became of it. Where a
     /// message is to come again, later ones with the same order key are [`NotBegun`](Handled::NotBegun).

@@ -16,9 +16,8 @@ pub trait Source: Send + 'static {
     /// One message that was delivered.
     type Delivery: Delivery;
 
-    /// How long after a delivery the broker delivers it again if it hears nothing of it: a visibility time-out, a wait for
-    /// acknowledgement. `None` where it does so only when the connection or the assignment ends.
-    fn redelivery(&self) -> Option<Duration>;
+    /// When its messages come again, and what they can carry.
+    fn info(&self) -> SourceInfo;
 
     /// The next delivery. It is dropped and called again at any time, and must lose nothing then. It reconnects by itself;
     /// what it returns as an error is told to the log, and it is called again after a pause.
@@ -26,6 +25,64 @@ pub trait Source: Send + 'static {
 
     /// Nothing more is asked for. What was acknowledged is told to the broker before this returns; what was not comes again.
     fn close(&mut self) -> impl Future<Output = Result<(), SourceError>> + Send;
+}
+
+/// When the messages of a source come again, and what they can carry: so a consumer whose settings do not fit is refused
+/// before it turns every message into a dead letter.
+#[derive(Clone, Copy)]
+pub struct SourceInfo {
+    redelivery: Option<Duration>,
+    has_broker_ids: bool,
+    is_header_name: fn(&str) -> bool,
+}
+
+impl SourceInfo {
+    /// A source whose broker delivers a message again after this time if it hears nothing of it: a visibility time-out, a wait
+    /// for acknowledgement. `None` if it does so only when the connection or the assignment ends. Its messages have a
+    /// [`broker_id`](Message::broker_id), and headers of any name.
+    #[must_use]
+    pub const fn new(redelivery: Option<Duration>) -> Self {
+        Self { redelivery, has_broker_ids: true, is_header_name: |_| true }
+    }
+
+    /// Its messages have no [`broker_id`](Message::broker_id).
+    #[must_use]
+    pub const fn without_broker_ids(self) -> Self {
+        Self { has_broker_ids: false, ..self }
+    }
+
+    /// The names that headers of its messages can have.
+    #[must_use]
+    pub const fn with_header_names(self, is_header_name: fn(&str) -> bool) -> Self {
+        Self { is_header_name, ..self }
+    }
+
+    /// After which time the broker delivers a message again.
+    #[must_use]
+    pub const fn redelivery(&self) -> Option<Duration> {
+        self.redelivery
+    }
+
+    /// Whether its messages have an identifier of the broker's.
+    #[must_use]
+    pub const fn has_broker_ids(&self) -> bool {
+        self.has_broker_ids
+    }
+
+    /// Whether a message of it can have a header of this name.
+    #[must_use]
+    pub fn is_header_name(&self, name: &str) -> bool {
+        !name.is_empty() && (self.is_header_name)(name)
+    }
+}
+
+impl fmt::Debug for SourceInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SourceInfo")
+            .field("redelivery", &self.redelivery)
+            .field("has_broker_ids", &self.has_broker_ids)
+            .finish_non_exhaustive()
+    }
 }
 
 /// One message that was delivered, until it is acknowledged or given back. Dropped without either it comes again when the
@@ -46,7 +103,7 @@ pub trait Delivery: Send + Sync + 'static {
         false
     }
 
-    /// Asks the broker for another [`redelivery`](Source::redelivery) time.
+    /// Asks the broker for another [redelivery time](SourceInfo::redelivery).
     fn extend(&self) -> impl Future<Output = Result<(), SourceError>> + Send;
 
     /// The broker may forget it. Returns when the broker has said so, or has it in hand in a way that a lost

@@ -16,7 +16,7 @@ use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
     Consumer, ConsumerError, ConsumerName, Counts, DeadLetter, DeadLetterTopic, DeadLetters, DeadReason,
     Delivery, EventKind, Failure, Handled, Identity, Inbox, Message, Order, Outgoing, PublishError,
-    PublishFuture, Publisher, PutFuture, Source, SourceError,
+    PublishFuture, Publisher, PutFuture, Source, SourceError, SourceInfo,
 };
 use oncegate_testkit::FaultyStore;
 use tokio::sync::{Notify, oneshot};
@@ -104,6 +104,7 @@ fn message(id: &str) -> Message {
 struct Subscription {
     broker: Broker,
     redelivery: Option<Duration>,
+    has_broker_ids: bool,
 }
 
 struct Delivered<const GIVES_BACK: bool> {
@@ -114,7 +115,7 @@ struct Delivered<const GIVES_BACK: bool> {
 
 impl Subscription {
     fn of(broker: &Broker) -> Self {
-        Self { broker: broker.clone(), redelivery: Some(VISIBLE_AFTER) }
+        Self { broker: broker.clone(), redelivery: Some(VISIBLE_AFTER), has_broker_ids: true }
     }
 
     async fn next<const GIVES_BACK: bool>(&self) -> Result<Delivered<GIVES_BACK>, SourceError> {
@@ -145,8 +146,9 @@ impl Subscription {
 impl Source for Subscription {
     type Delivery = Delivered<true>;
 
-    fn redelivery(&self) -> Option<Duration> {
-        self.redelivery
+    fn info(&self) -> SourceInfo {
+        let info = SourceInfo::new(self.redelivery).with_header_names(|name| !name.contains(' '));
+        if self.has_broker_ids { info } else { info.without_broker_ids() }
     }
 
     async fn next(&mut self) -> Result<Self::Delivery, SourceError> {
@@ -165,8 +167,8 @@ struct Log(Subscription);
 impl Source for Log {
     type Delivery = Delivered<false>;
 
-    fn redelivery(&self) -> Option<Duration> {
-        None
+    fn info(&self) -> SourceInfo {
+        SourceInfo::new(None)
     }
 
     async fn next(&mut self) -> Result<Self::Delivery, SourceError> {
@@ -1027,6 +1029,117 @@ async fn settings_that_do_not_fit_are_refused_before_anything_is_consumed() {
     }
 }
 
+/// An identity that no message of the source can have makes a dead letter of each.
+#[tokio::test(start_paused = true)]
+async fn an_identity_that_the_source_cannot_have_is_refused_before_anything_is_consumed() {
+    let world = World::new();
+    world.broker.publish(message("a").with_broker_id("orders/0/1"));
+    let consumer = |identity: Identity, has_broker_ids: bool| {
+        let engine = Engine::new(world.store.clone());
+        let inbox =
+            Inbox::new(engine, consumer_name("billing"), identity, OnAbandoned::Park, world.letters.clone());
+        let source = Subscription { has_broker_ids, ..Subscription::of(&world.broker) };
+        Consumer::new(source, inbox.processor(noting(&world.ledger, fine)))
+    };
+    for (identity, has_broker_ids, said) in [
+        (Identity::broker(), false, "no identifier of their broker"),
+        (Identity::header(""), true, "can have a header named \"\""),
+        (Identity::header("event id"), true, "can have a header named \"event id\""),
+    ] {
+        let refused = consumer(identity, has_broker_ids).run(std::future::pending()).await.unwrap_err();
+        assert!(
+            matches!(refused, ConsumerError::Config(_)) && refused.to_string().contains(said),
+            "{refused}"
+        );
+    }
+    assert_eq!(world.broker.deliveries(), [0]);
+    for identity in
+        [Identity::broker(), Identity::header("id"), Identity::payload(), Identity::cloud_events()]
+    {
+        let stopped = consumer(identity.clone(), true).run(std::future::ready(())).await;
+        assert!(stopped.is_ok(), "{identity:?}");
+    }
+}
+
+/// A name with a mistake, a table that is missing: nothing is processed, and not all of it becomes dead letters.
+#[tokio::test(start_paused = true)]
+async fn a_consumer_that_can_process_nothing_stops_and_says_why() {
+    let cases: [(&str, &str, DeadReason); 3] = [
+        ("no-such-header", "no-identity", DeadReason::NoIdentity),
+        ("id", "rejected", DeadReason::Rejected),
+        ("id", "relation \"invoices\" does not exist", DeadReason::AttemptsExhausted),
+    ];
+    for (header, said, expected) in cases {
+        let world = World::new();
+        for number in 0..500 {
+            world.broker.send(&format!("m{number}"));
+        }
+        let engine = Engine::new(world.store.clone());
+        let (name, identity) = (consumer_name("billing"), Identity::header(header));
+        let inbox = Inbox::new(engine, name, identity, OnAbandoned::Reexecute, world.letters.clone());
+        let inbox = inbox.with_attempts_max(2);
+        let consumer = world.consumer(inbox, move |_, _| async move {
+            Err(match expected {
+                DeadReason::Rejected => Failure::reject("it is none of ours"),
+                _ => Failure::retry("relation \"invoices\" does not exist"),
+            })
+        });
+        let ended = timeout(PATIENCE, consumer.run(std::future::pending())).await.unwrap().unwrap_err();
+        let ConsumerError::OnlyDeadLetters { in_a_row, reason, .. } = &ended else { panic!("{ended}") };
+        assert_eq!((*reason, *in_a_row >= 100), (expected, true));
+        assert!(ended.to_string().contains(said), "{ended}");
+        // What ran at the same time was ended; the rest is left as it was, and is there for whoever mends it.
+        let letters = world.letters.reasons().len();
+        assert!((100..=110).contains(&letters), "{letters}");
+        assert_eq!(world.broker.deliveries().len(), 500 - letters, "{expected}");
+        assert!(world.broker.with(|queue| queue.is_closed));
+        world.broker.is_empty_after(|| world.inbox(OnAbandoned::Park), &world).await;
+        assert_eq!(world.letters.reasons().len(), letters, "nothing else is a dead letter");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn dead_letters_between_processed_messages_end_no_consumer_and_neither_do_known_ones() {
+    let world = World::new();
+    let send = |numbers: std::ops::Range<usize>| {
+        for number in numbers {
+            world.broker.send(&format!("m{number}"));
+        }
+    };
+    // Every third one is processed.
+    let mostly_broken = |_: Attempt, id: String| async move {
+        match id[1..].parse::<usize>().unwrap() % 3 {
+            0 => Ok(()),
+            _ => Err(Failure::reject("broken")),
+        }
+    };
+    send(0..300);
+    let in_turn = |limit| {
+        let consumer = world.consumer(world.inbox(OnAbandoned::Park), mostly_broken).with_concurrency(1);
+        consumer.with_max_dead_in_a_row(limit).unwrap()
+    };
+    let consumer = run(in_turn(Some(3)));
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert_eq!(world.letters.reasons().len(), 200);
+    // Copies of dead letters, and duplicates, say nothing of now.
+    send(0..300);
+    let consumer = run(in_turn(Some(1)));
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert_eq!((world.letters.reasons().len(), world.seen(EventKind::Duplicate)), (200, 100));
+    // And where that is wanted, nothing ends it.
+    for number in 0..150 {
+        world.broker.send(&format!("m{}", number * 3 + 1000));
+    }
+    let consumer = run(in_turn(None));
+    world.broker.is_empty().await;
+    consumer.stop().await;
+    assert_eq!(world.letters.reasons().len(), 350);
+    let consumer = world.consumer(world.inbox(OnAbandoned::Park), fine);
+    assert!(consumer.with_max_dead_in_a_row(Some(0)).unwrap_err().to_string().contains("at least 1"));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_source_that_fails_is_asked_again_and_one_that_is_gone_ends_the_consumer_in_good_order() {
     let world = World::new();
@@ -1115,7 +1228,7 @@ impl oncegate_inbox::Processor for Batches {
         PATIENCE
     }
 
-    fn check(&self, _: Option<Duration>) -> Result<(), oncegate_engine::ConfigError> {
+    fn check(&self, _: &SourceInfo) -> Result<(), oncegate_engine::ConfigError> {
         Ok(())
     }
 

@@ -58,7 +58,7 @@ impl Nats {
     }
 
     fn source(&self) -> NatsSource {
-        self.source_with(NatsSourceOptions::new())
+        self.source_with(NatsSourceOptions::new().with_order_by_subject())
     }
 
     async fn restart(&self, meanwhile: impl Future<Output = ()>) {
@@ -192,7 +192,7 @@ async fn a_delivery_says_what_it_is() {
     nats.publisher().publish(&message).await.unwrap();
 
     let mut source = nats.source_with(NatsSourceOptions::new().with_order_by_header(ORDER_KEY));
-    assert_eq!(source.redelivery(), Some(SOON));
+    assert_eq!(source.info().redelivery(), Some(SOON));
     let first = next(&mut source).await;
     let got = first.message();
     assert_eq!(got.topic, "orders.k");
@@ -223,6 +223,61 @@ async fn a_delivery_says_what_it_is() {
     assert_eq!(third.message().broker_id, second.message().broker_id);
     third.ack().await.unwrap();
     assert_eq!(nats.left().await, 0);
+}
+
+/// A subject is a kind of message and not a key: to keep it in order by itself would make one lane of all orders.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_options_messages_are_in_order_by_their_header_and_otherwise_in_none() {
+    let nats = Nats::start(LATE).await;
+    let (by_header, by_subject) = (Some("customer 7"), Some("orders.k"));
+    let rows = [
+        (NatsSourceOptions::new(), [by_header, None]),
+        (NatsSourceOptions::default(), [by_header, None]),
+        (NatsSourceOptions::new().with_order_by_subject(), [by_subject, by_subject]),
+        (NatsSourceOptions::new().without_order(), [None, None]),
+    ];
+    for (number, (options, expected)) in rows.into_iter().enumerate() {
+        let mut with_key = nats.outgoing(&format!("with-{number}"), "k");
+        with_key.order_key = Some(Bytes::from_static(b"customer 7"));
+        let without_key = nats.outgoing(&format!("without-{number}"), "k");
+        let mut source = nats.source_with(options);
+        for (message, expected) in [with_key, without_key].iter().zip(expected) {
+            nats.publisher().publish(message).await.unwrap();
+            let delivery = next(&mut source).await;
+            let order_key = delivery.message().order_key.as_deref();
+            assert_eq!(order_key, expected.map(str::as_bytes), "row {number}");
+            delivery.ack().await.unwrap();
+        }
+        source.close().await.unwrap();
+    }
+}
+
+/// One that fails holds up nothing of its subject.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_options_one_poison_message_does_not_hold_its_subject() {
+    let nats = Nats::start(LATE).await;
+    nats.publish(&suite::ids(20), 1).await;
+    let source = nats.source_with(NatsSourceOptions::new());
+    let inbox = suite::inbox(&suite::store(), suite::Letters::default());
+    let done = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let (count, (stop, stopped)) = (done.clone(), tokio::sync::oneshot::channel::<()>());
+    let handle = move |_, message: Arc<oncegate_inbox::Message>| {
+        let count = count.clone();
+        async move {
+            if message.header(MESSAGE_ID).unwrap().unwrap() == suite::ids(1)[0].as_str() {
+                return Err(oncegate_inbox::Failure::retry("poison"));
+            }
+            count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            Ok(())
+        }
+    };
+    let consumer = oncegate_inbox::Consumer::new(source, inbox.processor(handle));
+    let consumer = consumer.with_backoff(LATE, LATE); // it is not tried again while the test runs
+    let task = tokio::spawn(consumer.run(async { drop(stopped.await) }));
+    until("the others are processed", || async { done.load(std::sync::atomic::Ordering::SeqCst) == 19 })
+        .await;
+    stop.send(()).unwrap();
+    task.await.unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

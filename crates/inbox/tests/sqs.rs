@@ -207,7 +207,7 @@ async fn a_delivery_says_what_it_is() {
     sqs.publisher().publish(&message).await.unwrap();
 
     let mut source = sqs.open().await;
-    assert_eq!(source.redelivery(), Some(SOON));
+    assert_eq!(source.info().redelivery(), Some(SOON));
     let first = next(&mut source).await;
     let got = first.message();
     assert_eq!(got.topic, "orders.fifo");

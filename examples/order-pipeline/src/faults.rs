@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use oncegate::engine::ConfigError;
 use oncegate_inbox::{
     ConsumerName, Delivery, Handled, Message, Outgoing, Processor, PublishFuture, Publisher, Source,
-    SourceError,
+    SourceError, SourceInfo,
 };
 
 /// A place on the way of an order.
@@ -94,8 +94,8 @@ impl<P: Processor> Processor for Mortal<P> {
         self.inner.retention()
     }
 
-    fn check(&self, redelivery: Option<Duration>) -> Result<(), ConfigError> {
-        self.inner.check(redelivery)
+    fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
+        self.inner.check(source)
     }
 
     async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
@@ -110,8 +110,8 @@ impl<P: Processor> Processor for Mortal<P> {
 impl<S: Source> Source for Mortal<S> {
     type Delivery = Mortal<S::Delivery>;
 
-    fn redelivery(&self) -> Option<Duration> {
-        self.inner.redelivery()
+    fn info(&self) -> SourceInfo {
+        self.inner.info()
     }
 
     async fn next(&mut self) -> Result<Self::Delivery, SourceError> {

@@ -21,7 +21,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::broker::{AmqpBroker, CONNECT_PATIENCE, goodbye};
 use super::fields;
 use crate::message::Message;
-use crate::source::{Delivery, Source, SourceError};
+use crate::source::{Delivery, Source, SourceError, SourceInfo};
 
 /// How many messages the broker hands over before it hears of one.
 const PREFETCH: u16 = 256;
@@ -268,8 +268,10 @@ async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Lin
 impl Source for AmqpSource {
     type Delivery = AmqpDelivery;
 
-    fn redelivery(&self) -> Option<Duration> {
-        self.consumer_timeout
+    /// Names of headers are short strings of AMQP.
+    fn info(&self) -> SourceInfo {
+        let info = SourceInfo::new(self.consumer_timeout).without_broker_ids();
+        info.with_header_names(|name| name.len() <= 255)
     }
 
     async fn next(&mut self) -> Result<AmqpDelivery, SourceError> {

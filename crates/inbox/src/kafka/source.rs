@@ -12,7 +12,7 @@ use super::reader;
 use super::settings::{self, KafkaOptions};
 use super::shared::{Held, Shared, Taken};
 use crate::message::Message;
-use crate::source::{Delivery, Source, SourceError};
+use crate::source::{Delivery, Source, SourceError, SourceInfo};
 
 /// A member of a consumer group that reads topics.
 ///
@@ -51,9 +51,9 @@ impl KafkaSource {
 impl Source for KafkaSource {
     type Delivery = KafkaDelivery;
 
-    /// `None`: a message is delivered again when its partition is assigned to somebody, and not sooner.
-    fn redelivery(&self) -> Option<Duration> {
-        None
+    /// No redelivery time: a message is delivered again when its partition is assigned again, and not sooner.
+    fn info(&self) -> SourceInfo {
+        SourceInfo::new(None)
     }
 
     async fn next(&mut self) -> Result<KafkaDelivery, SourceError> {

@@ -25,6 +25,7 @@ use crate::identity::{ConsumerName, Identity};
 use crate::inbox::ATTEMPTS_MAX;
 use crate::message::Message;
 use crate::processor::Processor;
+use crate::source::SourceInfo;
 
 pub use self::letters::{DeadLetterTable, KeptLetter};
 pub use self::outbox::{
@@ -374,9 +375,9 @@ impl<W: Work + 'static> Processor for TransactionalProcessor<W> {
         self.inbox.inner.batch_max
     }
 
-    /// Any broker will do: what it delivers again while the transaction is open is in flight.
-    fn check(&self, _: Option<Duration>) -> Result<(), ConfigError> {
-        Ok(())
+    /// Any redelivery time will do: what the broker delivers again while the transaction is open is in flight.
+    fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
+        self.inbox.inner.identity.check(source)
     }
 
     async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {

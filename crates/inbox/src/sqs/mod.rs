@@ -45,7 +45,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::message::Message;
-use crate::source::{Delivery, Source, SourceError};
+use crate::source::{Delivery, Source, SourceError, SourceInfo};
 use batch::Batcher;
 
 /// The client library, as the types of this module use it.
@@ -227,8 +227,8 @@ impl SqsSource {
 impl Source for SqsSource {
     type Delivery = SqsDelivery;
 
-    fn redelivery(&self) -> Option<Duration> {
-        Some(Duration::from_secs(self.options.visibility))
+    fn info(&self) -> SourceInfo {
+        SourceInfo::new(Some(Duration::from_secs(self.options.visibility)))
     }
 
     async fn next(&mut self) -> Result<SqsDelivery, SourceError> {

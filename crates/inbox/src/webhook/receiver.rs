@@ -22,6 +22,7 @@ use crate::event::{Event, EventKind, Observer};
 use crate::handled::Handled;
 use crate::message::Message;
 use crate::processor::Processor;
+use crate::source::SourceInfo;
 use crate::webhook::scheme::{WebhookRefusal, WebhookScheme, copied};
 
 /// The shortest time for which webhooks must be known as processed: how long the schedule of retries goes on that Standard
@@ -279,7 +280,8 @@ impl<P: Processor> WebhookReceiver<P> {
     /// Where the processor forgets messages sooner than [`WebhookOptions::with_window`] asks, or does not fit.
     pub fn new(topic: impl Into<String>, options: WebhookOptions, processor: P) -> Result<Self, ConfigError> {
         // Senders do not come again because nothing is heard for a while: they hang up, and the task goes on.
-        processor.check(None)?;
+        let names = |name: &str| HeaderName::from_bytes(name.as_bytes()).is_ok();
+        processor.check(&SourceInfo::new(None).with_header_names(names))?;
         let retention = processor.retention();
         if retention < options.window {
             return Err(ConfigError::new(format!(

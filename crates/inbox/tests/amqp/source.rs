@@ -322,7 +322,7 @@ async fn what_is_held_for_too_long_comes_again() {
     queue.send(["slow"]).await;
     let time_out = Duration::from_secs(2);
     let mut source = queue.source().with_consumer_timeout(Some(time_out)).unwrap();
-    assert_eq!(source.redelivery(), Some(time_out));
+    assert_eq!(source.info().redelivery(), Some(time_out));
     let slow = next(&mut source).await;
     until("the delivery is lost", async || slow.is_lost()).await;
     let again = next(&mut source).await;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::{Consumer, Delivery, Handled, Message, Processor as _, Source, SourceError};
+use oncegate_inbox::{Consumer, Delivery, Handled, Message, Processor as _, Source, SourceError, SourceInfo};
 use oncegate_postgres::sqlx;
 
 use crate::support::{Database, again, effect, inbox_of, new, ordered, run, until, word, words};
@@ -236,8 +236,8 @@ struct Taken {
 impl Source for Queue {
     type Delivery = Taken;
 
-    fn redelivery(&self) -> Option<Duration> {
-        None
+    fn info(&self) -> SourceInfo {
+        SourceInfo::new(None)
     }
 
     async fn next(&mut self) -> Result<Taken, SourceError> {
