@@ -87,6 +87,11 @@ pub struct Unanswered(pub http::StatusCode);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotBegun;
 
+/// Put into the extensions of a response by a proxy: its body ends where its connection does, so that half of it looks like the
+/// whole. It reaches the client and is not kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unframed;
+
 /// Put into the extensions of a response by a proxy: the answer is somebody else's, so that one that breaks off is a 502
 /// and not a 500.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use tower_service::Service;
 
 use crate::body::{BoxError, Pumped, Read, RequestBody, ResponseBody, join, next_frame, read_up_to};
 use crate::budget::{Budget, Held};
-use crate::context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered};
+use crate::context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered, Unframed};
 use crate::headers::kept_trailers;
 use crate::profile::ServerErrors;
 use crate::reconcile::Reconciled;
@@ -307,9 +307,9 @@ pub(crate) fn fate(settings: &Settings, status: StatusCode, directive: Option<St
     }
 }
 
-/// Answers that have no end, or that are no answer but another protocol.
+/// Answers that have no end, or whose end cannot be told from a broken connection, or that are no answer but another protocol.
 pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
-    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+    if parts.status == StatusCode::SWITCHING_PROTOCOLS || parts.extensions.get::<Unframed>().is_some() {
         return true;
     }
     let Some(content_type) = parts.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()) else {

@@ -109,11 +109,15 @@ impl Condition {
             | Self::RequestTooLarge
             | Self::RequestMalformed
             | Self::ScopeUnavailable
-            | Self::ScopeNotSet => GrpcCode::InvalidArgument,
+            | Self::ScopeNotSet
+            | Self::RequestHeadTooLarge => GrpcCode::InvalidArgument,
             Self::RequestUnsupported => GrpcCode::Unimplemented,
             Self::KeyReused => GrpcCode::FailedPrecondition,
             Self::RequestInProgress | Self::AnswerAwaited => GrpcCode::Aborted,
-            Self::ReplayUnavailable | Self::OutcomeUnknown | Self::UpstreamUnanswered => GrpcCode::Unknown,
+            Self::ReplayUnavailable
+            | Self::OutcomeUnknown
+            | Self::UpstreamUnanswered
+            | Self::UpstreamHeadTooLarge => GrpcCode::Unknown,
             Self::RecordCorrupt => GrpcCode::DataLoss,
             Self::RequestIncomplete
             | Self::StoreUnavailable

@@ -104,7 +104,7 @@ mod throttle;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
-pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered};
+pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered, Unframed};
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};

@@ -101,6 +101,10 @@ const STRIPE_ROWS: &[(Condition, Row)] = {
         (Condition::RequestInProgress, row(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
         (Condition::ReplayUnavailable, row(BAD, "idempotency_error", "idempotency_replay_unavailable")),
         (Condition::RequestMalformed, row(BAD, INVALID, "request_malformed")),
+        (
+            Condition::RequestHeadTooLarge,
+            row(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, INVALID, "request_head_too_large"),
+        ),
         (Condition::RequestUnsupported, row(StatusCode::NOT_IMPLEMENTED, INVALID, "request_unsupported")),
     ]
 };

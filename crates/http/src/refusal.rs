@@ -54,6 +54,10 @@ pub enum Condition {
     RequestMalformed,
     /// The request asks for something that the proxy does not do.
     RequestUnsupported,
+    /// The head of the request has more lines, or more bytes, than any may have.
+    RequestHeadTooLarge,
+    /// A proxy's service answered, and the head of its answer has more than any may have.
+    UpstreamHeadTooLarge,
 }
 
 /// What the caller should do next.
@@ -88,7 +92,7 @@ impl Retry {
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
@@ -106,7 +110,9 @@ impl Condition {
         Self::HandlerFailed,
         Self::UpstreamUnreachable,
         Self::UpstreamUnanswered,
+        Self::UpstreamHeadTooLarge,
         Self::RequestMalformed,
+        Self::RequestHeadTooLarge,
         Self::RequestUnsupported,
     ];
 
@@ -133,6 +139,8 @@ impl Condition {
             Self::UpstreamUnanswered => "upstream-unanswered",
             Self::RequestMalformed => "request-malformed",
             Self::RequestUnsupported => "request-unsupported",
+            Self::RequestHeadTooLarge => "request-head-too-large",
+            Self::UpstreamHeadTooLarge => "upstream-head-too-large",
         }
     }
 
@@ -159,6 +167,8 @@ impl Condition {
             Self::UpstreamUnanswered => "The service gave no answer",
             Self::RequestMalformed => "The request is malformed",
             Self::RequestUnsupported => "The request asks for something that this proxy does not do",
+            Self::RequestHeadTooLarge => "The head of the request is too large",
+            Self::UpstreamHeadTooLarge => "The head of the service's answer is too large",
         }
     }
 
@@ -210,6 +220,12 @@ impl Condition {
             }
             Self::RequestMalformed => "Nothing was executed. The request cannot be passed on.",
             Self::RequestUnsupported => "Nothing was executed.",
+            Self::RequestHeadTooLarge => {
+                "Nothing was executed. The head of the request has more than 1000 field lines or more than 128 KiB."
+            }
+            Self::UpstreamHeadTooLarge => {
+                "The request was processed. The head of the service's answer has more than 1000 field lines or more than 128 KiB, so that it cannot be passed on."
+            }
         }
     }
 
@@ -223,7 +239,8 @@ impl Condition {
             | Self::RequestMalformed
             | Self::RequestUnsupported
             | Self::ScopeUnavailable
-            | Self::ScopeNotSet => Retry::FixRequest,
+            | Self::ScopeNotSet
+            | Self::RequestHeadTooLarge => Retry::FixRequest,
             Self::KeyReused => Retry::NewKey,
             Self::UpstreamUnanswered => Retry::Unprotected,
             Self::RequestIncomplete
@@ -233,7 +250,10 @@ impl Condition {
             | Self::AnswerAwaited
             | Self::HandlerFailed
             | Self::UpstreamUnreachable => Retry::SameKey,
-            Self::ReplayUnavailable | Self::OutcomeUnknown | Self::RecordCorrupt => Retry::Stop,
+            Self::ReplayUnavailable
+            | Self::OutcomeUnknown
+            | Self::RecordCorrupt
+            | Self::UpstreamHeadTooLarge => Retry::Stop,
         }
     }
 
@@ -248,7 +268,10 @@ impl Condition {
             | Self::ScopeUnavailable
             | Self::ScopeNotSet => StatusCode::BAD_REQUEST,
             Self::RequestUnsupported => StatusCode::NOT_IMPLEMENTED,
-            Self::UpstreamUnreachable | Self::UpstreamUnanswered => StatusCode::BAD_GATEWAY,
+            Self::RequestHeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Self::UpstreamUnreachable | Self::UpstreamUnanswered | Self::UpstreamHeadTooLarge => {
+                StatusCode::BAD_GATEWAY
+            }
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Overloaded | Self::StoreUnavailable | Self::AnswerAwaited => {
                 StatusCode::SERVICE_UNAVAILABLE

@@ -479,7 +479,8 @@ impl Settings {
     }
 
     /// Whether a request with these header fields may have a key: where the body carries it, only the body tells.
-    pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
+    #[must_use]
+    pub fn may_have_key(&self, headers: &HeaderMap) -> bool {
         self.natural_key.is_some() || headers.contains_key(&self.profile.key_header)
     }
 

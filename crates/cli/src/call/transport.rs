@@ -15,7 +15,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
 
-use crate::proxy::tls;
+use crate::proxy::{LIBRARY_HEAD_MAX, LINES_MAX, tls};
 
 pub(super) type Wire = Over<legacy::Client<HttpsConnector<HttpConnector>, Full<Bytes>>, Full<Bytes>>;
 
@@ -34,6 +34,8 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
     let client = legacy::Client::builder(TokioExecutor::new())
         // What is sent again, the policy says.
         .retry_canceled_requests(false)
+        .http1_max_headers(LINES_MAX)
+        .http2_max_header_list_size(LIBRARY_HEAD_MAX)
         .build(connector);
     Ok(Over::new(client).with_failures(classify))
 }

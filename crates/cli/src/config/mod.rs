@@ -15,12 +15,13 @@ mod settings;
 #[cfg(test)]
 mod tests;
 mod tiered;
+mod trusted;
 mod units;
 
 use std::ffi::OsString;
 use std::fmt;
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +43,7 @@ pub(crate) use self::flags::ProxyArgs;
 pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
 pub(crate) use self::tiered::{FrontChoice, TieredChoice};
+use self::trusted::TrustedProxies;
 #[cfg(test)]
 pub(crate) use self::units::admin_token;
 pub(crate) use self::units::store as read_store;
@@ -81,6 +83,12 @@ pub(crate) struct Config {
     pub(crate) max_in_flight: usize,
     /// How many of one caller.
     pub(crate) max_in_flight_per_caller: usize,
+    /// How many connections of clients may be open.
+    pub(crate) max_connections: usize,
+    /// How long a client may take nothing of an answer.
+    pub(crate) write_timeout: Duration,
+    /// Whose word on where a request comes from is passed on.
+    trusted_proxies: Vec<TrustedProxies>,
     /// What a store in a directory may keep of its file.
     pub(crate) store_cache: usize,
     /// What a store in this process holds at the most; `None` is its own limit.
@@ -240,6 +248,11 @@ impl Config {
             }
         }
         paths
+    }
+
+    /// Whether the hop with this address may say where a request comes from.
+    pub(crate) fn trusts(&self, address: IpAddr) -> bool {
+        self.trusted_proxies.iter().any(|trusted| trusted.contains(address))
     }
 
     /// Whether the service may be spoken to in HTTP/2: TLS may agree on it.

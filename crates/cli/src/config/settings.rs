@@ -17,6 +17,7 @@ use oncegate_http::{
 };
 
 use super::problem::Source;
+use super::trusted::{self, TrustedProxies};
 use super::units::{self, AdminToken, Origin, StoreChoice, Upstream, UpstreamProtocol};
 use crate::access_log::AccessLogFormat;
 
@@ -241,6 +242,12 @@ settings! {
     "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
     upstream_protocol: UpstreamProtocol = units::upstream_protocol;
 
+    /// The hops in front whose X-Forwarded-*, X-Real-IP and Forwarded are passed on: `loopback` (this machine), `private`
+    /// (networks that the internet does not route, and this machine), an address, a network such as `10.0.0.0/8`, `any` or
+    /// `none`; give it several times or with commas. Of everybody else these fields are taken off.
+    "trusted-proxies" SERVICE Service Many "HOP,…" Value("loopback");
+    trusted_proxies: TrustedProxies = trusted::trusted_proxies;
+
     /// Writes a line for each request with a key to the standard output, as `text` or as `json`: time, operation, status,
     /// outcome, duration, attempt, caller's mark and record, and never the key.
     "access-log" SERVICE Service One "off|text|json" Value("off");
@@ -462,6 +469,15 @@ settings! {
     /// one. It does not count where scope is `single-tenant`.
     "max-in-flight-per-caller" LIMITS Service One "N" Value("1024");
     max_in_flight_per_caller: usize = units::max_in_flight;
+
+    /// The most connections of clients that are open at the same time. One more waits until another one ends.
+    "max-connections" LIMITS Service One "N" Value("10000");
+    max_connections: usize = units::max_connections;
+
+    /// How long a client may take nothing of an answer that is there for it. Then its connection is closed, or with HTTP/2 the
+    /// answer is given up. From 100ms to 1h.
+    "write-timeout" LIMITS Service One "DURATION" Value("60s");
+    write_timeout: Duration = units::write_timeout;
 
     /// How long the service may stay silent, before its answer begins and within it, or `none`. The outcome of a
     /// request with a key whose answer did not come in time is unknown.

@@ -136,6 +136,9 @@ const SAMPLES: &[(&str, &str)] = &[
     ("response-budget", "64MiB"),
     ("max-in-flight", "100"),
     ("max-in-flight-per-caller", "10"),
+    ("max-connections", "100"),
+    ("write-timeout", "5s"),
+    ("trusted-proxies", "10.0.0.0/8"),
     ("store-cache", "1GiB"),
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
@@ -902,6 +905,12 @@ fn every_setting_of_the_service_arrives() {
         ("drain-timeout", "60s", "drain_timeout: 60s"),
         ("shutdown-delay", "5s", "shutdown_delay: 5s"),
         ("request-budget", "64MiB", "request_budget: 67108864"),
+        ("response-budget", "64MiB", "response_budget: 67108864"),
+        ("max-in-flight", "100", "max_in_flight: 100"),
+        ("max-in-flight-per-caller", "10", "max_in_flight_per_caller: 10"),
+        ("max-connections", "100", "max_connections: 100"),
+        ("write-timeout", "5s", "write_timeout: 5s"),
+        ("trusted-proxies", "private,10.0.0.0/8", "trusted_proxies: [Private, Network(10.0.0.0, 8)]"),
         ("store-cache", "1GiB", "store_cache: 1073741824"),
     ] {
         let variable = Setting::named(name).unwrap().variable();

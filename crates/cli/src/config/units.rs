@@ -321,6 +321,20 @@ pub(crate) fn max_in_flight(text: &str) -> Read<usize> {
     }
 }
 
+/// Most that may be configured: more than one process may have files open.
+const CONNECTIONS_MAX: usize = 1_000_000;
+
+pub(crate) fn max_connections(text: &str) -> Read<usize> {
+    match text.parse() {
+        Ok(number @ 1..=CONNECTIONS_MAX) => Ok(number),
+        _ => Err(format!("{text:?} is not a number of connections; from 1 to {CONNECTIONS_MAX} is allowed")),
+    }
+}
+
+pub(crate) fn write_timeout(text: &str) -> Read<Duration> {
+    bounded(text, 100 * MILLI, 3600 * SECOND)
+}
+
 /// Largest that may be configured for the store's pages: more than machines have.
 const STORE_CACHE_MAX: usize = 1 << 40;
 
@@ -857,6 +871,11 @@ mod tests {
         assert!(response_budget("1024GiB").is_ok());
         assert!(error(response_budget("1025GiB")).contains("at most 1024GiB"));
         assert_eq!((max_in_flight("1"), max_in_flight("1000000")), (Ok(1), Ok(1_000_000)));
+        assert_eq!((max_connections("1"), max_connections("1000000")), (Ok(1), Ok(1_000_000)));
+        assert!(error(max_connections("0")).contains("from 1 to 1000000"));
+        assert!(error(max_connections("1000001")).contains("from 1 to 1000000"));
+        assert!(write_timeout("100ms").is_ok() && write_timeout("1h").is_ok());
+        assert!(write_timeout("99ms").is_err() && write_timeout("3601s").is_err());
         assert!(error(max_in_flight("0")).contains("from 1 to 1000000"));
         assert!(error(max_in_flight("1000001")).contains("from 1 to 1000000"));
         assert!(store_cache("1024GiB").is_ok());

@@ -1,12 +1,13 @@
 //! What comes before everything else: requests that no gateway may pass on are refused, and what HTTP/1.1 and HTTP/2 say
 //! in different ways is said in one.
 
-use http::header::{self, HeaderMap, HeaderValue};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::Authority;
 use http::{Method, Request, Response, Version};
 use oncegate_http::{Condition, GrpcForm, Refusal, Settings};
 
 use super::body::ProxyBody;
+use super::{HEAD_MAX, LINES_MAX};
 use crate::config::Config;
 
 /// Afterwards there is one valid `Host`, or none where the client need not say any, and one line of cookies.
@@ -45,6 +46,11 @@ const fn unsupported(detail: &'static str) -> Refused {
     Refused { condition: Condition::RequestUnsupported, detail }
 }
 
+/// HTTP/1.1 says it itself, without a body: there is no request then.
+const fn too_large(detail: &'static str) -> Refused {
+    Refused { condition: Condition::RequestHeadTooLarge, detail }
+}
+
 impl Refused {
     fn into_response<B>(self, request: &Request<B>, settings: &Settings) -> Response<ProxyBody> {
         let refusal = Refusal::new(self.condition).with_detail(self.detail);
@@ -64,6 +70,15 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
         return Err(unsupported("This is no proxy for CONNECT."));
     }
     let headers = request.headers();
+    if is_too_large(headers) {
+        return Err(too_large(
+            "Nothing was executed. It has more than 1000 field lines, or more than 128 KiB.",
+        ));
+    }
+    // HTTP/1.1 takes two that are equal for one. HTTP/2 passes them on, and the service would get both.
+    if headers.get_all(header::CONTENT_LENGTH).iter().nth(1).is_some() {
+        return Err(malformed("There are several Content-Length fields."));
+    }
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     if let Some(coding) = codings.next()
         && (!coding.as_bytes().eq_ignore_ascii_case(b"chunked") || codings.next().is_some())
@@ -89,6 +104,12 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
         Ok(host) if is_host(host.as_bytes()) => Ok(Some(host)),
         _ => Err(malformed("The target's authority is no host.")),
     }
+}
+
+/// Whether a head has more lines or bytes than any may have. Library limits are not the same for all protocols.
+pub(super) fn is_too_large(headers: &HeaderMap) -> bool {
+    let bytes = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len();
+    headers.len() > LINES_MAX || headers.iter().map(bytes).sum::<usize>() > HEAD_MAX
 }
 
 /// A host and perhaps a port, or nothing at all, which is what a client says where its target has no authority.

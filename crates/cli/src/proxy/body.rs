@@ -3,8 +3,8 @@
 use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -14,17 +14,21 @@ use oncegate_http::BoxError;
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep};
 
+use super::headers::remove_from_trailers;
+
 /// When something last moved towards the upstream.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
     start: Instant,
     /// Milliseconds after `start`.
     last: Arc<AtomicU64>,
+    /// The client's body ended before it was whole.
+    broken: Arc<AtomicBool>,
 }
 
 impl Activity {
     pub(super) fn new() -> Self {
-        Self { start: Instant::now(), last: Arc::default() }
+        Self { start: Instant::now(), last: Arc::default(), broken: Arc::default() }
     }
 
     fn note(&self) {
@@ -35,10 +39,58 @@ impl Activity {
     pub(super) fn last(&self) -> Instant {
         self.start + Duration::from_millis(self.last.load(Ordering::Relaxed))
     }
+
+    /// Whether the client's body broke off, or was malformed.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+}
+
+/// A time that the service may take, which runs only while this process does.
+///
+/// A process that was stopped, or whose machine was, wakes up to a time that is long over, and to answers that have been waiting
+/// in its sockets. They are read first: what came in time is not late because nobody looked.
+#[derive(Debug)]
+pub(super) struct PatientTimer {
+    sleep: Pin<Box<Sleep>>,
+    /// Whether the sockets had their last turn.
+    looked: bool,
+}
+
+/// A timer that fires so late was stopped, together with everything else in the process.
+const STOPPED: Duration = Duration::from_millis(100);
+
+/// What a service gets, at the most, for what it sent while this process was stopped to be read, and for the rest of it to come.
+const AFTER_STOP: Duration = Duration::from_secs(5);
+
+/// Sockets are looked at before timers, so that the shortest sleep is a turn for them.
+const LAST_TURN: Duration = Duration::from_millis(1);
+
+impl PatientTimer {
+    pub(super) fn until(deadline: Instant) -> Self {
+        Self { sleep: Box::pin(tokio::time::sleep_until(deadline)), looked: false }
+    }
+
+    /// Ready when the time is over. `patience` is the whole of it.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>, patience: Duration) -> Poll<()> {
+        loop {
+            ready!(self.sleep.as_mut().poll(cx));
+            let now = Instant::now();
+            if now.saturating_duration_since(self.sleep.deadline()) > STOPPED {
+                self.sleep.as_mut().reset(now + patience.min(AFTER_STOP));
+                self.looked = false;
+            } else if self.looked {
+                return Poll::Ready(());
+            } else {
+                self.sleep.as_mut().reset(now + LAST_TURN);
+                self.looked = true;
+            }
+        }
+    }
 }
 
 pin_project! {
-    /// A request's body that notes when it moves.
+    /// A request's body that notes when it moves, and whose trailers say nothing that only this proxy says.
     #[derive(Debug)]
     pub(super) struct NotedBody<B> {
         #[pin]
@@ -62,11 +114,18 @@ impl<B: Body> Body for NotedBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let this = self.project();
-        let polled = this.body.poll_frame(cx);
-        if polled.is_ready() {
-            this.activity.note();
+        let mut frame = ready!(this.body.poll_frame(cx));
+        this.activity.note();
+        match &mut frame {
+            Some(Ok(frame)) => {
+                if let Some(trailers) = frame.trailers_mut() {
+                    remove_from_trailers(trailers);
+                }
+            }
+            Some(Err(_)) => this.activity.broken.store(true, Ordering::Relaxed),
+            None => {}
         }
-        polled
+        Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -89,7 +148,7 @@ pin_project! {
 pin_project! {
     #[project = InnerProj]
     enum Inner {
-        Upstream { #[pin] body: Incoming, idle: Option<Duration>, timer: Option<Pin<Box<Sleep>>> },
+        Upstream { #[pin] body: Incoming, idle: Option<Duration>, timer: Option<PatientTimer> },
         Own { body: Option<Bytes> },
     }
 }
@@ -123,8 +182,8 @@ impl Body for ProxyBody {
                 }
                 // Only a body that keeps its reader waiting needs a timer.
                 let Some(idle) = *idle else { return Poll::Pending };
-                let timer = timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(idle)));
-                timer.as_mut().poll(cx).map(|()| Some(Err("the upstream sent nothing for too long".into())))
+                let timer = timer.get_or_insert_with(|| PatientTimer::until(Instant::now() + idle));
+                timer.poll(cx, idle).map(|()| Some(Err("the upstream sent nothing for too long".into())))
             }
         }
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use http::header::{self, HeaderValue};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode, Version};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{CaptureConnection, capture_connection};
@@ -18,12 +18,13 @@ use hyper_util::rt::TokioIo;
 use oncegate_engine::{Attempt, LeaseError};
 use oncegate_http::{
     Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
-    StoreDirective, Unanswered,
+    StoreDirective, Unanswered, Unframed,
 };
 use tower_service::Service;
 use tracing::field::display;
 
-use super::body::{Activity, NotedBody, ProxyBody};
+use super::admit::is_too_large;
+use super::body::{Activity, NotedBody, PatientTimer, ProxyBody};
 use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
@@ -105,6 +106,8 @@ impl Forward {
             }
         };
         let answer = tokio::select! {
+            // An answer that is there has come in time.
+            biased;
             answer = sending => Some(answer),
             () = silence(&activity, timeout) => None,
         };
@@ -117,13 +120,7 @@ impl Forward {
             }
         };
         let (result, response) = match answer {
-            Some(Ok(response)) => match Self::bring_back(response, client_side, timeout) {
-                Some(response) => (UpstreamResult::Answered, response),
-                None => {
-                    tracing::warn!(record, "upstream switched protocols unasked");
-                    (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
-                }
-            },
+            Some(Ok(response)) => self.bring_back(response, client_side, timeout, (settings, grpc), record),
             None => {
                 tracing::warn!(record, ?timeout, "upstream did not answer in time");
                 (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
@@ -132,6 +129,14 @@ impl Forward {
             Some(Err(error)) if error.is_connect() => {
                 tracing::warn!(record, error = %chain(&error), "upstream is unreachable");
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
+            }
+            Some(Err(error)) if is_head_too_large(&error) => {
+                tracing::warn!(record, "the head of the upstream's answer is too large");
+                (UpstreamResult::Answered, head_too_large(settings, grpc))
+            }
+            Some(Err(error)) if activity.is_broken() => {
+                tracing::debug!(error = %chain(&error), "request body broke off");
+                (UpstreamResult::Broken, request_broke_off(settings, grpc))
             }
             Some(Err(error)) => {
                 tracing::warn!(record, error = %chain(&error), "upstream broke off");
@@ -142,22 +147,69 @@ impl Forward {
         response
     }
 
-    /// `None` where it says what cannot be said to the client.
+    /// The upstream's answer as the client gets it, or what is said in its place.
     fn bring_back(
+        &self,
         mut response: Response<Incoming>,
         client_side: Option<OnUpgrade>,
         timeout: Option<Duration>,
-    ) -> Option<Response<ProxyBody>> {
+        (settings, grpc): (&Settings, Option<GrpcForm>),
+        record: Option<impl tracing::Value>,
+    ) -> (UpstreamResult, Response<ProxyBody>) {
+        if is_too_large(response.headers()) {
+            tracing::warn!(record, "the head of the upstream's answer is too large");
+            return (UpstreamResult::Answered, head_too_large(settings, grpc));
+        }
+        if is_unframed(&response) {
+            tracing::debug!("upstream ends its answer by closing the connection");
+            response.extensions_mut().insert(Unframed);
+        }
         let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
+        keep_one_length(response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let (protocol, client_side) = (protocol?, client_side?);
+            let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
+                tracing::warn!(record, "upstream switched protocols unasked");
+                return (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc));
+            };
             ask_upgrade(response.headers_mut(), protocol);
             let upstream_side = hyper::upgrade::on(&mut response);
             tokio::spawn(tunnel(client_side, upstream_side));
         }
+        // RFC 9110, 6.2: the version is that of this hop. In HTTP/1.0 the client could not tell a whole body from a cut one.
+        *response.version_mut() = Version::HTTP_11;
         response.extensions_mut().insert(Relayed);
-        Some(response.map(|body| ProxyBody::upstream(body, timeout)))
+        (UpstreamResult::Answered, response.map(|body| ProxyBody::upstream(body, timeout)))
     }
+}
+
+/// Whether the end of the body is the end of the connection: half of it looks like the whole.
+fn is_unframed(response: &Response<Incoming>) -> bool {
+    response.version() < Version::HTTP_2
+        && !response.body().is_end_stream()
+        && response.body().size_hint().exact().is_none()
+        && !response.headers().contains_key(header::TRANSFER_ENCODING)
+        && response.status() != StatusCode::SWITCHING_PROTOCOLS
+}
+
+/// Two equal lengths are one to the library, which refuses different ones. A client may see it in another way.
+fn keep_one_length(headers: &mut http::HeaderMap) {
+    if headers.get_all(header::CONTENT_LENGTH).iter().nth(1).is_some()
+        && let Some(length) = headers.get(header::CONTENT_LENGTH).cloned()
+    {
+        headers.insert(header::CONTENT_LENGTH, length);
+    }
+}
+
+/// Whether the library did not read the head of an answer because it is too large.
+fn is_head_too_large(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut source = Some(error);
+    while let Some(error) = source {
+        if error.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_parse_too_large) {
+            return true;
+        }
+        source = error.source();
+    }
+    false
 }
 
 /// Takes the host off, for the address. An empty one stays: no address has it.
@@ -220,11 +272,28 @@ async fn silence(activity: &Activity, patience: Option<Duration>) {
     let Some(patience) = patience else { return std::future::pending().await };
     loop {
         let until = activity.last() + patience;
-        tokio::time::sleep_until(until).await;
+        let mut timer = PatientTimer::until(until);
+        poll_fn(|cx| timer.poll(cx, patience)).await;
         if activity.last() + patience <= until {
             return;
         }
     }
+}
+
+/// The service answered, and its answer cannot be passed on: as one that is too large to be kept.
+fn head_too_large(settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let refusal = Refusal::new(Condition::UpstreamHeadTooLarge);
+    let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
+    response.extensions_mut().insert(StoreDirective::Tombstone);
+    response
+}
+
+/// The body of a request without a key came in pieces, and one of them was malformed or did not come.
+fn request_broke_off(settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let refusal = Refusal::new(Condition::RequestMalformed).with_detail(
+        "The body of the request is malformed, or it ended early. A part of it may have reached the service.",
+    );
+    refusal.into_response(settings, grpc).map(ProxyBody::own)
 }
 
 /// The request was sent, at least in part, and there is no answer: whether it took effect is not known. For a request with a

@@ -26,12 +26,14 @@ pub(crate) struct Peer {
     /// The beginning of a `Forwarded` element: all but the host.
     forwarded: String,
     scheme: HeaderValue,
+    /// Whether what it says of the hops in front of it is passed on.
+    is_trusted: bool,
     /// The host of the last request and the whole element for it: nearly always that of the next one too.
     last: Mutex<Option<(HeaderValue, HeaderValue)>>,
 }
 
 impl Peer {
-    pub(crate) fn new(address: SocketAddr, tls: bool) -> Self {
+    pub(crate) fn new(address: SocketAddr, tls: bool, is_trusted: bool) -> Self {
         let ip = address.ip().to_canonical();
         let scheme = if tls { "https" } else { "http" };
         let node = match ip {
@@ -43,6 +45,7 @@ impl Peer {
             address: HeaderValue::try_from(ip.to_string()).unwrap_or(HeaderValue::from_static("unknown")),
             forwarded: format!("for={node};proto={scheme}"),
             scheme: HeaderValue::from_static(scheme),
+            is_trusted,
             last: Mutex::new(None),
         }
     }
@@ -163,6 +166,42 @@ pub(crate) fn remove_ours(headers: &mut HeaderMap) {
     }
 }
 
+/// What a trailer must not say: whatever concerns a connection, the length or the way of a message, who asks, or which attempt it
+/// is (RFC 9110, 6.5.1). Some services merge trailers into the head.
+pub(super) fn remove_from_trailers(trailers: &mut HeaderMap) {
+    const OF_THE_HEAD: [HeaderName; 10] = [
+        header::CONTENT_LENGTH,
+        header::CONTENT_TYPE,
+        header::CONTENT_ENCODING,
+        header::HOST,
+        header::AUTHORIZATION,
+        header::COOKIE,
+        header::EXPECT,
+        header::TRAILER,
+        header::VIA,
+        HeaderName::from_static("idempotency-key"),
+    ];
+    remove_ours(trailers);
+    remove_forwarded(trailers);
+    for name in HOP_BY_HOP.iter().chain(&OF_THE_HEAD) {
+        trailers.remove(name);
+    }
+}
+
+/// Takes off what says where a request comes from. Many services do not tell `_` from `-`.
+fn remove_forwarded(headers: &mut HeaderMap) {
+    const FORWARDED: &[u8] = b"x-forwarded";
+    let is_forwarded = |name: &HeaderName| {
+        let spelled = name.as_str().bytes().map(|byte| if byte == b'_' { b'-' } else { byte });
+        spelled.clone().take(FORWARDED.len()).eq(FORWARDED.iter().copied())
+            || spelled.clone().eq(*b"x-real-ip")
+            || name == header::FORWARDED
+    };
+    while let Some(name) = headers.keys().find(|name| is_forwarded(name)).cloned() {
+        headers.remove(name);
+    }
+}
+
 pub(crate) const fn via(version: Version) -> HeaderValue {
     HeaderValue::from_static(match version {
         Version::HTTP_10 => "1.0 oncegate",
@@ -172,6 +211,9 @@ pub(crate) const fn via(version: Version) -> HeaderValue {
 }
 
 fn forward(headers: &mut HeaderMap, peer: &Peer) {
+    if !peer.is_trusted {
+        remove_forwarded(headers);
+    }
     let host = headers.get(header::HOST).cloned();
     if let Some(element) = peer.element(host.as_ref()) {
         let forwarded = match list(headers, &header::FORWARDED) {
@@ -236,7 +278,7 @@ mod tests {
     }
 
     fn peer() -> Peer {
-        Peer::new("192.0.2.7:1234".parse().unwrap(), false)
+        Peer::new("192.0.2.7:1234".parse().unwrap(), false, true)
     }
 
     #[test]
@@ -309,7 +351,7 @@ mod tests {
             ("x-forwarded-host", "outer"),
             ("forwarded", "for=198.51.100.1"),
         ]);
-        let v6 = Peer::new("[2001:db8::1]:1".parse().unwrap(), true);
+        let v6 = Peer::new("[2001:db8::1]:1".parse().unwrap(), true, true);
         prepare(&mut request, &v6, &Settings::default());
         let headers = request.headers();
         assert_eq!(headers["x-forwarded-for"], "198.51.100.1, 203.0.113.2, 2001:db8::1");
@@ -319,6 +361,55 @@ mod tests {
             headers["forwarded"],
             "for=198.51.100.1, for=\"[2001:db8::1]\";proto=https;host=\"inner\""
         );
+    }
+
+    #[test]
+    fn what_hops_say_that_are_not_trusted_is_taken_off() {
+        let mut request = request(&[
+            ("host", "inner"),
+            ("x-forwarded-for", "198.51.100.1"),
+            ("x_forwarded_for", "198.51.100.1"),
+            ("x-forwarded-port", "1"),
+            ("x-forwarded-proto", "https"),
+            ("x-forwarded-host", "outer"),
+            ("x-real-ip", "198.51.100.1"),
+            ("forwarded", "for=198.51.100.1"),
+            ("x-forward", "kept"),
+        ]);
+        prepare(
+            &mut request,
+            &Peer::new("192.0.2.7:1234".parse().unwrap(), false, false),
+            &Settings::default(),
+        );
+        let mut fields: Vec<_> =
+            request.headers().iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+        fields.sort_unstable();
+        let expected = [
+            ("forwarded", "for=192.0.2.7;proto=http;host=\"inner\""),
+            ("host", "inner"),
+            ("via", "1.1 oncegate"),
+            ("x-forward", "kept"),
+            ("x-forwarded-for", "192.0.2.7"),
+            ("x-forwarded-host", "inner"),
+            ("x-forwarded-proto", "http"),
+        ];
+        assert_eq!(fields, expected);
+    }
+
+    #[test]
+    fn trailers_say_nothing_that_belongs_into_the_head() {
+        let mut trailers = request(&[
+            ("oncegate-token", "9"),
+            ("ONCEGATE_RECORD", "9"),
+            ("x-forwarded-for", "198.51.100.1"),
+            ("forwarded", "for=198.51.100.1"),
+            ("content-length", "9"),
+            ("transfer-encoding", "chunked"),
+            ("authorization", "a"),
+            ("x-sum", "1"),
+        ]);
+        remove_from_trailers(trailers.headers_mut());
+        assert_eq!(trailers.headers().keys().collect::<Vec<_>>(), ["x-sum"]);
     }
 
     #[test]

@@ -13,20 +13,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use http::{Request, Response};
 use http_body_util::Either;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper::body::Incoming;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
+use oncegate_http::ResponseBody;
 use socket2::{Domain, Protocol, Socket, Type};
-use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tower_service::Service as _;
 
 use super::admit::admit;
+use super::body::ProxyBody;
+use super::client::{ClientBody, ClientStream, ConnectionState, Delivery, StreamExecutor};
 use super::cross_origin::{CrossOrigin, preflight};
 use super::headers::Peer;
 use super::live::{Live, ThreadLive};
+use super::{HEAD_MAX, HEAD_MAX_U32, LINES_MAX};
 
 /// How long a client may take for a TLS handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -63,12 +69,21 @@ fn listener(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListen
     Ok(socket.into())
 }
 
+/// Requests that one client of HTTP/2 may have under way on a connection.
+const STREAMS_MAX: u32 = 100;
+
 /// What one thread serves.
 pub(super) struct Front {
     pub(super) current: Arc<ThreadLive>,
     /// Tells of reloads.
     pub(super) live: watch::Receiver<Live>,
+    /// One permit for each connection that may be open, of all threads together.
+    pub(super) connections: Arc<Semaphore>,
+    /// When the log last said that there is none left.
+    pub(super) warned: Mutex<Option<Instant>>,
 }
+
+type Builder = auto::Builder<StreamExecutor>;
 
 impl Front {
     /// Serves until `stop` turns true; then stops accepting and finishes what runs, for the drain time-out at the longest.
@@ -79,59 +94,32 @@ impl Front {
         mut stop: watch::Receiver<bool>,
     ) -> io::Result<Instant> {
         let listener = TcpListener::from_std(socket)?;
-        let mut builder = auto::Builder::new(TokioExecutor::new());
-        builder.http1().timer(TokioTimer::new()).header_read_timeout(PATIENCE);
-        builder.http2().timer(TokioTimer::new()).max_concurrent_streams(1024).keep_alive_interval(PATIENCE);
-        let builder = Arc::new(builder);
+        let mut builders = self.builders();
         let graceful = GracefulShutdown::new();
         loop {
             let accepted = tokio::select! {
-                accepted = listener.accept() => accepted,
+                accepted = accept(&listener, &self.connections, &self.warned) => accepted,
                 _ = stop.wait_for(|stop| *stop) => break,
                 Ok(()) = self.live.changed() => {
                     if let Err(error) = self.current.replace(&self.live.borrow_and_update()) {
                         tracing::error!(%error, "a thread goes on with the configuration before");
                     }
+                    builders = self.builders();
                     continue;
                 }
             };
-            let (stream, address) = match accepted {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    // Too many open files, most likely: others have to close first.
-                    tracing::warn!(%error, "cannot accept a connection");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                    continue;
-                }
-            };
-            let _best_effort = stream.set_nodelay(true);
+            let Some((stream, address, permit)) = accepted else { continue };
             let acceptor = self.current.tls();
-            let peer = Arc::new(Peer::new(address, acceptor.is_some()));
-            let service = Mutex::new(self.current.service(peer));
-            // One connection's requests are taken by one thread: nobody ever waits for this lock.
+            let config = self.live.borrow().config.clone();
+            let peer = Peer::new(address, acceptor.is_some(), config.trusts(address.ip()));
+            let stream = ClientStream::new(stream, config.write_timeout, acceptor.is_none(), permit);
             let begun = Arc::new(AtomicBool::new(false));
-            let requests = begun.clone();
-            let service = service_fn(move |mut request| {
-                requests.store(true, Ordering::Relaxed);
-                let mut service = lock(&service);
-                let (config, service) = service.up_to_date();
-                let cross_origin = CrossOrigin::of(&request, config);
-                let admitted = admit(&mut request, config).and_then(|()| preflight(&request, config));
-                let admitted = admitted.map(|()| service.call(request));
-                async move {
-                    let mut response = match admitted {
-                        Ok(answer) => answer.await.map(|response| response.map(Either::Left))?,
-                        Err(refusal) => refusal.map(Either::Right),
-                    };
-                    if let Some(cross_origin) = cross_origin {
-                        cross_origin.write(response.headers_mut());
-                    }
-                    Ok::<_, Infallible>(response)
-                }
-            });
-            let (builder, watcher) = (builder.clone(), graceful.watcher());
+            let service = self.service(peer, stream.state(), begun.clone());
+            let watcher = graceful.watcher();
+            let (in_the_clear, over_tls) = builders.clone();
             match acceptor {
                 None => {
+                    let builder = in_the_clear;
                     let connection =
                         builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
                     tokio::spawn(run(watcher.watch(connection), begun, stop.clone()));
@@ -140,7 +128,7 @@ impl Front {
                     let connection = async move {
                         let stream = acceptor.accept(stream).await?;
                         let connection =
-                            builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+                            over_tls.serve_connection_with_upgrades(TokioIo::new(stream), service);
                         watcher.watch(connection).await
                     };
                     tokio::spawn(run(connection, begun, stop.clone()));
@@ -154,6 +142,106 @@ impl Front {
             tracing::warn!(?drain, "connections are still open");
         }
         Ok(until)
+    }
+
+    /// How connections are served in the clear and over TLS. In the clear an HTTP/1.1 client may end its side and still gets its
+    /// answer; below TLS that cannot be told from a client that goes away.
+    fn builders(&self) -> (Arc<Builder>, Arc<Builder>) {
+        let write_timeout = self.live.borrow().config.write_timeout;
+        let builder = |half_close| Arc::new(builder(write_timeout, half_close));
+        (builder(true), builder(false))
+    }
+
+    /// What is done with the requests of one connection. `begun` turns true with the first.
+    fn service(
+        &self,
+        peer: Peer,
+        state: Arc<ConnectionState>,
+        begun: Arc<AtomicBool>,
+    ) -> impl Service<
+        Request<Incoming>,
+        Response = Response<ClientBody<Either<ResponseBody<ProxyBody>, ProxyBody>>>,
+        Error = Infallible,
+        Future: Send,
+    > + Send
+    + use<> {
+        let service = self.current.service(Arc::new(peer));
+        // One connection's requests are taken by one thread: nobody ever waits for this lock.
+        let service = Mutex::new(service);
+        service_fn(move |mut request: Request<Incoming>| {
+            begun.store(true, Ordering::Relaxed);
+            let mut service = lock(&service);
+            let (config, service) = service.up_to_date();
+            let settings = &config.route(request.method(), request.uri().path()).settings;
+            let has_key = settings.covers(request.method()) && settings.may_have_key(request.headers());
+            let delivery = Delivery::of(request.version(), has_key, &state);
+            let cross_origin = CrossOrigin::of(&request, config);
+            let admitted = admit(&mut request, config).and_then(|()| preflight(&request, config));
+            let admitted = admitted.map(|()| service.call(request));
+            async move {
+                let mut response: Response<_> = match admitted {
+                    Ok(answer) => answer.await?.map(Either::Left),
+                    Err(refusal) => refusal.map(Either::Right),
+                };
+                if let Some(cross_origin) = cross_origin {
+                    cross_origin.write(response.headers_mut());
+                }
+                Ok::<_, Infallible>(response.map(|body| delivery.begin(body)))
+            }
+        })
+    }
+}
+
+fn builder(write_timeout: Duration, half_close: bool) -> Builder {
+    let mut builder = auto::Builder::new(StreamExecutor { write_timeout });
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(PATIENCE)
+        .half_close(half_close)
+        .max_headers(LINES_MAX)
+        .max_buf_size(HEAD_MAX);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(STREAMS_MAX)
+        .max_header_list_size(HEAD_MAX_U32)
+        .keep_alive_interval(PATIENCE);
+    builder
+}
+
+/// The next connection, as soon as one more may be open.
+async fn accept(
+    listener: &TcpListener,
+    connections: &Arc<Semaphore>,
+    warned: &Mutex<Option<Instant>>,
+) -> Option<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
+    match listener.accept().await {
+        Ok((stream, address)) => {
+            if connections.available_permits() == 0 {
+                warn_of_connections(warned);
+            }
+            let permit = connections.clone().acquire_owned().await.ok()?;
+            Some((stream, address, permit))
+        }
+        Err(error) => {
+            // Too many open files, most likely: others have to close first.
+            tracing::warn!(%error, "cannot accept a connection");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            None
+        }
+    }
+}
+
+/// Once a minute at the most: it may be so for long.
+fn warn_of_connections(warned: &Mutex<Option<Instant>>) {
+    const PAUSE: Duration = Duration::from_secs(60);
+    let mut last = lock(warned);
+    if last.is_none_or(|last| last.elapsed() > PAUSE) {
+        tracing::warn!(
+            "as many connections are open as may be (max-connections); one more waits for another to end"
+        );
+        *last = Some(Instant::now());
     }
 }
 

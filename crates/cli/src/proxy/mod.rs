@@ -5,6 +5,7 @@
 
 mod admit;
 mod body;
+mod client;
 mod cross_origin;
 mod forward;
 mod headers;
@@ -18,14 +19,14 @@ mod tiered;
 pub(crate) mod tls;
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::Engine;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 pub(crate) use listen::bind;
 pub(crate) use run::{DEFAULT_SCOPE, run};
@@ -41,8 +42,17 @@ use live::{Live, ThreadLive};
 /// so that a request is seldom sent into a connection that is just being closed.
 const UPSTREAM_IDLE: Duration = Duration::from_secs(4);
 
-/// What is read of a service's answer at a time, and so the largest head and the largest piece that waits for a client.
-const UPSTREAM_BUFFER: usize = 128 * 1024;
+/// Most field lines in the head of a request or an answer, whatever the protocol. Services that are verbose have a hundred.
+pub(crate) const LINES_MAX: usize = 1000;
+
+/// Largest head of a request or an answer, in bytes, whatever the protocol: what common servers accept, several times. Also
+/// what is read of a connection at a time, and so the largest piece that waits.
+const HEAD_MAX: usize = 128 * 1024;
+const HEAD_MAX_U32: u32 = HEAD_MAX as u32;
+
+/// Where the HTTP/2 library gives up on the head of an answer, and nothing is known of it: far beyond [`HEAD_MAX`], which is
+/// looked at afterwards.
+pub(crate) const LIBRARY_HEAD_MAX: u32 = 8 * 1024 * 1024;
 
 /// How long a service that speaks HTTP/2 may be silent while it owes an answer before it is asked whether it is there, and
 /// how long it may take to say so. Otherwise a connection that was lost on the way would take all requests for a long time.
@@ -65,11 +75,17 @@ impl DataPath {
         sockets: Vec<std::net::TcpListener>,
         stop: &watch::Receiver<bool>,
     ) -> Result<Serving, String> {
+        let connections = Arc::new(Semaphore::new(self.live.borrow().config.max_connections));
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
             let mut live = self.live.clone();
             let current = ThreadLive::new(&live.borrow_and_update(), self.metrics.clone())?;
-            let front = Front { current: Arc::new(current), live };
+            let front = Front {
+                current: Arc::new(current),
+                live,
+                connections: connections.clone(),
+                warned: Mutex::default(),
+            };
             let (engine, stop) = (self.engine.clone(), stop.clone());
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -95,7 +111,9 @@ fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClie
         .timer(TokioTimer::new())
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(UPSTREAM_IDLE)
-        .http1_max_buf_size(UPSTREAM_BUFFER)
+        .http1_max_buf_size(HEAD_MAX)
+        .http1_max_headers(LINES_MAX)
+        .http2_max_header_list_size(LIBRARY_HEAD_MAX)
         .http2_keep_alive_interval(UPSTREAM_PING)
         .http2_keep_alive_timeout(UPSTREAM_PING)
         .http2_only(protocol == UpstreamProtocol::Http2)

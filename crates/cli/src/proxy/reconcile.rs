@@ -21,10 +21,10 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_http::{CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use super::UPSTREAM_BUFFER;
 use super::forward::{chain, take_host};
 use super::headers::{ATTEMPT, RECORD, TOKEN, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
+use super::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX};
 use crate::admin::{Metrics, ReconcileResult};
 use crate::config::{Config, RouteConfig};
 
@@ -54,7 +54,9 @@ impl Questions {
         let client = Client::builder(TokioExecutor::new())
             .timer(TokioTimer::new())
             .pool_max_idle_per_host(0)
-            .http1_max_buf_size(UPSTREAM_BUFFER)
+            .http1_max_buf_size(HEAD_MAX)
+            .http1_max_headers(LINES_MAX)
+            .http2_max_header_list_size(LIBRARY_HEAD_MAX)
             .http2_only(protocol == crate::config::UpstreamProtocol::Http2)
             .build(connector);
         Ok(Self { client, config, metrics })

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
     if config.has_default_scope() {
         tracing::info!("{DEFAULT_SCOPE}");
     }
-    allow_many_files();
+    allow_many_files(&config);
     let control = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("control")
@@ -51,11 +51,20 @@ pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apa
      one scope (under one key they get each other's answers), and requests with another credential, such as a cookie, are refused";
 
 /// Every request in flight takes two: what systems allow a process at first is soon used up.
-fn allow_many_files() {
+fn allow_many_files(config: &Config) {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
         tracing::debug!(%error, "the limit of open files stays");
+    }
+    let needed = config.max_connections + config.max_in_flight;
+    if let Some(allowed) = getrlimit(Resource::Nofile).current.filter(|allowed| *allowed < needed as u64) {
+        tracing::warn!(
+            allowed,
+            needed,
+            "the system allows this process fewer open files than max-connections and max-in-flight need; raise its limit (ulimit \
+             -n), or lower these settings"
+        );
     }
 }
 

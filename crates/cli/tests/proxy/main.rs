@@ -10,6 +10,7 @@ mod cors;
 mod fields;
 mod framing;
 mod lifecycle;
+mod limits;
 mod operations;
 mod postgres;
 mod protocols;

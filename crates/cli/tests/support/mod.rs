@@ -297,6 +297,10 @@ impl Service {
         (wire, message)
     }
 
+    pub(crate) fn listener(&self) -> &TcpListener {
+        &self.listener
+    }
+
     pub(crate) fn into_listener(self) -> TcpListener {
         self.listener
     }

@@ -1,0 +1,435 @@
+//! The client's side of a connection: how long it may keep an answer waiting, and when it counts as gone.
+//!
+//! An answer that is not taken is held in memory. On HTTP/1.1 it waits for the socket, so a write that does not move for too
+//! long ends the connection ([`ClientStream`]). On HTTP/2 a client may take nothing of one answer while the connection goes on,
+//! so an answer that does not move resets its stream ([`StreamExecutor`]).
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Version};
+use http_body::{Body, Frame, SizeHint};
+use hyper::rt::Executor;
+use oncegate_http::BoxError;
+use pin_project_lite::pin_project;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, Sleep};
+
+/// The socket of a client.
+pub(super) struct ClientStream {
+    stream: TcpStream,
+    state: Arc<ConnectionState>,
+    write_timeout: Duration,
+    /// Runs while a write waits.
+    timer: Option<Pin<Box<Sleep>>>,
+    /// Runs while it is not known whether the client has gone.
+    doubt: Option<Pin<Box<Sleep>>>,
+    /// Whether the end of what the client sends is looked for. Below TLS it cannot be seen.
+    watches_end: bool,
+    /// As long as this is open, it counts as a connection: also after an upgrade.
+    _permit: OwnedSemaphorePermit,
+}
+
+/// What a socket and the answers on it know of each other. HTTP/1.1 has one answer at a time.
+#[derive(Debug, Default)]
+pub(super) struct ConnectionState {
+    phase: AtomicU8,
+    /// The client had said all it has to say before its answer began.
+    half_closed: AtomicBool,
+}
+
+const IDLE: u8 = 0;
+/// A request without a key was received, and its answer has not begun.
+const OWING: u8 = 1;
+/// The same with a key: it goes on whatever becomes of the client.
+const OWING_UNDER_KEY: u8 = 2;
+/// The head of the answer is there, and not the end of its body.
+const ANSWERING: u8 = 3;
+
+/// How long a request without a key goes on for a client that has said all that it has to say. Nearly all services answer
+/// sooner, and nearly all clients that do this have gone.
+const DOUBT: Duration = Duration::from_secs(5);
+
+impl ClientStream {
+    pub(super) fn new(
+        stream: TcpStream,
+        write_timeout: Duration,
+        watches_end: bool,
+        permit: OwnedSemaphorePermit,
+    ) -> Self {
+        // Best effort.
+        let _without_delay = stream.set_nodelay(true);
+        let state = Arc::default();
+        Self { stream, state, write_timeout, timer: None, doubt: None, watches_end, _permit: permit }
+    }
+
+    pub(super) fn state(&self) -> Arc<ConnectionState> {
+        self.state.clone()
+    }
+
+    /// Fails a write that has not moved for too long.
+    fn timed<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.timer = None;
+            return written;
+        }
+        let timeout = self.write_timeout;
+        let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
+        ready!(timer.as_mut().poll(cx));
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client took nothing for too long")))
+    }
+
+    /// Looks whether the client has said all it has to say. It may do so while it waits for its answer: HTTP allows it. A client
+    /// that does it while it gets its answer has gone: there is nothing more that it could want to say.
+    fn look_for_end(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        let phase = self.state.phase.load(Ordering::Relaxed);
+        if phase != OWING {
+            self.doubt = None;
+        }
+        if !self.watches_end || phase == IDLE {
+            return Ok(());
+        }
+        let gone = || Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the client has gone"));
+        if !self.state.half_closed.load(Ordering::Relaxed) {
+            let mut byte = [0; 1];
+            match self.stream.poll_peek(cx, &mut ReadBuf::new(&mut byte)) {
+                Poll::Ready(Ok(0)) if phase == ANSWERING => return gone(),
+                Poll::Ready(Ok(0)) => self.state.half_closed.store(true, Ordering::Relaxed),
+                Poll::Ready(Err(error)) => return Err(error),
+                // More requests, or nothing.
+                Poll::Ready(Ok(_)) | Poll::Pending => return Ok(()),
+            }
+        }
+        if phase == OWING {
+            let doubt = self.doubt.get_or_insert_with(|| Box::pin(tokio::time::sleep(DOUBT)));
+            if doubt.as_mut().poll(cx).is_ready() {
+                return gone();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl AsyncRead for ClientStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for ClientStream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.timed(cx, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.timed(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    /// Called whenever the connection is looked after and nothing is left to write.
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
+        Poll::Ready(self.look_for_end(cx))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// An answer that an HTTP/1.1 client waits for or gets, until this is dropped.
+struct OwedAnswer(Arc<ConnectionState>);
+
+impl OwedAnswer {
+    fn new(state: Arc<ConnectionState>, has_key: bool) -> Self {
+        state.half_closed.store(false, Ordering::Relaxed);
+        state.phase.store(if has_key { OWING_UNDER_KEY } else { OWING }, Ordering::Relaxed);
+        Self(state)
+    }
+
+    fn begins(&self) {
+        self.0.phase.store(ANSWERING, Ordering::Relaxed);
+    }
+}
+
+impl Drop for OwedAnswer {
+    fn drop(&mut self) {
+        self.0.phase.store(IDLE, Ordering::Relaxed);
+    }
+}
+
+/// The way of one answer to its client.
+pub(super) struct Delivery(Option<OwedAnswer>);
+
+impl Delivery {
+    /// For a request that was just received.
+    pub(super) fn of(version: Version, has_key: bool, state: &Arc<ConnectionState>) -> Self {
+        Self((version != Version::HTTP_2).then(|| OwedAnswer::new(state.clone(), has_key)))
+    }
+
+    /// The body of the answer, which is there now. To be called in the task of the request.
+    pub(super) fn begin<B>(self, body: B) -> ClientBody<B> {
+        let way = match (self.0, PROGRESS.try_with(Arc::clone)) {
+            (Some(owed), _) => {
+                owed.begins();
+                Way::Http1 { _owed: owed }
+            }
+            (None, Ok(progress)) => Way::Http2 { pieces: Pieces::new(progress) },
+            (None, Err(_)) => Way::Unwatched,
+        };
+        ClientBody { body, way }
+    }
+}
+
+pin_project! {
+    /// The body of an answer on its way to the client.
+    pub(super) struct ClientBody<B> {
+        #[pin]
+        body: B,
+        way: Way,
+    }
+}
+
+enum Way {
+    Http1 {
+        _owed: OwedAnswer,
+    },
+    Http2 {
+        pieces: Pieces,
+    },
+    /// Not in the task of a stream.
+    Unwatched,
+}
+
+impl<B: Body<Data = Bytes, Error: Into<BoxError>>> Body for ClientBody<B> {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let this = self.project();
+        match this.way {
+            Way::Http2 { pieces } => pieces.poll_next(cx, this.body),
+            Way::Http1 { .. } | Way::Unwatched => {
+                this.body.poll_frame(cx).map(|frame| frame.map(|frame| frame.map_err(Into::into)))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.way {
+            Way::Http2 { pieces } => pieces.are_at_end(&self.body),
+            Way::Http1 { .. } | Way::Unwatched => self.body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        // It is asked for before the first piece.
+        self.body.size_hint()
+    }
+}
+
+/// Largest piece of an answer that is given to an HTTP/2 connection at a time. A client that takes this much in the time that it
+/// has is not cut off.
+const PIECE_MAX: usize = 64 * 1024;
+
+/// A body in pieces. Its end is said once all of them were written: a stream that has ended cannot be reset, and what it has left
+/// would be held for as long as its connection is open.
+struct Pieces {
+    progress: Arc<Progress>,
+    rest: Bytes,
+    end: Option<Option<HeaderMap>>,
+}
+
+impl Pieces {
+    fn new(progress: Arc<Progress>) -> Self {
+        Self { progress, rest: Bytes::new(), end: None }
+    }
+
+    fn poll_next<B: Body<Data = Bytes, Error: Into<BoxError>>>(
+        &mut self,
+        cx: &mut Context<'_>,
+        mut body: Pin<&mut B>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        loop {
+            if !self.rest.is_empty() {
+                let piece = self.rest.split_to(self.rest.len().min(PIECE_MAX));
+                return Poll::Ready(Some(Ok(Frame::data(self.progress.give(piece)))));
+            }
+            if let Some(trailers) = &mut self.end {
+                ready!(self.progress.poll_written(cx));
+                return Poll::Ready(trailers.take().map(|trailers| Ok(Frame::trailers(trailers))));
+            }
+            match ready!(body.as_mut().poll_frame(cx)) {
+                None => self.end = Some(None),
+                Some(Err(error)) => return Poll::Ready(Some(Err(error.into()))),
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.rest = data,
+                    Err(frame) => self.end = Some(frame.into_trailers().ok()),
+                },
+            }
+        }
+    }
+
+    fn are_at_end(&self, body: &impl Body) -> bool {
+        let is_read = match &self.end {
+            Some(trailers) => trailers.is_none(),
+            None => body.is_end_stream(),
+        };
+        is_read && self.rest.is_empty() && self.progress.is_written()
+    }
+}
+
+tokio::task_local! {
+    /// That of the stream whose task this is.
+    static PROGRESS: Arc<Progress>;
+}
+
+/// What becomes of the pieces of one answer.
+#[derive(Debug, Default)]
+struct Progress(Mutex<ProgressState>);
+
+#[derive(Debug, Default)]
+struct ProgressState {
+    /// Since when the client has taken nothing of what there is for it: the last piece was given, or written, then.
+    waits_since: Option<Instant>,
+    /// Pieces that are not written yet.
+    unwritten: usize,
+    waker: Option<Waker>,
+}
+
+impl Progress {
+    fn state(&self) -> MutexGuard<'_, ProgressState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn waits_since(&self) -> Option<Instant> {
+        self.state().waits_since
+    }
+
+    fn is_written(&self) -> bool {
+        self.state().unwritten == 0
+    }
+
+    /// Gives a piece to the connection.
+    fn give(self: &Arc<Self>, piece: Bytes) -> Bytes {
+        let mut state = self.state();
+        state.unwritten += 1;
+        state.waits_since = Some(Instant::now());
+        Bytes::from_owner(Piece { data: piece, progress: self.clone() })
+    }
+
+    fn written(&self) {
+        let mut state = self.state();
+        state.unwritten -= 1;
+        state.waits_since = (state.unwritten > 0).then(Instant::now);
+        let waker = if state.unwritten == 0 { state.waker.take() } else { None };
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn poll_written(&self, cx: &Context<'_>) -> Poll<()> {
+        let mut state = self.state();
+        if state.unwritten == 0 {
+            return Poll::Ready(());
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// A piece that was given to a connection. It was written, or given up, when this is dropped.
+struct Piece {
+    data: Bytes,
+    progress: Arc<Progress>,
+}
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        self.progress.written();
+    }
+}
+
+/// Runs the streams of HTTP/2 connections, and drops those whose client takes nothing for too long, which resets them.
+#[derive(Clone, Debug)]
+pub(super) struct StreamExecutor {
+    pub(super) write_timeout: Duration,
+}
+
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
+    fn execute(&self, stream: F) {
+        let timeout = self.write_timeout;
+        let progress = Arc::<Progress>::default();
+        let watched = WatchedStream { stream, progress: progress.clone(), timeout, timer: None };
+        tokio::spawn(PROGRESS.scope(progress, watched));
+    }
+}
+
+pin_project! {
+    struct WatchedStream<F> {
+        #[pin]
+        stream: F,
+        progress: Arc<Progress>,
+        timeout: Duration,
+        timer: Option<Pin<Box<Sleep>>>,
+    }
+}
+
+impl<F: Future<Output = ()>> Future for WatchedStream<F> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.project();
+        if this.stream.poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        loop {
+            let Some(since) = this.progress.waits_since() else {
+                *this.timer = None;
+                return Poll::Pending;
+            };
+            let deadline = since + *this.timeout;
+            let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
+            if timer.deadline() < deadline && timer.is_elapsed() {
+                timer.as_mut().reset(deadline);
+            }
+            ready!(timer.as_mut().poll(cx));
+            if this.progress.waits_since().is_none_or(|since| since + *this.timeout > timer.deadline()) {
+                continue;
+            }
+            tracing::debug!("a client took nothing of an answer for too long");
+            return Poll::Ready(());
+        }
+    }
+}

@@ -1,0 +1,552 @@
+//! What clients and services may have of the sidecar: connections, requests, memory, time.
+
+use std::io::Write as _;
+use std::time::Duration;
+
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::{Request, StatusCode, Version};
+use http_body_util::{BodyExt as _, Full};
+use hyper::client::conn::http2::SendRequest;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpStream;
+
+use crate::support::{Answering, Message, Service, Sidecar, Wire, request, until, within};
+use crate::{KEY, OK};
+
+const MIB: usize = 1024 * 1024;
+
+fn with_key(key: usize) -> String {
+    request("POST", "/orders", &[&format!("Idempotency-Key: key-{key}")], "{}")
+}
+
+/// The most memory that it ever had resident, in bytes.
+fn peak(sidecar: &Sidecar) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", sidecar.process.pid())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+#[track_caller]
+fn is_overloaded(answer: &Message) {
+    answer.is_problem(503, "overloaded");
+    assert_eq!((answer.json()["retry"].as_str(), answer.get("retry-after")), (Some("same-key"), Some("1")));
+}
+
+#[tokio::test]
+async fn a_connection_beyond_the_most_waits_for_another_to_end() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--max-connections=2", "--threads=2"]).await;
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let mut wire = sidecar.connect().await;
+        wire.send(request("GET", "/", &[], "")).await;
+        wire.message().await.has_status(200);
+        open.push(wire);
+    }
+    let mut one_more = sidecar.connect().await;
+    one_more.send(request("GET", "/", &[], "")).await;
+    one_more.stays_silent().await;
+    drop(open.pop());
+    one_more.message().await.has_status(200);
+}
+
+#[tokio::test]
+async fn requests_of_clients_that_hung_up_are_bounded() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-in-flight=3", "--threads=2"]).await;
+    let mut wires = Vec::new();
+    for key in 0..3 {
+        let mut client = sidecar.connect().await;
+        client.send(with_key(key)).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        wires.push(wire);
+        drop(client);
+    }
+    for key in 3..6 {
+        is_overloaded(&sidecar.ask(&with_key(key)).await);
+    }
+    service.stays_alone().await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/", &[], "{}")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+    for wire in &mut wires {
+        wire.send(OK).await;
+    }
+    // Nothing was claimed for what was refused, and nothing that had begun is lost.
+    until("there is room again", async || sidecar.ask(&with_key(0)).await.status() == 200).await;
+    drop((wires, wire));
+    let answering = service.answers(OK);
+    assert!(!sidecar.ask(&with_key(3)).await.has_status(200).is_replay());
+    assert_eq!(answering.requests(), 1);
+}
+
+#[tokio::test]
+async fn a_caller_takes_no_more_than_its_part() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-in-flight-per-caller=1"]).await;
+    let of = |caller: &str, key: usize| {
+        let fields = [format!("Idempotency-Key: key-{key}"), format!("Authorization: {caller}")];
+        request("POST", "/orders", &[&fields[0], &fields[1]], "{}")
+    };
+    let mut first = sidecar.connect().await;
+    first.send(of("ada", 1)).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    is_overloaded(&sidecar.ask(&of("ada", 2)).await);
+    let mut second = sidecar.connect().await;
+    second.send(of("bob", 2)).await;
+    let mut other = service.accept().await;
+    other.message().await;
+    for (wire, client) in [(&mut wire, &mut first), (&mut other, &mut second)] {
+        wire.send(OK).await;
+        client.message().await.has_status(200);
+    }
+}
+
+type Client = SendRequest<Full<Bytes>>;
+
+/// A client of HTTP/2 that lets so many bytes of each answer come before it reads.
+async fn http2(sidecar: &Sidecar, window: u32) -> Client {
+    let stream = TcpStream::connect(sidecar.address).await.unwrap();
+    let mut builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+    builder.initial_stream_window_size(window);
+    let (client, connection) = within("a connection", builder.handshake(TokioIo::new(stream))).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+fn keyed(key: &str) -> Request<Full<Bytes>> {
+    let request = Request::post("http://orders.test/orders").header("idempotency-key", key);
+    request.body(Full::from("{}")).unwrap()
+}
+
+/// A service whose answer has half a megabyte.
+async fn large_answers() -> Answering {
+    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", MIB / 2, "x".repeat(MIB / 2));
+    Service::new().await.answers(answer.leak())
+}
+
+#[tokio::test]
+async fn replays_that_are_not_read_are_bounded_and_given_up() {
+    let service = large_answers().await;
+    let flags = ["--response-budget=4MiB", "--write-timeout=1s", "--threads=1"];
+    let sidecar = Sidecar::start_in_small_pages(service.address, &flags).await;
+    sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: k"], "{}")).await.has_status(200);
+    let before = sidecar.resident();
+    let mut given_up = 0;
+    // One byte of window lets the first piece of an answer into the connection, none lets nothing.
+    for window in [0, 1] {
+        let mut client = http2(&sidecar, window).await;
+        let mut replays = Vec::new();
+        let mut refused = 0;
+        for _ in 0..40 {
+            let answer = within("a head", client.send_request(keyed("k"))).await.unwrap();
+            match answer.status() {
+                StatusCode::OK => replays.push(answer.into_body()),
+                StatusCode::SERVICE_UNAVAILABLE => refused += 1,
+                other => panic!("{other}"),
+            }
+        }
+        // Some may have been given up meanwhile, and made room.
+        assert!(refused > 0 && replays.len() >= 8, "{} replays, {refused} refused", replays.len());
+        let held = sidecar.resident().saturating_sub(before);
+        assert!(held < 12 * MIB as u64, "{held} bytes are held");
+        for mut replay in replays {
+            // What does not move is reset, and its connection goes on.
+            until("the answer is given up", async || {
+                matches!(
+                    tokio::time::timeout(Duration::from_millis(10), replay.frame()).await,
+                    Ok(Some(Err(_)))
+                )
+            })
+            .await;
+            given_up += 1;
+        }
+        let small = Request::get("http://orders.test/").body(Full::default()).unwrap();
+        assert_eq!(within("a head", client.send_request(small)).await.unwrap().status(), 200);
+    }
+    assert!(given_up > 1);
+    until("there is room again", async || {
+        let replay = sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: k"], "{}")).await;
+        replay.status() == 200 && replay.body.len() == MIB / 2
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_answer_that_is_read_slowly_is_not_given_up() {
+    let service = large_answers().await;
+    let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
+    let mut client = http2(&sidecar, 64 * 1024).await;
+    for _ in 0..2 {
+        let mut body = within("a head", client.send_request(keyed("k"))).await.unwrap().into_body();
+        let mut len = 0;
+        let start = tokio::time::Instant::now();
+        while let Some(frame) = within("a frame", body.frame()).await {
+            len += frame.unwrap().into_data().map_or(0, |data| data.len());
+            // Each pause is shorter than the time-out, and all of them together are longer.
+            tokio::time::sleep(Duration::from_millis(60)).await;
+        }
+        assert_eq!(len, MIB / 2);
+        assert!(start.elapsed() > Duration::from_secs(1), "{:?}", start.elapsed());
+    }
+}
+
+#[tokio::test]
+async fn a_hundred_requests_of_one_connection_are_under_way_at_once() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let mut wire = sidecar.connect().await;
+    // The preface, and settings of which there are none.
+    wire.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await;
+    let head = wire.take(9).await;
+    let settings = wire.take(usize::from(head[2])).await;
+    assert_eq!(head[3], 4, "settings come first");
+    let of = |id: u8| {
+        let found = settings.chunks(6).find(|setting| setting[..2] == [0, id]);
+        found.map(|setting| u32::from_be_bytes(setting[2..].try_into().unwrap()))
+    };
+    // SETTINGS_MAX_CONCURRENT_STREAMS and SETTINGS_MAX_HEADER_LIST_SIZE.
+    assert_eq!((of(3), of(6)), (Some(100), Some(128 * 1024)));
+}
+
+/// Sends without end; returns when nothing is taken any more.
+async fn pour(mut wire: Wire) -> usize {
+    let piece = vec![b'x'; 64 * 1024];
+    let mut poured = 0;
+    while poured < 256 * MIB && wire.try_send(&piece).await.is_ok() {
+        poured += piece.len();
+    }
+    poured
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_is_hung_up_on() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("GET", "/", &[], "")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10000000\r\n").await;
+    let poured = within("the end of the connection", pour(wire)).await;
+    assert!(poured < 64 * MIB, "{poured}");
+    drop(client);
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_a_streamed_answer_under_a_key_holds_up_no_service() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
+    let mut client = sidecar.connect().await;
+    let sent = request("POST", "/", &[KEY], "{}");
+    client.send(&sent).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", 256 * MIB)).await;
+    // It is read to its end, though by nobody.
+    assert_eq!(within("the end of the answer", pour(wire)).await, 256 * MIB);
+    sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
+    let rest = within("the end of the connection", client.raw_rest()).await;
+    assert!(rest.len() < 64 * MIB, "{}", rest.len());
+}
+
+#[tokio::test]
+async fn a_small_body_that_becomes_a_large_form_costs_little() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start_in_small_pages(service.address, &["--threads=1"]).await;
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all("=&".repeat(MIB).as_bytes().split_last().unwrap().1).unwrap();
+    let bomb = encoder.finish().unwrap();
+    assert!(bomb.len() < 4096);
+    sidecar.ask(&with_key(1)).await.has_status(200);
+    let before = peak(&sidecar);
+    for key in 0..3 {
+        let mut client = sidecar.connect().await;
+        let fields = [
+            "Content-Type: application/x-www-form-urlencoded".to_owned(),
+            "Content-Encoding: gzip".to_owned(),
+            format!("Idempotency-Key: bomb-{key}"),
+            format!("Content-Length: {}", bomb.len()),
+        ];
+        let fields: Vec<_> = fields.iter().map(String::as_str).collect();
+        client.send(request("POST", "/", &fields, "")).await;
+        client.send(&bomb).await;
+        client.message().await.has_status(200);
+    }
+    let grown = peak(&sidecar) - before;
+    assert!(grown < 10 * MIB as u64, "{grown} bytes for {} bytes of request", bomb.len());
+}
+
+fn lines(count: usize) -> String {
+    (0..count).map(|number| format!("X-{number}: v\r\n")).collect()
+}
+
+#[tokio::test]
+async fn heads_of_requests_have_one_limit() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let large = "v".repeat(100 * 1024);
+    let larger = "v".repeat(140 * 1024);
+    // Host is a line, too.
+    for (fields, status) in [
+        (lines(999), 200),
+        (lines(1000), 431),
+        (format!("X-A: {large}\r\n"), 200),
+        (format!("X-A: {larger}\r\n"), 431),
+    ] {
+        let mut wire = sidecar.connect().await;
+        let _unread = wire.try_send(format!("GET / HTTP/1.1\r\nHost: a\r\n{fields}\r\n")).await;
+        wire.message().await.has_status(status);
+
+        let mut client = http2(&sidecar, 65_535).await;
+        let mut asked = Request::get("http://a/");
+        for (name, value) in fields.lines().map(|line| line.split_once(": ").unwrap()) {
+            asked = asked.header(name, value);
+        }
+        // The authority is a line of HTTP/1.1 only.
+        let asked = if status == 431 { asked.header("x-one-more", "v") } else { asked };
+        let got = within("a head", client.send_request(asked.body(Full::default()).unwrap())).await.unwrap();
+        assert_eq!(got.status(), status, "{:.20}", fields);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_with_a_large_head_is_passed_on_and_one_with_a_larger_head_cannot_be_replayed() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    for (key, fields, fits) in [
+        (1, lines(900), true),
+        (2, format!("X-A: {}\r\n", "v".repeat(100 * 1024)), true),
+        (3, lines(1001), false),
+        (4, format!("X-A: {}\r\n", "v".repeat(140 * 1024)), false),
+    ] {
+        let mut client = sidecar.connect().await;
+        client.send(with_key(key)).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        let _unread = wire
+            .try_send(format!(
+                "HTTP/1.1 201 Created\r\nConnection: close\r\nContent-Length: 2\r\n{fields}\r\nok"
+            ))
+            .await;
+        let first = client.message().await;
+        let again = sidecar.ask(&with_key(key)).await;
+        if fits {
+            assert!(first.has_status(201).head.fields.len() >= fields.lines().count());
+            assert!(again.has_status(201).is_replay());
+        } else {
+            first.is_problem(502, "upstream-head-too-large");
+            assert_eq!(first.json()["retry"], "stop");
+            again.is_problem(422, "replay-unavailable");
+        }
+    }
+}
+
+/// A service that speaks HTTP/2 only, and whose answers have as many lines as the path says.
+async fn many_lines(service: Service) {
+    while let Ok((stream, _)) = service.listener().accept().await {
+        let answer = hyper::service::service_fn(|request: Request<hyper::body::Incoming>| async move {
+            let lines: usize = request.uri().path().trim_matches('/').parse().unwrap();
+            let mut answer = http::Response::builder().status(201);
+            for number in 0..lines {
+                answer = answer.header(format!("x-{number}"), "v");
+            }
+            Ok::<_, std::convert::Infallible>(answer.body(Full::new(Bytes::from("ok"))).unwrap())
+        });
+        let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+        tokio::spawn(server.serve_connection(TokioIo::new(stream), answer));
+    }
+}
+
+#[tokio::test]
+async fn heads_of_answers_have_the_same_limit_over_http_2() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--upstream-protocol=http2", "--threads=1"]).await;
+    tokio::spawn(many_lines(service));
+    let sent = |lines: usize| request("POST", &format!("/{lines}"), &[KEY], "{}");
+    // The library's own limit of 16 KiB would be reached with 450.
+    for lines in [100, 900] {
+        assert!(sidecar.ask(&sent(lines)).await.has_status(201).head.fields.len() >= lines);
+        assert!(sidecar.ask(&sent(lines)).await.has_status(201).is_replay());
+    }
+    sidecar.ask(&sent(1001)).await.is_problem(502, "upstream-head-too-large");
+    sidecar.ask(&sent(1001)).await.is_problem(422, "replay-unavailable");
+}
+
+#[tokio::test]
+async fn a_client_that_has_said_all_gets_its_answer() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    for fields in [&[][..], &[KEY]] {
+        let mut client = sidecar.connect().await;
+        client.send(request("POST", "/", fields, "{}")).await;
+        client.finish().await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        // The sidecar has seen the end by now.
+        wire.stays_silent().await;
+        wire.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n").await;
+        wire.stays_silent().await;
+        wire.send("2\r\n!!\r\n0\r\n\r\n").await;
+        assert_eq!(client.message().await.has_status(200).text(), "ok!!");
+        client.ends().await;
+    }
+}
+
+#[tokio::test]
+async fn answers_that_came_while_the_sidecar_was_stopped_came_in_time() {
+    const REQUESTS: usize = 30;
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--upstream-timeout=1s", "--threads=1"]).await;
+    for streams in [false, true] {
+        let mut pairs = Vec::new();
+        for number in 0..REQUESTS {
+            let mut client = sidecar.connect().await;
+            client.send(with_key(number + if streams { REQUESTS } else { 0 })).await;
+            let mut wire = service.accept().await;
+            wire.message().await;
+            if streams {
+                wire.send("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\no").await;
+            }
+            pairs.push((client, wire));
+        }
+        sidecar.process.freeze();
+        for (_, wire) in &mut pairs {
+            wire.send(if streams { "k" } else { OK }).await;
+        }
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        sidecar.process.signal(rustix::process::Signal::CONT);
+        for (client, _) in &mut pairs {
+            client.message().await.has_status(200);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_service_that_does_not_answer_is_given_up() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--upstream-timeout=200ms"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(with_key(1)).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    client.message().await.is_problem(504, "outcome-unknown");
+}
+
+#[tokio::test]
+async fn an_answer_that_ends_with_its_connection_cannot_be_replayed() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    // Whether it is whole, or its sender died, looks the same.
+    for (key, head) in [(1, "HTTP/1.1 200 OK"), (2, "HTTP/1.0 200 OK")] {
+        let mut client = sidecar.connect().await;
+        client.send(with_key(key)).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        wire.send(format!("{head}\r\nConnection: close\r\n\r\n{{\"id\":")).await;
+        drop(wire);
+        let got = client.message().await;
+        assert_eq!(got.has_status(200).text(), "{\"id\":");
+        // The version is the sidecar's own.
+        assert_eq!(
+            (got.head.line.as_str(), got.get("transfer-encoding")),
+            ("HTTP/1.1 200 OK", Some("chunked"))
+        );
+        sidecar.ask(&with_key(key)).await.is_problem(422, "replay-unavailable");
+    }
+    // One that has no body is whole.
+    let mut client = sidecar.connect().await;
+    client.send(with_key(3)).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send("HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n").await;
+    client.message().await.has_status(204);
+    assert!(sidecar.ask(&with_key(3)).await.has_status(204).is_replay());
+}
+
+#[tokio::test]
+async fn a_malformed_body_without_a_key_is_the_clients_mistake() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/", &["Transfer-Encoding: chunked"], "") + "2\r\nab\r\n").await;
+    let mut wire = service.accept().await;
+    wire.head().await;
+    client.send("zz\r\n").await;
+    client.message().await.is_problem(400, "request-malformed");
+    client.ends().await;
+}
+
+#[tokio::test]
+async fn a_length_that_is_there_twice_is_refused_in_http_2_as_well() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = http2(&sidecar, 65_535).await;
+    for key in [false, true] {
+        let mut asked = Request::post("http://orders.test/").version(Version::HTTP_2);
+        if key {
+            asked = asked.header("idempotency-key", "k");
+        }
+        let asked = asked.header("content-length", "2").header("content-length", "2");
+        let got = within("a head", client.send_request(asked.body(Full::from("{}")).unwrap())).await.unwrap();
+        assert_eq!(got.status(), 400);
+        let body = within("a body", got.into_body().collect()).await.unwrap().to_bytes();
+        assert!(String::from_utf8_lossy(&body).contains("request-malformed"));
+    }
+    service.stays_alone().await;
+}
+
+#[tokio::test]
+async fn trailers_cannot_say_what_only_the_sidecar_says() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    for fields in [&[][..], &[KEY]] {
+        let mut client = sidecar.connect().await;
+        let named =
+            "Trailer: X-Sum, Oncegate-Token, oncegate_record, X-Forwarded-For, Forwarded, Content-Length";
+        let ask = ["TE: trailers", "Connection: TE", "Transfer-Encoding: chunked", named];
+        let head = request("POST", "/", &[&ask[..], fields].concat(), "");
+        let trailers = "Oncegate-Token: 9\r\noncegate_record: x\r\nX-Forwarded-For: 192.0.2.1\r\nForwarded: for=192.0.2.1\r\n\
+                        Content-Length: 3\r\nX-Sum: 1\r\n";
+        client.send(format!("{head}3\r\nabc\r\n0\r\n{trailers}\r\n")).await;
+        let mut wire = service.accept().await;
+        let seen = wire.message().await;
+        assert_eq!(seen.trailers, [("x-sum".to_owned(), "1".to_owned())]);
+        wire.send(OK).await;
+        client.message().await.has_status(200);
+    }
+}
+
+#[tokio::test]
+async fn hops_are_believed_where_they_are_trusted() {
+    for (flags, trusted) in [
+        (&[][..], true),
+        (&["--trusted-proxies=10.0.0.0/8,127.0.0.1"], true),
+        (&["--trusted-proxies=none"], false),
+        (&["--trusted-proxies=10.0.0.0/8"], false),
+    ] {
+        let service = Service::new().await;
+        let sidecar = Sidecar::start(service.address, flags).await;
+        let mut client = sidecar.connect().await;
+        client
+            .send(request("GET", "/", &["X-Forwarded-For: 192.0.2.1", "X-Forwarded-Proto: https"], ""))
+            .await;
+        let mut wire = service.accept().await;
+        let seen = wire.message().await;
+        let expected = if trusted { ("192.0.2.1, 127.0.0.1", "https") } else { ("127.0.0.1", "http") };
+        assert_eq!(
+            (seen.get("x-forwarded-for"), seen.get("x-forwarded-proto")),
+            (Some(expected.0), Some(expected.1)),
+            "{flags:?}"
+        );
+        wire.send(OK).await;
+        client.message().await.has_status(200);
+    }
+}
