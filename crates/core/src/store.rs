@@ -125,13 +125,15 @@ pub struct Capabilities {
     pub fencing: Fencing,
     /// Whether a completion can commit together with the effect.
     pub atomic_with_effect: bool,
+    /// Whether a listing is in the order of the identifiers.
+    pub lists_in_order: bool,
 }
 
 impl Capabilities {
     /// The promises of a store with this name.
     #[must_use]
     pub const fn new(name: &'static str, durability: Durability, fencing: Fencing) -> Self {
-        Self { name, durability, fencing, atomic_with_effect: false }
+        Self { name, durability, fencing, atomic_with_effect: false, lists_in_order: true }
     }
 }
 

@@ -425,7 +425,9 @@ impl Store for RedisStore {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.shared.link.server().capabilities()
+        let mut capabilities = self.shared.link.server().capabilities();
+        capabilities.lists_in_order = false;
+        capabilities
     }
 }
 

@@ -1,9 +1,8 @@
 //! Records: listed, shown, found, resolved, released.
 
-use axum::Json;
 use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
@@ -12,16 +11,16 @@ use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
     CallerTag, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
-    StateSet, StoredResponse, limits,
+    StoredResponse, limits,
 };
 use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, Settings};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::AdminState;
 use super::problem::Problem;
 use super::view::{self, Detail};
+use super::{AdminState, listing};
 use crate::config::{did_you_mean, duration};
 
 type Answer = Result<Response, Problem>;
@@ -30,12 +29,13 @@ type Body = Result<Bytes, BytesRejection>;
 
 pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answer {
     let mut filter = ListQuery::default();
-    let names = ["state", "caller", "operation", "min_age", "limit", "cursor"];
+    let names = ["state", "caller", "operation", "min_age", "limit", "order", "cursor"];
+    let mut is_newest_first = false;
     for (name, text) in pairs(query, &names)? {
         let bad = |what: String| Problem::bad_request(format!("{name}: {text:?} {what}"));
         match name.as_str() {
             "state" => {
-                filter.states = states(&text).map_err(bad)?;
+                filter.states = listing::states(&text).map_err(bad)?;
             }
             "caller" => {
                 let what = "is not a caller's mark; it has 16 hexadecimal digits, as a listing shows them";
@@ -47,37 +47,35 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
                     duration(&text).map_err(|what| Problem::bad_request(format!("{name}: {what}")))?;
             }
             "limit" => filter.limit = limit(&name, &text)?,
-            _ => filter.after = Some(record_id(&text)?),
+            "order" => {
+                is_newest_first = match text.as_str() {
+                    "newest" => true,
+                    "record" => false,
+                    _ => return Err(bad("is neither newest nor record.".to_owned())),
+                };
+            }
+            _ => {
+                let what = "is not a cursor; it has 64 hexadecimal digits, as a listing shows it.";
+                filter.after = Some(RecordId::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
+            }
         }
+    }
+    if is_newest_first {
+        if filter.after.is_some() {
+            return Err(Problem::bad_request("cursor: only the order \"record\" has pages."));
+        }
+        return listing::newest(&state, filter).await;
     }
     let store = state.engine.store();
     let page = store.list(filter).await.map_err(|error| Problem::store(&error))?;
     let now = store.now();
     let records = page.records.iter().map(|(id, record)| view::record(*id, record, now, Detail::Line));
-    Ok(json(&json!({
+    Ok(view::json(&json!({
         "records": records.collect::<Vec<_>>(),
         "unreadable": page.unreadable.iter().map(RecordId::to_string).collect::<Vec<_>>(),
         "next": page.next.map(|next| next.to_string()),
         "now": view::time(now),
     })))
-}
-
-/// One state, several with commas, or `unsettled`.
-fn states(text: &str) -> Result<StateSet, String> {
-    const UNSETTLED: &str = "unsettled";
-    let mut states = Vec::new();
-    for name in text.split(',').map(str::trim) {
-        match StateName::from_name(name) {
-            Some(state) => states.push(state),
-            None if name == UNSETTLED => states.extend(StateSet::UNSETTLED.iter()),
-            None => {
-                let names: Vec<_> =
-                    StateName::ALL.map(StateName::as_str).into_iter().chain([UNSETTLED]).collect();
-                return Err(format!("is not one of {}{}", names.join(", "), did_you_mean(name, names)));
-            }
-        }
-    }
-    Ok(states.into_iter().collect())
 }
 
 pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>, query: Pairs) -> Answer {
@@ -89,7 +87,8 @@ pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>
             _ => return Err(Problem::bad_request(format!("{name}: {text:?} is neither true nor false"))),
         };
     }
-    shown(&state, record_id(&id)?, detail).await
+    let id = listing::find(&state, &id).await?;
+    shown(&state, id, detail).await
 }
 
 /// What a request looked like whose record is sought. The caller's credential is in a body and not in a URL, because
@@ -263,7 +262,7 @@ pub(super) async fn resolve(
     headers: HeaderMap,
     body: Body,
 ) -> Answer {
-    let id = record_id(&id)?;
+    let id = listing::find(&state, &id).await?;
     let request: ResolveRequest = from_json(body)?;
     let actor = actor(request.actor.as_deref(), &headers)?;
     let reason = audit_text("reason", &request.reason)?;
@@ -286,7 +285,7 @@ pub(super) async fn release(
     headers: HeaderMap,
     body: Body,
 ) -> Answer {
-    let id = record_id(&id)?;
+    let id = listing::find(&state, &id).await?;
     let request: ReleaseRequest = from_json(body)?;
     let actor = actor(request.actor.as_deref(), &headers)?;
     let reason = audit_text("reason", &request.reason)?;
@@ -307,7 +306,7 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answ
     }
     let entries = state.engine.store().audit(before, most).await.map_err(|error| Problem::store(&error))?;
     let more = entries.last().filter(|last| entries.len() == most && last.number > 1);
-    Ok(json(&json!({
+    Ok(view::json(&json!({
         "entries": entries.iter().map(view::audit_entry).collect::<Vec<_>>(),
         "next": more.map(|last| last.number),
     })))
@@ -315,7 +314,7 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answ
 
 async fn shown(state: &AdminState, id: RecordId, detail: Detail) -> Answer {
     let record = lookup(state, id).await?;
-    Ok(json(&view::record(id, &record, state.engine.store().now(), detail)))
+    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
 }
 
 async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
@@ -346,7 +345,7 @@ async fn settle(
             if let Value::Object(members) = &mut view {
                 members.insert("from".to_owned(), from.as_str().into());
             }
-            Ok(json(&view))
+            Ok(view::json(&view))
         }
         Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
         Outcome::NotResolvable { state: Some(state) } => Err(Problem::not_resolvable(id, why_not(state))),
@@ -437,14 +436,6 @@ fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> 
     Ok((header, value))
 }
 
-fn record_id(text: &str) -> Result<RecordId, Problem> {
-    RecordId::from_hex(text).ok_or_else(|| {
-        Problem::bad_request(format!(
-            "{text:?} is not a record; it has 64 hexadecimal digits, as a listing shows them."
-        ))
-    })
-}
-
 fn limit(name: &str, text: &str) -> Result<usize, Problem> {
     match text.parse() {
         Ok(limit @ 1..=limits::PAGE_MAX) => Ok(limit),
@@ -495,8 +486,4 @@ fn from_json<T: DeserializeOwned>(body: Body) -> Result<T, Problem> {
         _ => Problem::bad_request(error.body_text()),
     })?;
     serde_json::from_slice(&body).map_err(|error| Problem::bad_request(format!("The body: {error}.")))
-}
-
-fn json(value: &Value) -> Response {
-    ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], Json(value)).into_response()
 }

@@ -6,7 +6,7 @@
 //! | `GET /livez` | 200 while the process serves |
 //! | `GET /readyz` | 200 while requests are taken and the store would take a write, else 503 |
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
-//! | `GET /v1/keys?state=&caller=&operation=&min_age=&limit=&cursor=` | a page of records |
+//! | `GET /v1/keys?state=&caller=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
 //! | `POST /v1/keys/find` | one record by key, method, path and caller |
 //! | `POST /v1/keys/{record}/resolve` | says what became of an operation whose outcome is unknown |
@@ -21,6 +21,7 @@ mod exposition;
 mod front;
 mod guard;
 mod keys;
+mod listing;
 mod metrics;
 mod problem;
 #[cfg(test)]

@@ -75,6 +75,19 @@ impl Problem {
         Self { record: Some(id), ..problem }
     }
 
+    /// No record begins like this.
+    pub(super) fn no_record_like(text: &str) -> Self {
+        let detail = format!("No record begins with {text}, or its retention is over.");
+        Self::new(StatusCode::NOT_FOUND, "no-record", "There is no such record", detail)
+    }
+
+    /// Several records begin like this.
+    pub(super) fn ambiguous(text: &str, candidates: &[RecordId]) -> Self {
+        let names: Vec<_> = candidates.iter().map(RecordId::to_string).collect();
+        let detail = format!("Several records begin with {text}: {}. Give more digits.", names.join(", "));
+        Self::new(StatusCode::CONFLICT, "ambiguous-record", "The record is not named clearly", detail)
+    }
+
     /// The record is there, but not in a state for this.
     pub(super) fn not_resolvable(id: RecordId, detail: impl Into<String>) -> Self {
         let problem =
@@ -124,6 +137,15 @@ impl Problem {
     }
 }
 
+impl Problem {
+    /// The member or parameter of the request that is wrong, which the detail begins with: a program has its own name for it.
+    fn parameter(&self) -> Option<&str> {
+        let (name, _) = self.detail.split_once(": ")?;
+        let is_name = !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+        (is_name && self.status == StatusCode::BAD_REQUEST).then_some(name)
+    }
+}
+
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let mut body = json!({
@@ -132,8 +154,13 @@ impl IntoResponse for Problem {
             "status": self.status.as_u16(),
             "detail": self.detail,
         });
-        if let (Some(id), Value::Object(members)) = (self.record, &mut body) {
-            members.insert("record".to_owned(), id.to_string().into());
+        if let Value::Object(members) = &mut body {
+            if let Some(id) = self.record {
+                members.insert("record".to_owned(), id.to_string().into());
+            }
+            if let Some(parameter) = self.parameter() {
+                members.insert("parameter".to_owned(), parameter.into());
+            }
         }
         let mut response = (self.status, body.to_string()).into_response();
         let headers = response.headers_mut();

@@ -511,7 +511,8 @@ async fn a_listing_is_filtered_and_has_pages() {
         ("?limit=1001", "limit: \"1001\" is not a number from 1 to 1000."),
         ("?min_age=10", "min_age: \"10\" has no unit; write a number and a unit"),
         ("?caller=Bearer", "caller: \"Bearer\" is not a caller's mark"),
-        ("?cursor=ab", "\"ab\" is not a record; it has 64 hexadecimal digits"),
+        ("?cursor=ab", "cursor: \"ab\" is not a cursor; it has 64 hexadecimal digits"),
+        ("?order=new", "order: \"new\" is neither newest nor record."),
         ("?limit=1&limit=2", "limit: it is there twice."),
     ] {
         let detail = sidecar.get(&format!("/v1/keys{query}")).await.refused(400, "bad-request");
@@ -772,7 +773,10 @@ async fn paths_and_methods_that_are_none_are_named() {
     let detail = sidecar.get("/v1/keys/find").await.refused(405, "no-such-method");
     assert_eq!(detail, "/v1/keys/find does not take GET.");
     let detail = sidecar.get("/v1/keys/abc").await.refused(400, "bad-request");
-    assert_eq!(detail, "\"abc\" is not a record; it has 64 hexadecimal digits, as a listing shows them.");
+    assert_eq!(
+        detail,
+        "\"abc\" is not a record; it has 64 hexadecimal digits, as a listing shows them, or the first 6 or more of them."
+    );
 }
 
 #[tokio::test]

@@ -1,9 +1,12 @@
 //! What an operator sees of records.
 
+use axum::Json;
+use axum::response::{IntoResponse as _, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use http::header::{self, HeaderValue};
 use oncegate_core::{Answer, AuditEntry, Record, RecordId, State, Step, StoredResponse, Timestamp};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 /// How much of a record is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -17,7 +20,7 @@ pub(super) enum Detail {
 }
 
 pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Detail) -> Value {
-    let mut view = json!({
+    let mut view = serde_json::json!({
         "record": id.to_string(),
         "state": record.state_name(now).as_str(),
         "operation": record.label.operation(),
@@ -87,11 +90,16 @@ fn response(stored: &StoredResponse, detail: Detail) -> Value {
 
 /// Pairs in their order: a field may be there more than once.
 fn fields<'a>(fields: impl Iterator<Item = (&'a str, &'a [u8])>) -> Value {
-    fields.map(|(name, value)| json!([name, String::from_utf8_lossy(value)])).collect()
+    fields.map(|(name, value)| serde_json::json!([name, String::from_utf8_lossy(value)])).collect()
+}
+
+/// An answer that no cache keeps.
+pub(super) fn json(value: &Value) -> Response {
+    ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], Json(value)).into_response()
 }
 
 pub(super) fn audit_entry(entry: &AuditEntry) -> Value {
-    json!({
+    serde_json::json!({
         "number": entry.number,
         "at": time(entry.at),
         "record": entry.id.to_string(),

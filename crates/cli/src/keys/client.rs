@@ -85,7 +85,7 @@ impl Client {
         let body: Option<Value> = serde_json::from_slice(&body).ok();
         match body {
             Some(body) if status.is_success() => Ok(body),
-            Some(problem) => Err(Failure::Refused(refusal(status, &problem))),
+            Some(problem) => Err(Failure::Refused(self.refusal(status, &problem))),
             None => Err(self.unreachable(&format!(
                 "the answer ({status}) is not that of an admin API; is this the admin address of a sidecar?"
             ))),
@@ -115,6 +115,45 @@ impl Client {
         Ok((status, body.to_bytes()))
     }
 
+    /// The words of a problem, in terms of the command line.
+    fn refusal(&self, status: StatusCode, problem: &Value) -> String {
+        let text = |name: &str| problem[name].as_str().unwrap_or_default();
+        match (status, text("type").rsplit(':').next().unwrap_or_default()) {
+            (StatusCode::UNAUTHORIZED, _) => {
+                let what = if self.token.is_some() { "is wrong" } else { "is missing" };
+                return format!(
+                    "the admin token {what}; give it with --token-file FILE or in ONCEGATE_ADMIN_TOKEN"
+                );
+            }
+            (StatusCode::FORBIDDEN, "forbidden") => {
+                return format!(
+                    "--admin {}: without an admin token the sidecar answers to 127.0.0.1, [::1] and localhost only",
+                    self.authority
+                );
+            }
+            _ => {}
+        }
+        let detail = text("detail");
+        let about = detail.split_once(": ").filter(|(name, _)| *name == text("parameter"));
+        if let Some(("caller", _)) = about {
+            return "say whose the request was: --caller-file FILE with the value of the header field that tells callers apart, \
+                    --anonymous if it did not send that field, or --single-tenant if the route does not tell callers apart"
+                .to_owned();
+        }
+        let flag = |name: &str| FLAGS.iter().find(|(other, _)| *other == name).map(|(_, flag)| *flag);
+        if let Some((flag, what)) = about.and_then(|(name, what)| Some((flag(name)?, what))) {
+            return format!("{flag}: {what}");
+        }
+        let mut words = match (text("title"), detail) {
+            ("", "") => status.to_string(),
+            (title, detail) => format!("{title}: {detail}"),
+        };
+        if let Some(record) = problem["record"].as_str() {
+            words.push_str(&format!(" (record {record})"));
+        }
+        words
+    }
+
     fn unreachable(&self, why: &str) -> Failure {
         Failure::Unreachable(format!(
             "cannot reach the sidecar at {}://{}: {why}",
@@ -123,15 +162,20 @@ impl Client {
     }
 }
 
-/// The words of a problem.
-fn refusal(status: StatusCode, problem: &Value) -> String {
-    let text = |name: &str| problem[name].as_str().unwrap_or_default();
-    let mut words = match (text("title"), text("detail")) {
-        ("", "") => status.to_string(),
-        (title, detail) => format!("{title}: {detail}"),
-    };
-    if let Some(record) = problem["record"].as_str() {
-        words.push_str(&format!(" (record {record})"));
-    }
-    words
-}
+/// The flags that set the members and parameters of requests.
+const FLAGS: [(&str, &str); 14] = [
+    ("state", "--state"),
+    ("operation", "--operation"),
+    ("min_age", "--min-age"),
+    ("limit", "--limit"),
+    ("order", "--order"),
+    ("cursor", "--cursor"),
+    ("before", "--before"),
+    ("key", "--key"),
+    ("method", "--method"),
+    ("path", "--path"),
+    ("status", "--status"),
+    ("headers", "--header"),
+    ("reason", "--reason"),
+    ("actor", "--actor"),
+];

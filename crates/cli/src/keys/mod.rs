@@ -9,7 +9,7 @@ mod print;
 mod tests;
 
 use std::fs;
-use std::io::{self, Read as _, StdoutLock, Write};
+use std::io::{self, BufRead as _, IsTerminal as _, Read as _, StdoutLock, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -80,14 +80,24 @@ struct Ls {
     /// How many, from 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
-    /// Goes on after a listing that says so
+    /// The newest first, with totals; or in the order of the store, page by page
+    #[arg(long, value_name = "ORDER", value_enum, default_value_t = Order::Newest)]
+    order: Order,
+    /// Goes on after a listing with --order record that says so
     #[arg(long, value_name = "CURSOR")]
     cursor: Option<String>,
 }
 
+/// The order of a listing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Order {
+    Newest,
+    Record,
+}
+
 #[derive(Args, Debug)]
 struct Show {
-    /// The record, as a listing shows it
+    /// The record, as a listing or the log shows it, or as much of its beginning as no other has
     #[arg(required_unless_present = "key", conflicts_with = "key")]
     record: Option<String>,
     #[command(flatten)]
@@ -141,7 +151,7 @@ struct Request {
 #[derive(Args, Debug)]
 #[command(group = clap::ArgGroup::new("outcome").required(true).args(["status", "released", "tombstone"]))]
 struct Resolve {
-    /// The record, as a listing shows it
+    /// The record, as a listing or the log shows it, or as much of its beginning as no other has
     record: String,
     /// It took place: retries get an answer with this status
     #[arg(long, value_name = "STATUS")]
@@ -164,7 +174,7 @@ struct Resolve {
 
 #[derive(Args, Debug)]
 struct Release {
-    /// The record, as a listing shows it
+    /// The record, as a listing or the log shows it, or as much of its beginning as no other has
     record: String,
     /// Also where its owner may be alive. Its effect may happen all the same, beside that of the next request
     #[arg(long)]
@@ -182,7 +192,13 @@ struct Why {
     /// Who; kept in the audit trail [default: the user's name]
     #[arg(long, value_name = "NAME")]
     actor: Option<String>,
+    /// Does not ask for confirmation, which is asked for on a terminal only
+    #[arg(long, short)]
+    yes: bool,
 }
+
+/// Asks the person at the terminal whether to go on.
+type Confirm<'a> = &'a dyn Fn(&str) -> io::Result<bool>;
 
 #[derive(Args, Debug)]
 struct Audit {
@@ -215,7 +231,9 @@ impl From<io::Error> for Failure {
 
 /// Runs the command and says how it ended.
 pub(crate) fn run(args: &KeysArgs) -> ExitCode {
-    ask(async |out: &mut StdoutLock<'_>| execute(args, env, out).await)
+    let is_terminal = io::stdin().is_terminal() && io::stderr().is_terminal();
+    let confirm: Option<Confirm<'_>> = if is_terminal { Some(&confirm_on_terminal) } else { None };
+    ask(async |out: &mut StdoutLock<'_>| execute(args, env, confirm, out).await)
 }
 
 /// Runs the command about the clock and says how it ended.
@@ -258,30 +276,37 @@ fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) ->
 async fn execute(
     args: &KeysArgs,
     env: impl Fn(&str) -> Option<String>,
+    confirm: Option<Confirm<'_>>,
     out: &mut impl Write,
 ) -> Result<(), Failure> {
     let client = args.access.client(&env)?;
     let as_json = args.access.json;
+    let flags = args.access.flags();
     match &args.command {
         KeysCommand::Ls(ls) => ls.run(&client, as_json, out).await,
         KeysCommand::Show(Show { record: Some(record), body, .. }) => {
             let query = if *body { "?body=true" } else { "" };
             let view = client.get(&format!("/v1/keys/{}{query}", escaped(record))).await?;
-            print::record(&view, as_json, out)
+            print::record(&view, &flags, as_json, out)
         }
         KeysCommand::Show(Show { request, body, .. }) | KeysCommand::Find(Find { request, body }) => {
             let view = client.post("/v1/keys/find", &request.json(*body)?).await?;
-            print::record(&view, as_json, out)
+            print::record(&view, &flags, as_json, out)
         }
         KeysCommand::Resolve(resolve) => {
-            let path = format!("/v1/keys/{}/resolve", escaped(&resolve.record));
-            let view = client.post(&path, &resolve.json(&env)?).await?;
+            let request = resolve.json(&env)?;
+            let question = format!("{}; it is never changed afterwards", resolve.summary());
+            let question = if resolve.released { resolve.summary() } else { question };
+            let record = confirmed(&client, &resolve.record, confirm, resolve.why.yes, &question).await?;
+            let view = client.post(&format!("/v1/keys/{}/resolve", escaped(&record)), &request).await?;
             print::resolved(&view, as_json, out)
         }
         KeysCommand::Release(release) => {
-            let path = format!("/v1/keys/{}/release", escaped(&release.record));
             let mut request = release.why.json(&env);
             request.insert("force".to_owned(), release.force.into());
+            let question = "free the key, so that the next request with it executes";
+            let record = confirmed(&client, &release.record, confirm, release.why.yes, question).await?;
+            let path = format!("/v1/keys/{}/release", escaped(&record));
             let view = client.post(&path, &request.into()).await?;
             print::resolved(&view, as_json, out)
         }
@@ -293,7 +318,46 @@ async fn execute(
     }
 }
 
+/// The record that is to be changed. On a terminal it is shown first, and nothing is changed without a yes.
+async fn confirmed(
+    client: &Client,
+    record: &str,
+    confirm: Option<Confirm<'_>>,
+    is_sure: bool,
+    what: &str,
+) -> Result<String, Failure> {
+    let Some(confirm) = confirm.filter(|_| !is_sure) else { return Ok(record.to_owned()) };
+    let view = client.get(&format!("/v1/keys/{}", escaped(record))).await?;
+    if confirm(&format!("{}\n{what}? [y/N] ", print::summary(&view)))? {
+        // What was shown is changed, whatever begins like this by now.
+        Ok(view["record"].as_str().unwrap_or(record).to_owned())
+    } else {
+        Err(Failure::Refused("not confirmed; nothing was changed".to_owned()))
+    }
+}
+
+fn confirm_on_terminal(question: &str) -> io::Result<bool> {
+    let mut err = io::stderr().lock();
+    write!(err, "{question}")?;
+    err.flush()?;
+    let mut answer = String::new();
+    io::stdin().lock().read_line(&mut answer)?;
+    Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
+}
+
 impl Access {
+    /// How the same sidecar is asked again: the flags that were given.
+    fn flags(&self) -> String {
+        let mut flags = String::new();
+        if let Some(admin) = &self.admin {
+            flags.push_str(&format!(" --admin {}", shell_quoted(admin)));
+        }
+        if let Some(file) = &self.token_file {
+            flags.push_str(&format!(" --token-file {}", shell_quoted(&file.to_string_lossy())));
+        }
+        flags
+    }
+
     fn client(&self, env: impl Fn(&str) -> Option<String>) -> Result<Client, Failure> {
         let admin = self.admin.clone().or_else(|| env("ONCEGATE_ADMIN"));
         let admin = admin.as_deref().unwrap_or("http://127.0.0.1:9090");
@@ -313,6 +377,10 @@ impl Ls {
     async fn run(&self, client: &Client, as_json: bool, out: &mut impl Write) -> Result<(), Failure> {
         if !(1..=1000).contains(&self.limit) {
             return Err(Failure::Usage(format!("--limit {}: from 1 to 1000 is allowed", self.limit)));
+        }
+        if self.order == Order::Newest && self.cursor.is_none() {
+            let page = client.get(&format!("{}&order=newest", self.path(self.limit as usize, None))).await?;
+            return print::newest(&page, as_json, out);
         }
         let mut cursor = self.cursor.clone();
         let mut records = Vec::new();
@@ -378,6 +446,19 @@ impl Request {
 }
 
 impl Resolve {
+    /// What it does, as a question asks it.
+    fn summary(&self) -> String {
+        match self.status {
+            Some(status) => {
+                format!("say that it took place: retries get this answer with the status {status}")
+            }
+            None if self.tombstone => "say that it took place, without an answer for retries".to_owned(),
+            None => {
+                "say that it did not take place, so that the next request with the key executes".to_owned()
+            }
+        }
+    }
+
     fn json(&self, env: impl Fn(&str) -> Option<String>) -> Result<Value, Failure> {
         let mut request = self.why.json(env);
         let outcome = if self.released { "released" } else { "completed" };
@@ -447,6 +528,15 @@ fn fields(text: &str) -> Result<Map<String, Value>, Failure> {
         Ok((name.trim().to_owned(), value.trim().into()))
     });
     fields.collect()
+}
+
+/// As one word for a shell.
+fn shell_quoted(text: &str) -> String {
+    let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/:=@%+,".contains(&b);
+    if !text.is_empty() && text.bytes().all(is_plain) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
 }
 
 /// Percent-encoded for one segment of a path, or one value of a query.

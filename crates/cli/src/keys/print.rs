@@ -19,13 +19,51 @@ pub(super) fn page(page: &Value, as_json: bool, out: &mut impl Write) -> Printed
     if as_json {
         return json(page, out);
     }
+    rows(page, out)?;
+    if let Some(next) = page["next"].as_str() {
+        writeln!(out, "there may be more: --cursor {next}")?;
+    }
+    Ok(())
+}
+
+/// The newest records, and how many there are.
+pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(page, out);
+    }
+    rows(page, out)?;
+    let total = page["total"].as_u64().unwrap_or_default();
+    let is_complete = page["complete"].as_bool().unwrap_or_default();
+    if total == 0 && is_complete {
+        return Ok(());
+    }
+    let shown = page["records"].as_array().map_or(0, Vec::len) as u64;
+    let states: Vec<_> = page["totals"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(state, count)| format!("{count} {}", printable(state, false)))
+        .collect();
+    let least = if is_complete { "" } else { "at least " };
+    let newest = if shown < total { format!(", the newest {shown} are shown") } else { String::new() };
+    writeln!(out, "{least}{total} records ({}){newest}", states.join(", "))?;
+    if !is_complete {
+        writeln!(
+            out,
+            "the store has more than could be read in time; narrow it down (--state, --operation), or read all of it with \
+             --order record"
+        )?;
+    }
+    Ok(())
+}
+
+fn rows(page: &Value, out: &mut impl Write) -> Printed {
     let records = page["records"].as_array().map_or(&[][..], Vec::as_slice);
     let mut rows = vec![["STATE", "AGE", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned)];
     rows.extend(records.iter().map(|record| {
-        let age = Duration::from_secs(record["age_seconds"].as_u64().unwrap_or_default());
         [
             text(&record["state"]),
-            rough(age),
+            age(record),
             text(&record["attempts"]),
             text(&record["caller"]),
             text(&record["operation"]),
@@ -40,13 +78,21 @@ pub(super) fn page(page: &Value, as_json: bool, out: &mut impl Write) -> Printed
     for record in page["unreadable"].as_array().into_iter().flatten() {
         writeln!(out, "cannot be read: {}", text(record))?;
     }
-    if let Some(next) = page["next"].as_str() {
-        writeln!(out, "there may be more: --cursor {next}")?;
-    }
     Ok(())
 }
 
-pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {
+fn age(record: &Value) -> String {
+    rough(Duration::from_secs(record["age_seconds"].as_u64().unwrap_or_default()))
+}
+
+/// A record in one line.
+pub(super) fn summary(view: &Value) -> String {
+    let [record, state, operation] = ["record", "state", "operation"].map(|name| text(&view[name]));
+    format!("{operation}: {state} for {}, record {record}", age(view))
+}
+
+/// `flags` say which sidecar to ask, for the commands that are proposed.
+pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Write) -> Printed {
     if as_json {
         return json(view, out);
     }
@@ -97,29 +143,32 @@ pub(super) fn record(view: &Value, as_json: bool, out: &mut impl Write) -> Print
             writeln!(out, "\nThe body is no text; in base64:\n{coded}")?;
         }
     }
-    if let Some(advice) = advice(view) {
+    if let Some(advice) = advice(view, flags) {
         writeln!(out, "\n{advice}")?;
     }
     Ok(())
 }
 
 /// What can be done about a record that waits for an operator.
-fn advice(view: &Value) -> Option<String> {
+fn advice(view: &Value, flags: &str) -> Option<String> {
     let record = text(&view["record"]);
     let (known, released) = if view["steps"].is_null() {
-        ("Whether this took effect is not known.", "it did not, and the next request executes")
+        ("Whether this took effect is not known.", "It did not, and the next request executes")
     } else {
         (
             "Its steps took place; whether the next one did is not known.",
-            "an attempt may go on after its last step",
+            "An attempt may go on after its last step",
         )
     };
     match view["state"].as_str()? {
         "unknown" | "abandoned" => Some(format!(
-            "{known} Find out, and then say so:\n  \
-             oncegate keys resolve {record} --status 201 --body @answer.json --reason \"…\"   it did, and retries get this\n  \
-             oncegate keys resolve {record} --tombstone --reason \"…\"   it did, and its answer is lost\n  \
-             oncegate keys resolve {record} --released --reason \"…\"    {released}"
+            "{known} Find out, and then say so.\n\n\
+             # It did, and retries get this answer:\n\
+             oncegate keys resolve{flags} {record} --status 201 --header 'Content-Type: application/json' --body @answer.json --reason \"…\"\n\
+             # It did, and its answer is lost:\n\
+             oncegate keys resolve{flags} {record} --tombstone --reason \"…\"\n\
+             # {released}:\n\
+             oncegate keys resolve{flags} {record} --released --reason \"…\""
         )),
         _ => None,
     }

@@ -26,7 +26,7 @@ async fn keys(sidecar: &Sidecar, line: &[&str]) -> Result<String, Failure> {
 async fn run_with(line: &[&str], env: impl Fn(&str) -> Option<String>) -> Result<String, Failure> {
     let line = Line::try_parse_from(line).map_err(|error| Failure::Usage(error.to_string()))?;
     let mut out = Vec::new();
-    execute(&line.keys, env, &mut out).await?;
+    execute(&line.keys, env, None, &mut out).await?;
     Ok(String::from_utf8(out).unwrap())
 }
 
@@ -60,14 +60,18 @@ async fn a_listing_is_a_table() {
         keys(&sidecar, &["ls"]).await.unwrap(),
         format!(
             "STATE        AGE  TRIES  CALLER            OPERATION                 RECORD\n\
+             in-progress  0s   1      0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n\
              unknown      0s   1      0000000000000000  POST /pay                 {unknown}\n\
-             in-progress  0s   1      0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n"
+             2 records (1 in-progress, 1 unknown)\n"
         )
     );
     let one =
         keys(&sidecar, &["ls", "--state", "unknown", "--operation", "POST /p", "--min-age", "0s"]).await;
-    assert_eq!(one.unwrap().lines().count(), 2);
-    let page = keys(&sidecar, &["ls", "--limit", "1"]).await.unwrap();
+    assert_eq!(one.unwrap().lines().count(), 3);
+    let newest = keys(&sidecar, &["ls", "--limit", "1"]).await.unwrap();
+    assert!(newest.contains(&busy.to_string()) && !newest.contains(&unknown), "{newest}");
+    assert!(newest.ends_with("2 records (1 in-progress, 1 unknown), the newest 1 are shown\n"), "{newest}");
+    let page = keys(&sidecar, &["ls", "--order", "record", "--limit", "1"]).await.unwrap();
     let next = page.lines().last().unwrap().strip_prefix("there may be more: --cursor ").unwrap();
     assert_eq!(next, unknown);
     let rest = keys(&sidecar, &["ls", "--cursor", next]).await.unwrap();
@@ -78,11 +82,13 @@ async fn a_listing_is_a_table() {
     // Pages of the store may be shorter than the listing.
     sidecar.page.store(1, std::sync::atomic::Ordering::SeqCst);
     let whole = keys(&sidecar, &["ls"]).await.unwrap();
+    assert!(whole.lines().count() == 4 && !whole.contains("more"), "{whole}");
+    let whole = keys(&sidecar, &["ls", "--order", "record"]).await.unwrap();
     assert!(whole.lines().count() == 3 && !whole.contains("more"), "{whole}");
 
     let words = refused(keys(&sidecar, &["ls", "--state", "unknwon"]).await);
     assert!(
-        words.contains("\"unknwon\" is not one of") && words.contains("did you mean `unknown`?"),
+        words.starts_with("--state: \"unknwon\" is not one of") && words.contains("did you mean `unknown`?"),
         "{words}"
     );
     assert!(usage(keys(&sidecar, &["ls", "--limit", "1001"]).await).contains("from 1 to 1000"));
@@ -125,7 +131,7 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay", "--anonymous"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);
-    assert!(words.contains("caller: on this route it must be"), "{words}");
+    assert!(words.starts_with("say whose the request was: --caller-file FILE"), "{words}");
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/tenant"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = refused(keys(&sidecar, &["show", "../audit"]).await);
@@ -149,7 +155,7 @@ async fn steps_have_a_line_each() {
     // To free such a key is not to begin anew.
     let mut out = Vec::new();
     let view = serde_json::json!({ "record": "r", "state": "abandoned", "steps": [{ "name": "ship", "result_bytes": 2 }] });
-    print::record(&view, false, &mut out).unwrap();
+    print::record(&view, "", false, &mut out).unwrap();
     let shown = String::from_utf8(out).unwrap();
     assert!(shown.contains("may go on after its last step"), "{shown}");
     assert!(!shown.contains("the next request executes"), "{shown}");
@@ -164,7 +170,13 @@ async fn an_unknown_outcome_is_resolved_and_the_trail_tells_by_whom() {
         sidecar.unknown(3, "POST /pay").await.to_string(),
     ];
     let shown = keys(&sidecar, &["show", &first]).await.unwrap();
-    assert!(shown.contains(&format!("oncegate keys resolve {first} --status 201")), "{shown}");
+    let hint = format!(
+        "oncegate keys resolve {first} --status 201 --header 'Content-Type: application/json' --body"
+    );
+    assert!(shown.contains(&hint), "{shown}");
+    let admin = sidecar.address.to_string();
+    let shown = keys(&sidecar, &["show", &first, "--admin", &admin]).await.unwrap();
+    assert!(shown.contains(&format!("oncegate keys resolve --admin {admin} {first} --tombstone")), "{shown}");
 
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("answer");
@@ -245,7 +257,7 @@ async fn what_makes_no_sense_is_not_sent() {
 async fn a_token_comes_from_a_file_or_the_environment() {
     let sidecar = Sidecar::with_token(Some(TOKEN)).await;
     let words = refused(keys(&sidecar, &["ls"]).await);
-    assert!(words.starts_with("The admin token is missing or wrong: "), "{words}");
+    assert!(words.starts_with("the admin token is missing; give it with --token-file FILE"), "{words}");
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("token");
     fs::write(&file, format!("{TOKEN}\n")).unwrap();
@@ -279,4 +291,55 @@ async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
     tokio::spawn(async move { axum::serve(listener, router).await });
     let words = unreachable(run_with(&["ls", "--admin", &other], |_| None).await);
     assert!(words.contains("the answer (200 OK) is not that of an admin API"), "{words}");
+}
+
+#[tokio::test]
+async fn the_beginning_of_a_record_stands_for_it() {
+    let sidecar = Sidecar::start().await;
+    let first = sidecar.unknown(0x11, "POST /pay").await.to_string();
+    let second = sidecar.unknown(0x12, "POST /pay").await.to_string();
+    for (record, number) in [(&first, 1), (&second, 2)] {
+        let shown = keys(&sidecar, &["show", &record[..8].to_ascii_uppercase()]).await.unwrap();
+        assert!(shown.contains(record.as_str()), "{number}: {shown}");
+    }
+    let words = refused(keys(&sidecar, &["show", &first[..5]]).await);
+    assert!(words.contains("the first 6 or more of them"), "{words}");
+    let words = refused(keys(&sidecar, &["show", "abcdef"]).await);
+    assert!(words.contains("No record begins with abcdef"), "{words}");
+    let line = ["resolve", &first[..12], "--tombstone", "--reason", "done"];
+    assert_eq!(keys(&sidecar, &line).await.unwrap(), format!("{first}: unknown → tombstone\n"));
+}
+
+#[tokio::test]
+async fn on_a_terminal_nothing_is_changed_without_a_yes() {
+    let sidecar = Sidecar::start().await;
+    let record = sidecar.unknown(1, "POST /pay").await.to_string();
+    let admin = sidecar.address.to_string();
+    let asked = std::cell::RefCell::new(Vec::new());
+    let run = async |line: &[&str], says: bool| {
+        let line = Line::try_parse_from(line).unwrap();
+        let confirm = |question: &str| {
+            asked.borrow_mut().push(question.to_owned());
+            Ok(says)
+        };
+        let env = |name: &str| (name == "ONCEGATE_ADMIN").then(|| admin.clone());
+        let mut out = Vec::new();
+        execute(&line.keys, env, Some(&confirm), &mut out).await.map(|()| String::from_utf8(out).unwrap())
+    };
+    let line = ["resolve", &record[..8], "--status", "201", "--reason", "in the ledger"];
+    assert_eq!(refused(run(&line, false).await), "not confirmed; nothing was changed");
+    let question = asked.borrow_mut().remove(0);
+    assert!(question.starts_with(&format!("POST /pay: unknown for 0s, record {record}\n")), "{question}");
+    assert!(question.ends_with("with the status 201; it is never changed afterwards? [y/N] "), "{question}");
+    assert!(keys(&sidecar, &["show", &record]).await.unwrap().contains("unknown"));
+    let line = ["release", &record, "--reason", "never sent", "--yes"];
+    assert!(run(&line, false).await.unwrap().ends_with("unknown → released\n"));
+    assert!(asked.borrow().is_empty());
+}
+
+#[test]
+fn a_word_for_a_shell_is_one_word() {
+    assert_eq!(shell_quoted("http://127.0.0.1:9090"), "http://127.0.0.1:9090");
+    assert_eq!(shell_quoted("my token"), "'my token'");
+    assert_eq!(shell_quoted("it's"), r"'it'\''s'");
 }

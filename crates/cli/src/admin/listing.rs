@@ -1,0 +1,186 @@
+//! Finds records for people: the newest ones first, with totals, and one by the beginning of its identifier.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use axum::response::Response;
+use oncegate_core::{ListQuery, RecordId, StateSet, Store, Timestamp, limits};
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use super::AdminState;
+use super::problem::Problem;
+use super::view::{self, Detail};
+
+/// How long one request may walk through the store.
+const WALK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Most records that cannot be read which one answer names.
+const MAX_UNREADABLE: usize = 100;
+
+/// Fewest digits of an identifier that stand for it.
+pub(super) const MIN_PREFIX: usize = 6;
+
+/// The newest records first, and how many there are in each state. On a store that cannot be read in [`WALK_TIMEOUT`] the
+/// answer is about what was read, and says so.
+pub(super) async fn newest(state: &AdminState, mut query: ListQuery) -> Result<Response, Problem> {
+    let most = query.bounded_limit();
+    query.limit = limits::PAGE_MAX;
+    query.after = None;
+    let store = state.engine.store();
+    let until = Instant::now() + WALK_TIMEOUT;
+    let mut newest: BTreeMap<(Timestamp, RecordId), Value> = BTreeMap::new();
+    let mut totals: BTreeMap<&'static str, u64> = BTreeMap::new();
+    let (mut unreadable, mut is_complete) = (Vec::new(), true);
+    let now = loop {
+        let page = store.list(query.clone()).await.map_err(|error| Problem::store(&error))?;
+        let now = store.now();
+        for (id, record) in page.records {
+            *totals.entry(record.state_name(now).as_str()).or_default() += 1;
+            let at = (record.changed_at, id);
+            if newest.len() < most || newest.first_key_value().is_some_and(|(oldest, _)| *oldest < at) {
+                newest.insert(at, view::record(id, &record, now, Detail::Line));
+            }
+            if newest.len() > most {
+                newest.pop_first();
+            }
+        }
+        let left = MAX_UNREADABLE.saturating_sub(unreadable.len());
+        unreadable.extend(page.unreadable.iter().take(left).map(RecordId::to_string));
+        query.after = page.next;
+        if query.after.is_none() {
+            break now;
+        }
+        if Instant::now() >= until {
+            is_complete = false;
+            break now;
+        }
+    };
+    Ok(view::json(&json!({
+        "records": newest.into_values().rev().collect::<Vec<_>>(),
+        "unreadable": unreadable,
+        "next": null,
+        "total": totals.values().sum::<u64>(),
+        "totals": totals,
+        "complete": is_complete,
+        "now": view::time(now),
+    })))
+}
+
+/// The record with this identifier, or the only one whose identifier begins like this, as logs and listings show it.
+pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Problem> {
+    if let Some(id) = RecordId::from_hex(text) {
+        return Ok(id);
+    }
+    let prefix = text.to_ascii_lowercase();
+    let digits = prefix.bytes().all(|b| b.is_ascii_hexdigit());
+    if !digits || !(MIN_PREFIX..64).contains(&prefix.len()) {
+        return Err(Problem::bad_request(format!(
+            "{text:?} is not a record; it has 64 hexadecimal digits, as a listing shows them, or the first {MIN_PREFIX} or more of them."
+        )));
+    }
+    let store = state.engine.store();
+    let mut found = if store.capabilities().lists_in_order {
+        in_order(&**store, &prefix).await
+    } else {
+        by_walking(&**store, &prefix).await
+    }?;
+    found.sort_unstable();
+    found.dedup();
+    match found[..] {
+        [id] => Ok(id),
+        [] => Err(Problem::no_record_like(text)),
+        _ => Err(Problem::ambiguous(text, &found)),
+    }
+}
+
+/// Most records that an ambiguous beginning is answered with.
+const MAX_CANDIDATES: usize = 10;
+
+async fn in_order(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Problem> {
+    let mut query = ListQuery::default();
+    query.limit = MAX_CANDIDATES;
+    query.after = before(prefix);
+    let mut found = Vec::new();
+    loop {
+        let page = store.list(query.clone()).await.map_err(|error| Problem::store(&error))?;
+        let ids = page.records.iter().map(|(id, _)| *id).chain(page.unreadable);
+        let (those, others): (Vec<_>, Vec<_>) = ids.partition(|id| id.to_string().starts_with(prefix));
+        found.extend(those);
+        let goes_on = |next: &RecordId| {
+            let next = next.to_string();
+            next.as_str() < prefix || next.starts_with(prefix)
+        };
+        query.after = page.next.filter(goes_on);
+        if query.after.is_none() || !others.is_empty() || found.len() > 1 {
+            return Ok(found);
+        }
+    }
+}
+
+async fn by_walking(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Problem> {
+    let mut query = ListQuery::default();
+    query.limit = limits::PAGE_MAX;
+    let until = Instant::now() + WALK_TIMEOUT;
+    let mut found = Vec::new();
+    loop {
+        let page = store.list(query.clone()).await.map_err(|error| Problem::store(&error))?;
+        let ids = page.records.iter().map(|(id, _)| *id).chain(page.unreadable);
+        found.extend(ids.filter(|id| id.to_string().starts_with(prefix)));
+        query.after = page.next;
+        if query.after.is_none() || found.len() > 1 {
+            return Ok(found);
+        }
+        if Instant::now() >= until {
+            return Err(Problem::bad_request(
+                "there are too many records to look through on this store; give all 64 digits of the record.",
+            ));
+        }
+    }
+}
+
+/// The identifier just before all that begin like this; `None` if none is before them.
+fn before(prefix: &str) -> Option<RecordId> {
+    let mut bytes = *RecordId::from_hex(&format!("{prefix:0<64}"))?.as_bytes();
+    for byte in bytes.iter_mut().rev() {
+        let (lower, borrows) = byte.overflowing_sub(1);
+        *byte = lower;
+        if !borrows {
+            return Some(RecordId::from_bytes(bytes));
+        }
+    }
+    None
+}
+
+/// One state, several with commas, or `unsettled`.
+pub(super) fn states(text: &str) -> Result<StateSet, String> {
+    use oncegate_core::StateName;
+    const UNSETTLED: &str = "unsettled";
+    let mut states = Vec::new();
+    for name in text.split(',').map(str::trim) {
+        match StateName::from_name(name) {
+            Some(state) => states.push(state),
+            None if name == UNSETTLED => states.extend(StateSet::UNSETTLED.iter()),
+            None => {
+                let names: Vec<_> =
+                    StateName::ALL.map(StateName::as_str).into_iter().chain([UNSETTLED]).collect();
+                let hint = crate::config::did_you_mean(name, names.iter().copied());
+                return Err(format!("is not one of {}{hint}", names.join(", ")));
+            }
+        }
+    }
+    Ok(states.into_iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_identifier_before_a_beginning_is_just_before_it() {
+        let hex = |text: &str| before(text).map(|id| id.to_string());
+        assert_eq!(hex("abcd00"), Some(format!("abccff{}", "f".repeat(58))));
+        assert_eq!(hex("1"), Some(format!("0{}", "f".repeat(63))));
+        assert_eq!(hex("000000"), None);
+    }
+}
