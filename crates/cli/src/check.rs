@@ -7,9 +7,11 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::ExitCode;
 
+use clap::Args;
 use oncegate_core::{StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
 use oncegate_redis::{Finding, Gravity, RedisOptions, RedisStore};
+use serde_json::{Value, json};
 
 use crate::config::{
     Config, Draft, FrontChoice, ProxyArgs, StoreChoice, StoreUrl, TieredChoice, TlsFiles, duration_text,
@@ -17,23 +19,52 @@ use crate::config::{
 };
 use crate::proxy::{DEFAULT_SCOPE, server_config};
 
+mod online;
+
+/// Checks a configuration and its store.
+#[derive(Args, Debug)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    settings: ProxyArgs,
+    /// Also connects to the service, with TLS if its address has it, and sends it one GET / without a key
+    #[arg(long, help_heading = "Checking")]
+    online: bool,
+    /// Prints one object of JSON: the worst verdict, and the verdict and the text of each line
+    #[arg(long, help_heading = "Checking")]
+    json: bool,
+}
+
 /// Runs the checks, prints a line for each thing, and says whether there was an error.
-pub(crate) fn run(args: &ProxyArgs) -> ExitCode {
-    let report = check(&Draft::read(args, std::env::vars_os()));
+pub(crate) fn run(args: &CheckArgs) -> ExitCode {
+    let report = check(&Draft::read(&args.settings, std::env::vars_os()), args.online);
     let mut out = io::stdout().lock();
+    if args.json {
+        let _gone = writeln!(out, "{}", report.json());
+        return report.exit_code();
+    }
     for line in &report.0 {
         if writeln!(out, "{line}").is_err() {
             break; // nobody reads on; the exit code tells all the same
         }
     }
-    if report.has_error() { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    report.exit_code()
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Verdict {
     Ok,
     Warn,
     Error,
+}
+
+impl Verdict {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Error => "error",
+        }
+    }
 }
 
 /// One line.
@@ -42,12 +73,7 @@ struct Line(Verdict, String);
 
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let word = match self.0 {
-            Verdict::Ok => "ok",
-            Verdict::Warn => "warn",
-            Verdict::Error => "error",
-        };
-        write!(f, "{word:<6}{}", self.1)
+        write!(f, "{:<6}{}", self.0.as_str(), self.1)
     }
 }
 
@@ -67,12 +93,21 @@ impl Report {
         self.0.push(Line(Verdict::Error, what.into()));
     }
 
-    fn has_error(&self) -> bool {
-        self.0.iter().any(|line| line.0 == Verdict::Error)
+    fn worst(&self) -> Verdict {
+        self.0.iter().map(|line| line.0).max().unwrap_or(Verdict::Ok)
+    }
+
+    fn exit_code(&self) -> ExitCode {
+        if self.worst() == Verdict::Error { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    }
+
+    fn json(&self) -> Value {
+        let line = |Line(verdict, text): &Line| json!({"verdict": verdict.as_str(), "text": text});
+        json!({"verdict": self.worst().as_str(), "lines": self.0.iter().map(line).collect::<Vec<_>>()})
     }
 }
 
-fn check(draft: &Draft) -> Report {
+fn check(draft: &Draft, is_online: bool) -> Report {
     let mut report = Report::default();
     for problem in &draft.problems {
         if problem.is_error() {
@@ -82,7 +117,7 @@ fn check(draft: &Draft) -> Report {
         }
     }
     if let Some(config) = &draft.config {
-        configuration(config, &mut report);
+        configuration(config, is_online, &mut report);
     }
     if let Some(file) = &draft.admin_token_file {
         secret("the admin token", file, &mut report);
@@ -143,7 +178,7 @@ fn front(tiered: &TieredChoice, report: &mut Report) {
     }
 }
 
-fn configuration(config: &Config, report: &mut Report) {
+fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     let said = match config.safe_summary() {
         "" => "all defaults",
         summary => summary,
@@ -151,7 +186,11 @@ fn configuration(config: &Config, report: &mut Report) {
     report.ok(format!("configuration: {said}"));
     let token = if config.admin_token.is_some() { "with a token" } else { "for this machine only" };
     report.ok(format!("addresses: requests on {}, admin on {}, {token}", config.listen, config.admin));
-    report.ok(format!("service {}: not contacted", config.to));
+    if is_online {
+        online::service(config, report);
+    } else {
+        report.ok(format!("service {}: not contacted", config.to));
+    }
     if let Some(name) = &config.service {
         report.ok(format!("service name {name}: sidecars with this name on the same store share keys"));
     }
@@ -231,6 +270,10 @@ fn existing_store(dir: &Path, report: &mut Report) {
         Ok(found) => content(dir, &found, report),
         // Nothing is wrong with a sidecar that runs.
         Err(error @ OpenError::InUse { .. }) => report.warn(format!("{error}. Its content was not checked")),
+        Err(OpenError::Damaged { what, .. }) => report.error(format!(
+            "store {shown}: damaged, and cannot be opened: {what}. Keep a copy, and restore a backup: what is missing would \
+             execute again"
+        )),
         Err(error) => report.error(format!("store {shown}: {error}")),
     }
 }
@@ -371,7 +414,7 @@ mod tests {
     fn lines(dir: &Path, flags: &[&str]) -> Vec<String> {
         let args = parse_flags(flags).unwrap();
         let none: [(OsString, OsString); 0] = [];
-        let report = check(&Draft::read(&args, none));
+        let report = check(&Draft::read(&args, none), false);
         let prefix = format!("{}/", dir.display());
         report.0.iter().map(|line| line.to_string().replace(&prefix, "")).collect()
     }
@@ -537,7 +580,7 @@ mod tests {
         private(&world.store.join(RECORDS), 0o600);
         let lines = world.store_lines();
         assert!(lines.len() == 1 && lines[0].starts_with("error store data: "), "{lines:?}");
-        assert!(lines[0].contains("damaged"), "{lines:?}");
+        assert!(lines[0].contains("damaged") && !lines[0].contains("oncegate check"), "{lines:?}");
     }
 
     #[test]

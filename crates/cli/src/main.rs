@@ -15,6 +15,7 @@ mod schema;
 use std::process::ExitCode;
 
 use call::CallArgs;
+use check::CheckArgs;
 use clap::{Parser, Subcommand};
 use config::ProxyArgs;
 use demo::DemoArgs;
@@ -41,9 +42,9 @@ enum Command {
     Proxy(ProxyArgs),
     /// Says what is wrong with a configuration and its store, line by line; the exit code is 1 where something is.
     ///
-    /// Takes the flags of the sidecar. Nothing is started, listened on or sent. A store that no process has open is read
+    /// Takes the flags of the sidecar. Nothing is started, listened on or, without --online, sent to the service. A store that no process has open is read
     /// from end to end; one that was not stopped cleanly is brought in order first, as the sidecar would.
-    Check(ProxyArgs),
+    Check(CheckArgs),
     /// Shows what it is for: the same payments over a hostile network, without Oncegate and with it.
     ///
     /// Starts a payments service with a ledger, customers whose requests and replies get lost, and the sidecar, which is

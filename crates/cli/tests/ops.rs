@@ -30,6 +30,47 @@ fn check_fails_where_there_is_an_error_and_not_where_there_is_a_warning() {
 }
 
 #[test]
+fn check_asks_the_service_when_it_is_told_to() {
+    use std::io::{Read as _, Write as _};
+    let dir = tempfile::tempdir().unwrap();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("http://{}", listener.local_addr().unwrap());
+    let service = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            head.push(byte[0]);
+        }
+        stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").unwrap();
+        text(&head)
+    });
+    let said = oncegate(dir.path(), &["check", "--online", "--to", &to]);
+    assert_eq!(said.status.code(), Some(0), "{said:?}");
+    let line = format!("ok    service {to}: reached; it answers GET / with 404 Not Found (HTTP/1.1)");
+    assert!(text(&said.stdout).lines().any(|other| other == line), "{said:?}");
+    let asked = service.join().unwrap();
+    assert!(
+        asked.starts_with("GET / HTTP/1.1\r\n") && !asked.to_lowercase().contains("idempotency-key"),
+        "{asked}"
+    );
+
+    // Nobody listens there any more.
+    let said = oncegate(dir.path(), &["check", "--online", "--json", "--to", &to]);
+    assert_eq!(said.status.code(), Some(1), "{said:?}");
+    let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert_eq!(report["verdict"], "error", "{report}");
+    let lines = report["lines"].as_array().unwrap();
+    let is_it = |line: &&serde_json::Value| line["text"].as_str().unwrap().contains("cannot be reached: ");
+    assert_eq!(lines.iter().find(is_it).expect("a line of the service")["verdict"], "error");
+    let said = oncegate(dir.path(), &["check", "--json", "--to", &to, "--store", "memory:"]);
+    assert_eq!(said.status.code(), Some(0), "{said:?}");
+    let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert_eq!(report["verdict"], "warn", "{report}");
+}
+
+#[test]
 fn the_sidecar_shows_every_error_and_does_not_start() {
     let dir = tempfile::tempdir().unwrap();
     let bad = oncegate(dir.path(), &["proxy", "--lease", "30", "--wait", "1"]);

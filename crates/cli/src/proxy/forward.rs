@@ -314,7 +314,7 @@ fn unreachable_upstream(settings: &Settings, grpc: Option<GrpcForm>) -> Response
 }
 
 /// An error with all that caused it.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {

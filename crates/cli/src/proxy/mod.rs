@@ -28,9 +28,10 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::Engine;
 use tokio::sync::{Semaphore, watch};
 
+pub(crate) use forward::chain;
 pub(crate) use listen::bind;
 pub(crate) use run::{DEFAULT_SCOPE, run};
-pub(crate) use tls::server_config;
+pub(crate) use tls::{connector, server_config};
 
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
