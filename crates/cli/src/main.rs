@@ -42,8 +42,9 @@ enum Command {
     Proxy(ProxyArgs),
     /// Says what is wrong with a configuration and its store, line by line; the exit code is 1 where something is.
     ///
-    /// Takes the flags of the sidecar. Nothing is started, listened on or, without --online, sent to the service. A store that no process has open is read
-    /// from end to end; one that was not stopped cleanly is brought in order first, as the sidecar would.
+    /// Takes the flags of the sidecar. Nothing is started, listened on or, without --online, sent to the service. A store
+    /// that no process has open is read from end to end; one that was not stopped cleanly is brought in order first, as the
+    /// sidecar would.
     Check(CheckArgs),
     /// Shows what it is for: the same payments over a hostile network, without Oncegate and with it.
     ///

@@ -88,6 +88,8 @@ const SAMPLES: &[(&str, &str)] = &[
     ("admin-token", "0123456789abcdef"),
     ("store", "./data"),
     ("store-must-exist", "true"),
+    ("max-records", "1000"),
+    ("max-store-bytes", "1GiB"),
     ("service", "orders"),
     ("tls-cert", "cert.pem"),
     ("tls-key", "key.pem"),
