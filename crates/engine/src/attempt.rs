@@ -629,6 +629,13 @@ pub(crate) struct Unstored {
     stored: tokio::sync::Mutex<bool>,
 }
 
+impl Unstored {
+    /// The attempt that has ended.
+    pub(crate) const fn attempt(&self) -> &Attempt {
+        &self.attempt
+    }
+}
+
 /// Why the store did not take the end of an attempt.
 enum Unsettled {
     /// Another attempt owns the record.

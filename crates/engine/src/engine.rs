@@ -29,7 +29,7 @@ use crate::keeper::Keeper;
 use crate::lease::{LeaseError, Moment};
 use crate::pending::Pending;
 use crate::policy::Policy;
-use crate::retract::{Doubt, LATE, VERY_LATE};
+use crate::retract::{Doubt, LATE, NotSettled, VERY_LATE};
 use crate::unknown::UnknownOutcomes;
 
 /// Drives one store: claims, renews, waits, completes. Cheap to clone; all clones are one engine.
@@ -171,6 +171,9 @@ impl EngineBuilder {
 
 /// A claim that got no answer is sent again once, after so long.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(10);
+
+/// When a request is to come again whose answer this process has, and the store does not take.
+const UNSTORED_AGAIN: Duration = Duration::from_secs(5);
 
 /// A claim that waits for another process asks again when the store is told of something, and after so long in any case:
 /// at first, doubled each time, and at last.
@@ -489,9 +492,19 @@ impl Inner {
         patience: Option<Arc<Patience>>,
     ) -> Result<ClaimOutcome, StoreError> {
         let (mut number, mut identifier) = self.new_attempt();
-        if let Err(error) = self.settle_earlier(&request.id).await {
-            leader.land(Landing::Failed(error.kind()));
-            return Err(error);
+        match self.settle_earlier(&request).await {
+            Ok(()) => {}
+            Err(NotSettled::Out(error)) => {
+                leader.land(Landing::Failed(error.kind()));
+                return Err(error);
+            }
+            Err(NotSettled::Unstored(attempt)) => {
+                // Known here, and not to the store: not to be executed, even where the store's outage would allow that.
+                let until = Instant::now() + UNSTORED_AGAIN;
+                let owner = Elsewhere { lease_until: until, since: attempt.0.begun };
+                leader.land(Landing::InProgress(owner));
+                return Ok(owner.outcome());
+            }
         }
         let store = self.store.clone();
         let mut pause = POLL_FIRST;

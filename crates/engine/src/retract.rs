@@ -14,10 +14,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{AttemptId, Command, Outcome, RecordId, Release, State, StoreError};
+use oncegate_core::{AttemptId, Command, Outcome, Release, State, StoreError};
 use tokio::sync::{Mutex, OwnedSemaphorePermit};
 use tokio::time::{Instant, sleep_until};
 
+use crate::attempt::Attempt;
 use crate::attempt::again_after;
 use crate::engine::{ClaimRequest, Inner, claim_command};
 use crate::event::{Event, EventKind};
@@ -64,6 +65,14 @@ enum Phase {
     },
 }
 
+/// Why a record must not be claimed by this process now.
+pub(crate) enum NotSettled {
+    /// The store did not answer.
+    Out(StoreError),
+    /// This attempt has ended here, and the store does not take its end.
+    Unstored(Attempt),
+}
+
 /// The result of a look.
 enum Seen {
     /// It was released, or it cannot be granted any more.
@@ -89,17 +98,29 @@ impl Inner {
     /// park or execute what is known not to have happened, or to have happened.
     ///
     /// # Errors
-    /// The store did not answer, so that the record must not be claimed.
-    pub(crate) async fn settle_earlier(self: &Arc<Self>, id: &RecordId) -> Result<(), StoreError> {
-        for end in self.unstored.of(id) {
+    /// The record must not be claimed: the store did not answer, or does not take the end of an attempt.
+    pub(crate) async fn settle_earlier(self: &Arc<Self>, request: &ClaimRequest) -> Result<(), NotSettled> {
+        for end in self.unstored.of(&request.id) {
             match self.store_end(&end).await {
-                Err(error) if error.kind().may_pass() => return Err(error),
+                Err(error) if error.kind().may_pass() => {
+                    // Whatever else the store says is decided, by this end or by another process.
+                    let record = self.store.lookup(request.id).await.map_err(NotSettled::Out)?;
+                    let attempt = end.attempt();
+                    let is_open = record.is_some_and(|record| {
+                        record.token == attempt.token()
+                            && record.fingerprint == request.fingerprint
+                            && matches!(record.state, State::InProgress { .. })
+                    });
+                    if is_open {
+                        return Err(NotSettled::Unstored(attempt.clone()));
+                    }
+                }
                 _ => {}
             }
         }
-        for doubt in self.doubts.of(id) {
+        for doubt in self.doubts.of(&request.id) {
             if let Seen::Out(error) = self.look(&doubt).await {
-                return Err(error);
+                return Err(NotSettled::Out(error));
             }
         }
         Ok(())

@@ -523,7 +523,7 @@ async fn a_completion_that_is_not_stored_before_its_lease_is_over_is_stored_when
     let again = async |_: Attempt| -> Result<u8, String> { panic!("ran again") };
     // This process knows that it ran, and does not make an unknown outcome of it.
     let result = world.charge().run("k", &(), again).await;
-    assert!(matches!(result, Err(FunctionError::Store(_))), "{result:?}");
+    assert!(matches!(result, Err(FunctionError::InProgress { .. })), "{result:?}");
     // Another one cannot know.
     let other = World::on(world.store.clone());
     let result = other.charge().run("k", &(), again).await;
