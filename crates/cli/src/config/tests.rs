@@ -916,6 +916,8 @@ fn every_setting_of_the_service_arrives() {
         ("write-timeout", "5s", "write_timeout: 5s"),
         ("trusted-proxies", "private,10.0.0.0/8", "trusted_proxies: [Private, Network(10.0.0.0, 8)]"),
         ("store-cache", "1GiB", "store_cache: 1073741824"),
+        ("max-records", "1000", "max_records: Some(1000)"),
+        ("max-store-bytes", "1GiB", "max_store_bytes: Some(1073741824)"),
     ] {
         let variable = Setting::named(name).unwrap().variable();
         let said = [TO, (&variable, text)];
