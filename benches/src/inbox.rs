@@ -34,7 +34,7 @@ pub(crate) async fn measure() -> Result<()> {
     }
     let inbox = || -> Result<_> {
         let name = ConsumerName::new("benchmark")?;
-        Ok(TransactionalInbox::new(pool.clone(), name, Identity::header("id")).with_batch_max(BATCH))
+        Ok(TransactionalInbox::new(pool.clone(), name, Identity::header("id")).with_batch_max(BATCH)?)
     };
     for (title, each, count, again) in [
         ("one statement for each message", true, 20_000, 0),
@@ -103,8 +103,9 @@ fn customer(message: &Message) -> String {
 async fn consume(messages: Messages, processor: impl Processor) -> Result<f64> {
     let all = messages.0.clone();
     let start = Instant::now();
-    let consumer =
-        Consumer::new(messages, processor).with_concurrency(IN_FLIGHT).with_held_max(BATCH * IN_FLIGHT * 2);
+    let consumer = Consumer::new(messages, processor)
+        .with_concurrency(IN_FLIGHT)?
+        .with_held_max(BATCH * IN_FLIGHT * 2)?;
     consumer.run(async { all.is_done().await }).await?;
     Ok(start.elapsed().as_secs_f64())
 }

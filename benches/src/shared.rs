@@ -197,7 +197,7 @@ fn attempt(number: u64) -> String {
 /// connections as are in flight.
 pub(crate) async fn on_postgres() -> Result<()> {
     let server = PostgresServer::start_with(durable())?;
-    let options = PostgresOptions::new(&server.url())?.with_pool_size(16);
+    let options = PostgresOptions::new(&server.url())?.with_pool_size(16)?;
     schema::apply(&options).await?;
     let store: Arc<dyn Store> = Arc::new(PostgresStore::open(options).await?);
     let pool = PgPoolOptions::new().max_connections(64).connect(&server.url()).await?;
@@ -371,7 +371,7 @@ pub(crate) async fn growth_on_postgres(few: u64, many: u64) -> Result<()> {
     let mut stores: Vec<(Arc<dyn Store>, PgPool, u64)> = Vec::new();
     for (name, records) in [("few", few), ("many", many)] {
         sqlx::query(sqlx::AssertSqlSafe(format!("CREATE DATABASE {name}"))).execute(&admin).await?;
-        let options = PostgresOptions::new(&server.url_of(name))?.with_pool_size(16);
+        let options = PostgresOptions::new(&server.url_of(name))?.with_pool_size(16)?;
         schema::apply(&options).await?;
         let pool = PgPoolOptions::new().max_connections(1).connect(&server.url_of(name)).await?;
         let begun = std::time::Instant::now();

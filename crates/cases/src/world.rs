@@ -150,7 +150,7 @@ pub(crate) async fn open_shared(url: &str) -> Arc<dyn Store> {
         let (front, rest) = tiers.split_once(",back=").expect("a back");
         let (back, _) = rest.split_once(",patience=").expect("a patience");
         let (front, back) = (open_one(front).await, open_one(back).await);
-        let options = TieredOptions::new().with_patience(Duration::from_secs(FRONT_PATIENCE));
+        let options = TieredOptions::new().with_patience(Duration::from_secs(FRONT_PATIENCE)).unwrap();
         return Arc::new(TieredStore::new(Front::on(front), back, options));
     }
     open_one(url).await
@@ -163,7 +163,8 @@ async fn open_one(url: &str) -> Arc<dyn Store> {
     }
     let options = PostgresOptions::new(url).expect("a URL of PostgreSQL");
     let long = Duration::from_secs(15);
-    let options = options.with_pool_size(4).with_connect_timeout(long).with_command_timeout(long);
+    let options =
+        options.with_pool_size(4).unwrap().with_connect_timeout(long).unwrap().with_command_timeout(long);
     Arc::new(PostgresStore::open(options).await.expect("a store in PostgreSQL"))
 }
 

@@ -77,7 +77,9 @@ fn client() -> Client<Hyper> {
     });
     let policy = RetryPolicy::default()
         .with_attempts(10_000)
+        .unwrap()
         .with_pauses(Duration::from_millis(5), Duration::from_millis(100))
+        .unwrap()
         .with_deadline(Duration::from_secs(120));
     let budget = Arc::new(oncegate_client::RetryBudget::new(1_000_000, 1));
     Client::new(over).with_policy(policy).with_budget(budget)

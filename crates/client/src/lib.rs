@@ -139,6 +139,7 @@ pub use intent::{Intent, IntentError};
 pub use journal::{Damaged, JournalDir, NotResumed, Pending, Resume, Resumed};
 pub use journal::{Journal, JournalEntry, JournalFuture, NotOpened, Opened};
 pub use key::{Carrier, Key, KeyError};
+pub use oncegate_core::ConfigError;
 pub use policy::{Api, RetryPolicy, ServerErrors};
 pub use received::Received;
 pub use report::{Answer, Report, Unfinished, Why};

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use oncegate_core::ConfigError;
+
 use crate::backoff::Jitter;
 
 /// What the API at the other end does with keys.
@@ -80,9 +82,11 @@ impl RetryPolicy {
     }
 
     /// Most attempts in all, the first one included. Zero counts as one.
-    #[must_use]
-    pub fn with_attempts(self, attempts: u32) -> Self {
-        Self { attempts: attempts.max(1), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
+        Ok(Self { attempts: ConfigError::check("the number of attempts", attempts, 1..=u32::MAX)?, ..self })
     }
 
     /// How pauses are spread.
@@ -92,9 +96,11 @@ impl RetryPolicy {
     }
 
     /// The pause that doubling starts from, and the longest one.
-    #[must_use]
-    pub fn with_pauses(self, base: Duration, cap: Duration) -> Self {
-        Self { base, cap: cap.max(base), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_pauses(self, base: Duration, cap: Duration) -> Result<Self, ConfigError> {
+        Ok(Self { base, cap: ConfigError::check("the longest pause", cap, base..=Duration::MAX)?, ..self })
     }
 
     /// How long one attempt may take, until its answer is there whole.

@@ -137,7 +137,7 @@ async fn every_status_ends_or_goes_on_as_the_table_says() {
         answer(status, "content-type: application/json\r\n", "{}")
     })
     .await;
-    let policy = quick().with_attempts(2);
+    let policy = quick().with_attempts(2).unwrap();
     let budget = Arc::new(RetryBudget::new(u32::MAX, 1));
     let client = reqwest_client().with_policy(policy).with_budget(budget);
     for status in 200..=599_u16 {
@@ -191,7 +191,7 @@ async fn a_service_that_nobody_listens_for_took_no_effect_and_is_tried_again_als
     let (_held, address) = nobody();
     for api in [Api::Idempotent, Api::Plain] {
         let intent = Intent::post(format!("http://{address}/")).unwrap();
-        let policy = quick().with_api(api).with_attempts(3);
+        let policy = quick().with_api(api).with_attempts(3).unwrap();
         for open in [
             reqwest_client().with_policy(policy.clone()).send(&intent).await.unwrap_err(),
             hyper_client().with_policy(policy).send(&intent).await.unwrap_err(),

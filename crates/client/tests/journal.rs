@@ -82,7 +82,7 @@ impl Transport for Service {
 }
 
 fn once() -> RetryPolicy {
-    RetryPolicy::default().with_attempts(1)
+    RetryPolicy::default().with_attempts(1).unwrap()
 }
 
 fn client(service: &Service, journal: &JournalDir) -> Client<Service> {
@@ -105,7 +105,7 @@ fn open_journal(dir: &Path) -> JournalDir {
 }
 
 async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verdict, NotResumed>> {
-    let mut resume = journal.resume_pending(client).await.unwrap().with_concurrency(1);
+    let mut resume = journal.resume_pending(client).await.unwrap().with_concurrency(1).unwrap();
     let mut ends = Vec::new();
     while let Some(end) = resume.next().await {
         ends.push(end.unwrap().end.map(|answer| answer.verdict));

@@ -40,6 +40,7 @@
 
 mod clock;
 pub mod codec;
+mod config;
 mod decide;
 pub mod fingerprint;
 mod id;
@@ -53,6 +54,7 @@ mod store;
 mod watch;
 
 pub use clock::{Clock, ClockSkew, LastWrite, StoreClock, SystemClock, Timestamp};
+pub use config::ConfigError;
 pub use decide::{
     Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, RecordStep, Release, Renew,
     Resolution, Resolve, Write, decide,

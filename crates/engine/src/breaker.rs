@@ -31,7 +31,7 @@ use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::flight::lock;
-use crate::policy::ConfigError;
+use oncegate_core::ConfigError;
 
 /// Any store, behind a circuit breaker. Cheap to clone; all clones are one.
 ///

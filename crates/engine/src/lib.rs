@@ -92,7 +92,8 @@ pub use function::{
     UnknownErrors,
 };
 pub use lease::LeaseError;
+pub use oncegate_core::ConfigError;
 pub use operator::{AuditTextError, Operator, ResolveError, audit_text};
 pub use panic::{Panicked, catch_panic};
-pub use policy::{ConfigError, Policy};
+pub use policy::Policy;
 pub use step::{Failure, StepCall, StepError};

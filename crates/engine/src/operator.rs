@@ -10,7 +10,8 @@ use oncegate_core::{
 };
 
 use crate::engine::Engine;
-use crate::policy::{ConfigError, Policy};
+use crate::policy::Policy;
+use oncegate_core::ConfigError;
 
 /// Lists and resolves the records of an engine's store: for programs whose store has no tool of its own, as an embedded one,
 /// which belongs to the one process that has it open. Made by [`Engine::operator`].

@@ -1,9 +1,8 @@
 //! How long things last, and what happens when they don't.
 
-use std::fmt;
 use std::time::Duration;
 
-use oncegate_core::{OnAbandoned, limits};
+use oncegate_core::{ConfigError, OnAbandoned, limits};
 
 /// How long a claim owns its record, how long the record is kept, how long a duplicate waits, and what a claim does
 /// where an earlier owner is gone or left no answer behind.
@@ -16,28 +15,8 @@ pub struct Policy {
     pub(crate) asks_for_answers: bool,
 }
 
-/// A setting out of its bounds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ConfigError(String);
-
 /// See [`Policy::released_retention`].
 const RELEASED_LEASES: u32 = 4;
-
-impl ConfigError {
-    /// An error that names the setting and its bounds.
-    #[must_use]
-    pub fn new(message: impl Into<String>) -> Self {
-        Self(message.into())
-    }
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 impl Default for Policy {
     /// A lease of 30 seconds, a retention of 24 hours, a wait of 2 seconds, and `park`.

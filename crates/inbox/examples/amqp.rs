@@ -34,7 +34,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let inbox = TransactionalInbox::new(pool, consumer, Identity::header("amqp-message-id"));
     let processor = DiesAfterCommit(inbox.batch_processor(invoice));
     let mut terminate = signal(SignalKind::terminate())?;
-    let consumer = Consumer::new(source, processor).with_order(Order::None).with_concurrency(2);
+    let consumer = Consumer::new(source, processor).with_order(Order::None).with_concurrency(2)?;
     let stop = async {
         terminate.recv().await;
     };

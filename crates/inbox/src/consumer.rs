@@ -151,15 +151,21 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     }
 
     /// How many batches are processed at a time, from 1 to 1024.
-    pub fn with_concurrency(mut self, batches: usize) -> Self {
-        self.settings.concurrency = batches.clamp(1, 1024);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_concurrency(mut self, batches: usize) -> Result<Self, ConfigError> {
+        self.settings.concurrency = ConfigError::check("the number of batches at a time", batches, 1..=1024)?;
+        Ok(self)
     }
 
     /// How many messages are held at the most, from 1 to 100 000: waiting, being processed, and to be tried again.
-    pub fn with_held_max(mut self, messages: usize) -> Self {
-        self.settings.held_max = messages.clamp(1, 100_000);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_held_max(mut self, messages: usize) -> Result<Self, ConfigError> {
+        self.settings.held_max = ConfigError::check("the number of messages held", messages, 1..=100_000)?;
+        Ok(self)
     }
 
     /// How many octets of messages are held at the most; one message is, whatever its size.
@@ -176,11 +182,14 @@ impl<S: Source, P: Processor> Consumer<S, P> {
 
     /// The pause after the first failure of a message, and the longest one; each is twice the one before, less a random part
     /// of up to half of it. Between 1 ms and an hour.
-    pub fn with_backoff(mut self, first: Duration, longest: Duration) -> Self {
-        let bounds = (Duration::from_millis(1), Duration::from_secs(60 * 60));
-        let first = first.clamp(bounds.0, bounds.1);
-        self.settings.backoff = (first, longest.clamp(first, bounds.1));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_backoff(mut self, first: Duration, longest: Duration) -> Result<Self, ConfigError> {
+        let hour = Duration::from_secs(60 * 60);
+        let first = ConfigError::check("the first pause", first, Duration::from_millis(1)..=hour)?;
+        self.settings.backoff = (first, ConfigError::check("the longest pause", longest, first..=hour)?);
+        Ok(self)
     }
 
     /// How long what runs may take when the consumer is stopped. What has not ended by then is cut off, and comes again. A

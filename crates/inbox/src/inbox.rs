@@ -135,9 +135,12 @@ impl Inbox {
     }
 
     /// How often a message is tried before it is a dead letter, from 1. Attempts that died count.
-    #[must_use]
-    pub fn with_attempts_max(self, attempts: u32) -> Self {
-        self.with(|inner| inner.attempts_max = attempts.max(1))
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_attempts_max(self, attempts: u32) -> Result<Self, ConfigError> {
+        let attempts = ConfigError::check("the number of attempts", attempts, 1..=u32::MAX)?;
+        Ok(self.with(|inner| inner.attempts_max = attempts))
     }
 
     /// Whether a message with the identity of another one, and another payload, is a dead letter

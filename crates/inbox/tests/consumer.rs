@@ -518,7 +518,7 @@ async fn a_message_that_fails_comes_back_later_and_after_the_last_attempt_is_one
         world.broker.send("poison");
         world.broker.send("good");
         let began = Instant::now();
-        let inbox = world.inbox(on_abandoned).with_attempts_max(3);
+        let inbox = world.inbox(on_abandoned).with_attempts_max(3).unwrap();
         let consumer = run(world.consumer(inbox, |_, id| async move {
             if id == "poison" { Err(Failure::retry("no such customer")) } else { Ok(()) }
         }));
@@ -558,7 +558,7 @@ async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_tha
     let world = World::new();
     world.broker.send("kills");
     for attempt in 1..=3 {
-        let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3);
+        let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3).unwrap();
         let tell = Arc::new(Notify::new());
         let telling = tell.clone();
         let consumer = run(world.consumer(inbox, move |seen, _| {
@@ -572,7 +572,7 @@ async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_tha
         tell.notified().await;
         consumer.kill().await;
     }
-    let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3);
+    let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3).unwrap();
     let consumer = run(world.consumer(inbox, fine));
     world.broker.is_empty().await;
     consumer.stop().await;
@@ -648,7 +648,7 @@ async fn what_a_handler_says_decides() {
         let world = World::new();
         world.broker.send("a");
         world.broker.send("a");
-        let inbox = world.inbox(on_abandoned).with_attempts_max(2);
+        let inbox = world.inbox(on_abandoned).with_attempts_max(2).unwrap();
         let consumer = run(world.consumer(inbox, move |_, _| async move { say() }));
         world.broker.is_empty().await;
         world.broker.send("a");
@@ -715,7 +715,7 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
         world.letters.refuse.store(refused, Ordering::SeqCst);
         world.letters.lose.store(lost, Ordering::SeqCst);
         world.broker.send("a");
-        let inbox = world.inbox(OnAbandoned::Park).with_attempts_max(1);
+        let inbox = world.inbox(OnAbandoned::Park).with_attempts_max(1).unwrap();
         let consumer = run(world.consumer(inbox, |_, _| async { Err(Failure::retry("no")) }));
         world.broker.is_empty().await;
         consumer.stop().await;
@@ -730,7 +730,7 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
 #[tokio::test(start_paused = true)]
 async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_again_meanwhile() {
     let world = World::new();
-    let inbox = || world.inbox(OnAbandoned::Reexecute).with_attempts_max(3);
+    let inbox = || world.inbox(OnAbandoned::Reexecute).with_attempts_max(3).unwrap();
     for (id, after, attempts) in [("a", 0, 1), ("b", 1, 2)] {
         world.letters.refuse.store(7, Ordering::SeqCst);
         world.broker.send(id);
@@ -766,7 +766,7 @@ async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
     let asked = Arc::new(AtomicUsize::new(0));
     let (engine, name) = (Engine::new(world.store.clone()), consumer_name("billing"));
     let (identity, refuses) = (Identity::header("id"), Refuses(asked.clone()));
-    let inbox = Inbox::new(engine, name, identity, OnAbandoned::Park, refuses).with_attempts_max(2);
+    let inbox = Inbox::new(engine, name, identity, OnAbandoned::Park, refuses).with_attempts_max(2).unwrap();
     let consumer = run(world.consumer(inbox, |_, id| async move {
         if id == "poison" { Err(Failure::retry("no")) } else { Ok(()) }
     }));
@@ -880,7 +880,7 @@ async fn a_stop_ends_what_runs_gives_back_the_rest_and_loses_nothing() {
         sleep(Duration::from_secs(5)).await;
         Ok(())
     });
-    let consumer = run(consumer.with_concurrency(4).with_held_max(10));
+    let consumer = run(consumer.with_concurrency(4).unwrap().with_held_max(10).unwrap());
     world
         .broker
         .until("ten are held", |queue| {
@@ -950,7 +950,7 @@ async fn while_the_store_is_away_messages_are_held_and_neither_given_back_nor_co
     for n in 0..10 {
         world.broker.send(&format!("m{n}"));
     }
-    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park).with_attempts_max(1), fine));
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park).with_attempts_max(1).unwrap(), fine));
     sleep(Duration::from_secs(300)).await;
     assert_eq!(world.broker.acknowledged(), 0);
     assert_eq!(world.broker.deliveries(), [1; 10]);

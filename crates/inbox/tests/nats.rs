@@ -459,7 +459,7 @@ async fn dead_letters_are_messages() {
     let letters = DeadLetterTopic::new(NatsPublisher::new(nats.context.clone()), "dead");
     let running = suite::run(
         nats.source(),
-        suite::inbox(&suite::store(), letters).with_attempts_max(3),
+        suite::inbox(&suite::store(), letters).with_attempts_max(3).unwrap(),
         |consumer| consumer,
         |_, message| async move {
             assert_ne!(suite::id(&message), "m-00001", "a panic is a failure, too");

@@ -91,6 +91,7 @@ mod watch;
 
 pub use error::OpenError;
 pub use once::{Once, OnceError, Statement, insert_once};
+pub use oncegate_core::ConfigError;
 pub use options::PostgresOptions;
 pub use store::PostgresStore;
 pub use transact::{

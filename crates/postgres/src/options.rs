@@ -5,6 +5,7 @@ use std::fmt;
 use std::str::FromStr as _;
 use std::time::Duration;
 
+use oncegate_core::ConfigError;
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::PgConnectOptions;
 use tokio::runtime::Handle;
@@ -105,10 +106,12 @@ impl PostgresOptions {
 
     /// The most connections, at least 1. Default: 8. A call that finds none free waits for one, for the connect timeout at
     /// the longest.
-    #[must_use]
-    pub fn with_pool_size(mut self, connections: u32) -> Self {
-        self.pool_size = connections.max(1);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_pool_size(mut self, connections: u32) -> Result<Self, ConfigError> {
+        self.pool_size = ConfigError::check("the number of connections", connections, 1..=u32::MAX)?;
+        Ok(self)
     }
 
     /// How long a command that a request waits for (a claim, a completion, a renewal, a lookup) may go without an answer.
@@ -122,17 +125,26 @@ impl PostgresOptions {
 
     /// How long a statement may take, here and on the server: the bound of listings and purges, and of the server's work.
     /// Default: 5 s. What was sent by then may have been carried out.
-    #[must_use]
-    pub fn with_statement_timeout(mut self, timeout: Duration) -> Self {
-        self.statement_timeout = timeout.max(Duration::from_millis(1));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_statement_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
+        self.statement_timeout = ConfigError::check(
+            "the time for a statement",
+            timeout,
+            Duration::from_millis(1)..=Duration::MAX,
+        )?;
+        Ok(self)
     }
 
     /// How long a call waits for a connection, be it a free one or a new one. Default: 3 s.
-    #[must_use]
-    pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
-        self.connect_timeout = timeout.max(Duration::from_millis(1));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_connect_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
+        self.connect_timeout =
+            ConfigError::check("the time to connect", timeout, Duration::from_millis(1)..=Duration::MAX)?;
+        Ok(self)
     }
 
     /// What the server calls the connections in `pg_stat_activity`. Default: `oncegate`.
@@ -152,10 +164,12 @@ impl PostgresOptions {
     }
 
     /// The most commands that are sent as one statement, at least 1. Default: 128. Commands are never held back to fill one.
-    #[must_use]
-    pub fn with_max_batch(mut self, commands: usize) -> Self {
-        self.max_batch = commands.clamp(1, 1024);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_max_batch(mut self, commands: usize) -> Result<Self, ConfigError> {
+        self.max_batch = ConfigError::check("the number of commands in one statement", commands, 1..=1024)?;
+        Ok(self)
     }
 
     /// Connections live on this runtime, whatever runtime a call comes from. Default: the one that the store is opened on.
@@ -272,5 +286,15 @@ mod tests {
                 "{error:?}"
             );
         }
+    }
+
+    #[test]
+    fn values_out_of_their_bounds_are_refused() {
+        let options = || PostgresOptions::new("postgres://app@db/shop").unwrap();
+        assert!(options().with_pool_size(0).is_err() && options().with_pool_size(1).is_ok());
+        assert!(options().with_max_batch(0).is_err() && options().with_max_batch(1025).is_err());
+        assert!(options().with_max_batch(1024).is_ok());
+        assert!(options().with_statement_timeout(Duration::ZERO).is_err());
+        assert!(options().with_connect_timeout(Duration::ZERO).is_err());
     }
 }

@@ -70,6 +70,7 @@ mod stats;
 mod store;
 
 pub use front::Front;
+pub use oncegate_core::ConfigError;
 pub use options::{MARGIN, TieredOptions};
 pub use stats::{FrontCounts, FrontStats};
 pub use store::TieredStore;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::limits;
+use oncegate_core::{ConfigError, limits};
 
 use crate::stats::FrontStats;
 
@@ -44,18 +44,30 @@ impl TieredOptions {
     }
 
     /// How long an entry is kept at the longest. For so long at the most the front gives an answer that the back has lost.
-    /// Between a second and [`limits::RETENTION_MAX`]; other values are moved there.
-    #[must_use]
-    pub fn with_keep(mut self, keep: Duration) -> Self {
-        self.keep = keep.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX);
-        self
+    /// Between a second and [`limits::RETENTION_MAX`].
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_keep(mut self, keep: Duration) -> Result<Self, ConfigError> {
+        self.keep = ConfigError::check(
+            "the time that an entry is kept",
+            keep,
+            limits::RETENTION_MIN..=limits::RETENTION_MAX,
+        )?;
+        Ok(self)
     }
 
-    /// How long a claim waits for the front. Between a millisecond and a second; other values are moved there.
-    #[must_use]
-    pub fn with_patience(mut self, patience: Duration) -> Self {
-        self.patience = patience.clamp(Duration::from_millis(1), Duration::from_secs(1));
-        self
+    /// How long a claim waits for the front. Between a millisecond and a second.
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_patience(mut self, patience: Duration) -> Result<Self, ConfigError> {
+        self.patience = ConfigError::check(
+            "the patience with the front",
+            patience,
+            Duration::from_millis(1)..=Duration::from_secs(1),
+        )?;
+        Ok(self)
     }
 
     /// Whose answers these are. Stores with the same front and different backs need different names, because a key of one is
@@ -78,5 +90,21 @@ impl TieredOptions {
     pub fn with_stats(mut self, stats: FrontStats) -> Self {
         self.stats = stats;
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_out_of_their_bounds_are_refused() {
+        let options = TieredOptions::new;
+        assert!(options().with_keep(limits::RETENTION_MIN).is_ok());
+        assert!(options().with_keep(limits::RETENTION_MIN / 2).is_err());
+        assert!(options().with_keep(limits::RETENTION_MAX * 2).is_err());
+        assert!(options().with_patience(Duration::from_secs(1)).is_ok());
+        assert!(options().with_patience(Duration::from_secs(2)).is_err());
+        assert!(options().with_patience(Duration::ZERO).is_err());
     }
 }

@@ -21,7 +21,7 @@ use tokio::runtime::Runtime;
 
 /// On a busy machine, too.
 fn options() -> TieredOptions {
-    TieredOptions::new().with_patience(Duration::from_secs(1))
+    TieredOptions::new().with_patience(Duration::from_secs(1)).unwrap()
 }
 
 /// A suite in which the front had nothing to say would prove nothing.
@@ -84,7 +84,13 @@ fn a_redis_before_a_postgres() {
     let postgres = PostgresServer::start().unwrap();
     let patience = Duration::from_secs(20);
     let database = PostgresOptions::new(&postgres.url()).unwrap();
-    let database = database.with_pool_size(6).with_connect_timeout(patience).with_statement_timeout(patience);
+    let database = database
+        .with_pool_size(6)
+        .unwrap()
+        .with_connect_timeout(patience)
+        .unwrap()
+        .with_statement_timeout(patience)
+        .unwrap();
     let (mut control, front) = runtime.block_on(async {
         schema::apply(&database).await.unwrap();
         let mut control = PgConnection::connect(&postgres.url()).await.unwrap();

@@ -21,7 +21,7 @@ use support::*;
 
 /// On a busy machine, too.
 fn options() -> TieredOptions {
-    TieredOptions::new().with_patience(Duration::from_secs(1))
+    TieredOptions::new().with_patience(Duration::from_secs(1)).unwrap()
 }
 
 async fn redis(url: &str) -> Arc<RedisStore> {
@@ -31,10 +31,12 @@ async fn redis(url: &str) -> Arc<RedisStore> {
 /// Gives up soon: an outage is what is tested.
 async fn postgres(server: &PostgresServer) -> Arc<PostgresStore> {
     let options = PostgresOptions::new(&server.url()).unwrap();
-    schema::apply(&options.clone().with_connect_timeout(MINUTE).with_statement_timeout(MINUTE))
-        .await
-        .unwrap();
-    let options = options.with_connect_timeout(Duration::from_secs(5));
+    schema::apply(
+        &options.clone().with_connect_timeout(MINUTE).unwrap().with_statement_timeout(MINUTE).unwrap(),
+    )
+    .await
+    .unwrap();
+    let options = options.with_connect_timeout(Duration::from_secs(5)).unwrap();
     Arc::new(PostgresStore::open(options).await.unwrap())
 }
 
@@ -147,7 +149,7 @@ async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
     let store = TieredStore::new(
         Front::on(Arc::new(front)),
         Arc::new(MemoryStore::new(clock)),
-        TieredOptions::new().with_patience(Duration::from_millis(20)),
+        TieredOptions::new().with_patience(Duration::from_millis(20)).unwrap(),
     );
     complete(&store, 1, 1).await;
     settled(&store).await;
@@ -291,7 +293,8 @@ impl Store for Switch {
 async fn what_a_failover_of_the_back_lost_replays_as_long_as_the_front_keeps_it() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let back = Arc::new(Switch(Mutex::new(Arc::new(MemoryStore::new(clock.clone())))));
-    let store = TieredStore::new(Front::in_memory(1 << 20), back.clone(), options().with_keep(MINUTE));
+    let store =
+        TieredStore::new(Front::in_memory(1 << 20), back.clone(), options().with_keep(MINUTE).unwrap());
     complete(&store, 1, 1).await;
     settled(&store).await;
     *back.0.lock().unwrap() = Arc::new(MemoryStore::new(clock.clone()));
@@ -334,7 +337,7 @@ async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
     let fronts = [Front::in_memory(1 << 20), Front::on(Arc::new(MemoryStore::new(still)))];
     let back: Arc<dyn Store> = Arc::new(back);
     for (n, front) in (1..).zip(fronts) {
-        let store = TieredStore::new(front, back.clone(), options().with_keep(100 * MINUTE));
+        let store = TieredStore::new(front, back.clone(), options().with_keep(100 * MINUTE).unwrap());
         let token = execute(&store, n, n).await;
         store.apply(id(n), completion(token, n, Duration::from_secs(1000))).await.unwrap();
         settled(&store).await;

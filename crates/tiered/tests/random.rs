@@ -81,7 +81,7 @@ impl World {
                 world.front_faults.push(front_faults);
                 Front::on(Arc::new(front))
             };
-            let options = TieredOptions::new().with_patience(Duration::from_secs(1));
+            let options = TieredOptions::new().with_patience(Duration::from_secs(1)).unwrap();
             world.back_faults.push(back_faults);
             world.stores.push(TieredStore::new(front, Arc::new(back), options));
         }

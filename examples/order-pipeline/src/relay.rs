@@ -49,7 +49,7 @@ pub(crate) async fn run(options: Options) -> Result<()> {
     let publisher = NatsPublisher::new(options.broker.jetstream().await?);
     let counts = RelayCounts::default();
     let relay = Relay::new(pool, Mortal::new(publisher, options.faults))
-        .with_lease(Duration::from_millis(options.lease_ms))
+        .with_lease(Duration::from_millis(options.lease_ms))?
         .with_observer(counts.clone());
 
     let metrics = async move || counts.to_prometheus();

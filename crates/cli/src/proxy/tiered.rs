@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use oncegate_core::Store;
 use oncegate_embedded::EmbeddedOptions;
+use oncegate_engine::ConfigError;
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_tiered::{Front, FrontStats, TieredOptions, TieredStore};
 
@@ -35,13 +36,15 @@ pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
         FrontChoice::Redis(options) => open_redis(options).await,
     };
     let stats = FrontStats::default();
-    Ok(Some(Tier { front, options: options(choice).with_stats(stats.clone()), stats }))
+    let options = options(choice).map_err(|error| error.to_string())?.with_stats(stats.clone());
+    Ok(Some(Tier { front, options, stats }))
 }
 
-fn options(choice: &TieredChoice) -> TieredOptions {
+fn options(choice: &TieredChoice) -> Result<TieredOptions, ConfigError> {
     // Two sidecars that call one database by two names do not find each other's answers: slower, and never wrong.
     let back = crate::config::without_login(&choice.back.to_string());
-    TieredOptions::new().with_keep(choice.keep).with_patience(choice.patience).with_namespace(back)
+    let options = TieredOptions::new().with_keep(choice.keep)?.with_patience(choice.patience)?;
+    Ok(options.with_namespace(back))
 }
 
 async fn open_redis(options: &RedisOptions) -> Front {

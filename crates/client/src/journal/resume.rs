@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use http::header::{HeaderMap, HeaderName};
+use oncegate_core::ConfigError;
 use tokio::task::JoinSet;
 
 use super::directory::{Damaged, JournalDir, NotTaken, OTHER_CREDENTIALS, Pending};
@@ -86,9 +87,14 @@ impl<T: Transport + Clone + 'static> Resume<T> {
     }
 
     /// How many are sent at once; 4 is the default, and zero counts as one.
-    #[must_use]
-    pub fn with_concurrency(self, at_once: usize) -> Self {
-        Self { at_once: at_once.max(1), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_concurrency(self, at_once: usize) -> Result<Self, ConfigError> {
+        Ok(Self {
+            at_once: ConfigError::check("the number of intents that are sent at once", at_once, 1..=1024)?,
+            ..self
+        })
     }
 
     /// What brings the fields that the journal leaves out, such as `Authorization`. They must be those that the intent

@@ -150,6 +150,7 @@ pub(crate) fn answer(status: u16, fields: &str, body: &str) -> Reply {
 pub(crate) fn quick() -> RetryPolicy {
     RetryPolicy::default()
         .with_pauses(Duration::from_millis(1), Duration::from_millis(5))
+        .unwrap()
         .with_attempt_timeout(Duration::from_secs(60))
         .with_deadline(Duration::from_secs(120))
 }

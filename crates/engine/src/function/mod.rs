@@ -28,7 +28,8 @@ pub use self::value::NotJson;
 
 use crate::attempt::Attempt;
 use crate::engine::Engine;
-use crate::policy::{ConfigError, Policy};
+use crate::policy::Policy;
+use oncegate_core::ConfigError;
 
 /// The first part of a function's operation. The operation of an HTTP request begins with its method, which has no colon.
 const OPERATION: &[u8] = b"function:";

@@ -22,8 +22,8 @@ use super::value;
 use super::{Function, NoCall};
 use crate::attempt::{Attempt, Permit};
 use crate::engine::{ClaimOutcome, ClaimRequest};
-use crate::policy::ConfigError;
 use crate::step::{self, StepError};
+use oncegate_core::ConfigError;
 
 /// A function with its code, whose calls are finished by a completer where their owner is gone: so that no order hangs half-way
 /// until somebody retries. Made by [`Function::resumable`]. Cheap to clone.

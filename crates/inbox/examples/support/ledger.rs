@@ -44,7 +44,7 @@ pub(crate) async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn
     let stop = async move {
         terminated.recv().await;
     };
-    let consumer = Consumer::new(source, processor).with_concurrency(4).with_order(order);
+    let consumer = Consumer::new(source, processor).with_concurrency(4)?.with_order(order);
     consumer.with_observer(die).run(stop).await?;
     Ok(())
 }

@@ -145,9 +145,12 @@ impl TransactionalInbox {
     }
 
     /// How often a message is tried before it is a dead letter, from 1. Attempts whose process ended within them count, too.
-    #[must_use]
-    pub fn with_attempts_max(self, attempts: u32) -> Self {
-        self.with(|inner| inner.attempts_max = attempts.clamp(1, i32::MAX.unsigned_abs()))
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_attempts_max(self, attempts: u32) -> Result<Self, ConfigError> {
+        let attempts = ConfigError::check("the number of attempts", attempts, 1..=i32::MAX.unsigned_abs())?;
+        Ok(self.with(|inner| inner.attempts_max = attempts))
     }
 
     /// Whether a message with the identity of another one that was processed, and another payload, is a dead letter
@@ -169,17 +172,24 @@ impl TransactionalInbox {
     /// How long the database may take for a statement of ours, and how long it is tried to find out what became of a COMMIT
     /// whose answer was lost; from 100 ms to 10 minutes. Default: 10 s. What the handler asks is bounded by the application's own
     /// `statement_timeout`.
-    #[must_use]
-    pub fn with_patience(self, patience: Duration) -> Self {
-        self.with(|inner| inner.receipts.patience = patience.clamp(limits::LEASE_MIN, PATIENCE_MAX))
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+        let patience =
+            ConfigError::check("the patience with the database", patience, limits::LEASE_MIN..=PATIENCE_MAX)?;
+        Ok(self.with(|inner| inner.receipts.patience = patience))
     }
 
     /// How often the transaction of a single message is run at the most, from 1 to 100, where the database says that
     /// it may be run
     /// again (SQLSTATE 40001 and 40P01), before that counts as an attempt that failed. Default: 5.
-    #[must_use]
-    pub fn with_runs(self, runs: u32) -> Self {
-        self.with(|inner| inner.runs = runs.clamp(1, 100))
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_runs(self, runs: u32) -> Result<Self, ConfigError> {
+        let runs = ConfigError::check("the number of runs", runs, 1..=100)?;
+        Ok(self.with(|inner| inner.runs = runs))
     }
 
     /// The isolation level of the transaction. Default: what the connection or the server says.
@@ -197,9 +207,12 @@ impl TransactionalInbox {
 
     /// How many messages are processed in one transaction at the most, from 1 to 1000. Default: 100. Each takes a place in the
     /// server's table of locks until the transaction ends.
-    #[must_use]
-    pub fn with_batch_max(self, messages: usize) -> Self {
-        self.with(|inner| inner.batch_max = messages.clamp(1, BATCH_MAX))
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_batch_max(self, messages: usize) -> Result<Self, ConfigError> {
+        let messages = ConfigError::check("the size of a batch", messages, 1..=BATCH_MAX)?;
+        Ok(self.with(|inner| inner.batch_max = messages))
     }
 
     /// Whether receipts whose retention is over are removed beside the work, at first and once a minute. On by

@@ -5,6 +5,7 @@ use std::future::Future;
 use std::ops::Range;
 
 use bytes::Bytes;
+use oncegate_engine::ConfigError;
 use oncegate_postgres::RunWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
@@ -153,9 +154,11 @@ impl Streams {
     }
 
     /// How many events of one stream are kept, or fetched for one gap, at the most; up to 100 000.
-    #[must_use]
-    pub fn with_parked_max(self, events: u32) -> Self {
-        Self { parked_max: events.min(100_000), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_parked_max(self, events: u32) -> Result<Self, ConfigError> {
+        Ok(Self { parked_max: ConfigError::check("the number of events kept", events, 0..=100_000)?, ..self })
     }
 
     /// The connection goes through a pooler that gives each transaction another session: statements are prepared without a name.

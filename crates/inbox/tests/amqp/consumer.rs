@@ -209,7 +209,9 @@ async fn dead_letters_are_messages_of_a_queue() {
     let seen = deliveries.clone();
     let running = suite::run(
         queue.source(),
-        suite::inbox(&suite::store(), DeadLetterTopic::new(dead.publisher(), "dead")).with_attempts_max(3),
+        suite::inbox(&suite::store(), DeadLetterTopic::new(dead.publisher(), "dead"))
+            .with_attempts_max(3)
+            .unwrap(),
         |consumer| consumer.with_order(Order::None),
         move |_, message| {
             seen.lock().unwrap().push((message.is_redelivered, message.deliveries));

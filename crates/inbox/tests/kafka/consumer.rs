@@ -154,7 +154,7 @@ async fn stopping_loses_nothing() {
     let running = suite::run(
         group.source().await,
         suite::inbox(&store, suite::Letters::default()),
-        |consumer| consumer.with_concurrency(4).with_held_max(50),
+        |consumer| consumer.with_concurrency(4).unwrap().with_held_max(50).unwrap(),
         move |_, message| {
             let (effects, gate) = (noted.clone(), permits.clone());
             async move {

@@ -69,7 +69,7 @@ impl Database {
 }
 
 pub(crate) async fn apply(url: &str) {
-    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(Duration::from_secs(30));
+    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(Duration::from_secs(30)).unwrap();
     schema::apply(&options).await.unwrap();
 }
 
@@ -100,7 +100,9 @@ pub(crate) fn message(key: Option<&str>, payload: impl std::fmt::Display) -> Out
 pub(crate) fn relay<P: Publisher>(pool: PgPool, publisher: P) -> Relay<P> {
     Relay::new(pool, publisher)
         .with_poll(Duration::from_millis(20))
+        .unwrap()
         .with_backoff(Duration::from_millis(5), Duration::from_millis(100))
+        .unwrap()
 }
 
 /// A relay that runs until it is told to stop, or until it is dropped, like a process that dies.

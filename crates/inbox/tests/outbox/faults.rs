@@ -20,7 +20,7 @@ async fn a_relay_that_stops_leaves_nothing_half_done() {
         (0..600).map(|n| message((n % 3 > 0).then(|| format!("k{}", n % 5)).as_deref(), n)).collect();
     database.send(&many).await;
     for so_many in [1, 200, 400] {
-        let relay = Running::start(relay(database.pool(), broker.clone()).with_concurrency(16));
+        let relay = Running::start(relay(database.pool(), broker.clone()).with_concurrency(16).unwrap());
         broker.holds(so_many).await;
         relay.stop().await;
         let mut connection = database.connect().await;
@@ -64,7 +64,7 @@ async fn a_broker_that_is_away_is_not_overrun() {
     let broker = Broker::new(move |_, _| if back.load(Ordering::SeqCst) { Fault::None } else { Fault::Lost });
     let many: Vec<_> = (0..2000).map(|n| message(None, n)).collect();
     database.send(&many).await;
-    let relay = Running::start(relay(database.pool(), broker.clone()).with_concurrency(8));
+    let relay = Running::start(relay(database.pool(), broker.clone()).with_concurrency(8).unwrap());
     eventually("a relay that has paused several times", async || database.status().await.failing >= 11).await;
     // What is watched for is that nothing happens: a relay that does not pause tries all of them many times over.
     sleep(Duration::from_secs(2)).await;
@@ -87,7 +87,7 @@ async fn a_database_that_is_started_again() {
                 FROM generate_series(1, 5000) AS n";
     run(&mut connection, send).await;
     let relays = [0, 1].map(|_| {
-        Running::start(relay(pool(&server.url()), broker.clone()).with_lease(Duration::from_secs(2)))
+        Running::start(relay(pool(&server.url()), broker.clone()).with_lease(Duration::from_secs(2)).unwrap())
     });
     for so_many in [500, 1500] {
         broker.holds(so_many).await;
@@ -145,7 +145,8 @@ async fn through_a_pooler() {
 async fn connections_that_are_cut() {
     let database = Database::fresh().await;
     let broker = Broker::good();
-    let relay = Running::start(relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(1)));
+    let relay =
+        Running::start(relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(1)).unwrap());
     let mut operator = database.connect().await;
     for round in 0..30 {
         let some: Vec<_> = (0..50).map(|n| message(Some("k"), format!("{round}.{n}"))).collect();

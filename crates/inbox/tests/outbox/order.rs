@@ -52,8 +52,12 @@ async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
     let database = Database::fresh().await;
     let broker = faulty();
     let start = |broker: &Broker| {
-        let relay = relay(database.pool(), broker.clone()).with_run_max(7);
-        let relay = relay.with_lease(Duration::from_secs(1)).with_publish_timeout(Duration::from_millis(200));
+        let relay = relay(database.pool(), broker.clone()).with_run_max(7).unwrap();
+        let relay = relay
+            .with_lease(Duration::from_secs(1))
+            .unwrap()
+            .with_publish_timeout(Duration::from_millis(200))
+            .unwrap();
         Running::start(relay)
     };
     let (first, second) = (start(&broker), start(&broker));
@@ -141,8 +145,8 @@ async fn transactions_that_lock_what_they_change_are_in_order_among_others_that_
     let broker = faulty();
     let relays: Vec<_> = (0..3)
         .map(|_| {
-            let relay = relay(database.pool(), broker.clone()).with_run_max(4);
-            Running::start(relay.with_publish_timeout(Duration::from_millis(200)))
+            let relay = relay(database.pool(), broker.clone()).with_run_max(4).unwrap();
+            Running::start(relay.with_publish_timeout(Duration::from_millis(200)).unwrap())
         })
         .collect();
     let mut writers = JoinSet::new();
@@ -216,7 +220,7 @@ async fn a_lease_is_renewed_while_the_broker_takes_its_time() {
     let counts = RelayCounts::default();
     let broker = Broker::new(|_, _| Fault::Late(Duration::from_secs(7)));
     let relays = [0, 1, 2].map(|_| {
-        let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(3));
+        let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(3)).unwrap();
         Running::start(relay.with_observer(counts.clone()))
     });
     database.send(&[message(Some("k"), 1), message(None, 1)]).await;
@@ -243,7 +247,7 @@ async fn what_is_committed_in_front_of_a_run_does_not_make_copies_of_it() {
         _ => Fault::None,
     });
     let counts = RelayCounts::default();
-    let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(10));
+    let relay = relay(database.pool(), broker.clone()).with_lease(Duration::from_secs(10)).unwrap();
     let relay = Running::start(relay.with_observer(counts.clone()));
     let mut slow = database.connect().await;
     let mut transaction = slow.begin().await.unwrap();

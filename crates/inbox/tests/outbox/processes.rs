@@ -53,8 +53,11 @@ async fn the_relay_of_a_process() {
     let publisher = Remote::new(variable("BROKER").parse().unwrap());
     Relay::new(pool(&variable("DATABASE")), publisher)
         .with_lease(Duration::from_millis(variable("LEASE_MS").parse().unwrap()))
+        .unwrap()
         .with_poll(Duration::from_millis(20))
+        .unwrap()
         .with_backoff(Duration::from_millis(5), Duration::from_millis(100))
+        .unwrap()
         .run(std::future::pending())
         .await;
 }

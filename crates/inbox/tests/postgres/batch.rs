@@ -31,7 +31,11 @@ async fn what_is_new_in_a_batch_is_one_transaction() {
 #[tokio::test(flavor = "multi_thread")]
 async fn all_that_is_new_is_given_to_a_handler_at_once() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(1);
+    assert!(database.inbox(1).await.with_attempts_max(0).is_err());
+    assert!(database.inbox(1).await.with_batch_max(0).is_err());
+    assert!(database.inbox(1).await.with_runs(101).is_err());
+    assert!(database.inbox(1).await.with_patience(Duration::ZERO).is_err());
+    let inbox = database.inbox(2).await.with_attempts_max(1).unwrap();
     assert_eq!(words(&[inbox.process(&new("b"), effect).await]), ["processed 1"]);
     let calls = Arc::new(AtomicU32::new(0));
     let processor = inbox.batch_processor({
@@ -63,7 +67,7 @@ async fn all_that_is_new_is_given_to_a_handler_at_once() {
 #[tokio::test(flavor = "multi_thread")]
 async fn one_that_fails_holds_up_its_order_key_and_nothing_else() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(3).with_batch_max(4);
+    let inbox = database.inbox(2).await.with_attempts_max(3).unwrap().with_batch_max(4).unwrap();
     let batch = [
         ordered("k1", "k"),
         ordered("poison", "k"),
@@ -123,7 +127,7 @@ async fn one_that_somebody_else_has_holds_up_its_order_key_and_nothing_else() {
 #[tokio::test(flavor = "multi_thread")]
 async fn one_that_failed_before_is_in_nobodys_way() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(3);
+    let inbox = database.inbox(2).await.with_attempts_max(3).unwrap();
     let batch = [again("a"), again("poison"), again("b")];
     assert_eq!(words(&inbox.process_batch(&batch, effect).await), ["processed 1", "failed 1", "processed 1"]);
     let runs = Arc::new(AtomicU32::new(0));
@@ -176,7 +180,7 @@ async fn batches_that_overlap_are_one_effect_each() {
     let pool = database.pool(8).await;
     let tasks: Vec<_> = (0..8_usize)
         .map(|task| {
-            let inbox = crate::support::inbox(pool.clone()).with_batch_max(1 + task * 12);
+            let inbox = crate::support::inbox(pool.clone()).with_batch_max(1 + task * 12).unwrap();
             tokio::spawn(async move {
                 let mut open: Vec<_> = (0..MESSAGES)
                     .map(|n| (n * (2 * task + 7) + task * 50) % MESSAGES)
@@ -293,9 +297,9 @@ async fn consumers_of_one_queue_process_each_message_once_and_acknowledge_each_d
             back.send(Arc::new(message)).unwrap();
         }
         let queue = Queue { waiting, back, acknowledged: acknowledged.clone() };
-        let inbox = database.inbox(5).await.with_attempts_max(2);
-        let loops = Consumer::new(queue, inbox.processor(effect)).with_concurrency(4);
-        let loops = loops.with_backoff(Duration::from_millis(1), Duration::from_millis(5));
+        let inbox = database.inbox(5).await.with_attempts_max(2).unwrap();
+        let loops = Consumer::new(queue, inbox.processor(effect)).with_concurrency(4).unwrap();
+        let loops = loops.with_backoff(Duration::from_millis(1), Duration::from_millis(5)).unwrap();
         let stop = stop.clone();
         tasks.push(tokio::spawn(async move { loops.run(stop.cancelled_owned()).await }));
     }

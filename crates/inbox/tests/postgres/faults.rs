@@ -66,7 +66,8 @@ async fn a_commit_whose_answer_is_lost_is_found_out() {
 async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
     let database = Database::fresh().await;
     let way = Way::to(database.server.port()).await.unwrap();
-    let inbox = inbox(pool(&database.url(), way.port(), 2).await).with_patience(Duration::from_secs(2));
+    let inbox =
+        inbox(pool(&database.url(), way.port(), 2).await).with_patience(Duration::from_secs(2)).unwrap();
     way.arm(b"COMMIT", Break::Late);
     let message = new("a");
     assert_eq!(word(&inbox.process(&message, effect).await), "in-flight");
@@ -79,7 +80,7 @@ async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_connection_that_ends_in_the_handler_is_no_attempt() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(1);
+    let inbox = database.inbox(2).await.with_attempts_max(1).unwrap();
     let runs = Arc::new(AtomicU32::new(0));
     let cut = {
         let runs = runs.clone();
@@ -117,7 +118,11 @@ async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing
     let outages = Arc::new(AtomicU32::new(0));
     let workers: Vec<_> = (0..4)
         .map(|worker| {
-            let inbox = inbox(pool.clone()).with_batch_max(20).with_patience(Duration::from_secs(5));
+            let inbox = inbox(pool.clone())
+                .with_batch_max(20)
+                .unwrap()
+                .with_patience(Duration::from_secs(5))
+                .unwrap();
             let (done, outages) = (done.clone(), outages.clone());
             tokio::spawn(async move {
                 // Every message comes to two of them.
@@ -287,7 +292,7 @@ async fn child() {
     // Past the harness, which captures what is printed.
     let say = |line: String| std::io::stdout().lock().write_all(line.as_bytes()).unwrap();
     let options = url.parse::<PgConnectOptions>().unwrap();
-    let inbox = inbox(pool(&url, options.get_port(), 2).await).with_attempts_max(3);
+    let inbox = inbox(pool(&url, options.get_port(), 2).await).with_attempts_max(3).unwrap();
     let handler = async move |connection: &mut PgConnection, message: &Message| {
         effect(connection, message).await?;
         if message.payload.starts_with(b"abort") {
@@ -462,7 +467,7 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
     let options: PgConnectOptions = bouncer.url_of(&database.name).parse().unwrap();
     let pool = PgPoolOptions::new().max_connections(12).acquire_timeout(LONG);
     let pool = pool.connect_with(options.extra_float_digits(None)).await.unwrap();
-    let inbox = inbox(pool).with_transaction_pooler(true).with_attempts_max(2);
+    let inbox = inbox(pool).with_transaction_pooler(true).with_attempts_max(2).unwrap();
     let tasks: Vec<_> = (0..12)
         .map(|_| {
             let inbox = inbox.clone();

@@ -89,7 +89,7 @@ async fn a_message_that_another_transaction_has_is_in_flight_and_nobody_waits() 
 async fn what_fails_too_often_is_one_dead_letter() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;
-    let inbox = inbox(pool.clone()).with_attempts_max(3);
+    let inbox = inbox(pool.clone()).with_attempts_max(3).unwrap();
     let message = Message::new("orders", "poison\0")
         .with_header("event-id", "p")
         .with_header("trace\0", &b"\x00\xff"[..])
@@ -226,7 +226,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
     let message = again("a");
     for crashes in 0..3 {
         // A process that ends in the middle is one whose inbox is dropped there. The next one has another number.
-        let inbox = database.inbox(2).await.with_attempts_max(3);
+        let inbox = database.inbox(2).await.with_attempts_max(3).unwrap();
         let (began, begins) = tokio::sync::oneshot::channel();
         let began = Arc::new(std::sync::Mutex::new(Some(began)));
         let task = tokio::spawn({
@@ -241,7 +241,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
             }
         });
         begins.await.unwrap();
-        let other = database.inbox(1).await.with_attempts_max(3);
+        let other = database.inbox(1).await.with_attempts_max(3).unwrap();
         for _ in 0..5 {
             assert_eq!(word(&other.process(&message, effect).await), "in-flight", "after {crashes} crashes");
         }
@@ -257,7 +257,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
         let attempts = "SELECT sum(attempts)::bigint FROM oncegate.processed";
         assert_eq!(database.number(attempts).await, crashes);
     }
-    let inbox = database.inbox(1).await.with_attempts_max(3);
+    let inbox = database.inbox(1).await.with_attempts_max(3).unwrap();
     assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted");
     assert!(database.effects().await.is_empty());
 }
@@ -265,7 +265,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(100);
+    let inbox = database.inbox(2).await.with_attempts_max(100).unwrap();
     let (a, b) = (again("a"), again("b"));
     let undone = |sql: &'static str| {
         let (inbox, a) = (inbox.clone(), a.clone());
@@ -398,7 +398,7 @@ async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_t
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_database_says_may_be_run_again_is_run_again_and_counts_once() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_runs(3);
+    let inbox = database.inbox(2).await.with_runs(3).unwrap();
     let conflict = "DO $$ BEGIN RAISE EXCEPTION 'busy' USING ERRCODE = '40001'; END $$";
     let runs = Arc::new(AtomicU32::new(0));
     let conflicts = |times: u32| {
@@ -482,7 +482,7 @@ async fn a_role_needs_what_the_page_says_and_nothing_else() {
         options.connect_lazy(&database.url()).unwrap()
     };
     let pool = pool_as(consumer);
-    let inbox = inbox(pool.clone()).with_attempts_max(1);
+    let inbox = inbox(pool.clone()).with_attempts_max(1).unwrap();
     let missing = inbox.check().await.unwrap_err().to_string();
     assert!(
         missing.contains("oncegate.receive_many") && missing.contains("oncegate.purge_processed"),

@@ -60,7 +60,8 @@ async fn an_event_is_applied_when_it_is_its_turn_and_never_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
     let database = Database::fresh().await;
-    let streams = streams().with_parked_max(3);
+    assert!(streams().with_parked_max(100_001).is_err());
+    let streams = streams().with_parked_max(3).unwrap();
     assert_eq!(park(&database, &streams, 4).await, Applied::Parked { expected: 1 });
     assert_eq!(park(&database, &streams, 2).await, Applied::Parked { expected: 1 });
     assert_eq!(park(&database, &streams, 4).await, Applied::Parked { expected: 1 }, "again");
@@ -95,7 +96,7 @@ async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
     let database = Database::fresh().await;
-    let streams = streams().with_parked_max(2);
+    let streams = streams().with_parked_max(2).unwrap();
     let mut connection = database.connect().await;
     assert_eq!(park(&database, &streams, 2).await, Applied::Parked { expected: 1 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 2)").await;
@@ -121,7 +122,7 @@ async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
     let database = Database::fresh().await;
-    let streams = streams().with_parked_max(10);
+    let streams = streams().with_parked_max(10).unwrap();
     assert_eq!(park(&database, &streams, 3).await, Applied::Parked { expected: 1 });
     assert_eq!(park(&database, &streams, 6).await, Applied::Parked { expected: 1 });
     let mut connection = database.connect().await;
@@ -239,7 +240,8 @@ async fn consumers_that_meet_apply_each_event_once_and_in_order() {
     let tasks: Vec<_> = (0..6_u64)
         .map(|task| {
             // Each is a consumer of its own as far as receipts go: every message comes to all of them.
-            let inbox = crate::support::inbox_of(pool.clone(), &format!("c{task}")).with_batch_max(7);
+            let inbox =
+                crate::support::inbox_of(pool.clone(), &format!("c{task}")).with_batch_max(7).unwrap();
             let (streams, failures) = (streams.clone(), failures.clone());
             tokio::spawn(async move {
                 let total = EVENTS * STREAMS;

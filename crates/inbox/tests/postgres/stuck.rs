@@ -18,7 +18,7 @@ async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
         &format!("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '100ms'", database.name),
     )
     .await;
-    let inbox = inbox(pool(&database.url(), database.server.port(), 2).await).with_attempts_max(2);
+    let inbox = inbox(pool(&database.url(), database.server.port(), 2).await).with_attempts_max(2).unwrap();
     let slow = async |connection: &mut PgConnection, message: &Message| {
         effect(connection, message).await?;
         sleep(Duration::from_secs(1)).await;
@@ -32,7 +32,7 @@ async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in_the_end() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(2);
+    let inbox = database.inbox(2).await.with_attempts_max(2).unwrap();
     let hasty = async |connection: &mut PgConnection, message: &Message| {
         effect(connection, message).await?;
         let late =
@@ -71,7 +71,7 @@ async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_w
 
     let database = Database::fresh().await;
     let patience = Duration::from_secs(5);
-    let inbox = database.inbox(4).await.with_patience(patience);
+    let inbox = database.inbox(4).await.with_patience(patience).unwrap();
     let mut operator = database.connect().await;
     run(&mut operator, "BEGIN; LOCK TABLE oncegate.dead_letters").await;
     let (batch, began) = (["a", "1", "2", "3", "4", "5", "6", "c"].map(new), Instant::now());
@@ -85,7 +85,7 @@ async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_w
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_it_says() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(2);
+    let inbox = database.inbox(2).await.with_attempts_max(2).unwrap();
     run(
         &mut database.connect().await,
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -113,18 +113,19 @@ async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_
     let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
     run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
     for _ in 0..2 {
-        let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
+        let handled =
+            database.inbox(2).await.with_attempts_max(1).unwrap().process_batch(&batch, effect).await;
         assert_eq!(words(&handled), ["in-flight", "not begun", "not begun"]);
     }
     run(&mut elsewhere, "COMMIT").await;
-    let handled = database.inbox(2).await.with_attempts_max(1).process_batch(&batch, effect).await;
+    let handled = database.inbox(2).await.with_attempts_max(1).unwrap().process_batch(&batch, effect).await;
     assert_eq!(words(&handled), ["duplicate", "processed 1", "processed 1"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_letter_that_the_database_refuses_holds_up_its_own_message_and_no_other() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(1);
+    let inbox = database.inbox(2).await.with_attempts_max(1).unwrap();
     run(&mut database.connect().await, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'poison')")
         .await;
     let batch = ["a", "poison", "c"].map(new);

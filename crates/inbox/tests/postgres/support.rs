@@ -66,7 +66,7 @@ impl Database {
 
 /// The contract, and a table of effects without a unique key: it is the ledger, which is counted at the end.
 pub(crate) async fn prepare(url: &str) {
-    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(LONG);
+    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(LONG).unwrap();
     schema::apply(&options).await.unwrap();
     let table = "CREATE TABLE public.effects (number bigserial, message text NOT NULL, transaction bigint DEFAULT txid_current())";
     run(&mut PgConnection::connect(url).await.unwrap(), table).await;
@@ -85,7 +85,7 @@ pub(crate) fn inbox(pool: PgPool) -> TransactionalInbox {
 
 pub(crate) fn inbox_of(pool: PgPool, consumer: &str) -> TransactionalInbox {
     let consumer = ConsumerName::new(consumer).unwrap();
-    TransactionalInbox::new(pool, consumer, Identity::header("event-id")).with_patience(LONG)
+    TransactionalInbox::new(pool, consumer, Identity::header("event-id")).with_patience(LONG).unwrap()
 }
 
 /// A message that is delivered for the first time, for certain.

@@ -175,7 +175,8 @@ where
 {
     let counts = Counts::default();
     let consumer = Consumer::new(source, inbox.processor(handler)).with_observer(counts.clone());
-    let consumer = change(consumer.with_backoff(Duration::from_millis(10), Duration::from_millis(100)));
+    let consumer =
+        change(consumer.with_backoff(Duration::from_millis(10), Duration::from_millis(100)).unwrap());
     let (stop, stopped) = oneshot::channel();
     let task = tokio::spawn(async move {
         let stopped = async { stopped.await.unwrap_or(()) };
@@ -260,7 +261,7 @@ pub(crate) async fn order_holds<B: Broker>(broker: B) {
     let running = run(
         broker.source().await,
         inbox(&store, Letters::default()),
-        |consumer| consumer.with_concurrency(8),
+        |consumer| consumer.with_concurrency(8).unwrap(),
         move |_, message| {
             let id = id(&message);
             let fails = id.bytes().map(usize::from).sum::<usize>().is_multiple_of(3)
@@ -295,7 +296,7 @@ pub(crate) async fn poison<B: Broker>(broker: B, order: Order, unidentified: imp
     let noted = effects.clone();
     let running = run(
         broker.source().await,
-        inbox(&store, letters.clone()).with_attempts_max(3),
+        inbox(&store, letters.clone()).with_attempts_max(3).unwrap(),
         |consumer| consumer.with_order(order),
         move |_, message| {
             let effects = noted.clone();
@@ -337,7 +338,7 @@ pub(crate) async fn stopping_loses_nothing<B: Broker>(broker: B) {
         run(
             broker.source().await,
             inbox(&store, Letters::default()),
-            |consumer| consumer.with_concurrency(4).with_held_max(50),
+            |consumer| consumer.with_concurrency(4).unwrap().with_held_max(50).unwrap(),
             move |_, message| {
                 let (effects, gate) = (noted.clone(), gate.clone());
                 async move {
@@ -377,7 +378,7 @@ pub(crate) async fn a_full_buffer<B: Broker>(broker: B) {
         run(
             broker.source().await,
             inbox(&store, Letters::default()),
-            |consumer| consumer.with_concurrency(2).with_held_max(4),
+            |consumer| consumer.with_concurrency(2).unwrap().with_held_max(4).unwrap(),
             move |_, message| {
                 let (effects, slow) = (noted.clone(), slow.clone());
                 began.fetch_add(1, SeqCst);
@@ -409,7 +410,7 @@ pub(crate) async fn one_of_two_dies<B: Broker>(broker: B) {
     let dying = run(
         broker.source().await,
         inbox(&store, Letters::default()),
-        |consumer| consumer.with_held_max(20),
+        |consumer| consumer.with_held_max(20).unwrap(),
         move |_, message| {
             let effects = noted.clone();
             async move {
@@ -444,7 +445,7 @@ pub(crate) async fn something_breaks<B: Broker, F: Future<Output = ()>>(
     let running = run(
         broker.source().await,
         inbox(store, Letters::default()),
-        |consumer| consumer.with_concurrency(4),
+        |consumer| consumer.with_concurrency(4).unwrap(),
         move |_, message| {
             let effects = noted.clone();
             async move {

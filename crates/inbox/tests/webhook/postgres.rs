@@ -46,14 +46,16 @@ async fn send_until_done(number: usize, to: SocketAddr, hangs_up: bool) {
 async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     let url = server.url();
-    schema::apply(&PostgresOptions::new(&url).unwrap().with_connect_timeout(PATIENCE)).await.unwrap();
+    schema::apply(&PostgresOptions::new(&url).unwrap().with_connect_timeout(PATIENCE).unwrap())
+        .await
+        .unwrap();
     let mut operator = PgConnection::connect(&url).await.unwrap();
     // The ledger: no key makes it unique.
     sqlx::query("CREATE TABLE ledger (event integer NOT NULL)").execute(&mut operator).await.unwrap();
     let pool = PgPoolOptions::new().max_connections(8).acquire_timeout(PATIENCE).connect(&url).await.unwrap();
 
     let consumer = ConsumerName::new("payments").unwrap();
-    let inbox = TransactionalInbox::new(pool, consumer, Identity::broker()).with_attempts_max(1_000);
+    let inbox = TransactionalInbox::new(pool, consumer, Identity::broker()).with_attempts_max(1_000).unwrap();
     let processor = inbox.processor(async |connection, message| {
         let event: i32 = std::str::from_utf8(&message.payload)?.parse()?;
         sqlx::query("INSERT INTO ledger VALUES ($1)").bind(event).execute(connection).await?;

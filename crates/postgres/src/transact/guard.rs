@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use oncegate_core::{FencingToken, RecordId, StoreError, StoredResponse, limits};
+use oncegate_core::{ConfigError, FencingToken, RecordId, StoreError, StoredResponse, limits};
 use serde::Serialize;
 use sqlx::postgres::PgConnection;
 use std::time::Duration;
@@ -149,8 +149,13 @@ impl Guard {
     }
 
     /// How long the completed record is kept, within the bounds of [`limits`]. Default: for as long as its claim said.
-    pub fn with_retention(self, retention: Duration) -> Self {
-        Self { retention: Some(retention.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX)), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
+        let retention =
+            ConfigError::check("the retention", retention, limits::RETENTION_MIN..=limits::RETENTION_MAX)?;
+        Ok(Self { retention: Some(retention), ..self })
     }
 
     /// The connection goes through a pooler that gives each transaction another session: no statement is prepared by name.

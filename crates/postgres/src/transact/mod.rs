@@ -12,8 +12,8 @@ use std::future::Future;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, Outcome, RecordId,
-    Scope, State, StoreError, StoredResponse, limits,
+    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, Outcome,
+    RecordId, Scope, State, StoreError, StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -200,31 +200,53 @@ impl Transactor {
     }
 
     /// How long a result is kept, counted from its commit, within the bounds of [`limits`]. Default: 24 h.
-    #[must_use]
-    pub fn with_retention(self, retention: Duration) -> Self {
-        Self { retention: retention.clamp(limits::RETENTION_MIN, limits::RETENTION_MAX), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
+        Ok(Self {
+            retention: ConfigError::check(
+                "the retention",
+                retention,
+                limits::RETENTION_MIN..=limits::RETENTION_MAX,
+            )?,
+            ..self
+        })
     }
 
     /// How long a call waits for another one that is at it, before it says [`TransactError::InProgress`]; an hour at the most.
     /// It holds no connection while it waits. Default: not at all.
-    #[must_use]
-    pub fn with_wait(self, wait: Duration) -> Self {
-        Self { wait: wait.min(limits::LEASE_MAX), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
+        Ok(Self { wait: ConfigError::check("the wait", wait, Duration::ZERO..=limits::LEASE_MAX)?, ..self })
     }
 
     /// How long the database may take for a claim, for a completion and for `COMMIT`, and how long it is tried after that to
     /// find out what became of a `COMMIT` whose answer was lost; from 100 ms to an hour. Default: 10 s. What the run itself
     /// asks is bounded by the application's own `statement_timeout`.
-    #[must_use]
-    pub fn with_patience(self, patience: Duration) -> Self {
-        Self { patience: patience.clamp(limits::LEASE_MIN, limits::LEASE_MAX), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+        Ok(Self {
+            patience: ConfigError::check(
+                "the patience with the database",
+                patience,
+                limits::LEASE_MIN..=limits::LEASE_MAX,
+            )?,
+            ..self
+        })
     }
 
     /// How often the transaction is tried at the most, from 1 to 100, where the database says that it may be tried again
     /// (SQLSTATE 40001 and 40P01), or where a lost `COMMIT` turns out not to have been carried out. Default: 5.
-    #[must_use]
-    pub fn with_runs(self, runs: u32) -> Self {
-        Self { runs: runs.clamp(1, 100), ..self }
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_runs(self, runs: u32) -> Result<Self, ConfigError> {
+        Ok(Self { runs: ConfigError::check("the number of runs", runs, 1..=100)?, ..self })
     }
 
     /// The isolation level of the transaction. Default: what the connection or the server says.

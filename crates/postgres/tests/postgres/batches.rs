@@ -14,7 +14,7 @@ use crate::support::{Database, claim, claims, completes, id, renews, response, r
 
 /// A store that sends one batch at a time, so that what comes meanwhile gathers.
 async fn one_sender(database: &Database) -> Arc<PostgresStore> {
-    Arc::new(PostgresStore::open(database.options().with_pool_size(3)).await.unwrap())
+    Arc::new(PostgresStore::open(database.options().with_pool_size(3).unwrap()).await.unwrap())
 }
 
 async fn all(

@@ -152,7 +152,7 @@ fn conforms(cases: u32, pooler: bool, batched: bool) {
     });
     let bouncer = pooler.then(|| runtime.block_on(pooler::bouncer(&database, 2)));
     let options = bouncer.as_ref().map_or_else(|| database.options(), |it| pooler::options(it, &database));
-    let options = options.with_pool_size(2);
+    let options = options.with_pool_size(2).unwrap();
     let empty = "TRUNCATE oncegate.records, oncegate.audit RESTART IDENTITY; UPDATE oncegate.purge_marks SET place = 0";
     Suite::new().with_cases(cases).check(|| {
         runtime.block_on(async { run(&mut control.lock().await.0, empty).await });

@@ -14,7 +14,8 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
     let mut options = oncegate_servers::PostgresOptions::default();
     options.fsync = true;
     let mut server = PostgresServer::start_with(options).unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(Duration::from_secs(2));
+    let options =
+        PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(Duration::from_secs(2)).unwrap();
     schema::apply(&options).await.unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     assert_eq!(store.capabilities().durability, oncegate_core::Durability::Synced);
@@ -89,8 +90,8 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
 async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
     let server = PostgresServer::start().unwrap();
     // Claims go out one after the other, and each waits for its connection for as long as the server is away.
-    let options = PostgresOptions::new(&server.url()).unwrap().with_pool_size(1);
-    let options = options.with_connect_timeout(Duration::from_secs(120));
+    let options = PostgresOptions::new(&server.url()).unwrap().with_pool_size(1).unwrap();
+    let options = options.with_connect_timeout(Duration::from_secs(120)).unwrap();
     schema::apply(&options).await.unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     let mut server = tokio::task::spawn_blocking(move || {
@@ -143,8 +144,9 @@ async fn sessions_that_are_ended_while_idle_are_noticed_by_one_claim_and_by_noth
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_does_not_answer_is_not_waited_for() {
     let database = Database::fresh().await;
-    let options = database.options().with_pool_size(1).with_connect_timeout(Duration::from_secs(3));
-    let options = options.with_statement_timeout(Duration::from_millis(300));
+    let options =
+        database.options().with_pool_size(1).unwrap().with_connect_timeout(Duration::from_secs(3)).unwrap();
+    let options = options.with_statement_timeout(Duration::from_millis(300)).unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     let mut admin = database.connect().await;
     // As a migration of somebody else's would: every statement waits.
@@ -173,7 +175,9 @@ async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
         let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
         let options = options.with_command_timeout(Duration::from_secs(1)).with_transaction_pooler(pooler);
         let store = Arc::new(
-            PostgresStore::open(options.with_connect_timeout(Duration::from_secs(20))).await.unwrap(),
+            PostgresStore::open(options.with_connect_timeout(Duration::from_secs(20)).unwrap())
+                .await
+                .unwrap(),
         );
         let at_once = |from: u8| {
             let store = store.clone();

@@ -31,8 +31,12 @@ impl World {
         let way = Way::to(server.port()).await.unwrap();
         let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
         let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
-        let options =
-            options.with_connect_timeout(LONG).with_statement_timeout(LONG).with_command_timeout(LONG);
+        let options = options
+            .with_connect_timeout(LONG)
+            .unwrap()
+            .with_statement_timeout(LONG)
+            .unwrap()
+            .with_command_timeout(LONG);
         let store = PostgresStore::open(options.with_transaction_pooler(pooler)).await.unwrap();
         Self { server, way, store }
     }

@@ -17,7 +17,7 @@ async fn world(connections: u32) -> (Database, Way, Transactor) {
     let database = Database::fresh().await;
     let way = Way::to(database.server.port()).await.unwrap();
     let pool = database.payments_at(way.port(), connections).await;
-    let transactor = Transactor::new(pool).with_patience(LONG);
+    let transactor = Transactor::new(pool).with_patience(LONG).unwrap();
     (database, way, transactor)
 }
 
@@ -49,7 +49,7 @@ async fn a_commit_that_the_server_never_got_is_run_again() {
 
     // Where no run is left, nothing was committed and the caller is told so.
     way.arm(b"COMMIT", Break::Before);
-    let error = pay(&transactor.clone().with_runs(1), "order-2", 500).await.unwrap_err();
+    let error = pay(&transactor.clone().with_runs(1).unwrap(), "order-2", 500).await.unwrap_err();
     assert!(
         matches!(&error, TransactError::Store(error) if error.kind() == StoreErrorKind::Unavailable),
         "{error:?}"
@@ -83,12 +83,12 @@ async fn a_commit_that_is_still_on_its_way_is_waited_for() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_finds_it() {
     let (database, way, transactor) = world(2).await;
-    let hurried = transactor.clone().with_patience(Duration::from_secs(2));
+    let hurried = transactor.clone().with_patience(Duration::from_secs(2)).unwrap();
     way.arm(b"COMMIT", Break::Late);
     let error = pay(&hurried, "order-1", 500).await.unwrap_err();
     assert!(matches!(error, TransactError::CommitUnknown { .. }), "{error:?}");
     way.go_on();
-    let found = pay(&transactor.with_wait(LONG), "order-1", 500).await.unwrap();
+    let found = pay(&transactor.with_wait(LONG).unwrap(), "order-1", 500).await.unwrap();
     assert_eq!(found, Transacted::Replayed(Charge { id: 1, cents: 500 }));
     assert_eq!(database.paid().await, 1);
 }
@@ -97,7 +97,7 @@ async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_fin
 async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
     let (database, way, transactor) = world(2).await;
     way.arm(b"COMMIT", Break::Silent);
-    let done = pay(&transactor.with_patience(Duration::from_secs(5)), "order-1", 500).await.unwrap();
+    let done = pay(&transactor.with_patience(Duration::from_secs(5)).unwrap(), "order-1", 500).await.unwrap();
     assert!(!done.is_replayed());
     assert_eq!(database.paid().await, 1);
 }
@@ -107,7 +107,11 @@ async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
 async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
     let (database, way, transactor) = world(2).await;
     way.arm(b"COMMIT", Break::Silent);
-    let transactor = transactor.with_patience(Duration::from_secs(5)).with_retention(Duration::from_secs(1));
+    let transactor = transactor
+        .with_patience(Duration::from_secs(5))
+        .unwrap()
+        .with_retention(Duration::from_secs(1))
+        .unwrap();
     let error = pay(&transactor, "order-1", 500).await.unwrap_err();
     assert!(matches!(error, TransactError::CommitUnknown { .. }), "{error:?}");
     assert_eq!(database.paid().await, 1);
@@ -135,7 +139,7 @@ async fn a_call_that_is_dropped_while_it_begins_leaves_no_transaction_behind() {
 #[tokio::test(flavor = "multi_thread")]
 async fn while_a_commit_runs_no_lookup_tells_and_a_write_does() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
-    let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(LONG);
+    let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(LONG).unwrap();
     schema::apply(&options).await.unwrap();
     let store = PostgresStore::open(options).await.unwrap();
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());

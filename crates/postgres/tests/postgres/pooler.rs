@@ -25,7 +25,7 @@ pub(crate) fn options(bouncer: &PgBouncer, database: &Database) -> PostgresOptio
     let url = format!("{}&pooler=transaction", bouncer.url_of(&database.name));
     let patience = Duration::from_secs(20);
     let options = PostgresOptions::new(&url).unwrap().with_command_timeout(patience);
-    options.with_connect_timeout(patience).with_statement_timeout(patience)
+    options.with_connect_timeout(patience).unwrap().with_statement_timeout(patience).unwrap()
 }
 
 /// An application's pool.
@@ -106,7 +106,12 @@ async fn a_hundred_transactions_at_once_are_one_payment() {
     let database = Database::fresh().await;
     let bouncer = bouncer(&database, SESSIONS).await;
     let pool = application(&bouncer, &database).await;
-    let transactor = Transactor::new(pool).with_transaction_pooler(true).with_patience(LONG).with_wait(LONG);
+    let transactor = Transactor::new(pool)
+        .with_transaction_pooler(true)
+        .with_patience(LONG)
+        .unwrap()
+        .with_wait(LONG)
+        .unwrap();
     let calls: Vec<_> = (0..100)
         .map(|number| {
             let transactor = transactor.clone();
@@ -127,7 +132,12 @@ async fn a_run_that_fails_or_is_dropped_leaves_nothing_in_a_session_of_somebody_
     let database = Database::fresh().await;
     let bouncer = bouncer(&database, 1).await;
     let pool = application(&bouncer, &database).await;
-    let transactor = Transactor::new(pool).with_transaction_pooler(true).with_patience(LONG).with_wait(LONG);
+    let transactor = Transactor::new(pool)
+        .with_transaction_pooler(true)
+        .with_patience(LONG)
+        .unwrap()
+        .with_wait(LONG)
+        .unwrap();
     let scope = scope();
     let failed = transactor.transact(&scope, &key("order-1"), &1, async |connection| {
         insert(connection, 500).await?;

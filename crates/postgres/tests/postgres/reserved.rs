@@ -39,7 +39,7 @@ fn claims_of(attempt: u128, cents: i64) -> Command {
 async fn world(connections: u32) -> (Database, PgPool, Transactor, PostgresStore) {
     let database = Database::fresh().await;
     let pool = database.payments(connections).await;
-    let transactor = Transactor::new(pool.clone()).with_patience(LONG);
+    let transactor = Transactor::new(pool.clone()).with_patience(LONG).unwrap();
     let store = database.store().await;
     (database, pool, transactor, store)
 }
@@ -116,7 +116,7 @@ async fn while_it_is_open_everybody_hears_in_progress_and_after_it_what_it_decid
 #[tokio::test(flavor = "multi_thread")]
 async fn the_record_is_that_of_a_claim_and_a_completion_and_is_written_once() {
     let (database, pool, transactor, store) = world(1).await;
-    let transactor = transactor.with_retention(Duration::from_secs(7200));
+    let transactor = transactor.with_retention(Duration::from_secs(7200)).unwrap();
     pay(&transactor, "order-1", 500).await.unwrap();
     let made = store.lookup(record("order-1")).await.unwrap().unwrap();
     assert!(matches!(&made.state, State::Completed(Answer::Replayable(_))), "{made:?}");

@@ -42,7 +42,9 @@ impl Database {
     pub(crate) fn options(&self) -> PostgresOptions {
         let patience = Duration::from_secs(20);
         let options = PostgresOptions::new(&self.url()).unwrap();
-        options.with_connect_timeout(patience).with_statement_timeout(patience).with_command_timeout(patience)
+        let options =
+            options.with_connect_timeout(patience).unwrap().with_statement_timeout(patience).unwrap();
+        options.with_command_timeout(patience)
     }
 
     /// A pool such as an application has, with a table of payments beside the records.

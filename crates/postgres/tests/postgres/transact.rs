@@ -54,7 +54,7 @@ pub(crate) async fn pay(
 async fn world(connections: u32) -> (Database, PgPool, Transactor) {
     let database = Database::fresh().await;
     let pool = database.payments(connections).await;
-    let transactor = Transactor::new(pool.clone()).with_patience(LONG);
+    let transactor = Transactor::new(pool.clone()).with_patience(LONG).unwrap();
     (database, pool, transactor)
 }
 
@@ -80,7 +80,7 @@ async fn two_hundred_at_once_are_one_payment() {
     let isolations = [None, Some(Isolation::RepeatableRead), Some(Isolation::Serializable)];
     for (isolation, calls) in isolations.into_iter().zip([200, 40, 40]) {
         let (database, _, transactor) = world(12).await;
-        let transactor = transactor.with_wait(LONG);
+        let transactor = transactor.with_wait(LONG).unwrap();
         let transactor = isolation.map_or(transactor.clone(), |level| transactor.with_isolation(level));
         let calls: Vec<_> = (0..calls)
             .map(|_| {
@@ -120,7 +120,7 @@ async fn while_one_runs_a_duplicate_is_told_so_at_once_and_one_that_waits_gets_t
     let duplicate = pay(&transactor, "order-1", 500).await.unwrap_err();
     assert!(matches!(duplicate, TransactError::InProgress { .. }), "{duplicate:?}");
     let waits = tokio::spawn({
-        let transactor = transactor.clone().with_wait(LONG);
+        let transactor = transactor.clone().with_wait(LONG).unwrap();
         async move { pay(&transactor, "order-1", 500).await }
     });
     // Nobody else is held up.
@@ -305,7 +305,7 @@ async fn a_serialization_failure_is_run_again_however_it_is_wrapped() {
     }
     // Not for ever.
     let runs = AtomicU32::new(0);
-    let limited = transactor.with_runs(3);
+    let limited = transactor.with_runs(3).unwrap();
     let never = limited.transact(&scope(), &key("order-9"), &1, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
         sqlx::query("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$")
@@ -382,7 +382,7 @@ async fn a_session_that_is_ended_in_the_middle_leaves_nothing() {
     });
     let error = failed.await.unwrap_err();
     assert!(matches!(error, TransactError::Failed(_)), "{error:?}");
-    let done = pay(&transactor.with_wait(LONG), "order-1", 500).await.unwrap();
+    let done = pay(&transactor.with_wait(LONG).unwrap(), "order-1", 500).await.unwrap();
     assert!(!done.is_replayed());
     assert_eq!(database.paid().await, 1);
 }
@@ -449,6 +449,6 @@ async fn a_call_that_is_dropped_or_panics_is_rolled_back() {
         assert_eq!(error.is_panic(), panics);
     }
     // On the only connection that there is.
-    assert!(!pay(&transactor.with_wait(LONG), "order-1", 500).await.unwrap().is_replayed());
+    assert!(!pay(&transactor.with_wait(LONG).unwrap(), "order-1", 500).await.unwrap().is_replayed());
     assert_eq!(database.paid().await, 1);
 }

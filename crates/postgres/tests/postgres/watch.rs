@@ -187,7 +187,7 @@ async fn a_session_that_was_ended_is_made_again_and_tells_what_it_may_have_misse
 #[tokio::test(flavor = "multi_thread")]
 async fn so_many_may_be_watched_and_no_more() {
     let database = Database::fresh().await;
-    let store = PostgresStore::open(database.options().with_pool_size(1)).await.unwrap();
+    let store = PostgresStore::open(database.options().with_pool_size(1).unwrap()).await.unwrap();
     let mut admin = database.connect().await;
     let waiting: Vec<_> = (0..200).map(|number| store.changed(id(number))).collect();
     until_watched(&mut admin, 64).await;

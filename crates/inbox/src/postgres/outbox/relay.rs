@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::StoreError;
-use oncegate_engine::catch_panic;
+use oncegate_engine::{ConfigError, catch_panic};
 use oncegate_postgres::sqlx::postgres::PgPool;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::{Id, JoinError, JoinSet};
@@ -127,56 +127,83 @@ impl<P: Publisher> Relay<P> {
     }
 
     /// How many messages are held at the most, from 1 to 10 000.
-    pub fn with_held_max(mut self, messages: usize) -> Self {
-        self.settings.most.rows = messages.clamp(1, 10_000);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_held_max(mut self, messages: usize) -> Result<Self, ConfigError> {
+        self.settings.most.rows = ConfigError::check("the number of messages held", messages, 1..=10_000)?;
+        Ok(self)
     }
 
     /// How many octets of messages are held at the most; one message is, whatever its size.
     pub fn with_octets_max(mut self, octets: usize) -> Self {
-        self.settings.most.octets = octets.max(1);
+        self.settings.most.octets = octets;
         self
     }
 
     /// How many messages of one order key are taken together, from 1 to 10 000. They are published one after the other, and are
     /// published again together if the relay dies among them.
-    pub fn with_run_max(mut self, messages: usize) -> Self {
-        self.settings.most.run = messages.clamp(1, 10_000);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_run_max(mut self, messages: usize) -> Result<Self, ConfigError> {
+        self.settings.most.run =
+            ConfigError::check("the number of messages taken together", messages, 1..=10_000)?;
+        Ok(self)
     }
 
     /// How many messages are published at once, from 1 to 10 000; of one order key always one.
-    pub fn with_concurrency(mut self, messages: usize) -> Self {
-        self.settings.concurrency = messages.clamp(1, 10_000);
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_concurrency(mut self, messages: usize) -> Result<Self, ConfigError> {
+        self.settings.concurrency =
+            ConfigError::check("the number of messages at once", messages, 1..=10_000)?;
+        Ok(self)
     }
 
     /// How long what a relay took is its own without a word from it, from 1 s to an hour; it renews every third of it. After a
     /// crash that is how long its messages wait.
-    pub fn with_lease(mut self, lease: Duration) -> Self {
-        self.lines.lease = lease.clamp(Duration::from_secs(1), Duration::from_secs(60 * 60));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_lease(mut self, lease: Duration) -> Result<Self, ConfigError> {
+        let hour = Duration::from_secs(60 * 60);
+        self.lines.lease = ConfigError::check("the lease", lease, Duration::from_secs(1)..=hour)?;
+        Ok(self)
     }
 
     /// How often it looks for messages where there were none, from 1 ms to an hour.
-    pub fn with_poll(mut self, poll: Duration) -> Self {
-        self.settings.poll = poll.clamp(Duration::from_millis(1), Duration::from_secs(60 * 60));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_poll(mut self, poll: Duration) -> Result<Self, ConfigError> {
+        let hour = Duration::from_secs(60 * 60);
+        self.settings.poll =
+            ConfigError::check("the pause between looks", poll, Duration::from_millis(1)..=hour)?;
+        Ok(self)
     }
 
     /// The pause after the first failure of a message, and the longest one; each is twice the one before, less a random part
     /// of up to half of it. Between 1 ms and an hour.
-    pub fn with_backoff(mut self, first: Duration, longest: Duration) -> Self {
-        let bounds = (Duration::from_millis(1), Duration::from_secs(60 * 60));
-        let first = first.clamp(bounds.0, bounds.1);
-        self.settings.backoff = (first, longest.clamp(first, bounds.1));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_backoff(mut self, first: Duration, longest: Duration) -> Result<Self, ConfigError> {
+        let hour = Duration::from_secs(60 * 60);
+        let first = ConfigError::check("the first pause", first, Duration::from_millis(1)..=hour)?;
+        self.settings.backoff = (first, ConfigError::check("the longest pause", longest, first..=hour)?);
+        Ok(self)
     }
 
     /// How long the broker may take to confirm a message; at least 1 ms. After it the message counts as not confirmed.
-    pub fn with_publish_timeout(mut self, timeout: Duration) -> Self {
-        self.settings.publish_timeout = timeout.max(Duration::from_millis(1));
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_publish_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
+        self.settings.publish_timeout =
+            ConfigError::check("the time to publish", timeout, Duration::from_millis(1)..=Duration::MAX)?;
+        Ok(self)
     }
 
     /// How long what is under way may take when the relay is stopped. What is not confirmed by then is published again.

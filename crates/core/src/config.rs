@@ -1,0 +1,52 @@
+//! Settings out of their bounds.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+
+/// A setting out of its bounds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError(String);
+
+impl ConfigError {
+    /// An error that names the setting and its bounds.
+    #[must_use]
+    pub fn new(message: impl Into<String>) -> Self {
+        Self(message.into())
+    }
+
+    /// Gives a value back that lies within its bounds. `name` is what the value is, for the error.
+    ///
+    /// # Errors
+    /// If it lies outside.
+    pub fn check<T: PartialOrd + fmt::Debug>(
+        name: &str,
+        value: T,
+        bounds: RangeInclusive<T>,
+    ) -> Result<T, Self> {
+        if bounds.contains(&value) {
+            return Ok(value);
+        }
+        let (least, most) = bounds.into_inner();
+        Err(Self(format!("{name} is {value:?}; it must be from {least:?} to {most:?}")))
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_within_its_bounds_is_given_back_and_another_is_named() {
+        assert_eq!(ConfigError::check("the number of tries", 1, 1..=100), Ok(1));
+        let error = ConfigError::check("the number of tries", 0, 1..=100).unwrap_err();
+        assert_eq!(error.to_string(), "the number of tries is 0; it must be from 1 to 100");
+    }
+}
