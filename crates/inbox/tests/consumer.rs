@@ -1077,7 +1077,7 @@ async fn a_consumer_that_can_process_nothing_stops_and_says_why() {
         let engine = Engine::new(world.store.clone());
         let (name, identity) = (consumer_name("billing"), Identity::header(header));
         let inbox = Inbox::new(engine, name, identity, OnAbandoned::Reexecute, world.letters.clone());
-        let inbox = inbox.with_attempts_max(2);
+        let inbox = inbox.with_attempts_max(2).unwrap();
         let consumer = world.consumer(inbox, move |_, _| async move {
             Err(match expected {
                 DeadReason::Rejected => Failure::reject("it is none of ours"),
@@ -1115,7 +1115,8 @@ async fn dead_letters_between_processed_messages_end_no_consumer_and_neither_do_
     };
     send(0..300);
     let in_turn = |limit| {
-        let consumer = world.consumer(world.inbox(OnAbandoned::Park), mostly_broken).with_concurrency(1);
+        let consumer = world.consumer(world.inbox(OnAbandoned::Park), mostly_broken);
+        let consumer = consumer.with_concurrency(1).unwrap();
         consumer.with_max_dead_in_a_row(limit).unwrap()
     };
     let consumer = run(in_turn(Some(3)));

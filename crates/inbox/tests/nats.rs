@@ -272,7 +272,7 @@ async fn without_options_one_poison_message_does_not_hold_its_subject() {
         }
     };
     let consumer = oncegate_inbox::Consumer::new(source, inbox.processor(handle));
-    let consumer = consumer.with_backoff(LATE, LATE); // it is not tried again while the test runs
+    let consumer = consumer.with_backoff(LATE, LATE).unwrap(); // it is not tried again while the test runs
     let task = tokio::spawn(consumer.run(async { drop(stopped.await) }));
     until("the others are processed", || async { done.load(std::sync::atomic::Ordering::SeqCst) == 19 })
         .await;

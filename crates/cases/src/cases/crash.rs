@@ -414,7 +414,9 @@ async fn killed_under_load(mut world: World) {
             .await;
         world.close().await;
         for one in all {
-            answered.push(one.await.unwrap().ok());
+            // A store that is too slow for the load says that nothing was executed, and to come again: no answer.
+            let answer = one.await.unwrap().ok();
+            answered.push(answer.filter(|answer| answer.status() != 503));
         }
         world.start().await;
     }

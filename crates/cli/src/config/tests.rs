@@ -142,8 +142,6 @@ const SAMPLES: &[(&str, &str)] = &[
     ("write-timeout", "5s"),
     ("trusted-proxies", "10.0.0.0/8"),
     ("store-cache", "1GiB"),
-    ("max-records", "1000"),
-    ("max-store-bytes", "1GiB"),
     ("max-response-body", "64KiB"),
     ("upstream-timeout", "10s"),
     ("connect-timeout", "1s"),
