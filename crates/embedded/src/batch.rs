@@ -9,7 +9,7 @@ use redb::{ReadableTable as _, ReadableTableMetadata as _, StorageError, Table, 
 use tracing::error;
 
 use crate::schema::{AUDIT, EXPIRY, Note, RECORDS, decode, due_step, encode, encode_audit};
-use crate::shared::{damaged_page, full, hidden, tells_of_damage, unreadable};
+use crate::shared::{damaged_page, full, hidden, nearly_full, tells_of_damage, unreadable};
 
 /// The most entries of the expiry index that one transaction looks at, so that a purge does not hold up the commands
 /// that arrive meanwhile.
@@ -130,7 +130,7 @@ impl<'txn> Batch<'txn> {
         Ok(if is_damaged && is_new {
             Some(hidden())
         } else if is_disk_low {
-            Some(full("the disk is nearly full, and what is left is kept for requests that are running"))
+            Some(nearly_full())
         } else if is_new && self.records.len()? >= max_records {
             Some(full(&format!("it holds the {max_records} records that it may hold")))
         } else if is_new && self.record_bytes >= max_record_bytes {

@@ -43,9 +43,9 @@ pub(crate) trait Medium: Send + Sync + 'static {
         Box::new(|| ())
     }
 
-    /// How many bytes more the disk takes, where that can be told.
-    fn free_bytes(&self) -> Option<u64> {
-        None
+    /// Whether the disk is about to be full, where that can be told.
+    fn is_low(&self) -> bool {
+        false
     }
 
     /// The format version, where it can be read without changing anything.
@@ -110,6 +110,10 @@ pub(crate) struct Opened {
     pub(crate) flush_failed: Arc<AtomicBool>,
 }
 
+/// While the disk has less room than this, or than an eighth of it, nothing is claimed: what is left is for completing what
+/// runs.
+const DISK_RESERVE: u64 = 16 * 1024 * 1024;
+
 /// Beyond this, it is likely that what was read ahead would be gone again when it is verified.
 const READ_AHEAD_BYTES: u64 = 4 << 30;
 
@@ -159,9 +163,10 @@ impl Medium for FileMedium {
         })
     }
 
-    fn free_bytes(&self) -> Option<u64> {
-        let disk = rustix::fs::statvfs(self.directory.path()).ok()?;
-        Some(disk.f_bavail.saturating_mul(disk.f_frsize))
+    fn is_low(&self) -> bool {
+        let Ok(disk) = rustix::fs::statvfs(self.directory.path()) else { return false };
+        let reserve = DISK_RESERVE.min(disk.f_blocks.saturating_mul(disk.f_frsize) / 8);
+        disk.f_bavail.saturating_mul(disk.f_frsize) < reserve
     }
 
     fn peek_format(&self) -> Option<u64> {

@@ -52,7 +52,7 @@
 //! | what happens | what callers hear | what an operator does |
 //! |---|---|---|
 //! | the disk is full | what is recorded is answered, also after a restart; the rest is [`Unavailable`] at once | makes room |
-//! | the disk has less than 16 MiB left | claims are [`Unavailable`], what runs is completed | makes room |
+//! | less than 16 MiB, or an eighth, of the disk is left | claims are [`Unavailable`], what runs is completed | makes room |
 //! | there are as many records, or bytes, as allowed | new keys are [`Unavailable`], others answered | raises the limit |
 //! | a read, a write or a flush fails | on everything: [`Unavailable`], at once | looks at the disk |
 //! | a record cannot be read, or a newer program wrote it | on that record: [`Corrupt`] | runs [`check`], restores |

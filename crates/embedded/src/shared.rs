@@ -243,6 +243,11 @@ pub(crate) fn full(why: &str) -> StoreError {
         .with_nothing_sent()
 }
 
+/// The disk is about to be full.
+pub(crate) fn nearly_full() -> StoreError {
+    full("the disk is nearly full, and what is left is kept for requests that are running")
+}
+
 /// No record was found, and damage may hide one.
 pub(crate) fn hidden() -> StoreError {
     StoreError::corrupt(

@@ -17,14 +17,11 @@ use crate::database::{self, Medium, OpenSettings, Opened, Unwritten, is_full, qu
 use crate::error::OpenError;
 use crate::queue::Taken;
 use crate::schema::{CLOCK_STEP, META, META_BYTES, META_CLOCK, META_LAGGING, META_WALL};
-use crate::shared::{Advice, Job, Reply, Shared, State, closed};
+use crate::shared::{Advice, Job, Reply, Shared, State, closed, nearly_full};
 
 /// The most octets of responses in one transaction, but for one response that is larger: it bounds what a transaction
 /// holds in memory and how long it takes.
 const BATCH_BYTES: usize = 8 * 1024 * 1024;
-
-/// While the disk has less room than this, nothing is claimed: what is left is for completing what runs.
-const DISK_RESERVE: u64 = 16 * 1024 * 1024;
 
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(5);
@@ -181,6 +178,7 @@ impl Writer {
                     }
                     None => Done::Accepted(None),
                 }),
+                Job::Check { .. } if self.medium.is_low() => Err(nearly_full()),
                 Job::Check { .. } => Ok(Done::Checked),
                 Job::Suspect => return Err(Failure::Suspect),
             });
@@ -240,7 +238,7 @@ impl Writer {
         Room {
             max_records: self.max_records,
             max_record_bytes: self.max_record_bytes,
-            is_disk_low: self.medium.free_bytes().is_some_and(|bytes| bytes < DISK_RESERVE),
+            is_disk_low: self.medium.is_low(),
             is_damaged: self.shared.is_in_doubt(),
         }
     }

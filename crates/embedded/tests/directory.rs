@@ -132,10 +132,10 @@ fn a_database_of_another_program_is_refused() {
 fn a_newer_format_is_refused_and_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     drop(open(dir.path()).unwrap());
-    write(dir.path(), |txn| drop(txn.open_table(META).unwrap().insert("format", 2).unwrap()));
+    write(dir.path(), |txn| drop(txn.open_table(META).unwrap().insert("format", 3).unwrap()));
     let before = fs::read(dir.path().join("records.redb")).unwrap();
     let error = open(dir.path()).unwrap_err();
-    assert!(matches!(error, OpenError::NewerFormat { found: 2, known: 1, .. }), "{error}");
+    assert!(matches!(error, OpenError::NewerFormat { found: 3, known: 2, .. }), "{error}");
     assert!(error.to_string().contains("newer version of the program"), "{error}");
     let error = check(&EmbeddedOptions::new(dir.path())).unwrap_err();
     assert!(matches!(error, OpenError::NewerFormat { .. }), "{error}");

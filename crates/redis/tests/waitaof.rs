@@ -249,8 +249,9 @@ async fn without_an_append_only_file_nothing_counts() {
     assert_eq!(error.kind(), StoreErrorKind::Invalid);
     assert!(error.to_string().contains("set appendonly yes"), "{error}");
     server.command(&["CONFIG", "SET", "appendonly", "yes"]).unwrap();
+    // Which is seen when the store is checked, as whoever asks whether it is ready does, or within a minute.
+    until_ok(|| store.check()).await;
     until_ok(|| try_claim(&store, 2, 2)).await;
-    store.check().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
