@@ -71,8 +71,9 @@ impl<C: Clock> MemoryStore<C> {
     }
 
     fn apply_now(&self, id: RecordId, command: &Command) -> Result<Outcome, StoreError> {
-        let now = self.clock.now();
         let mut shard = self.shards.of(&id);
+        // Read under the lock: a new time is accepted while all of them are held.
+        let now = self.clock.now();
         let Decision { outcome, write } = decide(shard.records.get(&id).map(Box::as_ref), command, now);
         match write {
             Write::Keep => {}

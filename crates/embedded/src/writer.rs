@@ -121,10 +121,17 @@ impl Writer {
                 }
             }
             jobs.retain(is_awaited);
+            if jobs.is_empty() {
+                continue;
+            }
+            self.accept_correction();
+            // By itself: what met it in one transaction would be written by the time before, and age by the whole step.
+            let (accepting, jobs): (Vec<_>, Vec<_>) =
+                jobs.into_iter().partition(|job| matches!(job, Job::AcceptClock { .. }));
             if !jobs.is_empty() {
-                self.accept_correction();
                 self.commit(jobs);
             }
+            accepting.into_iter().for_each(|job| self.commit(vec![job]));
         }
     }
 

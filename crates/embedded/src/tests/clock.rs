@@ -120,3 +120,29 @@ fn an_operator_accepts_a_new_time_and_only_what_is_older_than_it_ages() {
     let store = open(&disk, clock).unwrap();
     assert!(is_replayed(&store, 2) && is_replayed(&store, 3) && !skewed(&store));
 }
+
+/// A claim that waits for the disk together with the operator's word is written by the new time.
+#[test]
+fn what_is_claimed_while_a_new_time_is_accepted_keeps_its_lease() {
+    use std::task::{Context, Waker};
+    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    let store = open(&disk, clock.clone()).unwrap();
+    clock.set_millis(START + 1000 * HOUR);
+    let mut context = Context::from_waker(Waker::noop());
+    std::thread::scope(|scope| {
+        let held = disk.hold();
+        scope.spawn(|| block_on(store.apply(id(1), claim(1))).unwrap());
+        disk.wait_until_held();
+        let (mut accepted, mut claimed) = (store.accept_clock(), store.apply(id(2), claim(2)));
+        // Polled once, each is in the queue, in this order.
+        assert!(accepted.as_mut().poll(&mut context).is_pending());
+        assert!(claimed.as_mut().poll(&mut context).is_pending());
+        drop(held);
+        assert!(block_on(accepted).unwrap().is_some());
+        block_on(claimed).unwrap();
+    });
+    for n in [1, 2] {
+        let again = block_on(store.apply(id(n), claim(9))).unwrap();
+        assert!(matches!(again, Outcome::InProgress { .. }), "{n}: {again:?}");
+    }
+}
