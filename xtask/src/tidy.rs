@@ -105,6 +105,7 @@ const WORDS: &[(&str, &str)] = &[
     ("XXX", "say what it is"),
     ("#[ignore", "a test that does not run is none"),
     ("#[allow(dead_code)]", "delete it"),
+    ("%error", "an error displays only itself: log its causes, too, with `error = %ErrorChain(&error)`"),
 ];
 
 /// The file that may have such words: this one.

@@ -16,8 +16,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use oncegate_core::{
     AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock, Command, Complete, Completion, Durability,
-    Fencing, FencingToken, Fingerprint, Grant, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
-    RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
+    ErrorChain, Fencing, FencingToken, Fingerprint, Grant, Label, ListPage, ListQuery, OnAbandoned, Outcome,
+    Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse,
+    Timestamp,
 };
 use oncegate_engine::Engine;
 use oncegate_http::{IdempotencyContext, RequestBody};
@@ -238,7 +239,9 @@ fn write_answer(answer: &Result<Outcome, StoreError>) -> Value {
         Ok(Outcome::InProgress { lease_left }) => json!(["in progress", millis(*lease_left)]),
         Ok(Outcome::Renewed { lease_until }) => json!(["renewed", lease_until.as_millis()]),
         Ok(other) => json!([format!("{other:?}")]),
-        Err(error) => json!(["error", error.kind() == StoreErrorKind::Corrupt, error.to_string()]),
+        Err(error) => {
+            json!(["error", error.kind() == StoreErrorKind::Corrupt, ErrorChain(&error).to_string()])
+        }
     }
 }
 

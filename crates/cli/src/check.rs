@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Args;
-use oncegate_core::{StateName, Store as _};
+use oncegate_core::{ErrorChain, StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
 use oncegate_redis::{Finding, Gravity, RedisOptions, RedisStore};
 use serde_json::{Value, json};
@@ -269,12 +269,14 @@ fn existing_store(dir: &Path, report: &mut Report) {
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
         Ok(found) => content(dir, &found, report),
         // Nothing is wrong with a sidecar that runs.
-        Err(error @ OpenError::InUse { .. }) => report.warn(format!("{error}. Its content was not checked")),
+        Err(error @ OpenError::InUse { .. }) => {
+            report.warn(format!("{}. Its content was not checked", ErrorChain(&error)));
+        },
         Err(OpenError::Damaged { what, .. }) => report.error(format!(
             "store {shown}: damaged, and cannot be opened: {what}. Keep a copy, and restore a backup: what is missing would \
              execute again"
         )),
-        Err(error) => report.error(format!("store {shown}: {error}")),
+        Err(error) => report.error(format!("store {shown}: {}", ErrorChain(&error))),
     }
 }
 
@@ -297,8 +299,9 @@ fn redis(options: &RedisOptions, report: &mut Report) {
 
 fn look(options: &RedisOptions) -> Result<Vec<Finding>, String> {
     let look = async || {
-        let store = RedisStore::open(options.clone()).await.map_err(|error| error.to_string())?;
-        store.check().await.map_err(|error| error.to_string())?;
+        let store =
+            RedisStore::open(options.clone()).await.map_err(|error| ErrorChain(&error).to_string())?;
+        store.check().await.map_err(|error| ErrorChain(&error).to_string())?;
         Ok::<_, String>(store.findings())
     };
     // On a thread of its own, whatever runs on this one.

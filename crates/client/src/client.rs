@@ -8,7 +8,7 @@ use bytes::Bytes;
 use http::header::HeaderMap;
 use http::{Request, Response};
 use http_body::Body;
-use oncegate_core::Clock;
+use oncegate_core::{Clock, ErrorChain};
 
 use crate::backoff::Random;
 use crate::budget::RetryBudget;
@@ -155,7 +155,7 @@ impl<T: Transport> Client<T> {
         };
         if let Err(error) = noted {
             // What is known counts all the same; the intent is sent once more after a restart, and replayed.
-            tracing::warn!(%error, "the journal could not note how the sending of an intent ended");
+            tracing::warn!(error = %ErrorChain(&*error), "the journal could not note how the sending of an intent ended");
         }
         sent
     }

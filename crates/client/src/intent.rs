@@ -56,7 +56,7 @@ impl fmt::Display for IntentError {
 impl std::error::Error for IntentError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::Key(error) => Some(error),
+            Self::Key(error) => error.source(),
             Self::Uri | Self::Header => None,
         }
     }

@@ -6,6 +6,7 @@
 //!
 //! ```
 //! use oncegate_client::{Client, Intent, Key, Verdict};
+//! use oncegate_core::ErrorChain;
 //! # use bytes::Bytes;
 //! # use http_body_util::Full;
 //! # struct Shop;
@@ -36,8 +37,10 @@
 //!     }
 //!     Ok(answer) => println!("refused: {}", answer.response.status()),
 //!     // Not definite. The same intent can be sent again, or somebody has to find out what happened.
-//!     Err(open) if !open.may_have_taken_effect() => println!("nothing happened: {open}"),
-//!     Err(open) => println!("unknown, try the same later: {}; {open}", open.is_resumable()),
+//!     Err(open) if !open.may_have_taken_effect() => {
+//!         println!("nothing happened: {}", ErrorChain(&open));
+//!     }
+//!     Err(open) => println!("unknown; try the same later: {}: {}", open.is_resumable(), ErrorChain(&open)),
 //! }
 //! # Ok(())
 //! # }

@@ -42,6 +42,7 @@ mod clock;
 pub mod codec;
 mod config;
 mod decide;
+mod error_chain;
 pub mod fingerprint;
 mod id;
 pub mod limits;
@@ -59,6 +60,7 @@ pub use decide::{
     Claim, Command, Complete, Completion, Decision, Grant, OnAbandoned, Outcome, RecordStep, Release, Renew,
     Resolution, Resolve, Write, decide,
 };
+pub use error_chain::ErrorChain;
 pub use fingerprint::{
     Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
 };

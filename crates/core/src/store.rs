@@ -313,7 +313,7 @@ impl StoreError {
         Self::new(StoreErrorKind::Invalid, message.into())
     }
 
-    /// Adds what caused it.
+    /// Adds its cause, which holds no key, no body and no password: logs show it ([`ErrorChain`](crate::ErrorChain)).
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.source = Some(source.into());
@@ -354,8 +354,7 @@ impl StoreError {
 
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)?;
-        self.source.as_ref().map_or(Ok(()), |source| write!(f, ": {source}"))
+        f.write_str(&self.message)
     }
 }
 

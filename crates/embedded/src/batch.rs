@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate_core::{
-    AuditEntry, Command, Outcome, Record, RecordId, StoreError, Timestamp, Write, decide, limits,
+    AuditEntry, Command, ErrorChain, Outcome, Record, RecordId, StoreError, Timestamp, Write, decide, limits,
 };
 use redb::{ReadableTable as _, ReadableTableMetadata as _, StorageError, Table, WriteTransaction};
 use tracing::error;
@@ -210,7 +210,7 @@ impl<'txn> Batch<'txn> {
                     self.put(&RecordId::from_bytes(*id), note, &record)?;
                 }
                 Err(error) => {
-                    error!(id = %RecordId::from_bytes(*id), %error, "a record cannot be read and is kept; run `oncegate check`");
+                    error!(id = %RecordId::from_bytes(*id), error = %ErrorChain(&error), "a record cannot be read and is kept; run `oncegate check`");
                     self.note(self.now.after(UNREADABLE_AGAIN), id)?;
                 }
             }

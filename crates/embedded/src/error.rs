@@ -82,7 +82,7 @@ impl fmt::Display for OpenError {
                  recorded there)",
                 file.display()
             ),
-            Self::Io { what, source } => write!(f, "cannot {what}: {source}"),
+            Self::Io { what, .. } => write!(f, "cannot {what}"),
         }
     }
 }

@@ -151,7 +151,7 @@ impl Shared {
             }
             Ok(Err(error)) => {
                 self.suspect();
-                Err(StoreError::unavailable(format!("the embedded store cannot read its file: {error}")))
+                Err(StoreError::unavailable("the embedded store cannot read its file").with_source(error))
             }
             Err(_) => {
                 self.suspect();

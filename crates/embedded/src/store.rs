@@ -6,8 +6,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, Fencing, ListPage, ListQuery, Outcome,
-    Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp, Write, decide,
+    Advisory, AuditEntry, Capabilities, Clock, Command, Durability, ErrorChain, Fencing, ListPage, ListQuery,
+    Outcome, Record, RecordId, Store, StoreClock, StoreError, StoreFuture, Timestamp, Write, decide,
 };
 use redb::{Database, ReadableDatabase as _};
 use tokio::sync::oneshot;
@@ -49,7 +49,7 @@ impl EmbeddedStore {
             // What is known is answered all the same, and requests without a key need no store at all.
             Err(error @ OpenError::Io { .. }) if error.is_full() => {
                 let opened = database::open(&Unwritten(medium.clone()), settings)?;
-                (opened, Some(error.to_string()))
+                (opened, Some(ErrorChain(&error).to_string()))
             }
             Err(error) => return Err(error),
         };
@@ -190,7 +190,7 @@ impl Store for EmbeddedStore {
             advisories.push(Advisory::new("clock", skew.to_string()));
         }
         if let Err(error) = self.shared.state().writable() {
-            advisories.push(Advisory::new("not-writable", error.to_string()));
+            advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
         } else if self.shared.advises(Advice::Full) {
             let text =
                 "the store has no room: new keys are refused until records are purged or the limit is raised";

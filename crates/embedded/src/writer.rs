@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Clock as _, Outcome, StoreError, Timestamp};
+use oncegate_core::{Clock as _, ErrorChain, Outcome, StoreError, Timestamp};
 use redb::{Database, WriteTransaction};
 use tracing::{error, info, warn};
 
@@ -334,12 +334,12 @@ impl Writer {
                     return;
                 }
                 Err(error @ (OpenError::Damaged { .. } | OpenError::NewerFormat { .. })) => {
-                    error!(%error, "the file of the embedded store is damaged; every command is refused");
-                    self.shared.set_state(State::Damaged(error.to_string().into()));
+                    error!(error = %ErrorChain(&error), "the file of the embedded store is damaged; every command is refused");
+                    self.shared.set_state(State::Damaged(ErrorChain(&error).to_string().into()));
                     return;
                 }
                 Err(error) => {
-                    warn!(%error, "the file of the embedded store still fails");
+                    warn!(error = %ErrorChain(&error), "the file of the embedded store still fails");
                     self.read_only(&error);
                 }
             }
@@ -361,19 +361,19 @@ impl Writer {
     /// Not after a flush that failed: what the operating system shows then need not be on the disk, and must not be answered
     /// with.
     fn read_only(&self, error: &OpenError) {
-        let OpenError::Io { source, .. } = error else { return self.refuse(&error.to_string()) };
+        let OpenError::Io { source, .. } = error else { return self.refuse(&ErrorChain(error).to_string()) };
         if self.shared.is_read_only() {
             return;
         }
         if !is_full(source) || self.file.flush_failed.load(Ordering::SeqCst) {
-            return self.refuse(&error.to_string());
+            return self.refuse(&ErrorChain(error).to_string());
         }
         match database::open(&Unwritten(self.medium.clone()), self.settings) {
             Ok(opened) => {
                 warn!("the disk is full: keys that are recorded are answered, and nothing new is executed");
-                self.shared.set_state(State::ReadOnly(opened.database, error.to_string().into()));
+                self.shared.set_state(State::ReadOnly(opened.database, ErrorChain(error).to_string().into()));
             }
-            Err(unreadable) => self.refuse(&unreadable.to_string()),
+            Err(unreadable) => self.refuse(&ErrorChain(&unreadable).to_string()),
         }
     }
 
@@ -401,7 +401,7 @@ impl Writer {
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Storage(error) => error.fmt(f),
+            Self::Storage(error) => ErrorChain(error).fmt(f),
             Self::Panic => f.write_str("a page makes no sense to the database"),
             Self::Suspect => f.write_str("a read failed"),
         }

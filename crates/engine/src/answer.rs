@@ -8,7 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use oncegate_core::{
-    Answer, Command, Complete, Completion, Fingerprint, Outcome, Record, State, StoreError, StoredResponse,
+    Answer, Command, Complete, Completion, ErrorChain, Fingerprint, Outcome, Record, State, StoreError,
+    StoredResponse,
 };
 use tokio::time::Instant;
 
@@ -71,7 +72,7 @@ impl AnswerPermit {
             Ok(added) => self.added(completion, added),
             Err(error) => {
                 let record = self.attempt.record_id();
-                tracing::warn!(%record, %error, "an answer that was found out is not stored; the next claim finds it out again");
+                tracing::warn!(%record, error = %ErrorChain(&error), "an answer that was found out is not stored; the next claim finds it out again");
                 self.leader.land(Landing::AskAgain);
                 Added::NotStored(error)
             }
@@ -159,7 +160,7 @@ impl Inner {
             // The operation took place: that is certain, whatever the store can say now. An outage would let it be executed
             // where the store's outage is to be open.
             Err(error) if error.kind().may_pass() => {
-                tracing::warn!(record = %request.id, %error, "whether an answer is awaited could not be read");
+                tracing::warn!(record = %request.id, error = %ErrorChain(&error), "whether an answer is awaited could not be read");
                 leader.land(Landing::AnswerAwaited);
                 return Ok(ClaimOutcome::AnswerAwaited);
             }

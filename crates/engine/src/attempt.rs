@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use oncegate_core::{
-    AttemptId, Command, Complete, Completion, FencingToken, Grant, Label, OnAbandoned, Outcome, Record,
-    RecordId, Release, Renew, Store, StoreError, StoreErrorKind, limits,
+    AttemptId, Command, Complete, Completion, ErrorChain, FencingToken, Grant, Label, OnAbandoned, Outcome,
+    Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, limits,
 };
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant};
@@ -602,7 +602,7 @@ impl Held {
         if error.kind().may_pass() {
             tracing::warn!(
                 %record,
-                error = %error,
+                error = %ErrorChain(&error),
                 "the end of an attempt could not be stored before its lease was over; it is tried again until the retention \
                  of the record is over"
             );
@@ -614,7 +614,7 @@ impl Held {
                 Err(again) => error = again,
             }
         }
-        tracing::error!(%record, error = %error, "the end of an attempt could not be stored and is given up");
+        tracing::error!(%record, error = %ErrorChain(&error), "the end of an attempt could not be stored and is given up");
         inner.unknown.log_abandoned(&unstored.attempt, "its end could not be stored");
         inner.emit(Event::new(record, Some(unstored.attempt.token()), EventKind::SettlementLost));
     }

@@ -24,8 +24,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Command, Extent, ListPage, ListQuery, Outcome, Record, RecordId,
-    Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
+    Advisory, AuditEntry, Capabilities, Command, ErrorChain, Extent, ListPage, ListQuery, Outcome, Record,
+    RecordId, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp,
 };
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
@@ -434,7 +434,7 @@ impl Shared {
         watch.excused = false;
         if before == BreakerState::Closed {
             self.openings.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(error = %why, "the store is out of reach; nothing is asked of it until it answers");
+            tracing::error!(error = %ErrorChain(why), "the store is out of reach; nothing is asked of it until it answers");
             watch.since.get_or_insert_with(Instant::now);
             self.is_degraded.store(true, Ordering::Relaxed);
         }
@@ -452,7 +452,7 @@ impl Shared {
     fn degrade(&self, watch: &mut Watch, why: &StoreError) {
         if !self.is_degraded.swap(true, Ordering::Relaxed) {
             watch.since = Some(Instant::now());
-            tracing::error!(error = %why, "the store takes no writes; what needs none is still answered");
+            tracing::error!(error = %ErrorChain(why), "the store takes no writes; what needs none is still answered");
         }
     }
 

@@ -5,10 +5,9 @@
 //! was committed, the key is freed. None of this waits for a transaction that is still open, and none of it can undo one that
 //! commits meanwhile: the store compares the token and the state with each write.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use oncegate_core::{
-    Answer, Command, Complete, Completion, Outcome, Record, Release, State, StoreError, StoredResponse,
+    Answer, Command, Complete, Completion, ErrorChain, Outcome, Record, Release, State, StoreError,
+    StoredResponse,
 };
 use tokio::time::{Duration, Instant};
 
@@ -77,6 +76,9 @@ impl Permit {
         }
     }
 }
+
+/// At most one log line in this interval says that a service had not completed a record.
+pub(crate) const COMPLETION_MISSING_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How often the record is read again because it changed between the look and the write. It changes at most twice: to
 /// completed, or to somebody else's.
@@ -148,7 +150,7 @@ impl Held {
         if let Some(note) = note {
             self.emit(note);
             if note == EventKind::CompletionMissing
-                && let Some(others) = self.inner.completion_missing.say()
+                && let Some(others) = self.inner.completion_missing.pass()
             {
                 let record = self.attempt.record_id();
                 tracing::warn!(
@@ -186,46 +188,13 @@ impl Held {
                     Ok(tried) => return drop(self.concluded(said, tried)),
                     Err(error) if !error.kind().may_pass() || again >= give_up => {
                         let record = self.attempt.record_id();
-                        tracing::warn!(%record, %error, "an attempt was not concluded; the next claim decides");
+                        tracing::warn!(%record, error = %ErrorChain(&error), "an attempt was not concluded; the next claim decides");
                         return self.emit(EventKind::SettlementLost);
                     }
                     Err(error) => pause = again_after((pause * 2).min(Duration::from_secs(2)), &error),
                 }
             }
         });
-    }
-}
-
-/// Lets something be said now and then only, and counts what was left out.
-#[derive(Debug)]
-pub(crate) struct Rarely {
-    start: Instant,
-    /// From when on something may be said again, in milliseconds from `start`.
-    next: AtomicU64,
-    left_out: AtomicU64,
-}
-
-impl Default for Rarely {
-    fn default() -> Self {
-        Self { start: Instant::now(), next: AtomicU64::new(0), left_out: AtomicU64::new(0) }
-    }
-}
-
-impl Rarely {
-    const EVERY_MS: u64 = 10_000;
-
-    /// How many were left out since the last time, where it may be said now.
-    fn say(&self) -> Option<u64> {
-        let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let next = self.next.load(Ordering::Relaxed);
-        let later = now.saturating_add(Self::EVERY_MS);
-        let is_ours = now >= next
-            && self.next.compare_exchange(next, later, Ordering::Relaxed, Ordering::Relaxed).is_ok();
-        if is_ours {
-            return Some(self.left_out.swap(0, Ordering::Relaxed));
-        }
-        self.left_out.fetch_add(1, Ordering::Relaxed);
-        None
     }
 }
 

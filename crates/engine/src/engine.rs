@@ -22,11 +22,12 @@ use tokio_util::task::TaskTracker;
 
 use crate::answer::AnswerPermit;
 use crate::attempt::{Attempt, DEFERRED, Permit, Unstored};
-use crate::conclude::Rarely;
+use crate::conclude::COMPLETION_MISSING_INTERVAL;
 use crate::event::{Event, EventKind, Observer};
 use crate::flight::{Elsewhere, Flight, Flights, Joined, Landing, Leader, Owner, Phase, shared_failure};
 use crate::keeper::Keeper;
 use crate::lease::{LeaseError, Moment};
+use crate::log_throttle::LogThrottle;
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::retract::{Doubt, LATE, NotSettled, VERY_LATE};
@@ -54,7 +55,7 @@ pub(crate) struct Inner {
     pub(crate) very_late: Arc<Semaphore>,
     /// Nobody begins anything more.
     pub(crate) closing: CancellationToken,
-    pub(crate) completion_missing: Rarely,
+    pub(crate) completion_missing: LogThrottle,
     pub(crate) unknown: UnknownOutcomes,
     flights: Arc<Flights>,
     /// Random, drawn once: the upper half of every attempt's identifier.
@@ -159,7 +160,7 @@ impl EngineBuilder {
                 late: Arc::new(Semaphore::new(LATE)),
                 very_late: Arc::new(Semaphore::new(VERY_LATE)),
                 closing: CancellationToken::new(),
-                completion_missing: Rarely::default(),
+                completion_missing: LogThrottle::new(COMPLETION_MISSING_INTERVAL),
                 unknown: UnknownOutcomes::default(),
                 flights: Arc::default(),
                 origin: random_bits(),

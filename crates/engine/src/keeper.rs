@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::{Sharded, Store, StoreError};
+use oncegate_core::{ErrorChain, Sharded, Store, StoreError};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -177,7 +177,7 @@ impl Shared {
 
     fn warn(&self, attempt: &Attempt, error: &StoreError) {
         if !attempt.is_owner() && !attempt.0.warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!(record = %attempt.record_id(), %error, "lease ran out and could not be renewed");
+            tracing::warn!(record = %attempt.record_id(), error = %ErrorChain(&error), "lease ran out and could not be renewed");
         }
     }
 
@@ -187,7 +187,7 @@ impl Shared {
         match self.store.purge(STEP).await {
             Ok(purged) => purged >= STEP,
             Err(error) => {
-                tracing::debug!(%error, "purge failed, tried again later");
+                tracing::debug!(error = %ErrorChain(&error), "purge failed, tried again later");
                 false
             }
         }

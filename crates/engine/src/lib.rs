@@ -70,6 +70,7 @@ mod flight;
 mod function;
 mod keeper;
 mod lease;
+mod log_throttle;
 mod operator;
 mod panic;
 mod pending;
@@ -92,6 +93,7 @@ pub use function::{
     UnknownErrors,
 };
 pub use lease::LeaseError;
+pub use log_throttle::LogThrottle;
 pub use oncegate_core::ConfigError;
 pub use operator::{AuditTextError, Operator, ResolveError, audit_text};
 pub use panic::{Panicked, catch_panic};

@@ -33,7 +33,7 @@ use std::future::{Future, IntoFuture};
 use std::pin::Pin;
 
 use bytes::Bytes;
-use oncegate_core::{Command, OnAbandoned, Outcome, RecordStep, Step, StoreError, limits};
+use oncegate_core::{Command, ErrorChain, OnAbandoned, Outcome, RecordStep, Step, StoreError, limits};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::time::{Duration, Instant};
@@ -767,7 +767,7 @@ impl Progress {
 }
 
 fn unanswered<E>(error: StoreError) -> StepError<E> {
-    StepError::Store { reason: error.to_string() }
+    StepError::Store { reason: ErrorChain(&error).to_string() }
 }
 
 fn not_recorded<E>(why: impl fmt::Display) -> StepError<E> {

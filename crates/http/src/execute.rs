@@ -12,7 +12,7 @@ use http::header::{CONTENT_TYPE, HeaderName, LOCATION};
 use http::response::Parts;
 use http::{Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame};
-use oncegate_core::{Completion, IdempotencyKey, OnAbandoned, StoredResponse};
+use oncegate_core::{Completion, ErrorChain, IdempotencyKey, OnAbandoned, StoredResponse};
 use oncegate_engine::{ErrorFate, Panicked, Permit, Settled, StepError, catch_panic};
 use tokio::sync::mpsc;
 use tower_service::Service;
@@ -189,7 +189,7 @@ impl Execution {
             // The answer broke off: the client got nothing of it, and what it would have said is not known.
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
-                tracing::warn!(%record, %error, "response body broke off");
+                tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(Box::pin(self.fail(status, "the body of the response broke off")).await)
             }

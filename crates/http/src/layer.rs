@@ -8,7 +8,7 @@ use http::Method;
 use http::header::HeaderName;
 use http::request::Parts;
 use oncegate_core::{IdempotencyKey, RecordId, Scope};
-use oncegate_engine::{ConfigError, Engine};
+use oncegate_engine::{ConfigError, Engine, LogThrottle};
 use tokio::sync::Semaphore;
 use tower_layer::Layer;
 
@@ -20,7 +20,6 @@ use crate::path::PathPattern;
 use crate::scope::NoCaller;
 use crate::service::Idempotency;
 use crate::settings::{AuthorityRole, Settings};
-use crate::throttle::LogThrottle;
 
 /// What request bodies may hold together by default: 128 of the largest that are taken by default, and no more than a
 /// small machine can spare.

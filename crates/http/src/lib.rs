@@ -100,7 +100,6 @@ mod refusal;
 mod scope;
 mod service;
 mod settings;
-mod throttle;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};

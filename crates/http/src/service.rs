@@ -14,8 +14,8 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, Extent, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope, StoreErrorKind,
-    StoredResponse,
+    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope,
+    StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
 use pin_project_lite::pin_project;
@@ -280,9 +280,9 @@ impl Keyed {
             Err(error) => {
                 if error.is_unsent() {
                     // The store is known to be out of reach, and the log has that once already.
-                    tracing::debug!(record = %id, %error, "claim failed");
+                    tracing::debug!(record = %id, error = %ErrorChain(&error), "claim failed");
                 } else {
-                    tracing::warn!(record = %id, %error, "claim failed");
+                    tracing::warn!(record = %id, error = %ErrorChain(&error), "claim failed");
                 }
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
@@ -430,7 +430,7 @@ impl Keyed {
             }
             Read::Broken(error) if error.is::<NoRoom>() => Err(overloaded(NO_ROOM)),
             Read::Broken(error) => {
-                tracing::debug!(%error, "request body broke off");
+                tracing::debug!(error = %ErrorChain(&*error), "request body broke off");
                 Err(Refusal::new(Condition::RequestIncomplete))
             }
         }

@@ -9,7 +9,7 @@ use http::header::{CONTENT_LENGTH, TRAILER};
 use http::response::Parts;
 use http::{Response, StatusCode};
 use http_body::Body;
-use oncegate_core::{Completion, StoredResponse};
+use oncegate_core::{Completion, ErrorChain, StoredResponse};
 use oncegate_engine::{Concluded, Panicked, Said, catch_panic};
 
 use crate::answer::awaited;
@@ -87,7 +87,7 @@ impl Execution {
             }
             Ok(Read::Broken(error)) => {
                 let record = self.permit.attempt().record_id();
-                tracing::warn!(%record, %error, "response body broke off");
+                tracing::warn!(%record, error = %ErrorChain(&*error), "response body broke off");
                 let status = parts.extensions.get::<Relayed>().map(|_| StatusCode::BAD_GATEWAY);
                 Ended::with(self.fail_upstream(status).await)
             }

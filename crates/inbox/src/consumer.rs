@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use oncegate_core::ErrorChain;
 use oncegate_engine::{ConfigError, Panicked, catch_panic};
 use tokio::task::{AbortHandle, Id, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
@@ -92,8 +93,8 @@ pub enum ConsumerError {
 impl fmt::Display for ConsumerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Config(error) => error.fmt(f),
-            Self::Source(error) => write!(f, "the source of messages cannot be used any more: {error}"),
+            Self::Config(_) => f.write_str("the settings of the consumer do not fit together"),
+            Self::Source(_) => f.write_str("the source of messages cannot be used any more"),
             Self::OnlyDeadLetters { in_a_row, reason, failure } => {
                 write!(
                     f,
@@ -411,12 +412,14 @@ impl<S: Source, P: Processor> Run<S, P> {
             }
         };
         if let Err(error @ ConsumerError::OnlyDeadLetters { .. }) = &ended {
-            error!(consumer = self.processor.consumer().as_str(), %error, "the consumer stops");
+            error!(consumer = self.processor.consumer().as_str(), error = %ErrorChain(&error), "the consumer stops");
         }
         self.rest(extend).await;
         match timeout(CLOSE_PATIENCE, self.source.close()).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(%error, "the source of messages was not closed; some may come again"),
+            Ok(Err(error)) => {
+                warn!(error = %ErrorChain(&error), "the source of messages was not closed; some may come again")
+            }
             Err(_) => warn!("the source of messages was not closed in time; some may come again"),
         }
         ended
@@ -439,7 +442,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                     if error.is_fatal() {
                         return Err(error);
                     }
-                    warn!(%error, "no messages come; it is tried again");
+                    warn!(error = %ErrorChain(&error), "no messages come; it is tried again");
                     self.source_away.again();
                     return Ok(());
                 }
@@ -634,13 +637,14 @@ impl<S: Source, P: Processor> Run<S, P> {
         let (consumer, topic) = (self.processor.consumer().as_str(), message.topic.as_str());
         match handled {
             Handled::Failed { attempts, failure } => {
+                let failure = ErrorChain(failure.error());
                 warn!(consumer, topic, attempts, %failure, "a message was not processed; it is tried again");
             }
             Handled::Dead { reason, is_known: false } => {
                 warn!(consumer, topic, %reason, "a message is a dead letter now");
             }
             Handled::Unavailable(error) => {
-                warn!(consumer, topic, %error, "a message cannot be processed now; it is tried again");
+                warn!(consumer, topic, error = %ErrorChain(&error), "a message cannot be processed now; it is tried again");
             }
             handled => {
                 debug!(consumer, topic, outcome = EventKind::of(handled).as_str(), "a message was handled")
@@ -669,7 +673,7 @@ impl<S: Source, P: Processor> Run<S, P> {
             let kind = match told {
                 Ok(Ok(())) => kind,
                 Ok(Err(error)) => {
-                    debug!(%error, "the broker was not told of a message; it comes again");
+                    debug!(error = %ErrorChain(&error), "the broker was not told of a message; it comes again");
                     EventKind::SettlementFailed
                 }
                 Err(Panicked) => EventKind::SettlementFailed,
@@ -717,7 +721,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                 under_way.spawn(async move {
                     let began = Instant::now();
                     if let Err(error) = delivery.extend().await {
-                        debug!(%error, "the broker did not give more time for a message");
+                        debug!(error = %ErrorChain(&error), "the broker did not give more time for a message");
                         let (consumer, topic) = (processor.consumer().as_str(), &delivery.message().topic);
                         let kind = EventKind::ExtensionFailed;
                         observer.observe(&Event::new(consumer, topic, kind, began.elapsed()));

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Completion, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, RecordId, Scope, StoreError,
-    StoredResponse,
+    Completion, ErrorChain, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, RecordId, Scope,
+    StoreError, StoredResponse,
 };
 use oncegate_engine::{
     Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, LeaseError, Panicked, Permit, Policy, Settled,
@@ -377,12 +377,13 @@ impl Inner {
 fn unwritten(error: PublishError, attempts: u32) -> Handled {
     match error {
         PublishError::Refused(error) => {
-            let failure = Failure::retry(format!("its dead letter is refused: {error}"));
+            let failure = Failure::retry(format!("its dead letter is refused: {}", ErrorChain(&*error)));
             Handled::Failed { attempts, failure }
         }
-        PublishError::Unconfirmed(error) => Handled::Unavailable(StoreError::unavailable(format!(
-            "a dead letter could not be written: {error}"
-        ))),
+        PublishError::Unconfirmed(error) => {
+            let error = StoreError::unavailable("a dead letter could not be written").with_source(error);
+            Handled::Unavailable(error)
+        }
     }
 }
 
@@ -456,19 +457,7 @@ pub(crate) fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> 
 
 /// What a dead letter says of an error.
 pub(crate) fn said(failure: &Failure) -> String {
-    let mut text = failure.to_string();
-    let mut cause = failure.error().source();
-    while let Some(error) = cause
-        && text.len() < ERROR_MAX
-    {
-        // Many errors end with what their cause says.
-        let said = error.to_string();
-        if !text.ends_with(&said) {
-            text.push_str(": ");
-            text.push_str(&said);
-        }
-        cause = error.source();
-    }
+    let mut text = ErrorChain(failure.error()).to_string();
     text.truncate(text.floor_char_boundary(ERROR_MAX));
     text
 }
@@ -534,34 +523,5 @@ where
 impl<F> fmt::Debug for InboxProcessor<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("InboxProcessor").field(&self.inbox).finish()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::error::Error;
-
-    use super::*;
-
-    #[derive(Debug)]
-    struct Said(&'static str, Option<Box<Said>>);
-
-    impl fmt::Display for Said {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str(self.0)
-        }
-    }
-
-    impl Error for Said {
-        fn source(&self) -> Option<&(dyn Error + 'static)> {
-            self.1.as_deref().map(|cause| cause as &dyn Error)
-        }
-    }
-
-    #[test]
-    fn a_letter_says_every_cause_once() {
-        let cause = Said("the bank refuses: no such account", Some(Box::new(Said("no such account", None))));
-        let failure = Failure::retry(Said("not paid", Some(Box::new(cause))));
-        assert_eq!(said(&failure), "not paid: the bank refuses: no such account");
     }
 }

@@ -133,7 +133,7 @@ impl SourceError {
         Self { is_fatal: true, message: message.into(), source: None }
     }
 
-    /// With what is behind it.
+    /// Adds its cause. It holds no password: logs show it.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         self.source = Some(source.into());
@@ -149,11 +149,7 @@ impl SourceError {
 
 impl fmt::Display for SourceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)?;
-        match &self.source {
-            Some(source) => write!(f, ": {source}"),
-            None => Ok(()),
-        }
+        f.write_str(&self.message)
     }
 }
 
@@ -241,10 +237,10 @@ impl PublishError {
 
 impl fmt::Display for PublishError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Refused(error) => write!(f, "the broker refuses the message: {error}"),
-            Self::Unconfirmed(error) => write!(f, "the broker did not confirm the message: {error}"),
-        }
+        f.write_str(match self {
+            Self::Refused(_) => "the broker refuses the message",
+            Self::Unconfirmed(_) => "the broker did not confirm the message",
+        })
     }
 }
 

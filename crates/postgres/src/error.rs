@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use oncegate_core::{Extent, StoreError};
+use oncegate_core::{ErrorChain, Extent, StoreError};
 use sqlx::Error;
 use sqlx::error::DatabaseError;
 
@@ -143,8 +143,8 @@ pub(crate) fn in_words(error: &Error) -> String {
                 _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
             }
         }
-        Error::Io(error) => format!("no connection to PostgreSQL: {error}"),
-        Error::Tls(error) => format!("no TLS with PostgreSQL: {error}"),
+        Error::Io(error) => format!("no connection to PostgreSQL: {}", ErrorChain(&error)),
+        Error::Tls(error) => format!("no TLS with PostgreSQL: {}", ErrorChain(&**error)),
         Error::PoolTimedOut => {
             "no connection to PostgreSQL in time: it cannot be reached, or all connections are in use"
                 .to_owned()

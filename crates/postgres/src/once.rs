@@ -54,7 +54,7 @@ impl fmt::Display for OnceError {
                 "the insert met a row that the look did not find: it is deleted each time, or the two statements do not speak \
                  of the same row",
             ),
-            Self::Database(error) => error.fmt(f),
+            Self::Database(_) => f.write_str("the database did not insert or find the row"),
         }
     }
 }

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    AuditEntry, Capabilities, Claim, Command, Complete, Durability, Extent, Fencing, FencingToken, ListPage,
-    ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, StateName,
-    StateSet, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp, limits,
+    AuditEntry, Capabilities, Claim, Command, Complete, Durability, ErrorChain, Extent, Fencing,
+    FencingToken, ListPage, ListQuery, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution,
+    Resolve, StateName, StateSet, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp, limits,
 };
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
@@ -392,7 +392,7 @@ impl Shared {
             return Vec::new();
         }
         for job in batch {
-            let each = StoreError::unavailable(error.to_string()).with_extent(error.extent());
+            let each = StoreError::unavailable(ErrorChain(&error).to_string()).with_extent(error.extent());
             let each = if error.is_unsent() { each.with_nothing_sent() } else { each };
             let _ = job.reply.send(Err(each));
         }

@@ -4,7 +4,7 @@ use std::fs;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::limits;
+use oncegate_core::{ErrorChain, limits};
 use redis::aio::MultiplexedConnection;
 use redis::cluster::ClusterClient;
 use redis::cluster_async::ClusterConnection;
@@ -97,7 +97,7 @@ impl Link {
                 let Some(link) = link.upgrade() else { return };
                 let Some(connection) = link.state().connection.clone() else { continue };
                 if let Err(error) = link.inspect(&connection).await {
-                    debug!(%error, "the configuration of Redis could not be read, or is not fit");
+                    debug!(error = %ErrorChain(&error), "the configuration of Redis could not be read, or is not fit");
                 }
             }
         });
@@ -211,9 +211,9 @@ impl Link {
                     state.failed.as_ref().map_or(PAUSE_FIRST, |failed| (failed.pause * 2).min(PAUSE_LAST));
                 let why = format!("cannot connect: {error}");
                 if state.failed.is_none() {
-                    warn!(%error, "cannot connect to Redis; it is tried again");
+                    warn!(error = %ErrorChain(&error), "cannot connect to Redis; it is tried again");
                 } else {
-                    debug!(%error, ?pause, "still cannot connect to Redis");
+                    debug!(error = %ErrorChain(&error), ?pause, "still cannot connect to Redis");
                 }
                 state.failed = Some(Failed { until: Instant::now() + pause, pause, why: why.clone() });
                 Err(Failure::NotSent(why))
@@ -568,7 +568,7 @@ fn config(options: &RedisOptions) -> AsyncConnectionConfig {
 fn connect_error(host: &str, port: u16, error: &RedisError) -> OpenError {
     match Failure::of(error) {
         // The words of the operating system: refused, unknown host, a certificate that does not fit.
-        Failure::Lost(_) => OpenError::Unreachable(format!("{host}:{port}: {error}")),
+        Failure::Lost(_) => OpenError::Unreachable(format!("{host}:{port}: {}", ErrorChain(error))),
         failure => match OpenError::from(failure) {
             OpenError::Unreachable(what) => OpenError::Unreachable(format!("{host}:{port}: {what}")),
             OpenError::Unfit(what) => OpenError::Unfit(format!("{host}:{port}: {what}")),

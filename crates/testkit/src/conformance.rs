@@ -19,10 +19,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, FencingToken,
-    Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, RecordStep, Release,
-    Renew, Resolution, Resolve, State, StateName, StateSet, Step, Store, StoreError, StoredResponse,
-    Timestamp, Write, decide, limits,
+    Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, ErrorChain,
+    FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId,
+    RecordStep, Release, Renew, Resolution, Resolve, State, StateName, StateSet, Step, Store, StoreError,
+    StoredResponse, Timestamp, Write, decide, limits,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -794,5 +794,5 @@ fn response(n: u8) -> StoredResponse {
 
 #[allow(clippy::needless_pass_by_value, reason = "for map_err")]
 fn in_words(error: StoreError) -> String {
-    format!("the store failed: {error}")
+    format!("the store failed: {}", ErrorChain(&error))
 }

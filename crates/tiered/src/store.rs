@@ -8,9 +8,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    Advisory, Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, Fingerprint,
-    ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Resolution, State, Store, StoreError,
-    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
+    Advisory, Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, ErrorChain,
+    Fingerprint, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Resolution, State, Store,
+    StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -205,10 +205,11 @@ impl Inner {
             Ok(Ok(Some(record))) => entry::read(&entry, fingerprint, record, self.back.now())
                 .map_err(|_| "it holds something that is no entry".to_owned()),
             Ok(Ok(None)) => Ok(None),
-            Ok(Err(error)) if error.kind() == StoreErrorKind::Corrupt => Err(error.to_string()),
+            Ok(Err(error)) if error.kind() == StoreErrorKind::Corrupt => Err(ErrorChain(&error).to_string()),
             Ok(Err(error)) => {
-                self.lose_front(front, &error.to_string());
-                Err(error.to_string())
+                let why = ErrorChain(&error).to_string();
+                self.lose_front(front, &why);
+                Err(why)
             }
             Err(_) => {
                 self.lose_front(front, "it did not answer in time");
@@ -276,7 +277,7 @@ impl Inner {
             Ok(Filled::Needless) => {}
             Err(error) => {
                 self.stats.add(|cells| &cells.failed_fills);
-                debug!(%error, "an answer was not put into the front");
+                debug!(error = %ErrorChain(&error), "an answer was not put into the front");
             }
         }
     }
@@ -351,7 +352,7 @@ impl Inner {
         let (front, inner) = (front.clone(), self.clone());
         self.runtime.spawn(async move {
             if let Ok(Err(error)) = timeout(FRONT_LIMIT, front.purge(limit)).await {
-                debug!(%error, "the front was not purged");
+                debug!(error = %ErrorChain(&error), "the front was not purged");
             }
             inner.is_purging.store(false, Ordering::SeqCst);
         });

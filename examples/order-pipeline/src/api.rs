@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use oncegate::core::Scope;
+use oncegate::core::{ErrorChain, Scope};
 use oncegate::http::KeyGrammar;
 use oncegate::postgres::sqlx;
 use oncegate::{TransactError, Transactor};
@@ -104,7 +104,7 @@ fn refuse(error: TransactError) -> Response {
             (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
         }
         error => {
-            eprintln!("order failed: {error}");
+            eprintln!("order failed: {}", ErrorChain(&error));
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     }

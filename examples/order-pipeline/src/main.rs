@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use axum::Router;
 use clap::Parser;
+use oncegate::core::ErrorChain;
 use oncegate::postgres::sqlx::postgres::{PgPool, PgPoolOptions};
 use oncegate_inbox::nats::async_nats::{self, jetstream};
 use tokio::signal::unix::{SignalKind, signal};
@@ -84,7 +85,7 @@ async fn main() -> ExitCode {
         Role::Retry(options) => projector::retry(options).await,
     };
     let Err(error) = done else { return ExitCode::SUCCESS };
-    eprintln!("error: {error}");
+    eprintln!("error: {}", ErrorChain(&*error));
     ExitCode::FAILURE
 }
 

@@ -3,6 +3,7 @@
 
 use axum::Router;
 use axum::routing::get;
+use oncegate::core::ErrorChain;
 use oncegate::postgres::sqlx::{self, PgConnection, PgPool};
 use oncegate_inbox::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
 use oncegate_inbox::postgres::{Applied, DeadLetterTable, Streams, TransactionalInbox};
@@ -133,7 +134,9 @@ pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
                 Ok(Some(Applied::Before)) => println!("letter {number}: it was skipped, and is not counted"),
                 Ok(Some(_)) => println!("letter {number}: processed"),
                 Ok(None) => println!("letter {number}: somebody else took it"),
-                Err(failure) => println!("letter {number}: still dead: {failure}"),
+                Err(failure) => {
+                    println!("letter {number}: still dead: {}", ErrorChain(failure.error()));
+                }
             }
         }
     }

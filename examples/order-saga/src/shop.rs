@@ -14,7 +14,7 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use oncegate::core::OnAbandoned;
+use oncegate::core::{ErrorChain, OnAbandoned};
 use oncegate::engine::{
     Attempt, Completer, ErrorFate, Failure, FunctionError, Resumable, StepError, StepErrors,
 };
@@ -126,7 +126,7 @@ impl Other {
         let answer = tokio::time::timeout(self.patience, self.send(action, key, about));
         let (status, body) = match answer.await {
             Ok(Ok(answer)) => answer,
-            Ok(Err(error)) => return Err(Failure::Unsure(format!("{action}: {error}"))),
+            Ok(Err(error)) => return Err(Failure::Unsure(format!("{action}: {}", ErrorChain(&*error)))),
             Err(_) => return Err(Failure::Unsure(format!("{action}: no answer in time"))),
         };
         let body: Value = serde_json::from_slice(&body).unwrap_or_default();

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::{
-    ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp, limits,
+    ErrorChain, ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp, limits,
 };
 use oncegate_engine::{Event, EventKind, Observer};
 use tokio::time::Instant;
@@ -107,7 +107,7 @@ pub(crate) async fn run(store: Arc<dyn Store>, left: LeftBehind, metrics: Metric
     };
     loop {
         if let Err(error) = census.walk().await {
-            tracing::debug!(%error, "the records that are not settled were not counted; tried again");
+            tracing::debug!(error = %ErrorChain(&error), "the records that are not settled were not counted; tried again");
         }
         tokio::time::sleep(EVERY).await;
         census.reread().await;

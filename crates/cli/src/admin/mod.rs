@@ -45,7 +45,7 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use oncegate_core::{IdempotencyKey, RecordId};
+use oncegate_core::{ErrorChain, IdempotencyKey, RecordId};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, Settings};
 use tokio::net::TcpListener;
@@ -163,7 +163,7 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
                 Ok((stream, _)) => (place, stream),
                 Err(error) => {
                     // Most likely no file descriptor is left: not a moment to spin.
-                    tracing::warn!(%error, "admin connection not accepted");
+                    tracing::warn!(error = %ErrorChain(&error), "admin connection not accepted");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
                 }
@@ -177,7 +177,7 @@ pub(crate) async fn serve(listener: TcpListener, state: AdminState, stop: impl F
         tokio::spawn(async move {
             let _place = place;
             if let Err(error) = connection.await {
-                tracing::debug!(%error, "admin connection broke off");
+                tracing::debug!(error = %ErrorChain(&error), "admin connection broke off");
             }
         });
     }
@@ -200,7 +200,7 @@ async fn readyz(State(state): State<AdminState>) -> Response {
             text(format!("ready\n{lines}"))
         }
         Ok(Err(error)) => {
-            tracing::debug!(%error, "not ready");
+            tracing::debug!(error = %ErrorChain(&error), "not ready");
             not_ready("the store would not take a write\n")
         }
         Err(_) => {

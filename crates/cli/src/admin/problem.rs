@@ -3,7 +3,7 @@
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::{self, HeaderValue};
-use oncegate_core::{RecordId, StoreError, StoreErrorKind};
+use oncegate_core::{ErrorChain, RecordId, StoreError, StoreErrorKind};
 use serde_json::{Value, json};
 
 /// A refusal, as problem details (RFC 9457).
@@ -97,33 +97,29 @@ impl Problem {
 
     /// The store did not do it.
     pub(super) fn store(error: &StoreError) -> Self {
+        let words = ErrorChain(error).to_string();
         match error.kind() {
             StoreErrorKind::Corrupt => Self::new(
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "record-corrupt",
                 "The record cannot be read",
-                format!("{error}. It is never executed. Keep a copy of the store and run `oncegate check`."),
+                format!("{words}. It is never executed. Keep a copy of the store and run `oncegate check`."),
             ),
             StoreErrorKind::Unavailable => Self::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 "store-unavailable",
                 "The store is out of reach",
                 format!(
-                    "{error}. If this was to change something, it is not known whether it did: look before you try again."
+                    "{words}. If this was to change something, it is not known whether it did: look before you try again."
                 ),
             ),
             StoreErrorKind::Locked => Self::new(
                 StatusCode::CONFLICT,
                 "record-locked",
                 "A transaction holds the record",
-                format!("{error}. Nothing was changed: try again when it has ended."),
+                format!("{words}. Nothing was changed: try again when it has ended."),
             ),
-            _ => Self::new(
-                StatusCode::INTERNAL_SERVER_ERROR,
-                "store-invalid",
-                "The store refused",
-                error.to_string(),
-            ),
+            _ => Self::new(StatusCode::INTERNAL_SERVER_ERROR, "store-invalid", "The store refused", words),
         }
     }
 
@@ -170,5 +166,18 @@ impl IntoResponse for Problem {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_detail_of_a_store_error_has_its_causes() {
+        let error = StoreError::corrupt("the record cannot be read").with_source("its checksum is wrong");
+        let problem = Problem::store(&error);
+        let start = "the record cannot be read: its checksum is wrong. It is never executed.";
+        assert!(problem.detail.starts_with(start), "{}", problem.detail);
     }
 }

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use oncegate_client::{Answer, Api, Client, JournalDir, NotResumed, Pending, RetryPolicy};
+use oncegate_core::ErrorChain;
 
 pub(crate) use self::args::CallArgs;
 use self::outcome::{End, Sink};
@@ -46,7 +47,8 @@ async fn execute(args: &CallArgs) -> Result<End, String> {
         }
         Some(path) => {
             let opened = JournalDir::open(path);
-            let opened = opened.map_err(|error| format!("--journal {}: {error}", path.display()))?;
+            let opened =
+                opened.map_err(|error| format!("--journal {}: {}", path.display(), ErrorChain(&error)))?;
             let opened = opened.with_finished_kept(args.keep_finished);
             Some(if args.other_credentials { opened.with_other_credentials() } else { opened })
         }
@@ -93,7 +95,8 @@ async fn resume(args: &CallArgs, journal: &JournalDir) -> Result<End, String> {
     let fields = request::fields(args)?;
     let client = client(args)?;
     let resume = journal.resume_pending(&client).await;
-    let resume = resume.map_err(|error| format!("--journal {}: {error}", journal.path().display()))?;
+    let resume =
+        resume.map_err(|error| format!("--journal {}: {}", journal.path().display(), ErrorChain(&error)))?;
     let mut resume = resume.with_fields(move |_| Ok(fields.clone()));
     let mut worst = End::Done;
     while let Some(end) = resume.next().await {
@@ -117,7 +120,7 @@ async fn resume(args: &CallArgs, journal: &JournalDir) -> Result<End, String> {
                             NotResumed::OtherCredentials => " (give the old ones, or --other-credentials)",
                             _ => "",
                         };
-                        eprintln!("{name}: {error}{hint}");
+                        eprintln!("{name}: {}{hint}", ErrorChain(&error));
                         if resumed.pending.maybe_sent { End::Open } else { End::Nothing }
                     }
                 }
@@ -142,7 +145,7 @@ async fn list(journal: &JournalDir) -> End {
     let found = match journal.pending().await {
         Ok(found) => found,
         Err(error) => {
-            eprintln!("error: --journal {}: {error}", journal.path().display());
+            eprintln!("error: --journal {}: {}", journal.path().display(), ErrorChain(&error));
             return End::Usage;
         }
     };

@@ -1,13 +1,12 @@
 //! How it ended: for a script by the exit code, for a person by a line.
 
-use std::error::Error;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
 use oncegate_client::{Advice, Answer, Unfinished, Verdict, Why};
-use oncegate_core::Timestamp;
+use oncegate_core::{ErrorChain, Timestamp};
 
 use super::args::CallArgs;
 use crate::admin::time;
@@ -90,16 +89,9 @@ pub(super) fn end_of(open: &Unfinished) -> End {
     }
 }
 
-/// Why, with the innermost cause, which is the one that says something.
+/// Why, with its causes.
 pub(super) fn why(open: &Unfinished) -> String {
-    let mut words = format!(": {open}");
-    let mut cause = open.source();
-    while let Some(inner) = cause.and_then(Error::source) {
-        cause = Some(inner);
-    }
-    if let Some(cause) = cause {
-        words.push_str(&format!(": {cause}"));
-    }
+    let mut words = format!(": {}", ErrorChain(open));
     if let Some(Ok(since)) = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH)) {
         let millis = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));

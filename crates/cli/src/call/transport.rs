@@ -11,6 +11,7 @@ use hyper_util::client::legacy::{self, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use oncegate_client::tower::Over;
 use oncegate_client::{FailureKind, was_refused_by_http2};
+use oncegate_core::ErrorChain;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
@@ -41,14 +42,15 @@ pub(super) fn wire(cacert: Option<&Path>, is_https: bool, connect_timeout: Durat
 }
 
 fn trusting_file(file: &Path) -> Result<ClientConfig, String> {
-    let say = |error: &dyn std::fmt::Display| format!("--cacert {}: {error}", file.display());
+    let at = |why: &str| format!("--cacert {}: {why}", file.display());
+    let say = |error: &dyn Error| at(&ErrorChain(error).to_string());
     let mut roots = RootCertStore::empty();
     let chain = CertificateDer::pem_file_iter(file).map_err(|error| say(&error))?;
     for certificate in chain {
         roots.add(certificate.map_err(|error| say(&error))?).map_err(|error| say(&error))?;
     }
     if roots.is_empty() {
-        return Err(say(&"there is no certificate in it"));
+        return Err(at("there is no certificate in it"));
     }
     tls::trusting(roots)
 }

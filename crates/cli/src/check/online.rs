@@ -7,10 +7,11 @@ use http::{Method, Request, Version, header};
 use http_body_util::Empty;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use oncegate_core::ErrorChain;
 
 use super::Report;
 use crate::config::{Config, UpstreamProtocol, duration_text};
-use crate::proxy::{chain, connector};
+use crate::proxy::connector;
 
 /// How long the service may take for one answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -52,8 +53,8 @@ async fn ask(config: &Config) -> Result<(http::StatusCode, Version), String> {
         .map_err(|error| error.to_string())?;
     match tokio::time::timeout(ANSWER_TIMEOUT, client.request(request)).await {
         Ok(Ok(response)) => Ok((response.status(), response.version())),
-        Ok(Err(error)) if error.is_connect() => Err(format!("cannot be reached: {}", chain(&error))),
-        Ok(Err(error)) => Err(format!("was reached and did not answer GET /: {}", chain(&error))),
+        Ok(Err(error)) if error.is_connect() => Err(format!("cannot be reached: {}", ErrorChain(&error))),
+        Ok(Err(error)) => Err(format!("was reached and did not answer GET /: {}", ErrorChain(&error))),
         Err(_) => Err(format!("did not answer GET / within {}", duration_text(ANSWER_TIMEOUT))),
     }
 }

@@ -8,6 +8,7 @@ use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use oncegate_core::ErrorChain;
 use tokio::net::TcpStream;
 
 /// There is no answer, or not the whole of it.
@@ -42,12 +43,5 @@ pub(super) async fn exchange(
 }
 
 fn broken(error: impl std::error::Error) -> Broken {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    Broken(text)
+    Broken(ErrorChain(&error).to_string())
 }

@@ -11,6 +11,7 @@ use hyper_rustls::HttpsConnectorBuilder;
 use hyper_util::client::legacy;
 use hyper_util::client::legacy::connect::{Connect, HttpConnector};
 use hyper_util::rt::TokioExecutor;
+use oncegate_core::ErrorChain;
 use serde_json::Value;
 
 use super::Failure;
@@ -76,7 +77,7 @@ impl Client {
                 return self.send(HttpConnector::new(), request).await;
             }
             let connector = HttpsConnectorBuilder::new().with_native_roots();
-            let connector = connector.map_err(|error| self.unreachable(&error.to_string()))?;
+            let connector = connector.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
             self.send(connector.https_only().enable_http1().build(), request).await
         };
         let answer = tokio::time::timeout(PATIENCE, answer).await;
@@ -101,17 +102,14 @@ impl Client {
         C: Connect + Clone + Send + Sync + 'static,
     {
         let client = legacy::Client::builder(TokioExecutor::new()).build(connector);
-        let response = client.request(request).await.map_err(|error| {
-            // The innermost cause is the one that says something: connection refused, unknown host.
-            let mut cause: &dyn std::error::Error = &error;
-            while let Some(inner) = cause.source() {
-                cause = inner;
-            }
-            self.unreachable(&cause.to_string())
-        })?;
+        let response = client
+            .request(request)
+            .await
+            .map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
         let status = response.status();
         let body = Limited::new(response.into_body(), ANSWER_MAX).collect().await;
-        let body = body.map_err(|error| self.unreachable(&format!("the answer broke off: {error}")))?;
+        let body = body
+            .map_err(|error| self.unreachable(&format!("the answer broke off: {}", ErrorChain(&*error))))?;
         Ok((status, body.to_bytes()))
     }
 

@@ -280,7 +280,7 @@ async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
     let nobody = socket.local_addr().unwrap().to_string();
     let words = unreachable(run_with(&["ls", "--admin", &nobody], |_| None).await);
     assert!(
-        words.starts_with(&format!("cannot reach the sidecar at http://{nobody}: Connection refused")),
+        words.starts_with(&format!("cannot reach the sidecar at http://{nobody}: client error (Connect): tcp connect error: Connection refused")),
         "{words}"
     );
 

@@ -15,6 +15,7 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{CaptureConnection, capture_connection};
 use hyper_util::rt::TokioIo;
+use oncegate_core::ErrorChain;
 use oncegate_engine::{Attempt, LeaseError};
 use oncegate_http::{
     Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
@@ -115,7 +116,7 @@ impl Forward {
             Some(Ok(answer)) => Some(answer),
             None => None,
             Some(Err(error)) => {
-                tracing::warn!(error = %chain(&error), "the request was not sent to the upstream");
+                tracing::warn!(error = %ErrorChain(&error), "the request was not sent to the upstream");
                 return not_begun();
             }
         };
@@ -127,7 +128,7 @@ impl Forward {
             }
             // No request was sent without a connection.
             Some(Err(error)) if error.is_connect() => {
-                tracing::warn!(record, error = %chain(&error), "upstream is unreachable");
+                tracing::warn!(record, error = %ErrorChain(&error), "upstream is unreachable");
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
             Some(Err(error)) if is_head_too_large(&error) => {
@@ -135,11 +136,11 @@ impl Forward {
                 (UpstreamResult::Answered, head_too_large(settings, grpc))
             }
             Some(Err(error)) if activity.is_broken() => {
-                tracing::debug!(error = %chain(&error), "request body broke off");
+                tracing::debug!(error = %ErrorChain(&error), "request body broke off");
                 (UpstreamResult::Broken, request_broke_off(settings, grpc))
             }
             Some(Err(error)) => {
-                tracing::warn!(record, error = %chain(&error), "upstream broke off");
+                tracing::warn!(record, error = %ErrorChain(&error), "upstream broke off");
                 (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
         };
@@ -230,10 +231,10 @@ async fn tunnel(client: OnUpgrade, upstream: OnUpgrade) {
         Ok((client, upstream)) => {
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
             if let Err(error) = tokio::io::copy_bidirectional(&mut client, &mut upstream).await {
-                tracing::debug!(%error, "tunnel closed");
+                tracing::debug!(error = %ErrorChain(&error), "tunnel closed");
             }
         }
-        Err(error) => tracing::debug!(%error, "upgrade failed"),
+        Err(error) => tracing::debug!(error = %ErrorChain(&error), "upgrade failed"),
     }
 }
 
@@ -311,18 +312,6 @@ fn unreachable_upstream(settings: &Settings, grpc: Option<GrpcForm>) -> Response
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(StoreDirective::Release);
     response
-}
-
-/// An error with all that caused it.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::{
-    Advisory, AuditEntry, Capabilities, Clock as _, Command, Durability, Fencing, ListPage, ListQuery,
-    Outcome, Record, RecordId, Store, StoreError, StoreFuture, SystemClock, Timestamp,
+    Advisory, AuditEntry, Capabilities, Clock as _, Command, Durability, ErrorChain, Fencing, ListPage,
+    ListQuery, Outcome, Record, RecordId, Store, StoreError, StoreFuture, SystemClock, Timestamp,
 };
 use tokio::task::JoinHandle;
 
@@ -113,7 +113,7 @@ impl LateStore {
         });
         let ended = running.await;
         *opening = None;
-        match ended.unwrap_or_else(|error| Err(NotOpened::Unreachable(error.to_string()))) {
+        match ended.unwrap_or_else(|error| Err(NotOpened::Unreachable(ErrorChain(&error).to_string()))) {
             Ok(store) => {
                 tracing::info!("the store is there");
                 // Only whoever holds the lock sets it.

@@ -3,7 +3,7 @@
 //! A connection lives on one core, its upstream connections too, and nothing of it is handed between threads.
 
 use std::convert::Infallible;
-use std::fmt;
+use std::error::Error;
 use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
@@ -20,6 +20,8 @@ use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
+use oncegate_core::ErrorChain;
+use oncegate_engine::LogThrottle;
 use oncegate_http::ResponseBody;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
@@ -79,8 +81,8 @@ pub(super) struct Front {
     pub(super) live: watch::Receiver<Live>,
     /// One permit for each connection that may be open, of all threads together.
     pub(super) connections: Arc<Semaphore>,
-    /// When the log last said that there is none left.
-    pub(super) warned: Mutex<Option<Instant>>,
+    /// Limits the log lines that say that none is left.
+    pub(super) full_warnings: Arc<LogThrottle>,
 }
 
 type Builder = auto::Builder<StreamExecutor>;
@@ -98,11 +100,11 @@ impl Front {
         let graceful = GracefulShutdown::new();
         loop {
             let accepted = tokio::select! {
-                accepted = accept(&listener, &self.connections, &self.warned) => accepted,
+                accepted = accept(&listener, &self.connections, &self.full_warnings) => accepted,
                 _ = stop.wait_for(|stop| *stop) => break,
                 Ok(()) = self.live.changed() => {
                     if let Err(error) = self.current.replace(&self.live.borrow_and_update()) {
-                        tracing::error!(%error, "a thread goes on with the configuration before");
+                        tracing::error!(error, "a thread goes on with the configuration before");
                     }
                     builders = self.builders();
                     continue;
@@ -214,34 +216,24 @@ fn builder(write_timeout: Duration, half_close: bool) -> Builder {
 async fn accept(
     listener: &TcpListener,
     connections: &Arc<Semaphore>,
-    warned: &Mutex<Option<Instant>>,
+    full_warnings: &LogThrottle,
 ) -> Option<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     match listener.accept().await {
         Ok((stream, address)) => {
-            if connections.available_permits() == 0 {
-                warn_of_connections(warned);
+            if connections.available_permits() == 0 && full_warnings.pass().is_some() {
+                tracing::warn!(
+                    "as many connections are open as may be (max-connections); one more waits for another to end"
+                );
             }
             let permit = connections.clone().acquire_owned().await.ok()?;
             Some((stream, address, permit))
         }
         Err(error) => {
             // Too many open files, most likely: others have to close first.
-            tracing::warn!(%error, "cannot accept a connection");
+            tracing::warn!(error = %ErrorChain(&error), "cannot accept a connection");
             tokio::time::sleep(Duration::from_millis(50)).await;
             None
         }
-    }
-}
-
-/// Once a minute at the most: it may be so for long.
-fn warn_of_connections(warned: &Mutex<Option<Instant>>) {
-    const PAUSE: Duration = Duration::from_secs(60);
-    let mut last = lock(warned);
-    if last.is_none_or(|last| last.elapsed() > PAUSE) {
-        tracing::warn!(
-            "as many connections are open as may be (max-connections); one more waits for another to end"
-        );
-        *last = Some(Instant::now());
     }
 }
 
@@ -252,8 +244,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Serves a connection to its end, or until its first request has not come in time: before it is known which version a
 /// client speaks, nobody else looks at the clock. And a head of which a part has come is nothing idle to HTTP/1.1, which
 /// would wait for the rest of it although it was told to stop.
-async fn run<E: fmt::Display>(
-    connection: impl Future<Output = Result<(), E>>,
+async fn run(
+    connection: impl Future<Output = Result<(), Box<dyn Error + Send + Sync>>>,
     begun: Arc<AtomicBool>,
     mut stop: watch::Receiver<bool>,
 ) {
@@ -266,7 +258,7 @@ async fn run<E: fmt::Display>(
     poll_fn(|cx| {
         if let Poll::Ready(result) = connection.as_mut().poll(cx) {
             if let Err(error) = result {
-                tracing::debug!(%error, "connection closed");
+                tracing::debug!(error = %ErrorChain(&*error), "connection closed");
             }
             return Poll::Ready(());
         }

@@ -19,16 +19,15 @@ mod tiered;
 pub(crate) mod tls;
 
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use oncegate_engine::Engine;
+use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::{Semaphore, watch};
 
-pub(crate) use forward::chain;
 pub(crate) use listen::bind;
 pub(crate) use run::{DEFAULT_SCOPE, run};
 pub(crate) use tls::{connector, server_config};
@@ -59,6 +58,9 @@ pub(crate) const LIBRARY_HEAD_MAX: u32 = 8 * 1024 * 1024;
 /// how long it may take to say so. Otherwise a connection that was lost on the way would take all requests for a long time.
 const UPSTREAM_PING: Duration = Duration::from_secs(10);
 
+/// At most one log line in this interval says that no more connections may be open.
+const FULL_WARNING_INTERVAL: Duration = Duration::from_secs(60);
+
 /// Everything that the data path needs.
 pub(crate) struct DataPath {
     pub(crate) engine: Engine,
@@ -77,6 +79,7 @@ impl DataPath {
         stop: &watch::Receiver<bool>,
     ) -> Result<Serving, String> {
         let connections = Arc::new(Semaphore::new(self.live.borrow().config.max_connections));
+        let full_warnings = Arc::new(LogThrottle::new(FULL_WARNING_INTERVAL));
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
             let mut live = self.live.clone();
@@ -85,7 +88,7 @@ impl DataPath {
                 current: Arc::new(current),
                 live,
                 connections: connections.clone(),
-                warned: Mutex::default(),
+                full_warnings: full_warnings.clone(),
             };
             let (engine, stop) = (self.engine.clone(), stop.clone());
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {

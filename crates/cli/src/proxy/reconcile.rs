@@ -18,10 +18,11 @@ use http_body_util::{BodyExt as _, Empty};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use oncegate_core::ErrorChain;
 use oncegate_http::{CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use super::forward::{chain, take_host};
+use super::forward::take_host;
 use super::headers::{ATTEMPT, RECORD, TOKEN, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
 use super::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX};
@@ -164,7 +165,7 @@ impl Asker {
         let asked = question.headers().clone();
         match self.questions.client.request(question).await {
             Ok(answer) => self.read(&asked, answer).await,
-            Err(error) => none(chain(&error)),
+            Err(error) => none(ErrorChain(&error).to_string()),
         }
     }
 
@@ -235,7 +236,7 @@ impl Asker {
                 Answer::Happened(stored.map_or(Reconciled::Unreplayable, Reconciled::Happened))
             }
             Ok(None) => Answer::Happened(Reconciled::Unreplayable),
-            Err(error) => Answer::None(chain(&error), true),
+            Err(error) => Answer::None(ErrorChain(&error).to_string(), true),
         }
     }
 }

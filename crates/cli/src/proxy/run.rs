@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{MemoryStore, Store, SystemClock};
+use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
@@ -55,7 +55,7 @@ fn allow_many_files(config: &Config) {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        tracing::debug!(%error, "the limit of open files stays");
+        tracing::debug!(error = %ErrorChain(&error), "the limit of open files stays");
     }
     let needed = config.max_connections + config.max_in_flight;
     if let Some(allowed) = getrlimit(Resource::Nofile).current.filter(|allowed| *allowed < needed as u64) {
@@ -201,7 +201,7 @@ impl Signals {
 }
 
 fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result<(), String> {
-    result.unwrap_or_else(|error| Err(error.to_string()))
+    result.unwrap_or_else(|error| Err(ErrorChain(&error).to_string()))
 }
 
 /// Opens the store, or the back of a tiered one.
@@ -246,18 +246,21 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
 
 pub(super) fn open_directory(options: EmbeddedOptions) -> Result<EmbeddedStore, NotOpened> {
     EmbeddedStore::open(options).map_err(|error| match error.is_full() {
-        true => NotOpened::Unreachable(error.to_string()),
-        false => NotOpened::Unfit(error.to_string()),
+        true => NotOpened::Unreachable(ErrorChain(&error).to_string()),
+        false => NotOpened::Unfit(ErrorChain(&error).to_string()),
     })
 }
 
 async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresStore, NotOpened> {
-    let options = PostgresOptions::new(url.reveal()).map_err(|error| NotOpened::Unfit(error.to_string()))?;
+    let options = PostgresOptions::new(url.reveal())
+        .map_err(|error| NotOpened::Unfit(ErrorChain(&error).to_string()))?;
     // What takes longer is out of reach to the breaker, so its connection is of no use either.
     let options = options.with_command_timeout(patience);
     PostgresStore::open(options).await.map_err(|error| match error {
-        oncegate_postgres::OpenError::Unreachable { .. } => NotOpened::Unreachable(error.to_string()),
-        _ => NotOpened::Unfit(error.to_string()),
+        oncegate_postgres::OpenError::Unreachable { .. } => {
+            NotOpened::Unreachable(ErrorChain(&error).to_string())
+        }
+        _ => NotOpened::Unfit(ErrorChain(&error).to_string()),
     })
 }
 
@@ -267,7 +270,7 @@ async fn open_redis(options: &RedisOptions) -> Result<RedisStore, NotOpened> {
         oncegate_redis::OpenError::Unreachable(what) => {
             NotOpened::Unreachable(format!("store {shown}: {what}"))
         }
-        error => NotOpened::Unfit(format!("store {shown}: {error}")),
+        error => NotOpened::Unfit(format!("store {shown}: {}", ErrorChain(&error))),
     })?;
     for finding in store.findings() {
         match finding.gravity {

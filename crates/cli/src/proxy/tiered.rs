@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::Store;
+use oncegate_core::{ErrorChain, Store};
 use oncegate_embedded::EmbeddedOptions;
 use oncegate_engine::ConfigError;
 use oncegate_redis::{RedisOptions, RedisStore};
@@ -54,7 +54,7 @@ async fn open_redis(options: &RedisOptions) -> Front {
     match RedisStore::open(options.clone()).await {
         Ok(store) => Front::on(Arc::new(store)),
         Err(error) => {
-            tracing::warn!("front {shown}: {error}; it is left out, and tried again");
+            tracing::warn!("front {shown}: {}; it is left out, and tried again", ErrorChain(&error));
             Front::later(async move {
                 loop {
                     tokio::time::sleep(AGAIN_AFTER).await;
@@ -63,7 +63,7 @@ async fn open_redis(options: &RedisOptions) -> Front {
                             tracing::info!("front {shown}: opened");
                             return Arc::new(store) as Arc<dyn Store>;
                         }
-                        Err(error) => tracing::debug!("front {shown}: {error}"),
+                        Err(error) => tracing::debug!("front {shown}: {}", ErrorChain(&error)),
                     }
                 }
             })

@@ -9,6 +9,7 @@ use http::Uri;
 use http::uri::Scheme;
 use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::HttpConnector;
+use oncegate_core::ErrorChain;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
@@ -19,8 +20,8 @@ use crate::config::{Upstream, UpstreamProtocol};
 
 /// Reads a certificate chain and its key, in PEM, for the listener. HTTP/2 and HTTP/1.1 are offered.
 pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>, String> {
-    let say = |path: &Path, what: &str, error: &dyn std::fmt::Display| {
-        format!("{}: {what}: {error}", path.display())
+    let say = |path: &Path, what: &str, error: &dyn std::error::Error| {
+        format!("{}: {what}: {}", path.display(), ErrorChain(error))
     };
     let chain: Vec<_> = CertificateDer::pem_file_iter(certificate)
         .and_then(Iterator::collect)
@@ -32,7 +33,7 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<Arc<Server
         PrivateKeyDer::from_pem_file(key).map_err(|error| say(key, "cannot read the private key", &error))?;
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?
+        .map_err(|error| ErrorChain(&error).to_string())?
         .with_no_client_auth()
         .with_single_cert(chain, private)
         .map_err(|error| say(certificate, "the certificate does not fit the key", &error))?;
@@ -88,16 +89,19 @@ pub(crate) fn trusting_system(is_https: bool) -> Result<ClientConfig, String> {
         return trusting(RootCertStore::empty());
     }
     let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
-    let config = config.map_err(|error| error.to_string())?.with_native_roots();
+    let config = config.map_err(|error| ErrorChain(&error).to_string())?.with_native_roots();
     Ok(config
-        .map_err(|error| format!("cannot read the system's certificates: {error}"))?
+        .map_err(|error| format!("cannot read the system's certificates: {}", ErrorChain(&error)))?
         .with_no_client_auth())
 }
 
 /// A client that trusts these certificates.
 pub(crate) fn trusting(roots: RootCertStore) -> Result<ClientConfig, String> {
     let config = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
-    Ok(config.map_err(|error| error.to_string())?.with_root_certificates(roots).with_no_client_auth())
+    Ok(config
+        .map_err(|error| ErrorChain(&error).to_string())?
+        .with_root_certificates(roots)
+        .with_no_client_auth())
 }
 
 pub(crate) fn provider() -> Arc<rustls::crypto::CryptoProvider> {

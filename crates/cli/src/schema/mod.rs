@@ -4,7 +4,7 @@ use std::future::Future;
 use std::io::Write as _;
 
 use clap::{Args, Subcommand, ValueEnum};
-use oncegate_core::{Durability, Store as _};
+use oncegate_core::{Durability, ErrorChain, Store as _};
 use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
 
 use crate::config::{StoreChoice, store};
@@ -118,13 +118,13 @@ fn options(url: &str) -> Result<PostgresOptions, String> {
         Some(StoreChoice::Postgres(back)) => back.reveal(),
         _ => url,
     };
-    PostgresOptions::new(url).map_err(|error| error.to_string())
+    PostgresOptions::new(url).map_err(|error| ErrorChain(&error).to_string())
 }
 
 fn block_on<T>(run: impl Future<Output = Result<T, OpenError>>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
-    runtime.block_on(run).map_err(|error| error.to_string())
+    runtime.block_on(run).map_err(|error| ErrorChain(&error).to_string())
 }
 
 fn say(text: &str) -> Result<(), String> {

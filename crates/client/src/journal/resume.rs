@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use http::header::{HeaderMap, HeaderName};
-use oncegate_core::ConfigError;
+use oncegate_core::{ConfigError, ErrorChain};
 use tokio::task::JoinSet;
 
 use super::directory::{Damaged, JournalDir, NotTaken, OTHER_CREDENTIALS, Pending};
@@ -128,7 +128,7 @@ impl<T: Transport + Clone + 'static> Resume<T> {
                 Ok(resumed) => return Some(Ok(resumed)),
                 Err(error) => {
                     // A transport that panicked. Its intent is where it was.
-                    tracing::error!(%error, "an intent of the journal was not sent to its end");
+                    tracing::error!(error = %ErrorChain(&error), "an intent of the journal was not sent to its end");
                 }
             }
         }

@@ -112,16 +112,27 @@ impl<E: fmt::Display> fmt::Display for FunctionError<E> {
             Self::Panicked => {
                 f.write_str("the function panicked; it is not known whether it took effect before that")
             }
-            Self::Store(error) => write!(f, "nothing was executed: {error}"),
-            Self::Key(error) => error.fmt(f),
-            Self::Input(error) => write!(f, "the input cannot be compared: {error}"),
+            Self::Store(_) => f.write_str(
+                "nothing was executed, because the store did not answer or cannot read the record",
+            ),
+            Self::Key(_) => f.write_str("nothing was executed, because the key is not valid"),
+            Self::Input(_) => f.write_str("nothing was executed, because the input cannot be compared"),
         }
     }
 }
 
-/// An error whatever `E` is, so that `?` takes it where `E` is no error itself (`String`, `anyhow::Error`). It has no source:
-/// that of `E` is found in [`Failed`](Self::Failed).
-impl<E: fmt::Debug + fmt::Display> std::error::Error for FunctionError<E> {}
+/// An error whatever `E` is, so that `?` accepts it if `E` is not an error itself (`String`, `anyhow::Error`). Therefore
+/// [`Failed`](Self::Failed) has no source: the source of `E` is in its field.
+impl<E: fmt::Debug + fmt::Display> std::error::Error for FunctionError<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Store(error) => Some(error),
+            Self::Key(error) => Some(error),
+            Self::Input(error) => Some(error),
+            _ => None,
+        }
+    }
+}
 
 /// What becomes of the record where the function returned an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, State, StateName, StoreError,
-    Timestamp, limits,
+    ErrorChain, IdempotencyKey, KeyError, ListQuery, OnAbandoned, Record, RecordId, State, StateName,
+    StoreError, Timestamp, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -333,7 +333,7 @@ where
                             }
                             left = round.left;
                         }
-                        Err(error) => tracing::warn!(%function, %error, "a round of the completer was cut off"),
+                        Err(error) => tracing::warn!(%function, error = %ErrorChain(&error), "a round of the completer was cut off"),
                     }
                 }
                 tokio::select! {

@@ -11,6 +11,7 @@ use lapin::runtime::default_runtime;
 use lapin::tcp::AMQPUriTcpExt as _;
 use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
+use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use tokio::time::timeout;
 
@@ -93,6 +94,6 @@ pub(crate) async fn goodbye(connection: Connection) {
     if connection.status().connected()
         && let Ok(Err(error)) = timeout(GOODBYE_PATIENCE, connection.close(200, "OK".into())).await
     {
-        tracing::debug!(%error, "a connection did not end in order");
+        tracing::debug!(error = %ErrorChain(&error), "a connection did not end in order");
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions};
 use lapin::types::{FieldTable, ShortString};
 use lapin::{Channel, Confirmation, Connection, ErrorKind, ExchangeKind};
+use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
@@ -240,7 +241,7 @@ impl Shared {
                     link.connection = Some(connection);
                 }
                 Err(error) => {
-                    link.failed = Some((Instant::now(), error.to_string()));
+                    link.failed = Some((Instant::now(), ErrorChain(&error).to_string()));
                     return Err(PublishError::unconfirmed(error));
                 }
             }

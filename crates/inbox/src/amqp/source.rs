@@ -12,6 +12,7 @@ use lapin::options::{
 };
 use lapin::types::{FieldTable, ShortString};
 use lapin::{Acker, Channel, Connection, Consumer};
+use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -433,7 +434,7 @@ fn said(told: lapin::Result<bool>) -> Result<(), SourceError> {
 /// Gives back what nobody waits for any more. Where that fails the channel is gone, and it is given back so.
 async fn tell(acker: &Acker) {
     if let Err(error) = acker.nack(REQUEUE).await {
-        tracing::debug!(%error, "a message was not given back");
+        tracing::debug!(error = %ErrorChain(&error), "a message was not given back");
     }
 }
 

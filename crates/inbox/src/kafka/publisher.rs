@@ -3,6 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use rdkafka::ClientConfig;
 use rdkafka::client::ClientContext;
@@ -153,7 +154,7 @@ impl ClientContext for Context {
     }
 
     fn error(&self, error: KafkaError, reason: &str) {
-        tracing::warn!(%error, "{reason}");
+        tracing::warn!(error = %ErrorChain(&error), "{reason}");
     }
 
     fn stats_raw(&self, _: &[u8]) {}

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use rdkafka::client::ClientContext;
 use rdkafka::config::{ClientConfig, FromClientConfigAndContext as _, RDKafkaLogLevel};
@@ -104,7 +105,7 @@ impl Reader {
                     assigned.iter().for_each(|partition| partition.track().commit_again());
                 }
                 if let Err(error) = commit(&self.consumer, &assigned, CommitMode::Async) {
-                    tracing::warn!(%error, "offsets were not committed; they are tried again");
+                    tracing::warn!(error = %ErrorChain(&error), "offsets were not committed; they are tried again");
                 }
             }
             if must_join && now >= join_at {
@@ -334,7 +335,7 @@ impl ClientContext for Context {
     }
 
     fn error(&self, error: KafkaError, reason: &str) {
-        tracing::warn!(%error, "{reason}");
+        tracing::warn!(error = %ErrorChain(&error), "{reason}");
     }
 
     fn stats_raw(&self, _: &[u8]) {}
@@ -372,7 +373,7 @@ impl Context {
             Ok(committed) => committed,
             Err(error) => {
                 // The client goes on asking by itself. Where there is nothing, it says so.
-                tracing::warn!(%error, "what the group has committed could not be found out");
+                tracing::warn!(error = %ErrorChain(&error), "what the group has committed could not be found out");
                 TopicPartitionList::new()
             }
         };
@@ -477,13 +478,13 @@ impl Context {
             && !is_done
             && let Err(error) = commit(consumer, &revoked, CommitMode::Sync)
         {
-            tracing::warn!(%error, "what was processed of partitions that are revoked is not committed");
+            tracing::warn!(error = %ErrorChain(&error), "what was processed of partitions that are revoked is not committed");
         }
         // Otherwise they would still be paused when they come back.
         if paused.count() > 0
             && let Err(error) = consumer.resume(&paused)
         {
-            tracing::warn!(%error, "partitions that are revoked stay paused");
+            tracing::warn!(error = %ErrorChain(&error), "partitions that are revoked stay paused");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_core::{Fingerprint, StoreError, StoreErrorKind};
+use oncegate_core::{ErrorChain, Fingerprint, StoreError, StoreErrorKind};
 use oncegate_engine::{Panicked, catch_panic};
 use oncegate_postgres::sqlx::postgres::{PgDatabaseError, PgSeverity};
 use oncegate_postgres::sqlx::{self, Connection as _};
@@ -667,7 +667,7 @@ fn buried(said: Result<Said, StoreError>, letter: &DeadLetter) -> Handled {
         Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
         // It holds up its own message alone.
         Err(error) if error.kind() == StoreErrorKind::Invalid => {
-            let failure = Failure::retry(format!("its dead letter is refused: {error}"));
+            let failure = Failure::retry(format!("its dead letter is refused: {}", ErrorChain(&error)));
             Handled::Failed { attempts: letter.attempts.max(1), failure }
         }
         Err(error) => Handled::Unavailable(error),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{RecordId, StoreError};
+use oncegate_core::{ErrorChain, RecordId, StoreError};
 use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::query::Query;
 use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
@@ -305,7 +305,7 @@ impl Receipts {
             let receipts = self.clone();
             tokio::spawn(async move {
                 if let Err(error) = receipts.purge().await {
-                    debug!(%error, "receipts whose retention is over were not removed; it is tried again");
+                    debug!(error = %ErrorChain(&error), "receipts whose retention is over were not removed; it is tried again");
                 }
             });
         }

@@ -38,6 +38,7 @@ use aws_sdk_sqs::Client;
 use aws_sdk_sqs::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_sqs::types::{self, MessageSystemAttributeName, QueueAttributeName};
 use bytes::Bytes;
+use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -412,22 +413,13 @@ fn said<E: ProvideErrorMetadata + Error + 'static, R: fmt::Debug>(error: &SdkErr
             None => code.to_owned(),
         };
     }
-    let mut text = error.to_string();
-    let mut cause = match error {
+    match error {
         SdkError::ConstructionFailure(_) | SdkError::TimeoutError(_) | SdkError::DispatchFailure(_) => {
-            Error::source(error)
+            ErrorChain(error).to_string()
         }
         // Its cause may hold what was answered.
-        _ => None,
-    };
-    while let Some(error) = cause
-        && text.len() < 1000
-    {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
+        _ => error.to_string(),
     }
-    text
 }
 
 /// A message that was received.

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::{HeaderName, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
-use oncegate_core::{Clock, Timestamp};
+use oncegate_core::{Clock, ErrorChain, Timestamp};
 use oncegate_engine::{ConfigError, Panicked, catch_panic};
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
@@ -389,7 +389,7 @@ impl<P: Processor> Inner<P> {
                 warn!(consumer, topic, reason = reason.as_str(), "a webhook is a dead letter now");
             }
             Outcome::Handled(Handled::Unavailable(error)) => {
-                warn!(consumer, topic, %error, "a webhook could not be processed, and has to come again");
+                warn!(consumer, topic, error = %ErrorChain(&error), "a webhook could not be processed, and has to come again");
             }
             Outcome::Incomplete | Outcome::Handled(_) => {
                 debug!(consumer, topic, outcome = kind.as_str(), "a request was answered");

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use oncegate_core::ErrorChain;
 use oncegate_inbox::amqp::lapin::types::{AMQPValue, FieldArray, FieldTable};
 use oncegate_inbox::amqp::lapin::{self, BasicProperties};
 use oncegate_inbox::amqp::{AmqpDelivery, AmqpSource};
@@ -246,7 +247,7 @@ async fn a_queue_that_is_deleted_and_made_again_is_consumed_again() {
     let before = next(&mut source).await;
     queue.delete().await;
     let error = timeout(PATIENCE, source.next()).await.unwrap().unwrap_err();
-    assert!(!error.is_fatal() && error.to_string().contains("deleted"), "{error}");
+    assert!(!error.is_fatal() && ErrorChain(&error).to_string().contains("deleted"), "{error}");
     until("the delivery is lost", async || before.is_lost()).await;
     let queue = Queue::new(&server.url(), "deleted", Kind::Quorum).await;
     queue.send(["after"]).await;
@@ -260,11 +261,11 @@ async fn a_queue_that_is_deleted_and_made_again_is_consumed_again() {
 async fn who_connects_first_is_told_what_is_wrong() {
     let server = shared();
     let mut source = AmqpSource::new(broker(&server.url()), "no-such-queue").unwrap();
-    let error = source.connect().await.unwrap_err().to_string();
+    let error = ErrorChain(&source.connect().await.unwrap_err()).to_string();
     assert!(error.contains("no-such-queue") && error.contains("NOT_FOUND"), "{error}");
     let wrong = server.url().replace("guest:guest", "guest:secret");
     let mut source = AmqpSource::new(broker(&wrong), "q").unwrap();
-    let error = source.connect().await.unwrap_err().to_string();
+    let error = ErrorChain(&source.connect().await.unwrap_err()).to_string();
     assert!(error.contains("ACCESS_REFUSED") && !error.contains("secret"), "{error}");
 }
 
@@ -282,7 +283,8 @@ async fn what_is_to_be_encrypted_is_not_sent_in_the_clear() {
     });
     let mut source =
         AmqpSource::new(broker(&format!("amqps://guest:guest@127.0.0.1:{port}/%2f")), "q").unwrap();
-    let error = timeout(PATIENCE, source.connect()).await.unwrap().unwrap_err().to_string();
+    let error = timeout(PATIENCE, source.connect()).await.unwrap().unwrap_err();
+    let error = ErrorChain(&error).to_string();
     assert!(error.contains("TLS"), "{error}");
     assert!(!heard.await.unwrap().starts_with(b"AMQP"));
 }

@@ -135,8 +135,8 @@ pub enum TransactError {
     Undecodable {
         /// Which record.
         record: RecordId,
-        /// What does not fit.
-        source: serde_json::Error,
+        /// What does not fit. Shows nothing of the value.
+        reason: String,
     },
     /// The run ended with this error; it was rolled back and the key is free.
     Failed(Box<dyn StdError + Send + Sync>),
@@ -176,10 +176,10 @@ impl fmt::Display for TransactError {
             Self::Unreplayable { record } => {
                 write!(f, "the operation of record {record} took place, and its result is not kept")
             }
-            Self::Undecodable { record, source } => {
-                write!(f, "the result of record {record} is not of this type any more: {source}")
+            Self::Undecodable { record, reason } => {
+                write!(f, "the result of record {record} cannot be read: {reason}")
             }
-            Self::Failed(error) => write!(f, "rolled back: {error}"),
+            Self::Failed(_) => f.write_str("the transaction was rolled back"),
             Self::Fenced { record } => write!(
                 f,
                 "record {record} is not this attempt's any more; nothing more was committed, but the run may have committed \
@@ -190,9 +190,11 @@ impl fmt::Display for TransactError {
                 "whether attempt {token} of record {record} was committed could not be found out in time; the same call \
                  finds it out"
             ),
-            Self::Unserializable(error) => write!(f, "not to be written as JSON: {error}"),
-            Self::TooLarge(error) => write!(f, "the result is {error}; rolled back"),
-            Self::Store(error) => error.fmt(f),
+            Self::Unserializable(_) => f.write_str("the input or the result cannot be written as JSON"),
+            Self::TooLarge(_) => {
+                f.write_str("the result cannot be kept, and the transaction was rolled back")
+            }
+            Self::Store(_) => f.write_str("the store did not carry out the transaction"),
         }
     }
 }
@@ -200,7 +202,7 @@ impl fmt::Display for TransactError {
 impl StdError for TransactError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
-            Self::Undecodable { source, .. } | Self::Unserializable(source) => Some(source),
+            Self::Unserializable(error) => Some(error),
             Self::Failed(error) => Some(&**error),
             Self::TooLarge(error) => Some(error),
             Self::Store(error) => Some(error),

@@ -76,12 +76,20 @@ impl fmt::Display for GuardError {
             Self::Conflict => {
                 f.write_str("the transaction's snapshot is older than the record; run it again")
             }
-            Self::Response(error) | Self::Store(error) => error.fmt(f),
+            Self::Response(_) => f.write_str("the input or the response cannot be stored"),
+            Self::Store(_) => f.write_str("the store did not complete the record"),
         }
     }
 }
 
-impl std::error::Error for GuardError {}
+impl std::error::Error for GuardError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Response(error) | Self::Store(error) => Some(error),
+            Self::Fenced | Self::Locked | Self::Conflict => None,
+        }
+    }
+}
 
 /// Why header fields are not those of a sidecar.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,8 +212,7 @@ impl Guard {
         connection: &mut PgConnection,
         value: &T,
     ) -> Result<(), GuardError> {
-        let response = json::encode(value)
-            .map_err(|error| GuardError::Response(StoreError::invalid(error.to_string())))?;
+        let response = json::encode(value).map_err(|error| GuardError::Response(error.into()))?;
         self.end(connection, Some(&response)).await
     }
 

@@ -1,9 +1,9 @@
 //! Values as records keep them, and inputs as they are compared.
 
-use std::fmt;
-
 use bytes::Bytes;
-use oncegate_core::{Fingerprint, FingerprintInput, FingerprintRules, ResponseError, StoredResponse};
+use oncegate_core::{
+    Fingerprint, FingerprintInput, FingerprintRules, ResponseError, StoreError, StoredResponse,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -13,13 +13,17 @@ pub(crate) enum EncodeError {
     Response(ResponseError),
 }
 
-impl fmt::Display for EncodeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Json(error) => write!(f, "the value cannot be written as JSON: {error}"),
-            Self::Response(error) => write!(f, "the value is {error}"),
+impl From<EncodeError> for StoreError {
+    fn from(error: EncodeError) -> Self {
+        match error {
+            EncodeError::Json(error) => not_json(error),
+            EncodeError::Response(error) => Self::invalid("the value cannot be stored").with_source(error),
         }
     }
+}
+
+pub(crate) fn not_json(error: serde_json::Error) -> StoreError {
+    StoreError::invalid("the value cannot be written as JSON").with_source(error)
 }
 
 /// As an answer of a service would be: 200, `application/json`.
@@ -29,8 +33,11 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<StoredResponse, EncodeEr
     StoredResponse::new(200, &headers, &[Bytes::from(body)], &[]).map_err(EncodeError::Response)
 }
 
-pub(crate) fn decode<T: DeserializeOwned>(response: &StoredResponse) -> serde_json::Result<T> {
-    serde_json::from_slice(&response.body())
+/// Reads a stored value. The reason of a failure shows nothing of the value, which serde's own text would.
+pub(crate) fn decode<T: DeserializeOwned>(response: &StoredResponse) -> Result<T, String> {
+    serde_json::from_slice(&response.body()).map_err(|error| {
+        format!("its JSON does not fit the type at line {} column {}", error.line(), error.column())
+    })
 }
 
 /// Canonical where JSON has a canonical form: the order of a map's entries is no difference.

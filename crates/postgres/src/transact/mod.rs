@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 pub use self::error::{RunError, TransactError, is_conflict, is_conflict_in, is_lost_in, is_rolled_back};
 pub use self::guard::{Claimed, Guard, GuardError, HeaderError};
-use self::json::EncodeError;
+use self::json::{EncodeError, not_json};
 pub use self::open::{Held, Open, StepError};
 use self::reserved::{Inserted, Reserved};
 pub use self::run::{RunOn, RunWith};
@@ -640,8 +640,8 @@ impl Transactor {
         key: &IdempotencyKey,
         input: &I,
     ) -> Result<Claimed, GuardError> {
-        let request = Request::new(scope, key, input)
-            .map_err(|error| GuardError::Response(StoreError::invalid(error.to_string())))?;
+        let request =
+            Request::new(scope, key, input).map_err(|error| GuardError::Response(not_json(error)))?;
         let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
         let persistent = !self.transaction_pooler;
         let rows = call.in_transaction(connection, persistent).await.map_err(|error| {
@@ -699,7 +699,7 @@ fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_o
     match json::decode(response) {
         Ok(value) if is_ours => Try::Done(Transacted::Executed(value)),
         Ok(value) => Try::Done(Transacted::Replayed(value)),
-        Err(source) => Try::Failed(TransactError::Undecodable { record, source }),
+        Err(reason) => Try::Failed(TransactError::Undecodable { record, reason }),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::{Answer, Command, Completion, OnAbandoned, Outcome, State, Store as _};
+use oncegate_core::{Answer, Command, Completion, ErrorChain, OnAbandoned, Outcome, State, Store as _};
 use oncegate_postgres::{Claimed, Guard, GuardError, Transactor};
 
 use crate::support::{Database, claim, claims, completes, id, response, token};
@@ -109,5 +109,6 @@ async fn another_transaction_with_the_same_attempt_is_told_apart_from_a_stale_on
     assert!(matches!(error, GuardError::Locked), "{error:?}");
     // After a statement that failed, and was passed over, it says so.
     let error = Guard::of_attempt(id(1), owner).complete_without_response(&mut second).await.unwrap_err();
-    assert!(error.to_string().contains("passed over"), "{error}");
+    let chain = ErrorChain(&error).to_string();
+    assert!(chain.contains("passed over"), "{chain}");
 }

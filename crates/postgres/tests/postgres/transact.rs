@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_core::{IdempotencyKey, Scope, StoreErrorKind};
+use oncegate_core::{ErrorChain, IdempotencyKey, Scope, StoreErrorKind};
 use oncegate_postgres::{Isolation, RunError, TransactError, Transacted, Transactor};
 use serde::{Deserialize, Serialize};
 use sqlx::postgres::PgConnection;
@@ -249,6 +249,12 @@ async fn a_result_that_is_of_another_type_by_now_is_an_error_and_no_second_run()
     });
     let error = other.await.unwrap_err();
     assert!(matches!(error, TransactError::Undecodable { .. }), "{error:?}");
+    // What is stored belongs to the customers of a program, and is in no text of the error.
+    let secret = async |_: &mut sqlx::PgConnection| Ok::<_, RunError>("4111-1111".to_owned());
+    transactor.transact(&scope(), &key("order-3"), &1, secret).await.unwrap();
+    let other = transactor.transact(&scope(), &key("order-3"), &1, async |_| Ok::<u64, RunError>(1));
+    let error = other.await.unwrap_err();
+    assert!(!format!("{} {error:?}", ErrorChain(&error)).contains("4111"), "{error:?}");
     // What cannot be kept is rolled back.
     let map = std::collections::HashMap::from([((1, 2), 3)]);
     let error = transactor.transact(&scope(), &key("order-2"), &map, async |_| Ok(())).await.unwrap_err();

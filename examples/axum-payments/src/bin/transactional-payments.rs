@@ -10,7 +10,7 @@ use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use oncegate::core::Scope;
+use oncegate::core::{ErrorChain, Scope};
 use oncegate::http::KeyGrammar;
 use oncegate::postgres::{schema, sqlx};
 use oncegate::{PostgresOptions, TransactError, Transactor};
@@ -59,7 +59,7 @@ fn refuse(error: TransactError) -> Response {
             (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
         }
         error => {
-            eprintln!("payment failed: {error}");
+            eprintln!("payment failed: {}", ErrorChain(&error));
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use oncegate_core::StoreError;
+use oncegate_core::{ErrorChain, StoreError};
 use oncegate_engine::{ConfigError, catch_panic};
 use oncegate_postgres::sqlx::postgres::PgPool;
 use tokio::sync::{Notify, Semaphore};
@@ -334,7 +334,7 @@ impl<P: Publisher> Shared<P> {
                 return Outcome::Confirmed;
             }
             Ok(Ok(Err(PublishError::Refused(error)))) => {
-                let error = in_short(&error.to_string());
+                let error = in_short(&ErrorChain(&*error).to_string());
                 warn!(
                     topic = row.message.topic,
                     seq = row.seq,
@@ -347,7 +347,7 @@ impl<P: Publisher> Shared<P> {
                     OnRefused::GoOn => Outcome::Aside(error),
                 };
             }
-            Ok(Ok(Err(error))) => in_short(&error.to_string()),
+            Ok(Ok(Err(error))) => in_short(&ErrorChain(&error).to_string()),
             Ok(Err(_panicked)) => "the publisher panicked".to_owned(),
             Err(_) => "the broker did not confirm the message in time".to_owned(),
         };
@@ -693,7 +693,7 @@ impl<P: Publisher> Running<P> {
 
     fn failed(&mut self, error: &StoreError) {
         if self.database.times == 0 {
-            warn!(%error, "the outbox cannot be read or written; the relay tries again");
+            warn!(error = %ErrorChain(&error), "the outbox cannot be read or written; the relay tries again");
         }
         self.tell(RelayEventKind::DatabaseFailed);
         self.database.begin();

@@ -1,11 +1,23 @@
-//! Log lines that any client can cause.
+//! Log lines that could come in great numbers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Lets one log line through in each interval, and counts the others.
+/// Lets one log line through in each interval, and counts the others. For lines that any client can cause.
+///
+/// ```
+/// use std::time::Duration;
+/// use oncegate_engine::LogThrottle;
+///
+/// let throttle = LogThrottle::new(Duration::from_secs(60));
+/// for _ in 0..3 {
+///     if let Some(suppressed) = throttle.pass() {
+///         println!("a request was refused; {suppressed} lines before this one were left out");
+///     }
+/// }
+/// ```
 #[derive(Debug)]
-pub(crate) struct LogThrottle {
+pub struct LogThrottle {
     start: Instant,
     interval: Duration,
     /// When the next line may pass, in milliseconds after `start`.
@@ -14,12 +26,14 @@ pub(crate) struct LogThrottle {
 }
 
 impl LogThrottle {
-    pub(crate) fn new(interval: Duration) -> Self {
+    /// A throttle whose first line passes.
+    #[must_use]
+    pub fn new(interval: Duration) -> Self {
         Self { start: Instant::now(), interval, next: AtomicU64::new(0), suppressed: AtomicU64::new(0) }
     }
 
     /// Returns how many lines were suppressed since the last one, if this one may pass.
-    pub(crate) fn pass(&self) -> Option<u64> {
+    pub fn pass(&self) -> Option<u64> {
         self.pass_at(self.start.elapsed())
     }
 

@@ -1,0 +1,89 @@
+//! What the program prints of an error: the whole chain of its causes, and no part of it twice.
+
+mod support;
+
+use std::fs;
+use std::net::TcpListener;
+use std::process::Stdio;
+
+use support::within;
+use tokio::process::Command;
+
+/// The one line of a program's standard error that has this text, which has to end without success.
+async fn failure(command: &mut Command, text: &str) -> String {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    command.env("NO_COLOR", "1").env_remove("ONCEGATE_LOG").env_remove("ONCEGATE_JOURNAL");
+    let ended = within("the end of the program", command.output()).await.unwrap();
+    assert!(!ended.status.success(), "{ended:?}");
+    let words = String::from_utf8(ended.stderr).unwrap();
+    let mut lines = words.lines().filter(|line| line.contains(text));
+    let line = lines.next().unwrap_or_else(|| panic!("no line with {text:?}: {words}"));
+    assert!(lines.next().is_none(), "more than one line with {text:?}: {words}");
+    line.to_owned()
+}
+
+fn oncegate(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(args);
+    command
+}
+
+#[track_caller]
+fn says_each_cause_once(line: &str, causes: &[&str]) {
+    assert!(line.ends_with(&causes.join(": ")), "{line:?} does not end with {causes:?}");
+    let parts: Vec<_> = line.split(": ").collect();
+    for part in &parts {
+        assert_eq!(parts.iter().filter(|other| *other == part).count(), 1, "{part:?} is twice in {line:?}");
+    }
+}
+
+/// An address of this machine where nothing listens.
+fn nobody() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+const REFUSED: [&str; 3] =
+    ["client error (Connect)", "tcp connect error", "Connection refused (os error 111)"];
+
+#[tokio::test]
+async fn a_call_that_is_refused_prints_why() {
+    let url = format!("http://{}/pay", nobody());
+    let line = failure(&mut oncegate(&["call", "--attempts", "1", "POST", &url]), "no definite answer").await;
+    says_each_cause_once(&line, &REFUSED);
+}
+
+#[tokio::test]
+async fn an_admin_address_that_refuses_prints_why() {
+    let admin = format!("http://{}", nobody());
+    let line = failure(&mut oncegate(&["keys", "--admin", &admin, "ls"]), "cannot reach the sidecar").await;
+    says_each_cause_once(&line, &REFUSED);
+}
+
+#[tokio::test]
+async fn a_service_that_refuses_is_checked_and_prints_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let to = format!("http://{}", nobody());
+    let args = ["check", "--online", "--to", &to, "--store", store.to_str().unwrap()];
+    let mut check = oncegate(&args);
+    check.stdout(Stdio::piped());
+    let ended = within("the end of the check", check.output()).await.unwrap();
+    let words = String::from_utf8(ended.stdout).unwrap();
+    let line =
+        words.lines().find(|line| line.contains("cannot be reached")).unwrap_or_else(|| panic!("{words}"));
+    says_each_cause_once(line, &REFUSED);
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_be_opened_prints_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    fs::create_dir_all(store.join("records.redb")).unwrap();
+    let to = format!("http://{}", nobody());
+    let store = store.to_str().unwrap();
+    let mut proxy = oncegate(&["proxy", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]);
+    proxy.args(["--to", &to, "--store", store]);
+    let line = failure(&mut proxy, "cannot open").await;
+    says_each_cause_once(&line, &["Is a directory (os error 21)"]);
+}
