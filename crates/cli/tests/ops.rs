@@ -43,7 +43,9 @@ fn check_asks_the_service_when_it_is_told_to() {
             stream.read_exact(&mut byte).unwrap();
             head.push(byte[0]);
         }
-        stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").unwrap();
+        // As many field lines as the sidecar takes, and more than its libraries do by default.
+        let lines: String = (0..150).map(|number| format!("X-{number}: v\r\n")).collect();
+        write!(stream, "HTTP/1.1 404 Not Found\r\n{lines}Content-Length: 0\r\n\r\n").unwrap();
         text(&head)
     });
     let said = oncegate(dir.path(), &["check", "--online", "--to", &to]);

@@ -20,6 +20,14 @@ use crate::key::Key;
 use crate::report::{Unfinished, Why};
 use crate::send::{Elsewhere, Tries};
 
+/// Most field lines in the head of an answer. The usual 100 of reqwest are too few for verbose services: the head of an answer
+/// that is not read leaves an operation that took place in doubt.
+const MAX_HEADER_LINES: usize = 1000;
+
+/// Largest head of an answer over HTTP/2, in bytes, for the same reason; usually it is 16 KiB.
+#[cfg(feature = "http2")]
+const MAX_HEAD: u32 = 8 * 1024 * 1024;
+
 /// Sends with a client of reqwest that follows no redirections and repeats nothing by itself.
 #[derive(Clone, Debug)]
 pub struct ReqwestTransport {
@@ -28,12 +36,18 @@ pub struct ReqwestTransport {
 
 impl ReqwestTransport {
     /// Builds the client, with redirections and retries of its own turned off: an intent that is redirected has its answer,
-    /// and a connection that fails is known to have carried nothing only where it is the first one.
+    /// and a connection that fails is known to have carried nothing only where it is the first one. The head of an answer may
+    /// have 1000 field lines, and 8 MiB over HTTP/2, whatever the builder says.
     ///
     /// # Errors
     /// As [`reqwest::ClientBuilder::build`].
     pub fn build(builder: reqwest::ClientBuilder) -> reqwest::Result<Self> {
-        let builder = builder.redirect(reqwest::redirect::Policy::none()).retry(reqwest::retry::never());
+        let builder = builder
+            .redirect(reqwest::redirect::Policy::none())
+            .retry(reqwest::retry::never())
+            .http1_max_headers(MAX_HEADER_LINES);
+        #[cfg(feature = "http2")]
+        let builder = builder.http2_max_header_list_size(MAX_HEAD);
         Ok(Self { client: builder.build()? })
     }
 }
@@ -87,6 +101,10 @@ fn was_refused(error: &(dyn Error + 'static)) -> bool {
 ///
 /// Turn redirections off in the client (`redirect::Policy::none()`) and say so here. A client that follows them may have
 /// been refused a connection by the second address after the first one did what was asked for.
+///
+/// Set `http1_max_headers(1000)` and `http2_max_header_list_size` there, too. Without them reqwest reads 100 field lines of the
+/// head of an answer, or 16 KiB over HTTP/2. A larger head ends the attempt without an answer ("message head is too large"),
+/// so the request is sent again under its key until its attempts are used up, and what became of it stays in doubt.
 pub struct IntentMiddleware {
     door: Door,
     redirects: bool,

@@ -112,6 +112,59 @@ async fn an_answer_that_is_cut_at_any_octet_is_asked_for_again_with_hyper() {
     cut_everywhere(hyper_client()).await;
 }
 
+/// An answer of a verbose service.
+fn many_lines(count: usize) -> Reply {
+    let lines: String = (0..count).map(|number| format!("x-{number}: v\r\n")).collect();
+    answer(201, &lines, r#"{"paid":5}"#)
+}
+
+#[tokio::test]
+async fn an_answer_may_have_many_field_lines() {
+    for count in [98, 99, 150, 990] {
+        let service = Hostile::new(move |_, _| many_lines(count)).await;
+        let answer = reqwest_client().send(&pay(&service)).await.unwrap();
+        assert_eq!((answer.attempts, answer.verdict), (1, Verdict::Done), "{count}");
+        assert_eq!(answer.response.headers()[format!("x-{}", count - 1)], "v");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_with_too_many_field_lines_is_a_doubt_that_says_why() {
+    let service = Hostile::new(|_, _| many_lines(1001)).await;
+    let policy = quick().with_attempts(2).unwrap();
+    let open = reqwest_client().with_policy(policy.clone()).send(&pay(&service)).await.unwrap_err();
+    assert!(open.may_have_taken_effect() && service.take().len() == 2);
+    assert!(chain(&open).contains("message head is too large"), "{}", chain(&open));
+    // The client that the middleware is put on is the application's, which has to set its limit.
+    let service = Hostile::new(|_, _| many_lines(150)).await;
+    for (builder, is_done) in
+        [(reqwest::Client::builder(), false), (reqwest::Client::builder().http1_max_headers(1000), true)]
+    {
+        let client = builder.no_proxy().build().unwrap();
+        let middleware = IntentMiddleware::new().with_policy(policy.clone());
+        let client = reqwest_middleware::ClientBuilder::new(client).with(middleware).build();
+        let sent = client.post(service.url("/")).header("Idempotency-Key", "order-1").body("5").send().await;
+        match sent {
+            Ok(answer) => assert!(is_done && answer.status() == 201),
+            Err(error) => {
+                assert!(!is_done && unfinished(&error).unwrap().may_have_taken_effect());
+                assert!(chain(&error).contains("message head is too large"), "{}", chain(&error));
+            }
+        }
+    }
+}
+
+/// An error and everything below it.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(error) = next {
+        text.push_str(&format!(": {error}"));
+        next = error.source();
+    }
+    text
+}
+
 #[tokio::test]
 async fn a_plain_api_whose_answer_is_cut_is_asked_once() {
     let whole = "HTTP/1.1 201 Created\r\ncontent-length: 10\r\n\r\n{\"paid\":5}";

@@ -11,7 +11,7 @@ use oncegate_core::ErrorChain;
 
 use super::Report;
 use crate::config::{Config, UpstreamProtocol, duration_text};
-use crate::proxy::connector;
+use crate::proxy::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX, connector};
 
 /// How long the service may take for one answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -43,6 +43,10 @@ async fn ask(config: &Config) -> Result<(http::StatusCode, Version), String> {
     let connector = connector(&config.to, protocol, config.connect_timeout)?;
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
+        // The head of an answer may be as large as the sidecar takes it.
+        .http1_max_buf_size(HEAD_MAX)
+        .http1_max_headers(LINES_MAX)
+        .http2_max_header_list_size(LIBRARY_HEAD_MAX)
         .http2_only(protocol == UpstreamProtocol::Http2)
         .build(connector);
     let request = Request::builder()

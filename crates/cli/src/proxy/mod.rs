@@ -47,7 +47,7 @@ pub(crate) const LINES_MAX: usize = 1000;
 
 /// Largest head of a request or an answer, in bytes, whatever the protocol: what common servers accept, several times. Also
 /// what is read of a connection at a time, and so the largest piece that waits.
-const HEAD_MAX: usize = 128 * 1024;
+pub(crate) const HEAD_MAX: usize = 128 * 1024;
 const HEAD_MAX_U32: u32 = HEAD_MAX as u32;
 
 /// Where the HTTP/2 library gives up on the head of an answer, and nothing is known of it: far beyond [`HEAD_MAX`], which is
