@@ -129,6 +129,9 @@ CREATE OR REPLACE FUNCTION oncegate.outbox_take(
     attempts integer
 )
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    -- Rows are looked for in the order of the primary key, up to the first one that is there. The statistics count only rows
+    -- that are there, so while an old snapshot keeps deleted ones, the planner would read and sort all of them for each line.
+    SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
 AS $$
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
@@ -147,6 +150,7 @@ DECLARE
     m record;
     n integer;
     size bigint;
+    first bigint;
     upto bigint;
 BEGIN
     IF (outbox_take.most_rows BETWEEN 1 AND 10000 AND outbox_take.run BETWEEN 1 AND 10000 AND outbox_take.most_octets > 0) IS NOT TRUE
@@ -213,7 +217,8 @@ BEGIN
 
     -- Lines of one row, together.
     IF place >= 0 AND looked < 1000 AND NOT is_full THEN
-        SELECT max(o.line), count(*) INTO upto, n FROM (
+        -- Deleted rows in front of the first one are stepped over once, and not again below.
+        SELECT min(o.line), max(o.line), count(*) INTO first, upto, n FROM (
             SELECT o.line FROM oncegate.outbox AS o WHERE o.is_aside = false AND o.line >= place ORDER BY o.line
             LIMIT 1000 - looked
         ) AS o;
@@ -221,7 +226,7 @@ BEGIN
         FOR m IN
             SELECT o.*, oncegate.outbox_octets(o.payload, o.header_names, o.header_values) AS size
             FROM oncegate.outbox AS o
-            WHERE o.is_aside = false AND o.line >= place AND o.line <= upto
+            WHERE o.is_aside = false AND o.line >= first AND o.line <= upto
                 AND o.free_at NOT BETWEEN clock + 1 AND longest AND o.refused_at IS NULL
             ORDER BY o.line, o.seq LIMIT rows_left + 1
             FOR UPDATE SKIP LOCKED

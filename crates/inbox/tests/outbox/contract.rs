@@ -337,3 +337,36 @@ async fn headers_count_as_octets_however_well_they_compress() {
         .and_then(|error| error.as_database_error()?.code().map(String::from));
     assert_eq!(code.as_deref(), Some("22023"));
 }
+
+/// While an old snapshot is open, messages that were published stay in the table's index. A relay steps over them, but not for
+/// each line again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_take_under_an_old_snapshot_steps_over_what_was_deleted_a_few_times_and_not_for_each_line() {
+    const DELETED: i64 = 10_000;
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    for key in ["int4send(n % 500)", "NULL"] {
+        let mut old = database.connect().await;
+        run(&mut old, "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1").await;
+        let send =
+            format!("SELECT oncegate.send('orders', '\\x00', {key}) FROM generate_series(1, {DELETED}) AS n");
+        run(&mut admin, &send).await;
+        // The statistics know of no row then.
+        run(&mut admin, "DELETE FROM oncegate.outbox; ANALYZE oncegate.outbox").await;
+        run(&mut admin, &send.replace(&DELETED.to_string(), "500")).await;
+        let take = "SELECT * FROM oncegate.outbox_take(NULL, 1000, 67108864, 50, 30000)";
+        let plan = run(&mut admin, &format!("EXPLAIN (ANALYZE, BUFFERS) {take}")).await;
+        let lines: Vec<String> = plan.iter().map(|row| row.get(0)).collect();
+        assert!(lines.iter().any(|line| line.contains("rows=500 ")), "{lines:#?}");
+        // How many pages it looked at, in all that it calls.
+        let buffers = lines.iter().find(|line| line.contains("Buffers: shared")).unwrap();
+        let pages = |name: &str| {
+            let words = buffers.split_whitespace().find_map(|word| word.strip_prefix(name));
+            words.map_or(0, |digits| digits.parse::<i64>().unwrap())
+        };
+        let pages = pages("hit=") + pages("read=");
+        assert!(pages < 5 * DELETED, "{pages} pages for 500 messages ({key})");
+        run(&mut old, "COMMIT").await;
+        run(&mut admin, "DELETE FROM oncegate.outbox").await;
+    }
+}
