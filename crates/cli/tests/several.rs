@@ -249,7 +249,7 @@ async fn where_redis_tells_nobody_whoever_waits_asks_and_is_warned_once() {
         wire.message().await;
         let mut waiting = two.connect().await;
         waiting.send(order(key)).await;
-        until("it waits", async || metric(&two, "oncegate_in_flight ").await > 0.0).await;
+        until("it waits", async || metric(&two, "oncegate_records_in_flight ").await > 0.0).await;
         // Said to be the last, so that the next request comes on a connection of its own.
         wire.send(receipt("receipt").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")).await;
         assert_eq!(owner.message().await.status(), 201);

@@ -1,8 +1,8 @@
 //! How much the bodies of requests with a key may hold together, and how much those of their answers, over all connections.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
 
@@ -12,29 +12,67 @@ use bytes::Bytes;
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
-    /// What is not drawn: one number for all copies of the layer. Below zero where more is held than the limit, because
-    /// [it had to be](Held::add_always).
-    left: Arc<AtomicIsize>,
+    shared: Arc<Shared>,
     /// What this copy has drawn ahead, so that its small bodies meet no other thread's.
     here: AtomicIsize,
+}
+
+/// The part of a budget that all copies of the layer share.
+#[derive(Debug)]
+struct Shared {
+    /// The bytes that no copy has drawn. Below zero while more is held than the limit, because
+    /// [it had to be](Held::add_always).
+    left: AtomicIsize,
+    /// Every copy, to add up what they have drawn ahead.
+    copies: Mutex<Vec<Weak<Budget>>>,
+}
+
+impl Shared {
+    fn copies(&self) -> MutexGuard<'_, Vec<Weak<Budget>>> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Most that one copy draws ahead.
 const AHEAD_MAX: usize = 64 * 1024;
 
 impl Budget {
-    pub(crate) fn new(limit: usize) -> Self {
-        Self { limit, left: Arc::new(AtomicIsize::new(signed(limit))), here: AtomicIsize::new(0) }
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
+        let shared = Shared { left: AtomicIsize::new(signed(limit)), copies: Mutex::default() };
+        Self::copy(limit, Arc::new(shared))
     }
 
     /// The same budget, for a copy of the layer that is used on another thread.
-    pub(crate) fn apart(&self) -> Self {
-        Self { limit: self.limit, left: self.left.clone(), here: AtomicIsize::new(0) }
+    pub(crate) fn apart(&self) -> Arc<Self> {
+        Self::copy(self.limit, self.shared.clone())
+    }
+
+    fn copy(limit: usize, shared: Arc<Shared>) -> Arc<Self> {
+        let copy = Arc::new(Self { limit, shared, here: AtomicIsize::new(0) });
+        let mut copies = copy.shared.copies();
+        // Each reload makes new copies, and the ones before end with their last body.
+        copies.retain(|copy| copy.strong_count() > 0);
+        copies.push(Arc::downgrade(&copy));
+        drop(copies);
+        copy
+    }
+
+    pub(crate) const fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// How many bytes are held now, over all copies: more than the limit where they had to be. While other threads take and
+    /// give back, it may be off by what they draw ahead.
+    pub(crate) fn used(&self) -> usize {
+        let copies: Vec<_> = self.shared.copies().iter().filter_map(Weak::upgrade).collect();
+        let ahead: isize = copies.iter().map(|copy| copy.here.load(Ordering::Relaxed)).sum();
+        let free = self.shared.left.load(Ordering::Relaxed).saturating_add(ahead);
+        usize::try_from(signed(self.limit).saturating_sub(free)).unwrap_or(0)
     }
 
     /// Whether there is room for anything at all.
     pub(crate) fn has_room(&self) -> bool {
-        self.here.load(Ordering::Relaxed) > 0 || self.left.load(Ordering::Relaxed) > 0
+        self.here.load(Ordering::Relaxed) > 0 || self.shared.left.load(Ordering::Relaxed) > 0
     }
 
     /// So little of a small budget that what copies drew ahead keeps no other copy from the rest.
@@ -47,7 +85,7 @@ impl Budget {
             return true;
         }
         let ahead = self.ahead();
-        if draw(&self.left, bytes.saturating_add(ahead)) {
+        if draw(&self.shared.left, bytes.saturating_add(ahead)) {
             self.here.fetch_add(signed(ahead), Ordering::Relaxed);
             return true;
         }
@@ -55,14 +93,14 @@ impl Budget {
         let here = self.here.swap(0, Ordering::Relaxed);
         let bytes = signed(bytes);
         let missing = bytes.saturating_sub(here).max(0);
-        let taken = draw(&self.left, missing.unsigned_abs());
+        let taken = draw(&self.shared.left, missing.unsigned_abs());
         self.here.fetch_add(if taken { (here - bytes).max(0) } else { here }, Ordering::Relaxed);
         taken
     }
 
     fn take_always(&self, bytes: usize) {
         if !self.take(bytes) {
-            self.left.fetch_sub(signed(bytes), Ordering::Relaxed);
+            self.shared.left.fetch_sub(signed(bytes), Ordering::Relaxed);
         }
     }
 
@@ -74,14 +112,14 @@ impl Budget {
             let all = self.here.swap(0, Ordering::Relaxed);
             let kept = all.min(ahead);
             self.here.fetch_add(kept, Ordering::Relaxed);
-            self.left.fetch_add(all - kept, Ordering::Relaxed);
+            self.shared.left.fetch_add(all - kept, Ordering::Relaxed);
         }
     }
 }
 
 impl Drop for Budget {
     fn drop(&mut self) {
-        self.left.fetch_add(*self.here.get_mut(), Ordering::Relaxed);
+        self.shared.left.fetch_add(*self.here.get_mut(), Ordering::Relaxed);
     }
 }
 
@@ -221,14 +259,14 @@ mod tests {
     }
 
     fn left(budget: &Budget) -> usize {
-        let left = budget.left.load(Ordering::Relaxed) + budget.here.load(Ordering::Relaxed);
+        let left = budget.shared.left.load(Ordering::Relaxed) + budget.here.load(Ordering::Relaxed);
         usize::try_from(left).unwrap()
     }
 
     #[test]
     fn is_taken_to_the_last_byte_and_given_back() {
         for limit in [0, 1, 100, 4096, 1 << 20, 1 << 28] {
-            let budget = Arc::new(Budget::new(limit));
+            let budget = Budget::new(limit);
             for _ in 0..3 {
                 let mut all = held(&budget);
                 assert!(!all.add(limit + 1));
@@ -247,10 +285,10 @@ mod tests {
     #[test]
     fn what_had_to_be_taken_is_missing_until_it_is_given_back() {
         for limit in [0, 100, 1 << 28] {
-            let budget = Arc::new(Budget::new(limit));
+            let budget = Budget::new(limit);
             let mut all = held(&budget);
             all.add_always(limit + 50);
-            assert!(!budget.has_room());
+            assert_eq!((budget.has_room(), budget.used()), (false, limit + 50));
             let mut one = held(&budget);
             assert!(!one.add(1), "{limit}");
             all.keep(limit / 2);
@@ -263,10 +301,11 @@ mod tests {
     #[test]
     fn copies_share_it_and_draw_little_ahead() {
         let limit = 1 << 28;
-        let one = Arc::new(Budget::new(limit));
-        let other = Arc::new(one.apart());
+        let one = Budget::new(limit);
+        let other = one.apart();
         let (mut a, mut b) = (held(&one), held(&other));
         assert!(a.add(10) && b.add(10));
+        assert_eq!((one.used(), other.used()), (20, 20));
         // What the other drew ahead is all that is missing here.
         assert!(!a.add(limit - 20));
         assert!(a.add(limit - 20 - AHEAD_MAX));
@@ -274,8 +313,14 @@ mod tests {
         assert!(b.add(AHEAD_MAX));
         drop((a, b));
         assert!(one.here.load(Ordering::Relaxed) <= signed(2 * AHEAD_MAX));
+        assert_eq!(one.used(), 0);
         drop(other);
-        assert_eq!(left(&one), limit);
+        assert_eq!((left(&one), one.used()), (limit, 0));
+        // Copies that are gone are not remembered for ever.
+        let copies: Vec<_> = (0..10).map(|_| one.apart()).collect();
+        drop(copies);
+        let _last = one.apart();
+        assert_eq!(one.shared.copies().len(), 2);
     }
 
     #[test]
@@ -285,7 +330,7 @@ mod tests {
         let now = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for seed in 0..8_usize {
-                let (apart, now) = (Arc::new(budget.apart()), &now);
+                let (apart, now) = (budget.apart(), &now);
                 scope.spawn(move || {
                     let mut kept = Vec::new();
                     for round in 0..2000_usize {
@@ -308,13 +353,13 @@ mod tests {
                 });
             }
         });
-        assert_eq!(left(&budget), limit);
+        assert_eq!((left(&budget), budget.used()), (limit, 0));
     }
 
     #[test]
     fn a_large_body_is_held_as_long_as_its_bytes() {
         for (len, tied) in [(TIED_REQUEST - 1, false), (TIED_REQUEST, true)] {
-            let budget = Arc::new(Budget::new(1 << 20));
+            let budget = Budget::new(1 << 20);
             let mut taken = held(&budget);
             assert!(taken.add(len + 100));
             let (data, rest) = tie(Bytes::from(vec![7; len]), taken, TIED_REQUEST);

@@ -222,7 +222,7 @@ mod tests {
     const PLAIN: &[u8] = br#"{"amount":1}"#;
 
     fn decoded<'a>(coding: &'a [u8], body: &'a [u8], max: usize) -> (Cow<'a, [u8]>, Cow<'a, str>) {
-        let budget = Arc::new(Budget::new(1 << 30));
+        let budget = Budget::new(1 << 30);
         let body = decode_coding(coding, body, max, &mut Held::nothing(budget)).unwrap();
         (body.bytes, body.coding)
     }
@@ -279,7 +279,7 @@ mod tests {
         let plain: Vec<u8> = (0..100_000_u32).flat_map(u32::to_be_bytes).collect();
         let coded = gzip(&plain, 9);
         for (limit, fits) in [(plain.len() / 2, false), (2 * plain.len(), true)] {
-            let budget = Arc::new(Budget::new(limit));
+            let budget = Budget::new(limit);
             let mut held = Held::nothing(budget);
             assert_eq!(decode_coding(b"gzip", &coded, 1 << 20, &mut held).is_ok(), fits);
         }
@@ -319,7 +319,7 @@ mod tests {
     }
 
     fn undone(parts: &Parts) -> DecodedBody<'_> {
-        decode(parts, PLAIN, 100, &mut Held::nothing(Arc::new(Budget::new(1 << 20)))).unwrap()
+        decode(parts, PLAIN, 100, &mut Held::nothing(Budget::new(1 << 20))).unwrap()
     }
 
     #[test]

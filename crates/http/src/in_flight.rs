@@ -41,6 +41,15 @@ impl InFlight {
         Self { max_per_caller, ..self }
     }
 
+    pub(crate) const fn max(&self) -> usize {
+        self.max
+    }
+
+    /// How many requests are under way now, of all callers.
+    pub(crate) fn now(&self) -> usize {
+        self.counts.all.load(Ordering::Relaxed)
+    }
+
     /// Counts one more request of this caller, or of none where all requests are one caller's. `None` where there are too many.
     pub(crate) fn enter(self: &Arc<Self>, caller: Option<CallerTag>) -> Option<Slot> {
         let all = &self.counts.all;
@@ -120,7 +129,7 @@ mod tests {
             slots.remove(0);
             slots.push(in_flight.enter(ada).unwrap());
             drop(slots);
-            assert_eq!((in_flight.counts.all.load(Ordering::Relaxed), remembered(&in_flight)), (0, 0));
+            assert_eq!((in_flight.now(), remembered(&in_flight)), (0, 0));
         }
         let slots: Vec<_> = (0..3).map(|_| in_flight.enter(None).unwrap()).collect();
         assert!(in_flight.enter(None).is_none());
@@ -131,6 +140,6 @@ mod tests {
     fn a_refused_caller_leaves_nothing_behind() {
         let in_flight = Arc::new(InFlight::new(10, 0));
         assert!(in_flight.enter(Some(CallerTag::from_bytes([1; 8]))).is_none());
-        assert_eq!(in_flight.counts.all.load(Ordering::Relaxed), 0);
+        assert_eq!(in_flight.now(), 0);
     }
 }

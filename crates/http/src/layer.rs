@@ -58,6 +58,25 @@ pub(crate) struct Shared {
     routes: Vec<Route>,
 }
 
+/// How much of its limits a layer uses at a moment, with all its copies. Made by [`IdempotencyLayer::limit_usage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LimitUsage {
+    /// Requests with a key that are under way.
+    pub in_flight: usize,
+    /// Most of them at a time: [`IdempotencyLayer::with_max_in_flight`].
+    pub max_in_flight: usize,
+    /// Bytes that the bodies of requests with a key hold.
+    pub request_bytes: usize,
+    /// Most of them: [`IdempotencyLayer::with_request_budget`].
+    pub request_budget: usize,
+    /// Bytes that the bodies of answers to requests with a key hold. May be above the budget: the answer of an operation that
+    /// took place is always taken.
+    pub response_bytes: usize,
+    /// The budget for them: [`IdempotencyLayer::with_response_budget`].
+    pub response_budget: usize,
+}
+
 #[derive(Clone)]
 struct Route {
     methods: Vec<Method>,
@@ -75,8 +94,8 @@ impl IdempotencyLayer {
         let shared = Shared {
             engine,
             observer: Arc::new(()),
-            request_budget: Arc::new(Budget::new(REQUEST_BUDGET)),
-            response_budget: Arc::new(Budget::new(RESPONSE_BUDGET)),
+            request_budget: Budget::new(REQUEST_BUDGET),
+            response_budget: Budget::new(RESPONSE_BUDGET),
             in_flight: Arc::new(InFlight::new(MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_CALLER)),
             comparisons: Arc::new(Semaphore::new(cores())),
             scope_warnings: Arc::new(LogThrottle::new(SCOPE_WARNING_INTERVAL)),
@@ -138,7 +157,7 @@ impl IdempotencyLayer {
     /// that is larger than the whole of it is always refused.
     #[must_use]
     pub fn with_request_budget(self, octets: usize) -> Self {
-        self.change(|shared| shared.request_budget = Arc::new(Budget::new(octets)))
+        self.change(|shared| shared.request_budget = Budget::new(octets))
     }
 
     /// How many bytes the bodies of answers to requests with a key may hold together, on all routes and in all copies of the
@@ -146,7 +165,7 @@ impl IdempotencyLayer {
     /// operation that took place is given anyway; while there is no room, no other request is executed. By default 256 MiB.
     #[must_use]
     pub fn with_response_budget(self, bytes: usize) -> Self {
-        self.change(|shared| shared.response_budget = Arc::new(Budget::new(bytes)))
+        self.change(|shared| shared.response_budget = Budget::new(bytes))
     }
 
     /// Most requests with a key that are under way at the same time, on all routes and in all copies of the layer: from before
@@ -188,14 +207,28 @@ impl IdempotencyLayer {
         Some(canonical::locate(settings, &scope, request, key).0)
     }
 
+    /// How much of the limits is used now, by this layer and all its copies. For gauges.
+    #[must_use]
+    pub fn limit_usage(&self) -> LimitUsage {
+        let Shared { in_flight, request_budget, response_budget, .. } = &*self.shared;
+        LimitUsage {
+            in_flight: in_flight.now(),
+            max_in_flight: in_flight.max(),
+            request_bytes: request_budget.used(),
+            request_budget: request_budget.limit(),
+            response_bytes: response_budget.used(),
+            response_budget: response_budget.limit(),
+        }
+    }
+
     /// A copy that shares no reference count with this one, only the engine, the observer and the limits of what may be held
     /// and be under way together: for programs with a runtime per core, where every request would otherwise pass that count
     /// from core to core.
     #[must_use]
     pub fn unshared(&self) -> Self {
         let mut shared = Shared::clone(&self.shared);
-        shared.request_budget = Arc::new(shared.request_budget.apart());
-        shared.response_budget = Arc::new(shared.response_budget.apart());
+        shared.request_budget = shared.request_budget.apart();
+        shared.response_budget = shared.response_budget.apart();
         shared.in_flight = Arc::new(InFlight::clone(&shared.in_flight));
         Self { shared: Arc::new(shared) }
     }

@@ -107,7 +107,7 @@ pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswe
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};
-pub use layer::IdempotencyLayer;
+pub use layer::{IdempotencyLayer, LimitUsage};
 pub use path::{PathCase, PathPattern, TrailingSlash};
 pub use profile::{KeyScope, Profile, Row, ServerErrors};
 pub use reconcile::{Reconcile, Reconciled};

@@ -15,8 +15,8 @@ use oncegate_core::{
     Advisory, AuditEntry, Capabilities, Command, FencingToken, ListPage, ListQuery, Outcome, Record,
     RecordId, RecordMap, Sharded, StateName, Store, StoreErrorKind, StoreFuture, Timestamp,
 };
-use oncegate_engine::{Breaker, BreakerState, Engine, Event, EventKind, Observer};
-use oncegate_http::{Condition, Disposition, Reconciled, RequestEvent, RequestObserver};
+use oncegate_engine::{BreakerState, Event, EventKind, Observer};
+use oncegate_http::{Condition, Disposition, LimitUsage, Reconciled, RequestEvent, RequestObserver};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
@@ -28,7 +28,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+use super::AdminState;
 use super::census::Counts;
+use crate::proxy::ConnectionLimit;
 
 /// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
 struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
@@ -71,7 +73,8 @@ struct Inner {
     running: Sharded<RecordMap<(RecordId, FencingToken), Instant>>,
     attempt_durations: Histogram,
     executing: Gauge,
-    in_flight: Gauge,
+    records_in_flight: Gauge,
+    limits: LimitGauges,
     degraded: Gauge,
     breaker: [Gauge; BreakerState::ALL.len()],
     breaker_openings: Counter,
@@ -217,9 +220,14 @@ impl Metrics {
             Unit::Seconds,
             upstream_durations.clone(),
         );
-        let [executing, in_flight, degraded, draining] = std::array::from_fn(|_| Gauge::default());
+        let [executing, records_in_flight, degraded, draining] = std::array::from_fn(|_| Gauge::default());
         r.register("executing", "Attempts that execute", executing.clone());
-        r.register("in_flight", "Records that a request is at, claiming or executing", in_flight.clone());
+        r.register(
+            "records_in_flight",
+            "Records that a request is at, claiming or executing",
+            records_in_flight.clone(),
+        );
+        let limits = LimitGauges::register(r);
         r.register("degraded", "1 while the store is out of reach or takes no writes", degraded.clone());
         let breakers: Family<[Label; 1], Gauge> = Family::default();
         r.register(
@@ -259,7 +267,8 @@ impl Metrics {
             running: Sharded::default(),
             attempt_durations,
             executing,
-            in_flight,
+            records_in_flight,
+            limits,
             degraded,
             breaker: BreakerState::ALL
                 .map(|state| breakers.get_or_create_owned(&[("state", state.as_str())])),
@@ -317,7 +326,7 @@ impl Metrics {
         ];
         for (state, count) in states {
             let gauge = self.0.records.get_or_create_owned(&[("state", state.as_str())]);
-            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+            gauge.set(gauged(count));
         }
         let oldest = counts.oldest.map_or(0, Timestamp::as_millis);
         self.0.oldest_unsettled.store(oldest, Ordering::Relaxed);
@@ -334,27 +343,24 @@ impl Metrics {
     }
 
     /// Everything, in the text format of OpenMetrics, which Prometheus reads.
-    pub(super) fn render(
-        &self,
-        engine: &Engine,
-        breaker: &Breaker,
-        draining: bool,
-    ) -> Result<String, fmt::Error> {
+    pub(super) fn render(&self, state: &AdminState) -> Result<String, fmt::Error> {
+        let AdminState { engine, breaker, .. } = state;
         self.0.degraded.set(breaker.is_degraded().into());
         let is = breaker.state();
         for (state, gauge) in BreakerState::ALL.into_iter().zip(&self.0.breaker) {
             gauge.set((state == is).into());
         }
         self.0.breaker_openings.inner().store(breaker.openings(), Ordering::Relaxed);
-        self.0.in_flight.set(i64::try_from(engine.in_flight()).unwrap_or(i64::MAX));
-        self.0.draining.set(draining.into());
+        self.0.records_in_flight.set(gauged(engine.in_flight()));
+        self.0.limits.set(&state.live.borrow().layer.limit_usage(), &state.connections);
+        self.0.draining.set(state.draining.is_set().into());
         self.set_oldest_age(engine.store().now());
         self.0.advisories.clear();
         for advisory in engine.store().advisories() {
             self.0.advisories.get_or_create(&[("name", advisory.name)]).set(1);
         }
         let executing: usize = self.0.running.each().map(|shard| shard.len()).sum();
-        self.0.executing.set(i64::try_from(executing).unwrap_or(i64::MAX));
+        self.0.executing.set(gauged(executing));
         let mut text = String::new();
         encode(&mut text, &self.0.registry)?;
         Ok(text)
@@ -373,6 +379,62 @@ impl Metrics {
             if let (Some(begun), EventKind::Executed) = (begun, event.kind) {
                 self.0.attempt_durations.observe(begun.elapsed().as_secs_f64());
             }
+        }
+    }
+}
+
+fn gauged(count: impl TryInto<i64>) -> i64 {
+    count.try_into().unwrap_or(i64::MAX)
+}
+
+/// How near the sidecar is to each of its limits: what is used now, and the limit as a gauge of its own.
+struct LimitGauges([(Gauge, Gauge); 4]);
+
+impl LimitGauges {
+    fn register(registry: &mut Registry) -> Self {
+        let mut gauge = |name, help, unit: Option<Unit>| {
+            let gauge = Gauge::default();
+            match unit {
+                Some(unit) => registry.register_with_unit(name, help, unit, gauge.clone()),
+                None => registry.register(name, help, gauge.clone()),
+            }
+            gauge
+        };
+        let bytes = || Some(Unit::Bytes);
+        Self([
+            (
+                gauge("requests_in_flight", "Requests with a key that are under way", None),
+                gauge("requests_in_flight_limit", "Most requests with a key under way (max-in-flight)", None),
+            ),
+            (
+                gauge("connections_open", "Connections of clients that are open", None),
+                gauge("connections_limit", "Most connections of clients (max-connections)", None),
+            ),
+            (
+                gauge("request_budget_used", "Bytes that bodies of requests with a key hold", bytes()),
+                gauge("request_budget_limit", "Most bytes that they may hold (request-budget)", bytes()),
+            ),
+            (
+                gauge("response_budget_used", "Bytes that bodies of answers to them hold", bytes()),
+                gauge(
+                    "response_budget_limit",
+                    "Most bytes that these should hold (response-budget)",
+                    bytes(),
+                ),
+            ),
+        ])
+    }
+
+    fn set(&self, layer: &LimitUsage, connections: &ConnectionLimit) {
+        let values = [
+            (layer.in_flight, layer.max_in_flight),
+            (connections.open(), connections.max()),
+            (layer.request_bytes, layer.request_budget),
+            (layer.response_bytes, layer.response_budget),
+        ];
+        for ((used, limit), (used_now, limit_now)) in self.0.iter().zip(values) {
+            used.set(gauged(used_now));
+            limit.set(gauged(limit_now));
         }
     }
 }

@@ -54,6 +54,7 @@ use tokio::sync::{Semaphore, watch};
 use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::config::AdminToken;
+use crate::proxy::ConnectionLimit;
 
 pub(crate) use self::census::{LeftBehind, run as count_records};
 pub(crate) use self::front::FrontCollector;
@@ -69,6 +70,8 @@ pub(crate) struct AdminState {
     pub(crate) breaker: Breaker,
     pub(crate) metrics: Metrics,
     pub(crate) draining: Draining,
+    /// The connections of clients, to see how many are open.
+    pub(crate) connections: ConnectionLimit,
     pub(crate) live: watch::Receiver<AdminLive>,
 }
 
@@ -212,7 +215,7 @@ async fn readyz(State(state): State<AdminState>) -> Response {
 
 async fn metrics(State(state): State<AdminState>, headers: HeaderMap) -> Response {
     let form = Exposition::of(&headers);
-    match state.metrics.render(&state.engine, &state.breaker, state.draining.is_set()) {
+    match state.metrics.render(&state) {
         Ok(text) => {
             let fields = [
                 (header::CONTENT_TYPE, HeaderValue::from_static(form.content_type())),

@@ -176,6 +176,7 @@ impl Sidecar {
             breaker,
             metrics: metrics.clone(),
             draining: draining.clone(),
+            connections: ConnectionLimit::new(100),
             live: watch::channel(live).1,
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -949,7 +950,7 @@ async fn every_outcome_is_counted_and_nobody_is_named() {
     let purges = series(&text, "oncegate_store_duration_seconds_count{command=\"purge\"}");
     assert_eq!(series(&text, "oncegate_attempt_duration_seconds_count"), 1.0);
     assert_eq!(series(&text, "oncegate_executing"), 0.0);
-    assert_eq!(series(&text, "oncegate_in_flight"), 0.0);
+    assert_eq!(series(&text, "oncegate_records_in_flight"), 0.0);
     assert!(
         text.contains(
             "oncegate_store_info{store=\"memory\",durability=\"volatile\",fencing=\"monotonic\"} 1"
@@ -990,7 +991,7 @@ async fn attempts_that_execute_are_gauged_also_where_they_are_dropped() {
         }
     }
     assert_eq!(gauge("oncegate_executing").await, 3.0);
-    assert_eq!(gauge("oncegate_in_flight").await, 3.0);
+    assert_eq!(gauge("oncegate_records_in_flight").await, 3.0);
     permits.pop().unwrap().release().await;
     drop(permits.pop());
     assert_eq!(gauge("oncegate_executing").await, 1.0);

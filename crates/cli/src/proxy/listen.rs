@@ -74,13 +74,35 @@ fn listener(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListen
 /// Requests that one client of HTTP/2 may have under way on a connection.
 const STREAMS_MAX: u32 = 100;
 
+/// How many connections of clients may be open, of all threads together. All clones are one.
+#[derive(Clone, Debug)]
+pub(crate) struct ConnectionLimit {
+    /// One for each connection that may be open.
+    permits: Arc<Semaphore>,
+    max: usize,
+}
+
+impl ConnectionLimit {
+    pub(crate) fn new(max: usize) -> Self {
+        Self { permits: Arc::new(Semaphore::new(max)), max }
+    }
+
+    pub(crate) const fn max(&self) -> usize {
+        self.max
+    }
+
+    /// How many are open now.
+    pub(crate) fn open(&self) -> usize {
+        self.max.saturating_sub(self.permits.available_permits())
+    }
+}
+
 /// What one thread serves.
 pub(super) struct Front {
     pub(super) current: Arc<ThreadLive>,
     /// Tells of reloads.
     pub(super) live: watch::Receiver<Live>,
-    /// One permit for each connection that may be open, of all threads together.
-    pub(super) connections: Arc<Semaphore>,
+    pub(super) connections: ConnectionLimit,
     /// Limits the log lines that say that none is left.
     pub(super) full_warnings: Arc<LogThrottle>,
 }
@@ -215,17 +237,17 @@ fn builder(write_timeout: Duration, half_close: bool) -> Builder {
 /// The next connection, as soon as one more may be open.
 async fn accept(
     listener: &TcpListener,
-    connections: &Arc<Semaphore>,
+    connections: &ConnectionLimit,
     full_warnings: &LogThrottle,
 ) -> Option<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     match listener.accept().await {
         Ok((stream, address)) => {
-            if connections.available_permits() == 0 && full_warnings.pass().is_some() {
+            if connections.permits.available_permits() == 0 && full_warnings.pass().is_some() {
                 tracing::warn!(
                     "as many connections are open as may be (max-connections); one more waits for another to end"
                 );
             }
-            let permit = connections.clone().acquire_owned().await.ok()?;
+            let permit = connections.permits.clone().acquire_owned().await.ok()?;
             Some((stream, address, permit))
         }
         Err(error) => {

@@ -26,9 +26,9 @@ use std::time::{Duration, Instant};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::{Engine, LogThrottle};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
-pub(crate) use listen::bind;
+pub(crate) use listen::{ConnectionLimit, bind};
 pub(crate) use run::{DEFAULT_SCOPE, run};
 pub(crate) use tls::{connector, server_config};
 
@@ -65,6 +65,8 @@ const FULL_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 pub(crate) struct DataPath {
     pub(crate) engine: Engine,
     pub(crate) metrics: Metrics,
+    /// Of all threads together.
+    pub(crate) connections: ConnectionLimit,
     pub(crate) live: watch::Receiver<Live>,
 }
 
@@ -78,7 +80,6 @@ impl DataPath {
         sockets: Vec<std::net::TcpListener>,
         stop: &watch::Receiver<bool>,
     ) -> Result<Serving, String> {
-        let connections = Arc::new(Semaphore::new(self.live.borrow().config.max_connections));
         let full_warnings = Arc::new(LogThrottle::new(FULL_WARNING_INTERVAL));
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
@@ -87,7 +88,7 @@ impl DataPath {
             let front = Front {
                 current: Arc::new(current),
                 live,
-                connections: connections.clone(),
+                connections: self.connections.clone(),
                 full_warnings: full_warnings.clone(),
             };
             let (engine, stop) = (self.engine.clone(), stop.clone());

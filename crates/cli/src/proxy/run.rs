@@ -17,7 +17,7 @@ use super::late::{self, NotOpened};
 use super::live::Live;
 use super::reconcile::Questions;
 use super::reload::Reloader;
-use super::{DataPath, bind, server_config, tiered};
+use super::{ConnectionLimit, DataPath, bind, server_config, tiered};
 use crate::access_log::AccessLog;
 use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
 use crate::check::existing;
@@ -120,11 +120,13 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let (live, live_changes) = watch::channel(Live { config: config.clone(), layer: layer.clone(), tls });
     let admin_live = AdminLive { layer: layer.clone(), token: config.admin_token.clone() };
     let (admin_live, admin_changes) = watch::channel(admin_live);
+    let connections = ConnectionLimit::new(config.max_connections);
     let state = AdminState {
         engine: engine.clone(),
         breaker,
         metrics: metrics.clone(),
         draining: draining.clone(),
+        connections: connections.clone(),
         live: admin_changes,
     };
     let (close, closed) = oneshot::channel::<()>();
@@ -135,7 +137,7 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
         config.to, config.store
     );
     let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
-    let path = DataPath { engine, metrics, live: live_changes.clone() };
+    let path = DataPath { engine, metrics, connections, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
     // The one line on the standard output; whoever does not read it loses nothing.

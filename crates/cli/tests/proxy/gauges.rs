@@ -1,0 +1,178 @@
+//! How near the sidecar is to its limits, as its gauges tell.
+
+use http::{Request, StatusCode};
+use http_body_util::Full;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustix::process::Signal;
+use tokio::net::TcpStream;
+
+use crate::operations::series;
+use crate::support::{Service, Sidecar, Wire, request, until, within};
+use crate::{KEY, OK};
+
+const REQUESTS: &str = "oncegate_requests_in_flight";
+const CONNECTIONS: &str = "oncegate_connections_open";
+const REQUEST_BYTES: &str = "oncegate_request_budget_used_bytes";
+const RESPONSE_BYTES: &str = "oncegate_response_budget_used_bytes";
+
+async fn gauge(sidecar: &Sidecar, name: &str) -> f64 {
+    series(sidecar, name).await.unwrap_or_else(|| panic!("no {name}"))
+}
+
+/// Waits until a gauge has this value.
+async fn becomes(sidecar: &Sidecar, name: &str, value: f64) {
+    until(format!("{name} is {value}"), async || gauge(sidecar, name).await == value).await;
+}
+
+async fn all_is_zero(sidecar: &Sidecar) {
+    for name in [REQUESTS, CONNECTIONS, REQUEST_BYTES, RESPONSE_BYTES] {
+        becomes(sidecar, name, 0.0).await;
+    }
+}
+
+fn with_key(key: usize) -> String {
+    request("POST", "/orders", &[&format!("Idempotency-Key: key-{key}")], "{}")
+}
+
+#[tokio::test]
+async fn limits_are_gauges_of_their_own() {
+    let service = Service::new().await;
+    let flags = [
+        "--max-in-flight=7",
+        "--max-connections=70",
+        "--request-budget=3MiB",
+        "--response-budget=5MiB",
+        "--threads=2",
+    ];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    for (name, limit) in [
+        ("oncegate_requests_in_flight_limit", 7.0),
+        ("oncegate_connections_limit", 70.0),
+        ("oncegate_request_budget_limit_bytes", f64::from(3 << 20)),
+        ("oncegate_response_budget_limit_bytes", f64::from(5 << 20)),
+    ] {
+        assert_eq!(gauge(&sidecar, name).await, limit, "{name}");
+    }
+    all_is_zero(&sidecar).await;
+}
+
+#[tokio::test]
+async fn requests_under_way_are_gauged_to_their_end_however_they_end() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-in-flight=4", "--threads=2"]).await;
+    let (mut clients, mut wires) = (Vec::new(), Vec::new());
+    for key in 0..4 {
+        let mut client = sidecar.connect().await;
+        client.send(with_key(key)).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        (clients.push(client), wires.push(wire));
+        assert_eq!(gauge(&sidecar, REQUESTS).await, (key + 1) as f64);
+    }
+    assert_eq!(gauge(&sidecar, CONNECTIONS).await, 4.0);
+    // What is refused counts for nothing, and what was reloaded goes on counting.
+    for key in 4..8 {
+        sidecar.ask(&with_key(key)).await.is_problem(503, "overloaded");
+    }
+    assert_eq!(gauge(&sidecar, REQUESTS).await, 4.0);
+    sidecar.process.signal(Signal::HUP);
+    let applied = "oncegate_reloads_total{subject=\"configuration\",result=\"applied\"}";
+    becomes(&sidecar, applied, 1.0).await;
+    assert_eq!(gauge(&sidecar, REQUESTS).await, 4.0);
+    sidecar.ask(&with_key(4)).await.is_problem(503, "overloaded");
+    // Half of the clients hang up, which ends nothing; the service answers two requests and dies over the others.
+    clients.truncate(2);
+    becomes(&sidecar, CONNECTIONS, 2.0 + 2.0).await;
+    assert_eq!(gauge(&sidecar, REQUESTS).await, 4.0);
+    for wire in &mut wires[1..3] {
+        wire.send(OK).await;
+    }
+    becomes(&sidecar, REQUESTS, 2.0).await;
+    drop(wires);
+    becomes(&sidecar, REQUESTS, 0.0).await;
+    clients[0].message().await.is_problem(502, "outcome-unknown");
+    clients[1].message().await.has_status(200);
+    drop(clients);
+    all_is_zero(&sidecar).await;
+    // Replays, mismatches and malformed keys are over with their answers.
+    sidecar.ask(&with_key(1)).await.has_status(200);
+    sidecar.ask(&with_key(1).replace("{}", "[]")).await.is_problem(422, "key-reused");
+    sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: \u{7f}"], "{}")).await;
+    all_is_zero(&sidecar).await;
+}
+
+/// A client that has sent the head of a request and so many bytes of its body.
+async fn begun(sidecar: &Sidecar, key: &str, bytes: usize) -> Wire {
+    let mut wire = sidecar.connect().await;
+    let head = format!(
+        "POST /orders HTTP/1.1\r\nHost: orders.test\r\nIdempotency-Key: {key}\r\nContent-Length: {}\r\n\r\n",
+        bytes + 1
+    );
+    wire.send(head + &"x".repeat(bytes)).await;
+    wire
+}
+
+#[tokio::test]
+async fn bytes_of_requests_are_gauged_over_all_threads_and_given_back() {
+    let service = Service::new().await.answers(OK);
+    let flags = ["--request-budget=400KiB", "--max-request-body=400KiB", "--threads=4"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let mut wires = Vec::new();
+    for (count, key) in ["a", "b", "c", "d"].into_iter().enumerate() {
+        wires.push(begun(&sidecar, key, 50_000).await);
+        becomes(&sidecar, REQUEST_BYTES, 50_000.0 * (count + 1) as f64).await;
+    }
+    // A body that has no room is refused and leaves nothing.
+    let mut refused = begun(&sidecar, "e", 300_000).await;
+    refused.message().await.is_problem(503, "overloaded");
+    drop(refused);
+    becomes(&sidecar, REQUEST_BYTES, 200_000.0).await;
+    // Hung up, broken off, ended.
+    drop(wires.pop());
+    becomes(&sidecar, REQUEST_BYTES, 150_000.0).await;
+    let mut ended = wires.pop().unwrap();
+    ended.send("x").await;
+    ended.message().await.has_status(200);
+    becomes(&sidecar, REQUEST_BYTES, 100_000.0).await;
+    drop((wires, ended));
+    all_is_zero(&sidecar).await;
+}
+
+#[tokio::test]
+async fn bytes_of_answers_that_are_not_read_are_gauged_and_given_back() {
+    const ANSWER: usize = 1 << 20;
+    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {ANSWER}\r\n\r\n{}", "x".repeat(ANSWER));
+    let service = Service::new().await.answers(answer.leak());
+    let flags = ["--response-budget=3MiB", "--max-response-body=1MiB", "--write-timeout=1h", "--threads=2"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    sidecar.ask(&request("POST", "/", &[KEY], "{}")).await.has_status(200);
+    all_is_zero(&sidecar).await;
+    let stream = TcpStream::connect(sidecar.address).await.unwrap();
+    let mut builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+    builder.initial_stream_window_size(0);
+    let (mut client, connection) =
+        within("a connection", builder.handshake(TokioIo::new(stream))).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let mut unread = Vec::new();
+    let mut replay = async || {
+        let asked = Request::post("http://orders.test/").header("idempotency-key", "intent-1");
+        let asked = asked.body(Full::<bytes::Bytes>::from("{}")).unwrap();
+        within("a head", client.send_request(asked)).await.unwrap()
+    };
+    for count in 1..=3 {
+        let answer = replay().await;
+        assert_eq!(answer.status(), StatusCode::OK);
+        unread.push(answer.into_body());
+        becomes(&sidecar, RESPONSE_BYTES, (count * ANSWER) as f64).await;
+    }
+    let refused = replay().await;
+    assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let problem = refused.into_body();
+    assert_eq!(gauge(&sidecar, RESPONSE_BYTES).await, (3 * ANSWER) as f64);
+    // One is reset, and the others go with their connection.
+    drop((unread.pop(), problem));
+    becomes(&sidecar, RESPONSE_BYTES, (2 * ANSWER) as f64).await;
+    connection.abort();
+    drop((unread, client));
+    all_is_zero(&sidecar).await;
+}
