@@ -479,8 +479,7 @@ impl Settings {
     }
 
     /// Whether a request with these header fields may have a key: where the body carries it, only the body tells.
-    #[must_use]
-    pub fn may_have_key(&self, headers: &HeaderMap) -> bool {
+    pub(crate) fn may_have_key(&self, headers: &HeaderMap) -> bool {
         self.natural_key.is_some() || headers.contains_key(&self.profile.key_header)
     }
 

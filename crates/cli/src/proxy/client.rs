@@ -46,16 +46,26 @@ pub(super) struct ConnectionState {
     half_closed: AtomicBool,
 }
 
+impl ConnectionState {
+    /// The request whose answer is owed is executed under a key: the client gets its answer however long that takes.
+    pub(super) fn executes(&self) {
+        let (from, to) = (OWING, EXECUTING);
+        // Otherwise its answer has begun, or its connection is over.
+        let _late = self.phase.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
 const IDLE: u8 = 0;
-/// A request without a key was received, and its answer has not begun.
+/// A request was received, and its answer has not begun.
 const OWING: u8 = 1;
-/// The same with a key: it goes on whatever becomes of the client.
-const OWING_UNDER_KEY: u8 = 2;
+/// The same, and it is executed under a key: it goes on whatever becomes of the client.
+const EXECUTING: u8 = 2;
 /// The head of the answer is there, and not the end of its body.
 const ANSWERING: u8 = 3;
 
-/// How long a request without a key goes on for a client that has said all that it has to say. Nearly all services answer
-/// sooner, and nearly all clients that do this have gone.
+/// How long a request that is not executed under a key goes on for a client that has said all that it has to say: one without
+/// a key, and one that waits for the answer of another. Nearly all services answer sooner, and nearly all clients that do this
+/// have gone.
 const DOUBT: Duration = Duration::from_secs(5);
 
 impl ClientStream {
@@ -162,9 +172,9 @@ impl AsyncWrite for ClientStream {
 struct OwedAnswer(Arc<ConnectionState>);
 
 impl OwedAnswer {
-    fn new(state: Arc<ConnectionState>, has_key: bool) -> Self {
+    fn new(state: Arc<ConnectionState>) -> Self {
         state.half_closed.store(false, Ordering::Relaxed);
-        state.phase.store(if has_key { OWING_UNDER_KEY } else { OWING }, Ordering::Relaxed);
+        state.phase.store(OWING, Ordering::Relaxed);
         Self(state)
     }
 
@@ -184,8 +194,8 @@ pub(super) struct Delivery(Option<OwedAnswer>);
 
 impl Delivery {
     /// For a request that was just received.
-    pub(super) fn of(version: Version, has_key: bool, state: &Arc<ConnectionState>) -> Self {
-        Self((version != Version::HTTP_2).then(|| OwedAnswer::new(state.clone(), has_key)))
+    pub(super) fn of(version: Version, state: &Arc<ConnectionState>) -> Self {
+        Self((version != Version::HTTP_2).then(|| OwedAnswer::new(state.clone())))
     }
 
     /// The body of the answer, which is there now. To be called in the task of the request.

@@ -26,6 +26,7 @@ use tracing::field::display;
 
 use super::admit::is_too_large;
 use super::body::{Activity, NotedBody, PatientTimer, ProxyBody};
+use super::client::ConnectionState;
 use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
@@ -47,11 +48,16 @@ pub(super) struct Upstream {
 pub(super) struct Forward {
     upstream: Arc<Upstream>,
     peer: Arc<Peer>,
+    connection: Arc<ConnectionState>,
 }
 
 impl Forward {
-    pub(super) const fn new(upstream: Arc<Upstream>, peer: Arc<Peer>) -> Self {
-        Self { upstream, peer }
+    pub(super) const fn new(
+        upstream: Arc<Upstream>,
+        peer: Arc<Peer>,
+        connection: Arc<ConnectionState>,
+    ) -> Self {
+        Self { upstream, peer, connection }
     }
 }
 
@@ -78,6 +84,9 @@ impl Forward {
         let context = IdempotencyContext::from_extensions(request.extensions());
         let attempt = context.map(|context| context.attempt().clone());
         let record = attempt.as_ref().map(|attempt| display(attempt.record_id()));
+        if attempt.is_some() {
+            self.connection.executes();
+        }
         let grpc = GrpcForm::of(request.headers());
         let upgrade = prepare(&mut request, &self.peer, &route.settings);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());

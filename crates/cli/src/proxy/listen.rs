@@ -189,16 +189,14 @@ impl Front {
         Future: Send,
     > + Send
     + use<> {
-        let service = self.current.service(Arc::new(peer));
+        let service = self.current.service(Arc::new(peer), state.clone());
         // One connection's requests are taken by one thread: nobody ever waits for this lock.
         let service = Mutex::new(service);
         service_fn(move |mut request: Request<Incoming>| {
             begun.store(true, Ordering::Relaxed);
             let mut service = lock(&service);
             let (config, service) = service.up_to_date();
-            let settings = &config.route(request.method(), request.uri().path()).settings;
-            let has_key = settings.covers(request.method()) && settings.may_have_key(request.headers());
-            let delivery = Delivery::of(request.version(), has_key, &state);
+            let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
             let admitted = admit(&mut request, config).and_then(|()| preflight(&request, config));
             let admitted = admitted.map(|()| service.call(request));

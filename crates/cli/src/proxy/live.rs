@@ -11,6 +11,7 @@ use rustls::ServerConfig;
 use tokio_rustls::TlsAcceptor;
 use tower_layer::Layer as _;
 
+use super::client::ConnectionState;
 use super::client_of;
 use super::forward::{Forward, Upstream};
 use super::headers::Peer;
@@ -59,14 +60,18 @@ impl ThreadLive {
     }
 
     /// The service of a connection.
-    pub(super) fn service(self: &Arc<Self>, peer: Arc<Peer>) -> ConnectionService {
-        let made = self.make(&peer);
-        ConnectionService { thread: self.clone(), peer, made }
+    pub(super) fn service(
+        self: &Arc<Self>,
+        peer: Arc<Peer>,
+        connection: Arc<ConnectionState>,
+    ) -> ConnectionService {
+        let made = self.make(&peer, &connection);
+        ConnectionService { thread: self.clone(), peer, connection, made }
     }
 
-    fn make(&self, peer: &Arc<Peer>) -> Made {
+    fn make(&self, peer: &Arc<Peer>, connection: &Arc<ConnectionState>) -> Made {
         let current = self.lock();
-        let forward = Forward::new(current.upstream.clone(), peer.clone());
+        let forward = Forward::new(current.upstream.clone(), peer.clone(), connection.clone());
         Made {
             generation: self.generation.load(Ordering::Relaxed),
             config: current.upstream.config.clone(),
@@ -107,6 +112,7 @@ fn upstream_of(live: &Live, metrics: Metrics, before: Option<&Upstream>) -> Resu
 pub(super) struct ConnectionService {
     thread: Arc<ThreadLive>,
     peer: Arc<Peer>,
+    connection: Arc<ConnectionState>,
     made: Made,
 }
 
@@ -121,7 +127,7 @@ impl ConnectionService {
     /// The configuration in force, and the service that follows it.
     pub(super) fn up_to_date(&mut self) -> (&Config, &mut Idempotency<Forward>) {
         if self.made.generation != self.thread.generation.load(Ordering::Relaxed) {
-            self.made = self.thread.make(&self.peer);
+            self.made = self.thread.make(&self.peer, &self.connection);
         }
         (&self.made.config, &mut self.made.service)
     }

@@ -4,7 +4,10 @@ use http::{Request, StatusCode};
 use http_body_util::Full;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustix::process::Signal;
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
 
 use crate::operations::series;
 use crate::support::{Service, Sidecar, Wire, request, until, within};
@@ -174,5 +177,79 @@ async fn bytes_of_answers_that_are_not_read_are_gauged_and_given_back() {
     becomes(&sidecar, RESPONSE_BYTES, (2 * ANSWER) as f64).await;
     connection.abort();
     drop((unread, client));
+    all_is_zero(&sidecar).await;
+}
+
+/// A client of HTTP/2 that waits for the answer of a request, and the runtime that its connection ends with.
+fn waiting_over_http2(sidecar: &Sidecar, body: String) -> (Runtime, JoinHandle<()>) {
+    let address = sidecar.address;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let request = runtime.spawn(async move {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+        let (mut client, connection) = builder.handshake(TokioIo::new(stream)).await.unwrap();
+        tokio::spawn(connection);
+        let asked = Request::post("http://orders.test/").header("idempotency-key", "intent-1");
+        let asked = asked.body(Full::<bytes::Bytes>::from(body)).unwrap();
+        drop(client.send_request(asked).await);
+    });
+    (runtime, request)
+}
+
+#[tokio::test]
+async fn who_waits_for_anothers_answer_and_hangs_up_gives_its_place_back() {
+    const BODY: usize = 10_000;
+    let service = Service::new().await;
+    let flags = ["--wait=1h", "--upstream-timeout=none", "--write-timeout=1h", "--threads=2"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let body = "x".repeat(BODY);
+    let asked = request("POST", "/", &[KEY], &body);
+    let mut owner = sidecar.connect().await;
+    owner.send(&asked).await;
+    // It has said all that it has to say, and it gets its answer however late.
+    owner.finish().await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    let mut patient = sidecar.connect().await;
+    patient.send(&asked).await;
+    let are_waiting = async |waiting: usize| {
+        becomes(&sidecar, REQUESTS, 2.0 + waiting as f64).await;
+        becomes(&sidecar, REQUEST_BYTES, (BODY * (1 + waiting)) as f64).await;
+    };
+    are_waiting(0).await;
+    for reset in [false, true] {
+        let mut waiting = Vec::new();
+        for _ in 0..3 {
+            let mut stream = TcpStream::connect(sidecar.address).await.unwrap();
+            stream.write_all(asked.as_bytes()).await.unwrap();
+            stream.set_zero_linger().unwrap();
+            waiting.push(stream);
+        }
+        are_waiting(3).await;
+        if !reset {
+            for stream in &mut waiting {
+                stream.shutdown().await.unwrap();
+            }
+            are_waiting(0).await;
+        }
+        drop(waiting);
+        are_waiting(0).await;
+        becomes(&sidecar, CONNECTIONS, 2.0).await;
+    }
+    for is_whole_connection in [false, true] {
+        let (runtime, request) = waiting_over_http2(&sidecar, body.clone());
+        are_waiting(1).await;
+        if !is_whole_connection {
+            request.abort();
+            are_waiting(0).await;
+        }
+        runtime.shutdown_background();
+        are_waiting(0).await;
+        becomes(&sidecar, CONNECTIONS, 2.0).await;
+    }
+    wire.send(OK).await;
+    assert!(!owner.message().await.has_status(200).is_replay());
+    assert!(patient.message().await.has_status(200).is_replay());
+    drop((owner, patient, wire));
     all_is_zero(&sidecar).await;
 }
