@@ -230,11 +230,15 @@ impl Writer {
         Ok(())
     }
 
-    /// The sums that were not written since the clock was.
+    /// Writes both clocks and the sums when the file is closed. The two clocks have to be of one moment: the next process
+    /// takes their difference for a clock that was set.
     fn write_last(&self) {
         let state = self.shared.state();
         if let State::Open(database) = &*state {
-            let written = quietly(|| database::write(database, |txn| self.write_meta(txn, &self.file)));
+            let mut file = self.file.clone();
+            file.lagging_since = self.shared.clock.lagging_since();
+            file.clock_floor = self.shared.clock.now().max(file.clock_floor);
+            let written = quietly(|| database::write(database, |txn| self.write_meta(txn, &file)));
             if !matches!(written, Ok(Ok(()))) {
                 warn!("the file of the embedded store could not be written to when it was closed");
             }

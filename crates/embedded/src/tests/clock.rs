@@ -26,6 +26,25 @@ fn skewed(store: &EmbeddedStore) -> bool {
     store.advisories().iter().any(|advisory| advisory.name == "clock")
 }
 
+/// A sidecar that is rolled out, and restarted before its first request; or that was idle for an hour.
+#[test]
+fn a_store_that_nobody_wrote_to_for_a_while_follows_the_clock_after_a_restart() {
+    let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
+    for round in 0..3 {
+        let store = open(&disk, clock.clone()).unwrap();
+        assert!(!skewed(&store), "round {round}");
+        let now = store.now().since(Timestamp::from_millis(START));
+        let passed = Duration::from_millis(round * HOUR + round * 2000);
+        assert!(now >= passed && now < passed + Duration::from_secs(5), "round {round}: {now:?} after {passed:?}");
+        if round == 1 {
+            complete_one(&store, 1);
+        }
+        clock.advance(Duration::from_millis(HOUR));
+        drop(store);
+        clock.advance(Duration::from_secs(2));
+    }
+}
+
 /// A wrong answer of a time server, for seconds.
 #[test]
 fn a_clock_that_jumps_ahead_and_comes_back_removes_nothing() {
