@@ -48,6 +48,15 @@ pub(crate) trait Medium: Send + Sync + 'static {
         false
     }
 
+    /// Checks that the path still leads to the file that was opened. What is written to a file without a name, or with
+    /// another one, is not there at the next start, and another process may make a new store under the path.
+    ///
+    /// # Errors
+    /// The path leads nowhere, or to another file.
+    fn check_in_place(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// The format version, where it can be read without changing anything.
     fn peek_format(&self) -> Option<u64> {
         None
@@ -120,6 +129,32 @@ const READ_AHEAD_BYTES: u64 = 4 << 30;
 /// A file in a directory that this process owns.
 pub(crate) struct FileMedium {
     directory: Directory,
+    /// The file, whatever its name is by now.
+    identity: Option<FileIdentity>,
+}
+
+/// What tells a file from all others of this machine, whatever their names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileIdentity {
+    device: u64,
+    inode: u64,
+}
+
+impl FileIdentity {
+    /// That of the file under this path; `None` on systems that do not tell.
+    fn of(path: &Path) -> io::Result<Option<Self>> {
+        let metadata = std::fs::metadata(path)?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::MetadataExt as _;
+            Ok(Some(Self { device: metadata.dev(), inode: metadata.ino() }))
+        }
+        #[cfg(not(unix))]
+        {
+            drop(metadata);
+            Ok(None)
+        }
+    }
 }
 
 impl FileMedium {
@@ -134,12 +169,15 @@ impl FileMedium {
         if created {
             info!(dir = %dir.display(), "created a new store");
         }
-        Ok(Self { directory })
+        let path = directory.records();
+        let identity = FileIdentity::of(&path).map_err(OpenError::io("look at the file"))?;
+        Ok(Self { directory, identity })
     }
 }
 
 impl Medium for FileMedium {
     fn open(&self) -> io::Result<Backend> {
+        self.check_in_place()?;
         let file = FileBackend::new(open_file(&self.directory.records())?);
         Ok(Backend::new(Box::new(file.map_err(io::Error::other)?)))
     }
@@ -167,6 +205,21 @@ impl Medium for FileMedium {
         let Ok(disk) = rustix::fs::statvfs(self.directory.path()) else { return false };
         let reserve = DISK_RESERVE.min(disk.f_blocks.saturating_mul(disk.f_frsize) / 8);
         disk.f_bavail.saturating_mul(disk.f_frsize) < reserve
+    }
+
+    fn check_in_place(&self) -> io::Result<()> {
+        let path = self.directory.records();
+        let (what, kind) = match FileIdentity::of(&path) {
+            Ok(identity) if identity == self.identity => return Ok(()),
+            Ok(_) => ("was replaced by another file", io::ErrorKind::Other),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => ("was moved or removed", error.kind()),
+            Err(error) => return Err(error),
+        };
+        let why = format!(
+            "{} {what} while it was open: put it back, or stop this process before another store is used under this path",
+            path.display()
+        );
+        Err(io::Error::new(kind, why))
     }
 
     fn peek_format(&self) -> Option<u64> {

@@ -92,6 +92,8 @@ enum Failure {
     Panic,
     /// A reader saw an error or a panic.
     Suspect,
+    /// The path no longer leads to the file.
+    Moved(std::io::Error),
 }
 
 impl<E: Into<redb::Error>> From<E> for Failure {
@@ -145,7 +147,12 @@ impl Writer {
         };
         let committed = quietly(|| self.apply_all(database, &jobs));
         drop(state);
-        match committed.unwrap_or(Err(Failure::Panic)) {
+        // After the commit, so that what is answered was written to a file that the next start finds.
+        let in_place = |committed| match self.medium.check_in_place() {
+            Ok(()) => Ok(committed),
+            Err(error) => Err(Failure::Moved(error)),
+        };
+        match committed.unwrap_or(Err(Failure::Panic)).and_then(in_place) {
             // M17: the commit has returned, so what is answered here is on disk.
             Ok(Committed { done, file, is_damaged }) => {
                 self.file = file;
@@ -352,6 +359,7 @@ impl Writer {
     }
 
     fn reopen(&self) -> Result<Opened, OpenError> {
+        self.medium.check_in_place().map_err(OpenError::io("find the file of the store"))?;
         let io = |source| OpenError::Io { what: "write to its directory".to_owned(), source };
         self.medium.probe().map_err(io)?;
         // One handle at a time has the file.
@@ -408,6 +416,7 @@ impl std::fmt::Display for Failure {
             Self::Storage(error) => ErrorChain(error).fmt(f),
             Self::Panic => f.write_str("a page makes no sense to the database"),
             Self::Suspect => f.write_str("a read failed"),
+            Self::Moved(error) => error.fmt(f),
         }
     }
 }

@@ -104,6 +104,35 @@ fn a_file_that_a_crash_left_half_made_is_made_again() {
     assert!(!dir.path().join("records.redb.new").exists());
 }
 
+/// A cleaner of temporary files, a wrong mount, a deployment that moves directories.
+#[test]
+fn a_store_that_is_moved_away_is_refused_until_it_is_back() {
+    let parent = tempfile::tempdir().unwrap();
+    let (dir, elsewhere) = (parent.path().join("store"), parent.path().join("elsewhere"));
+    let store = open(&dir).unwrap();
+    complete(&store, 1, Completion::Tombstone);
+    block_on(store.check()).unwrap();
+    fs::rename(&dir, &elsewhere).unwrap();
+    assert!(block_on(store.apply(RecordId::from_bytes([2; 32]), claim())).is_err());
+    let error = block_on(store.check()).unwrap_err();
+    assert!(error.to_string().contains("was moved or removed while it was open"), "{error}");
+    // Somebody makes a new one under the same path: it is not taken for the old one.
+    let other = open(&dir).unwrap();
+    complete(&other, 3, Completion::Tombstone);
+    assert!(block_on(store.apply(RecordId::from_bytes([2; 32]), claim())).is_err());
+    assert!(block_on(other.apply(RecordId::from_bytes([2; 32]), claim())).is_ok());
+    drop(other);
+    fs::remove_dir_all(&dir).unwrap();
+    fs::rename(&elsewhere, &dir).unwrap();
+    let give_up = std::time::Instant::now() + Duration::from_secs(30);
+    while block_on(store.check()).is_err() {
+        assert!(std::time::Instant::now() < give_up, "it never came back");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let again = block_on(store.apply(RecordId::from_bytes([1; 32]), claim())).unwrap();
+    assert!(matches!(again, Outcome::Unreplayable { .. }), "{again:?}");
+}
+
 #[test]
 fn a_file_that_is_empty_or_something_else_is_refused_and_left_alone() {
     for octets in [&b""[..], b"records of something else", &[0; 4096]] {
