@@ -3,8 +3,7 @@
 //! Lines are written by a thread of their own, so that a slow reader of the standard output holds up no request. If too many
 //! lines wait for it, further ones are dropped and counted.
 
-use std::io::{self, BufWriter, Write};
-use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::Timestamp;
@@ -12,6 +11,7 @@ use oncegate_http::{KeyedEvent, RequestEvent, RequestObserver};
 use serde_json::{Map, Value};
 
 use crate::admin::{Metrics, time};
+use crate::line_writer::LineWriter;
 
 /// The form of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,45 +20,23 @@ pub(crate) enum AccessLogFormat {
     Json,
 }
 
-/// Most lines that wait to be written.
-const MAX_WAITING: usize = 8192;
-
-/// How long the end of the process waits for the last lines.
-const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
-
 /// Writes the access log. All clones write one log.
 #[derive(Clone, Debug)]
 pub(crate) struct AccessLog {
     format: AccessLogFormat,
-    lines: SyncSender<Entry>,
-    metrics: Metrics,
-}
-
-#[derive(Debug)]
-enum Entry {
-    Line(String),
-    /// Everything before it is to be written now.
-    Flush(SyncSender<()>),
+    lines: LineWriter,
 }
 
 impl AccessLog {
     /// Starts the thread that writes.
-    pub(crate) fn start(format: AccessLogFormat, metrics: Metrics) -> io::Result<Self> {
-        let (lines, waiting) = sync_channel(MAX_WAITING);
-        let write = move || {
-            // A reader that has gone ends the log and nothing else.
-            let _gone = write_all(&waiting, &mut BufWriter::new(io::stdout()));
-        };
-        std::thread::Builder::new().name("access-log".to_owned()).spawn(write)?;
-        Ok(Self { format, lines, metrics })
+    pub(crate) fn start(format: AccessLogFormat, metrics: &Metrics) -> io::Result<Self> {
+        let lines = LineWriter::start("access-log", io::stdout(), metrics.access_lines_dropped())?;
+        Ok(Self { format, lines })
     }
 
     /// Waits, for a bounded time, until every line is written.
     pub(crate) fn close(&self) {
-        let (done, is_done) = sync_channel(1);
-        if self.lines.try_send(Entry::Flush(done)).is_ok() {
-            let _late = is_done.recv_timeout(CLOSING_TIMEOUT);
-        }
+        self.lines.flush();
     }
 }
 
@@ -67,36 +45,12 @@ impl RequestObserver for AccessLog {
         let Some(keyed) = &event.keyed else { return };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now = Timestamp::from_millis(u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
-        let line = match self.format {
+        let mut line = match self.format {
             AccessLogFormat::Text => text(now, event, keyed),
             AccessLogFormat::Json => json(now, event, keyed),
         };
-        if self.lines.try_send(Entry::Line(line)).is_err() {
-            self.metrics.count_dropped_access_line();
-        }
-    }
-}
-
-fn write_all(waiting: &Receiver<Entry>, out: &mut impl Write) -> io::Result<()> {
-    loop {
-        let entry = match waiting.try_recv() {
-            Ok(entry) => entry,
-            Err(TryRecvError::Disconnected) => return out.flush(),
-            Err(TryRecvError::Empty) => {
-                out.flush()?;
-                match waiting.recv() {
-                    Ok(entry) => entry,
-                    Err(_) => return Ok(()),
-                }
-            }
-        };
-        match entry {
-            Entry::Line(line) => writeln!(out, "{line}")?,
-            Entry::Flush(done) => {
-                out.flush()?;
-                let _gone = done.try_send(());
-            }
-        }
+        line.push('\n');
+        self.lines.write(line.into_bytes());
     }
 }
 

@@ -9,9 +9,12 @@ mod demo;
 #[cfg(feature = "failpoints")]
 mod failpoint;
 mod keys;
+mod line_writer;
+mod log;
 mod proxy;
 mod schema;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use call::CallArgs;
@@ -78,7 +81,13 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let result = match Oncegate::parse().command {
+    let code = run(Oncegate::parse().command);
+    log::flush();
+    code
+}
+
+fn run(command: Command) -> ExitCode {
+    let result = match command {
         Command::Proxy(args) => proxy::run(&args),
         Command::Check(args) => return check::run(&args),
         Command::Demo(args) => return demo::run(&args),
@@ -90,25 +99,12 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
+            // Behind what was logged; and the exit code holds whether or not the standard error is still there.
+            log::flush();
             for line in error.lines() {
-                eprintln!("error: {line}");
+                let _gone = writeln!(std::io::stderr(), "error: {line}");
             }
             ExitCode::FAILURE
         }
     }
-}
-
-/// Logs to the standard error, as `ONCEGATE_LOG` says: `info`, `debug`, `oncegate_engine=debug`.
-fn log() {
-    let filter = tracing_subscriber::EnvFilter::builder()
-        .with_default_directive(tracing::level_filters::LevelFilter::INFO.into())
-        .with_env_var("ONCEGATE_LOG")
-        .from_env_lossy();
-    let terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    // Set once, by the command that was asked for.
-    let _first = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none())
-        .try_init();
 }

@@ -244,6 +244,11 @@ impl Metrics {
             "Lines of the access log that were dropped because nobody read it",
             access_lines_dropped.clone(),
         );
+        r.register(
+            "log_lines_dropped",
+            "Lines of the log that were dropped because nobody read the standard error",
+            crate::log::dropped(),
+        );
         let reloads = ReloadMetrics::register(r);
         let (records, oldest_unsettled_age) = unsettled_gauges(r);
         let advisories = Family::<[Label; 1], Gauge>::default();
@@ -312,9 +317,9 @@ impl Metrics {
         }
     }
 
-    /// Takes note of a line that did not get into the access log.
-    pub(crate) fn count_dropped_access_line(&self) {
-        self.0.access_lines_dropped.inc();
+    /// Counts the lines that did not get into the access log.
+    pub(crate) fn access_lines_dropped(&self) -> Counter {
+        self.0.access_lines_dropped.clone()
     }
 
     /// Takes note of how many records are not settled.

@@ -19,8 +19,11 @@ use crate::admin::time;
 
 /// Runs the command and says how it ended.
 pub(crate) fn run(args: &CallArgs) -> ExitCode {
-    if std::env::var_os("ONCEGATE_LOG").is_some() {
-        crate::log();
+    if std::env::var_os(crate::log::VARIABLE).is_some()
+        && let Err(error) = crate::log::start()
+    {
+        eprintln!("error: {error}");
+        return End::Usage.into();
     }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

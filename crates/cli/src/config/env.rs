@@ -27,7 +27,11 @@ pub(super) fn read(
         let Some(name) = name.to_str().filter(|name| name.starts_with(PREFIX)) else { continue };
         let source = Source::Env(name.to_owned());
         let Some(setting) = SETTINGS.iter().find(|setting| setting.variable() == name) else {
-            if !OTHERS.contains(&name) && !is_service_link(name) {
+            if name == crate::log::VARIABLE {
+                if let Err(error) = crate::log::filter(&value.to_string_lossy()) {
+                    problems.push(Problem::error(source, error));
+                }
+            } else if !OTHERS.contains(&name) && !is_service_link(name) {
                 problems.push(Problem::error(source, format!("no such setting{}", hint(name))));
             }
             continue;

@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{CaptureConnection, capture_connection};
 use hyper_util::rt::TokioIo;
 use oncegate_core::ErrorChain;
-use oncegate_engine::{Attempt, LeaseError};
+use oncegate_engine::{Attempt, LeaseError, LogThrottle};
 use oncegate_http::{
     Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
     StoreDirective, Unanswered, Unframed,
@@ -41,6 +41,17 @@ pub(super) struct Upstream {
     pub(super) http1: Option<UpstreamClient>,
     pub(super) config: Arc<Config>,
     pub(super) metrics: Metrics,
+}
+
+/// For warnings that come with every request while the service is away, or by clients who send what it does not take. Each
+/// line says how many were left out since the one before.
+static AWAY: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(WARNING_INTERVAL));
+static WITHOUT_RECORD: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(WARNING_INTERVAL));
+const WARNING_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Whether a warning about one request may be written: always if it has a record, which somebody may have to look for.
+fn may_warn(has_record: bool) -> Option<u64> {
+    if has_record { Some(0) } else { WITHOUT_RECORD.pass() }
 }
 
 /// The service behind the layer: one connection's way to the upstream.
@@ -125,23 +136,31 @@ impl Forward {
             Some(Ok(answer)) => Some(answer),
             None => None,
             Some(Err(error)) => {
-                tracing::warn!(error = %ErrorChain(&error), "the request was not sent to the upstream");
+                if let Some(suppressed) = AWAY.pass() {
+                    tracing::warn!(suppressed, error = %ErrorChain(&error), "the request was not sent to the upstream");
+                }
                 return not_begun();
             }
         };
         let (result, response) = match answer {
             Some(Ok(response)) => self.bring_back(response, client_side, timeout, (settings, grpc), record),
             None => {
-                tracing::warn!(record, ?timeout, "upstream did not answer in time");
+                if let Some(suppressed) = may_warn(record.is_some()) {
+                    tracing::warn!(record, suppressed, ?timeout, "upstream did not answer in time");
+                }
                 (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
             // No request was sent without a connection.
             Some(Err(error)) if error.is_connect() => {
-                tracing::warn!(record, error = %ErrorChain(&error), "upstream is unreachable");
+                if let Some(suppressed) = AWAY.pass() {
+                    tracing::warn!(record, suppressed, error = %ErrorChain(&error), "upstream is unreachable");
+                }
                 (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
             }
             Some(Err(error)) if is_head_too_large(&error) => {
-                tracing::warn!(record, "the head of the upstream's answer is too large");
+                if let Some(suppressed) = may_warn(record.is_some()) {
+                    tracing::warn!(record, suppressed, "the head of the upstream's answer is too large");
+                }
                 (UpstreamResult::Answered, head_too_large(settings, grpc))
             }
             Some(Err(error)) if activity.is_broken() => {
@@ -149,7 +168,9 @@ impl Forward {
                 (UpstreamResult::Broken, request_broke_off(settings, grpc))
             }
             Some(Err(error)) => {
-                tracing::warn!(record, error = %ErrorChain(&error), "upstream broke off");
+                if let Some(suppressed) = may_warn(record.is_some()) {
+                    tracing::warn!(record, suppressed, error = %ErrorChain(&error), "upstream broke off");
+                }
                 (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc))
             }
         };
@@ -167,7 +188,9 @@ impl Forward {
         record: Option<impl tracing::Value>,
     ) -> (UpstreamResult, Response<ProxyBody>) {
         if is_too_large(response.headers()) {
-            tracing::warn!(record, "the head of the upstream's answer is too large");
+            if let Some(suppressed) = may_warn(record.is_some()) {
+                tracing::warn!(record, suppressed, "the head of the upstream's answer is too large");
+            }
             return (UpstreamResult::Answered, head_too_large(settings, grpc));
         }
         if is_unframed(&response) {

@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -232,6 +232,9 @@ fn builder(write_timeout: Duration, half_close: bool) -> Builder {
     builder
 }
 
+/// It is tried again every few milliseconds.
+static UNACCEPTED: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(Duration::from_secs(10)));
+
 /// The next connection, as soon as one more may be open.
 async fn accept(
     listener: &TcpListener,
@@ -250,7 +253,9 @@ async fn accept(
         }
         Err(error) => {
             // Too many open files, most likely: others have to close first.
-            tracing::warn!(error = %ErrorChain(&error), "cannot accept a connection");
+            if let Some(suppressed) = UNACCEPTED.pass() {
+                tracing::warn!(suppressed, error = %ErrorChain(&error), "cannot accept a connection");
+            }
             tokio::time::sleep(Duration::from_millis(50)).await;
             None
         }

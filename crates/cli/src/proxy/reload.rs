@@ -12,6 +12,7 @@ use tokio::sync::watch;
 
 use super::live::Live;
 use super::reconcile::Questions;
+use super::run::allow_many_files;
 use super::{server_config, tls};
 use crate::admin::{AdminLive, Metrics, ReloadSubject};
 use crate::config::{Config, ProxyArgs, TlsFiles};
@@ -92,8 +93,9 @@ impl Reloader {
     }
 
     fn try_reload(&self) -> Result<Arc<Config>, Vec<String>> {
-        let config = Config::load(&self.args)
+        let mut config = Config::load(&self.args)
             .map_err(|problems| problems.0.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        allow_many_files(&mut config);
         let fixed = self.live.borrow().config.fixed_changes(&config);
         if !fixed.is_empty() {
             return Err(vec![format!(

@@ -25,8 +25,8 @@ use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
-    let config = Config::load(args).map_err(|problems| problems.to_string())?;
-    crate::log();
+    let mut config = Config::load(args).map_err(|problems| problems.to_string())?;
+    crate::log::start()?;
     for warning in &config.warnings {
         tracing::warn!("{warning}");
     }
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
     if config.has_default_scope() {
         tracing::info!("{DEFAULT_SCOPE}");
     }
-    allow_many_files(&config);
+    allow_many_files(&mut config);
     let control = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("control")
@@ -50,22 +50,43 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
 pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, requests without any credential share \
      one scope (under one key they get each other's answers), and requests with another credential, such as a cookie, are refused";
 
-/// Every request in flight takes two: what systems allow a process at first is soon used up.
-fn allow_many_files(config: &Config) {
+/// Open files that are kept for what is not a connection of a client or to the service: the store, the admin address, logs,
+/// certificates.
+const RESERVED_FILES: u64 = 64;
+
+/// Raises the limit of open files as far as the system allows. Every request under way takes two. If that is not enough for
+/// `max-connections` and `max-in-flight`, both are lowered: clients who open connections must not take the admin address and the
+/// store their files.
+pub(super) fn allow_many_files(config: &mut Config) {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
         tracing::debug!(error = %ErrorChain(&error), "the limit of open files stays");
     }
-    let needed = config.max_connections + config.max_in_flight;
-    if let Some(allowed) = getrlimit(Resource::Nofile).current.filter(|allowed| *allowed < needed as u64) {
+    let Some(allowed) = getrlimit(Resource::Nofile).current else { return };
+    let (connections, in_flight) = within_files(allowed, config.max_connections, config.max_in_flight);
+    if (connections, in_flight) != (config.max_connections, config.max_in_flight) {
         tracing::warn!(
             allowed,
-            needed,
-            "the system allows this process fewer open files than max-connections and max-in-flight need; raise its limit (ulimit \
-             -n), or lower these settings"
+            needed = config.max_connections as u64 + config.max_in_flight as u64 + RESERVED_FILES,
+            "the system allows this process too few open files: max-connections is {connections} and max-in-flight {in_flight} in \
+             place of {} and {}. Raise the limit (ulimit -n), or set these lower",
+            config.max_connections,
+            config.max_in_flight,
         );
+        (config.max_connections, config.max_in_flight) = (connections, in_flight);
     }
+}
+
+/// What `max-connections` and `max-in-flight` may be where so many files may be open.
+fn within_files(allowed: u64, connections: usize, in_flight: usize) -> (usize, usize) {
+    let available = allowed.saturating_sub(RESERVED_FILES.min(allowed / 2));
+    let available = usize::try_from(available).unwrap_or(usize::MAX);
+    if connections.saturating_add(in_flight) <= available {
+        return (connections, in_flight);
+    }
+    let in_flight = in_flight.min(available / 2).max(1);
+    (connections.min(available - in_flight.min(available)).max(1), in_flight)
 }
 
 /// How long a stopping sidecar waits for what is just being put into the front of its store.
@@ -107,7 +128,7 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let builder = builder.with_observer((metrics.clone(), left.clone()));
     let engine = builder.build();
     tokio::spawn(count_records(engine.store().clone(), left, metrics.clone()));
-    let access_log = config.access_log.map(|format| AccessLog::start(format, metrics.clone()));
+    let access_log = config.access_log.map(|format| AccessLog::start(format, &metrics));
     let access_log =
         access_log.transpose().map_err(|error| format!("cannot start the access log: {error}"))?;
     let questions = Questions::new(config.clone(), metrics.clone())?;
@@ -285,4 +306,20 @@ async fn open_redis(options: &RedisOptions) -> Result<RedisStore, NotOpened> {
 
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_leave_files_for_the_store_and_the_admin_address() {
+        assert_eq!(within_files(1 << 20, 10_000, 1024), (10_000, 1024));
+        assert_eq!(within_files(11_088, 10_000, 1024), (10_000, 1024));
+        assert_eq!(within_files(11_087, 10_000, 1024), (9_999, 1024));
+        assert_eq!(within_files(1024, 10_000, 1024), (480, 480));
+        assert_eq!(within_files(64, 10_000, 1024), (16, 16));
+        assert_eq!(within_files(64, 10, 1), (10, 1));
+        assert_eq!(within_files(2, 10, 1), (1, 1));
+    }
 }

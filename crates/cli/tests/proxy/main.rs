@@ -13,6 +13,7 @@ mod framing;
 mod gauges;
 mod lifecycle;
 mod limits;
+mod logs;
 mod operations;
 mod postgres;
 mod protocols;

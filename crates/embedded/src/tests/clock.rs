@@ -35,7 +35,10 @@ fn a_store_that_nobody_wrote_to_for_a_while_follows_the_clock_after_a_restart() 
         assert!(!skewed(&store), "round {round}");
         let now = store.now().since(Timestamp::from_millis(START));
         let passed = Duration::from_millis(round * HOUR + round * 2000);
-        assert!(now >= passed && now < passed + Duration::from_secs(5), "round {round}: {now:?} after {passed:?}");
+        assert!(
+            now >= passed && now < passed + Duration::from_secs(5),
+            "round {round}: {now:?} after {passed:?}"
+        );
         if round == 1 {
             complete_one(&store, 1);
         }

@@ -1,0 +1,89 @@
+//! Lines that a thread of their own writes, so that a slow reader of them holds up no request.
+
+use std::io::{self, BufWriter, Write};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::time::Duration;
+
+use prometheus_client::metrics::counter::Counter;
+
+/// Most lines that wait to be written.
+const MAX_WAITING: usize = 8192;
+
+/// How long the end of the process waits for the last lines.
+const CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Writes lines in the order in which they come. If too many wait, further ones are dropped and counted. All clones write
+/// to one thread.
+#[derive(Clone, Debug)]
+pub(crate) struct LineWriter {
+    entries: SyncSender<Entry>,
+    dropped: Counter,
+}
+
+#[derive(Debug)]
+enum Entry {
+    /// With its line feed.
+    Line(Vec<u8>),
+    /// Everything before it is to be written now.
+    Flush(SyncSender<()>),
+}
+
+impl LineWriter {
+    /// Starts the thread. Lines that are dropped are counted in `dropped`.
+    pub(crate) fn start(
+        thread: &str,
+        out: impl Write + Send + 'static,
+        dropped: Counter,
+    ) -> io::Result<Self> {
+        let (entries, waiting) = sync_channel(MAX_WAITING);
+        let write = move || {
+            // A reader that has gone ends the lines and nothing else.
+            let _gone = write_all(&waiting, &mut BufWriter::new(out));
+        };
+        std::thread::Builder::new().name(thread.to_owned()).spawn(write)?;
+        Ok(Self { entries, dropped })
+    }
+
+    /// Has a line written; its line feed is part of it. Never waits.
+    pub(crate) fn write(&self, line: Vec<u8>) {
+        if self.entries.try_send(Entry::Line(line)).is_err() {
+            self.dropped.inc();
+        }
+    }
+
+    /// How many lines were dropped.
+    pub(crate) fn dropped(&self) -> u64 {
+        self.dropped.get()
+    }
+
+    /// Waits, for a bounded time, until every line is written.
+    pub(crate) fn flush(&self) {
+        let (done, is_done) = sync_channel(1);
+        if self.entries.try_send(Entry::Flush(done)).is_ok() {
+            let _late = is_done.recv_timeout(CLOSING_TIMEOUT);
+        }
+    }
+}
+
+fn write_all(waiting: &Receiver<Entry>, out: &mut impl Write) -> io::Result<()> {
+    loop {
+        let entry = match waiting.try_recv() {
+            Ok(entry) => entry,
+            Err(TryRecvError::Disconnected) => return out.flush(),
+            Err(TryRecvError::Empty) => {
+                out.flush()?;
+                match waiting.recv() {
+                    Ok(entry) => entry,
+                    Err(_) => return Ok(()),
+                }
+            }
+        };
+        match entry {
+            Entry::Line(line) => out.write_all(&line)?,
+            Entry::Flush(done) => {
+                out.flush()?;
+                let _gone = done.try_send(());
+            }
+        }
+    }
+}

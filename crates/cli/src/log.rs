@@ -1,0 +1,141 @@
+//! The log: lines on the standard error.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{LazyLock, OnceLock};
+
+use prometheus_client::metrics::counter::Counter;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+use crate::line_writer::LineWriter;
+
+/// Says how much is logged.
+pub(crate) const VARIABLE: &str = "ONCEGATE_LOG";
+
+/// Set once, by the command that was asked for.
+static LOG: OnceLock<Log> = OnceLock::new();
+static DROPPED: LazyLock<Counter> = LazyLock::new(Counter::default);
+
+/// The log of this process.
+#[derive(Debug)]
+struct Log {
+    lines: LineWriter,
+    /// How many dropped lines the log has told of.
+    told: AtomicU64,
+}
+
+/// Logs to the standard error from now on, as `ONCEGATE_LOG` says. A thread of its own writes: a reader that stands still
+/// holds up no request.
+///
+/// # Errors
+/// `ONCEGATE_LOG` makes no sense, or there is no thread.
+pub(crate) fn start() -> Result<(), String> {
+    let filter = match std::env::var_os(VARIABLE) {
+        Some(value) => filter(&value.to_string_lossy()).map_err(|error| format!("{VARIABLE}: {error}"))?,
+        None => EnvFilter::new("info"),
+    };
+    let lines = LineWriter::start("log", io::stderr(), dropped())
+        .map_err(|error| format!("cannot start the log: {error}"))?;
+    let terminal = io::IsTerminal::is_terminal(&io::stderr());
+    let log = LOG.get_or_init(|| Log { lines, told: AtomicU64::new(0) });
+    let _is_set_already = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(log)
+        .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none())
+        .try_init();
+    Ok(())
+}
+
+/// Waits, for a bounded time, until what was logged is written. The end of the process calls it.
+pub(crate) fn flush() {
+    if let Some(log) = LOG.get() {
+        log.lines.flush();
+    }
+}
+
+/// Counts the lines that were dropped because nobody read the standard error.
+pub(crate) fn dropped() -> Counter {
+    DROPPED.clone()
+}
+
+/// What a value of `ONCEGATE_LOG` lets through: a level, or `PART=LEVEL`, or several of them with commas between. What is
+/// not named has the level `info`.
+pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
+    for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
+        // A word that is no level would be taken for a part of the program, and switch everything else off.
+        let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
+        let is_level = level.parse::<LevelFilter>().is_ok() && !level.chars().all(|c| c.is_ascii_digit());
+        if !is_level {
+            return Err(format!(
+                "{level:?} is no level: write error, warn, info, debug, trace or off, or NAME=LEVEL for a part of the program \
+                 (oncegate_engine=debug)"
+            ));
+        }
+    }
+    EnvFilter::builder().parse(format!("info,{value}")).map_err(|error| error.to_string())
+}
+
+/// Takes one event, which is one or more whole lines.
+#[derive(Debug)]
+pub(crate) struct LogLine(&'static Log);
+
+impl<'a> MakeWriter<'a> for &'static Log {
+    type Writer = LogLine;
+
+    fn make_writer(&'a self) -> LogLine {
+        LogLine(self)
+    }
+}
+
+impl Write for LogLine {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let dropped = self.0.lines.dropped();
+        let told = self.0.told.swap(dropped, Ordering::Relaxed);
+        if dropped > told {
+            let missing = dropped - told;
+            self.0
+                .lines
+                .write(format!("{missing} lines of the log were dropped here: nobody read them\n").into());
+        }
+        self.0.lines.write(line.to_vec());
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_that_is_no_level_is_refused() {
+        for value in [
+            "info",
+            "debug",
+            "WARN",
+            "off",
+            "oncegate_engine=debug",
+            "oncegate_engine=debug,warn",
+            " info , h2=off ",
+        ] {
+            assert!(filter(value).is_ok(), "{value}");
+        }
+        for value in
+            ["debgu", "verbose", "7", "oncegate_engine", "oncegate_engine=debgu", "oncegate=", "info,x y"]
+        {
+            assert!(filter(value).is_err(), "{value}");
+        }
+        assert!(filter("debgu").unwrap_err().contains("\"debgu\" is no level"));
+    }
+
+    #[test]
+    fn what_is_not_named_has_the_level_info() {
+        assert_eq!(filter("oncegate_engine=debug").unwrap().to_string(), "oncegate_engine=debug,info");
+        assert_eq!(filter("warn").unwrap().to_string(), "warn");
+    }
+}

@@ -1,0 +1,131 @@
+//! The log in bad times: a service that is away, a reader that stands still, too few open files.
+
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::net::TcpStream;
+use tokio::task::block_in_place;
+
+use crate::OK;
+use crate::support::{Process, Service, Sidecar, Wire, ask, request, sidecar, until};
+
+/// Ends a process that a test started.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ended_already = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn a_service_that_is_away_takes_a_line_in_a_while_and_not_one_for_each_request() {
+    let nobody = Service::new().await.address; // dropped at once
+    let sidecar = Sidecar::start(nobody, &[]).await;
+    for n in 0..100 {
+        let key = format!("Idempotency-Key: k{n}");
+        let key = if n % 2 == 0 { &[&*key][..] } else { &[] };
+        sidecar.ask(&request("POST", "/", key, "{}")).await.is_problem(502, "upstream-unreachable");
+    }
+    until("the log tells of it", async || !sidecar.process.error_lines("unreachable").is_empty()).await;
+    let lines = sidecar.process.error_lines("unreachable");
+    // Ten seconds apart: on a busy machine there may be some.
+    assert!(lines.len() < 10, "{} lines for 100 requests: {lines:?}", lines.len());
+}
+
+/// A log shipper that hangs, a terminal that was stopped. The other end of the pipe is open, and nobody reads.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_log_that_nobody_reads_holds_up_no_request_and_not_the_end() {
+    let service = Service::new().await.answers(OK);
+    let (unread, stderr) = std::io::pipe().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
+    command.arg(format!("--to=http://{}", service.address)).env("ONCEGATE_LOG", "trace");
+    let mut child = Killed(command.stdout(Stdio::piped()).stderr(stderr).spawn().unwrap());
+    drop(command);
+    let mut line = String::new();
+    BufReader::new(child.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = |before: &str| {
+        let rest = line.split_once(before).unwrap_or_else(|| panic!("no {before:?} in {line:?}")).1;
+        rest.split([',', '\n']).next().unwrap().parse().unwrap()
+    };
+    let (address, admin) = (address("listening on http://"), address("admin http://"));
+    let mut client = Wire::connect(address).await;
+    // More lines than the pipe and the queue before it take.
+    let dropped = async || {
+        for _ in 0..100 {
+            client.send(request("GET", "/", &[], "")).await;
+            client.message().await.has_status(200);
+        }
+        let page = ask(admin, &request("GET", "/metrics", &[], "").replace("orders.test", "localhost")).await;
+        let line = page
+            .text()
+            .lines()
+            .find(|line| line.starts_with("oncegate_log_lines_dropped_total "))
+            .unwrap()
+            .to_owned();
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() > 0.0
+    };
+    until("lines are dropped and counted", dropped).await;
+    let pid = Pid::from_raw(child.0.id().try_into().unwrap()).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    let ended = block_in_place(|| child.0.wait().unwrap());
+    assert!(ended.success(), "{ended:?}");
+    drop(unread);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_standard_error_that_was_closed_changes_no_exit_code() {
+    let (unread, stderr) = std::io::pipe().unwrap();
+    drop(unread);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    // An address of no interface: it says so, and ends.
+    command.args([
+        "proxy",
+        "--listen=192.0.2.1:1",
+        "--admin=127.0.0.1:0",
+        "--store=memory:",
+        "--to=http://127.0.0.1:1",
+    ]);
+    let mut child = Killed(command.stdout(Stdio::null()).stderr(stderr).spawn().unwrap());
+    let ended = block_in_place(|| child.0.wait().unwrap());
+    assert_eq!(ended.code(), Some(1), "{ended:?}");
+}
+
+#[tokio::test]
+async fn clients_that_take_all_connections_leave_the_admin_address_its_files() {
+    let service = Service::new().await.answers(OK);
+    let mut command = tokio::process::Command::new("sh");
+    command.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
+    command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
+    let mut sidecar = Sidecar::run(command.arg(format!("--to=http://{}", service.address))).await;
+    sidecar.process.says("Raise the limit (ulimit -n)").await;
+    let mut clients = Vec::new();
+    for _ in 0..120 {
+        clients.push(TcpStream::connect(sidecar.address).await.unwrap());
+    }
+    for path in ["/livez", "/readyz", "/metrics"] {
+        let admin = request("GET", path, &[], "").replace("orders.test", "localhost");
+        ask(sidecar.admin, &admin).await.has_status(200);
+    }
+    assert!(sidecar.process.error_lines("Too many open files").is_empty());
+    drop(clients);
+    sidecar.ask(&request("GET", "/", &[], "")).await.has_status(200);
+}
+
+#[tokio::test]
+async fn a_level_that_is_none_is_refused() {
+    let mut command = sidecar("http://127.0.0.1:1");
+    let mut process = Process::start(command.arg("--store=memory:").env("ONCEGATE_LOG", "debgu"));
+    let errors = process.errors().await;
+    assert!(errors.contains("ONCEGATE_LOG") && errors.contains("\"debgu\" is no level"), "{errors}");
+    let output = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+        .args(["check", "--to=http://127.0.0.1:1", "--store=memory:"])
+        .env("ONCEGATE_LOG", "verbose")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("\"verbose\" is no level"));
+}
