@@ -378,6 +378,7 @@ impl World {
                 },
                 retention: self.plan.settings().policy().retention(),
                 force: verdict == Verdict::ForceRelease,
+                amend: false,
                 actor: "cases".to_owned(),
                 reason: "in the ledger".to_owned(),
             });

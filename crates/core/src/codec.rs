@@ -19,6 +19,8 @@
 //! | 10, 11, 12 | attempt (16 octets), lease until, after abandoned (bool) | state 0 |
 //! | 13 | response ([`StoredResponse::as_encoded`]) | state 2 |
 //! | 14 | steps: an array of names (text) and results (octets), in turn | where there are any; version 2 |
+//! | 15 | tag of the key (8 octets) | where it is known |
+//! | 16 | whether an operator put it into its state: true | where one did |
 
 use std::fmt;
 
@@ -28,7 +30,7 @@ use minicbor::{Decoder, Encoder};
 
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
-use crate::id::{AttemptId, CallerTag, FencingToken, RecordId};
+use crate::id::{AttemptId, CallerTag, FencingToken, KeyTag, RecordId};
 use crate::record::{Answer, Label, Record, State};
 use crate::response::StoredResponse;
 use crate::step::{Step, Steps};
@@ -122,7 +124,8 @@ fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(),
         State::Completed(Answer::Replayable(_)) => 1,
         _ => 0,
     };
-    to.map(10 + extra + u64::from(!record.steps.is_empty()))?;
+    let optional = [!record.steps.is_empty(), record.label.key().is_some(), record.by_operator];
+    to.map(10 + extra + optional.map(u64::from).iter().sum::<u64>())?;
     to.u8(0)?.u8(record.fingerprint.version())?;
     to.u8(1)?.bytes(record.fingerprint.digest())?;
     to.u8(2)?.u64(record.token.get())?;
@@ -158,6 +161,12 @@ fn try_encode_map(to: &mut Encoder<&mut Vec<u8>>, record: &Record) -> Result<(),
             to.str(step.name())?.bytes(step.result())?;
         }
     }
+    if let Some(key) = record.label.key() {
+        to.u8(15)?.bytes(key.as_bytes())?;
+    }
+    if record.by_operator {
+        to.u8(16)?.bool(true)?;
+    }
     Ok(())
 }
 
@@ -178,6 +187,8 @@ struct Parts<'a> {
     after_abandoned: Option<bool>,
     response: Option<&'a [u8]>,
     steps: Steps,
+    key: Option<[u8; 8]>,
+    by_operator: bool,
 }
 
 fn decode_map(map: &[u8]) -> Option<Record> {
@@ -204,6 +215,8 @@ fn decode_map(map: &[u8]) -> Option<Record> {
             12 => parts.after_abandoned = Some(from.bool().ok()?),
             13 => parts.response = Some(from.bytes().ok()?),
             14 => parts.steps = decode_steps(&mut from)?,
+            15 => parts.key = Some(from.bytes().ok()?.try_into().ok()?),
+            16 => parts.by_operator = from.bool().ok()?,
             _ => from.skip().ok()?,
         }
     }
@@ -230,11 +243,13 @@ fn decode_map(map: &[u8]) -> Option<Record> {
         token: FencingToken::new(parts.token?),
         attempts: parts.attempts?,
         state,
-        label: Label::new(CallerTag::from_bytes(parts.caller?), parts.operation?),
+        label: Label::new(CallerTag::from_bytes(parts.caller?), parts.operation?)
+            .with_key(parts.key.map(KeyTag::from_bytes)),
         created_at: Timestamp::from_millis(parts.created_at?),
         changed_at: Timestamp::from_millis(parts.changed_at?),
         expires_at: Timestamp::from_millis(parts.expires_at?),
         steps: parts.steps,
+        by_operator: parts.by_operator,
     })
 }
 
@@ -261,7 +276,13 @@ mod tests {
     }
 
     fn records() -> Vec<Record> {
-        records_without_steps().into_iter().chain([with_steps()]).collect()
+        records_without_steps().into_iter().chain([with_steps(), by_operator()]).collect()
+    }
+
+    fn by_operator() -> Record {
+        let record = with_steps();
+        let label = record.label.clone().with_key(KeyTag::from_bytes([9; 8]));
+        Record { state: State::Unknown, by_operator: true, label, ..record }
     }
 
     fn records_without_steps() -> Vec<Record> {
@@ -290,6 +311,7 @@ mod tests {
             changed_at: Timestamp::from_millis(2),
             expires_at: Timestamp::from_millis(u64::MAX),
             steps: Steps::default(),
+            by_operator: false,
         })
         .into()
     }

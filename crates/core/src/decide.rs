@@ -18,6 +18,10 @@
 //!                └────────────────────────────────┘ release (same token), resolve
 //! ```
 //!
+//! An operator may take back what an operator said, and nothing else: `resolve` with `amend` replaces it (completed →
+//! completed | released, released → completed), and `park` makes it unknown again. `park` also takes a key that its owner
+//! released, so that nothing executes while a person looks.
+//!
 //! The end of a lease is no end of an attempt: until another one takes over, its owner may renew, complete and release. It may
 //! also complete or release a record that was parked, because nothing was executed in between; it cannot renew one.
 //!
@@ -25,12 +29,13 @@
 //! 1. `renew`, `step`, `complete` and `release` compare the token; a stale owner hears [`Outcome::Fenced`] and changes nothing.
 //! 2. A fingerprint that differs is [`Outcome::Mismatch`] whatever the state, and changes nothing. A released key has no
 //!    fingerprint to differ from: it is free, unless an attempt left finished steps behind, which belong to its request.
-//! 3. A completed record never changes before it expires, but for one answer that its own owner may add
-//!    ([`Answer::Awaited`]).
+//! 3. A completed record never changes before it expires, with two exceptions: one answer that its own owner may add
+//!    ([`Answer::Awaited`]), and the answer of an operator, which an operator may replace or park.
 //! 4. A command that is sent again because its answer was lost gets the answer that it lost.
 //! 5. A record past its retention is absent, whether it was purged yet or not.
 //! 6. Steps are added by the owner alone, one after the other, and none is ever changed. They outlive their attempt and end
-//!    with the completion.
+//!    with the owner's completion. An operator's completion keeps them: if it is taken back, the next attempt goes on after them.
+//! 7. A park gives the record a new token that nobody owns. So an owner that an operator's word has fenced stays fenced.
 
 use std::time::Duration;
 
@@ -55,7 +60,7 @@ pub enum Command {
     Complete(Complete),
     /// End the attempt and free the key, because nothing was decided. Answers: `Released`, `Fenced`.
     Release(Release),
-    /// An operator says what came of it. Answers: `Resolved`, `NotResolvable`.
+    /// An operator's verdict, or a verdict taken back. Answers: `Resolved`, `NotResolvable`.
     Resolve(Resolve),
     /// Remove the record if its retention is over. Answers: `Purged`, `Kept`.
     Purge,
@@ -157,6 +162,9 @@ pub struct Resolve {
     pub retention: Duration,
     /// Also release a record whose owner may be alive. The owner is fenced; its effect may have happened all the same.
     pub force: bool,
+    /// Replace what an operator said before, and change nothing else. Clients may have got the earlier answer. Without it, a
+    /// resolution that another operator's overtook is refused. [`Resolution::Park`] needs no such word.
+    pub amend: bool,
     /// Who says so.
     pub actor: String,
     /// Why. Kept in the audit trail.
@@ -171,6 +179,9 @@ pub enum Resolution {
     Complete(Option<StoredResponse>),
     /// The operation did not take place: the key is free again.
     Release,
+    /// Whether the operation took place is not known after all: takes back what an operator said, or holds a key that was
+    /// released and not claimed since. Nothing executes until an operator resolves the record again.
+    Park,
 }
 
 /// What a store answers.
@@ -316,6 +327,7 @@ fn decide_claim(
                     state: State::Unknown,
                     changed_at: now,
                     expires_at: now.after(claim.retention),
+                    by_operator: false,
                     ..record.clone()
                 },
             ),
@@ -335,7 +347,7 @@ fn execute(
     now: Timestamp,
     after_abandoned: bool,
 ) -> Decision {
-    let token = FencingToken::new(last_token.map_or(0, |t| t.get().saturating_add(1)).max(now.as_millis()));
+    let token = next_token(last_token, now);
     let lease_until = now.after(claim.lease);
     let attempts = live.map_or(0, |r| r.attempts).saturating_add(1);
     let record = Record {
@@ -348,8 +360,14 @@ fn execute(
         changed_at: now,
         expires_at: lease_until.after(claim.retention),
         steps: live.map_or_else(Steps::default, |r| r.steps.clone()),
+        by_operator: false,
     };
     Decision::put(Outcome::Execute(Grant { token, attempts, lease_until, after_abandoned }), record)
+}
+
+/// A token greater than every one before (I6).
+fn next_token(last: Option<FencingToken>, now: Timestamp) -> FencingToken {
+    FencingToken::new(last.map_or(0, |token| token.get().saturating_add(1)).max(now.as_millis()))
 }
 
 /// The same claim, sent again because its answer was lost: the same token, and the lease counts from now (rule 4).
@@ -426,7 +444,7 @@ fn decide_complete(live: Option<&Record>, complete: &Complete, now: Timestamp) -
     // An outcome that is not known may have to be found out and gone on with.
     let steps = if state == State::Unknown { record.steps.clone() } else { Steps::default() };
     let expires_at = now.after(complete.retention);
-    let record = Record { state, changed_at: now, expires_at, steps, ..record.clone() };
+    let record = Record { state, changed_at: now, expires_at, steps, by_operator: false, ..record.clone() };
     Decision::put(Outcome::Completed, record)
 }
 
@@ -448,27 +466,47 @@ fn decide_resolve(live: Option<&Record>, resolve: &Resolve, now: Timestamp) -> D
         return Decision::keep(Outcome::NotResolvable { state: None });
     };
     let from = record.state_name(now);
-    let may = match from {
-        StateName::Unknown | StateName::Abandoned => true,
-        StateName::InProgress => resolve.force && resolve.resolution == Resolution::Release,
-        // Left half-way: what came of it is still to be said.
-        StateName::Released => !record.steps.is_empty() && resolve.resolution != Resolution::Release,
-        StateName::Completed | StateName::Tombstone => false, // I8, rule 3
-    };
-    if !may {
+    if !may_resolve(record, from, resolve) {
         return Decision::keep(Outcome::NotResolvable { state: Some(from) });
     }
     let record = match &resolve.resolution {
+        // The steps stay: this answer may be taken back, and the next attempt must not begin again at the first.
         Resolution::Complete(response) => Record {
             state: State::Completed(response.clone().map_or(Answer::Tombstone, Answer::Replayable)),
             changed_at: now,
             expires_at: now.after(resolve.retention),
-            steps: Steps::default(),
             ..record.clone()
         },
         Resolution::Release => released(record, resolve.retention, now),
+        // Under a token of its own (rule 7), and never for a shorter time than nothing would have executed otherwise.
+        Resolution::Park => Record {
+            state: State::Unknown,
+            token: next_token(Some(record.token), now),
+            changed_at: now,
+            expires_at: now.after(resolve.retention).max(record.expires_at),
+            ..record.clone()
+        },
     };
-    Decision::put(Outcome::Resolved { from }, record)
+    Decision::put(Outcome::Resolved { from }, Record { by_operator: true, ..record })
+}
+
+/// Whether an operator's word fits the record, which is in the state `from`.
+fn may_resolve(record: &Record, from: StateName, resolve: &Resolve) -> bool {
+    let is_amendment = resolve.amend && record.by_operator;
+    match (&resolve.resolution, from) {
+        // I8, rule 3: what its owner completed never changes.
+        (Resolution::Park, StateName::Completed | StateName::Tombstone) => record.by_operator,
+        (Resolution::Park, StateName::Released) => true,
+        (Resolution::Park, _) => false,
+        (_, StateName::Unknown | StateName::Abandoned) => !resolve.amend,
+        (Resolution::Release, StateName::InProgress) => resolve.force && !resolve.amend,
+        (_, StateName::Completed | StateName::Tombstone) => is_amendment,
+        // Left half-way: what came of it is still to be said.
+        (Resolution::Complete(_), StateName::Released) => {
+            is_amendment || !resolve.amend && !record.steps.is_empty()
+        }
+        _ => false,
+    }
 }
 
 /// A key that is free is remembered for its token only, and need not be for long. Finished steps are remembered for as long
@@ -478,5 +516,5 @@ fn released(record: &Record, retention: Duration, now: Timestamp) -> Record {
     if !record.steps.is_empty() {
         expires_at = expires_at.max(record.expires_at);
     }
-    Record { state: State::Released, changed_at: now, expires_at, ..record.clone() }
+    Record { state: State::Released, changed_at: now, expires_at, by_operator: false, ..record.clone() }
 }

@@ -154,6 +154,61 @@ impl fmt::Debug for CallerTag {
     }
 }
 
+/// A short mark of an idempotency key, by which an operator finds the records of a key without knowing the rest of their
+/// requests: the first eight bytes of `SHA-256( lp("oncegate-key-1") lp(key) )`, with the ASCII letters of the key in lower
+/// case, because some formats of keys fold it. It depends on neither the caller nor the service.
+///
+/// It is not a proof: two keys may have the same tag.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct KeyTag([u8; 8]);
+
+impl KeyTag {
+    /// The tag of this key.
+    #[must_use]
+    pub fn of(key: &IdempotencyKey) -> Self {
+        let mut hash = Sha256::new();
+        part(&mut hash, b"oncegate-key-1");
+        let mut folded = [0; limits::KEY_MAX];
+        let folded = folded.get_mut(..key.as_bytes().len()).unwrap_or_default();
+        for (to, from) in folded.iter_mut().zip(key.as_bytes()) {
+            *to = from.to_ascii_lowercase();
+        }
+        part(&mut hash, folded);
+        let digest: [u8; 32] = hash.finalize().into();
+        Self(*digest.first_chunk().unwrap_or(&[0; 8]))
+    }
+
+    /// The tag itself, as a store read it back.
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 8]) -> Self {
+        Self(bytes)
+    }
+
+    /// The bytes of the tag.
+    #[must_use]
+    pub const fn as_bytes(&self) -> &[u8; 8] {
+        &self.0
+    }
+
+    /// Reads the sixteen hexadecimal digits that `Display` writes.
+    #[must_use]
+    pub fn from_hex(text: &str) -> Option<Self> {
+        hex_to_array(text).map(Self)
+    }
+}
+
+impl fmt::Display for KeyTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(f, &self.0)
+    }
+}
+
+impl fmt::Debug for KeyTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// The name of a service. Services that share a store keep their keys apart by it; programs with the same name share keys.
 ///
 /// 1 to [`limits::SERVICE_NAME_MAX`] visible ASCII characters. Cheap to clone.
@@ -509,6 +564,17 @@ mod tests {
                 RecordId::derive(&stock.within(&operation), &key)
             );
         }
+    }
+
+    #[test]
+    fn the_tag_of_a_key_is_that_of_its_spelling_in_lower_case() {
+        let tag = |key: &str| KeyTag::of(&IdempotencyKey::new(key).unwrap());
+        // Computed by another implementation of SHA-256.
+        assert_eq!(tag("order-123").to_string(), "5254b927e4206baf");
+        assert_eq!(tag("ORDER-123"), tag("order-123"));
+        assert_ne!(tag("order-124"), tag("order-123"));
+        assert_ne!(tag(&"k".repeat(limits::KEY_MAX)), tag(&"k".repeat(limits::KEY_MAX - 1)));
+        assert_eq!(KeyTag::from_hex(&tag("k").to_string()), Some(tag("k")));
     }
 
     #[test]

@@ -65,8 +65,8 @@ pub use fingerprint::{
     Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
 };
 pub use id::{
-    AttemptId, CallerTag, FencingToken, IdempotencyKey, InvalidServiceName, KeyError, RecordId, Scope,
-    ServiceName,
+    AttemptId, CallerTag, FencingToken, IdempotencyKey, InvalidServiceName, KeyError, KeyTag, RecordId,
+    Scope, ServiceName,
 };
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
-use crate::id::{AttemptId, CallerTag, FencingToken};
+use crate::id::{AttemptId, CallerTag, FencingToken, KeyTag};
 use crate::limits;
 use crate::response::StoredResponse;
 use crate::step::Steps;
@@ -32,8 +32,11 @@ pub struct Record {
     /// From when on it counts as absent and may be purged. Moves ahead with each renewal; counts from the completion
     /// once it is completed.
     pub expires_at: Timestamp,
-    /// What attempts at it have finished on their way, for the next one to go on after. None once it is completed.
+    /// What attempts at it have finished on their way, for the next one to go on after. None once its owner completed it; an
+    /// operator's answer keeps them, because it may be taken back.
     pub steps: Steps,
+    /// Whether an operator put the record into its present state. Only such a completion may be amended or parked.
+    pub by_operator: bool,
 }
 
 /// The states of a record. Expired and abandoned are derived from the clock and never stored.
@@ -188,6 +191,7 @@ impl Record {
             changed_at: created_at,
             expires_at: created_at,
             steps: Steps::NONE,
+            by_operator: false,
         }
     }
 
@@ -224,26 +228,39 @@ impl Record {
     }
 }
 
-/// What an operator sees of a record: who, in a mark that does not tell the identity, and which operation.
-/// Cheap to clone.
+/// What an operator sees of a record: who and which key, in marks that tell neither the identity nor the key, and which
+/// operation. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Label {
     caller: CallerTag,
+    key: Option<KeyTag>,
     operation: Arc<str>,
 }
 
 impl Label {
-    /// A label. An operation longer than [`limits::OPERATION_MAX`] octets is cut.
+    /// A label without the tag of a key. An operation longer than [`limits::OPERATION_MAX`] octets is cut.
     #[must_use]
     pub fn new(caller: CallerTag, operation: &str) -> Self {
         let end = operation.floor_char_boundary(limits::OPERATION_MAX);
-        Self { caller, operation: operation.get(..end).unwrap_or_default().into() }
+        Self { caller, key: None, operation: operation.get(..end).unwrap_or_default().into() }
+    }
+
+    /// The same label with the tag of the record's key, by which an operator finds it.
+    #[must_use]
+    pub fn with_key(self, key: impl Into<Option<KeyTag>>) -> Self {
+        Self { key: key.into(), ..self }
     }
 
     /// The caller's mark.
     #[must_use]
     pub const fn caller(&self) -> CallerTag {
         self.caller
+    }
+
+    /// The tag of the key; `None` if whoever claimed the record did not give it.
+    #[must_use]
+    pub const fn key(&self) -> Option<KeyTag> {
+        self.key
     }
 
     /// The operation, such as `POST /payments`.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::clock::Timestamp;
 use crate::decide::{Command, Outcome};
-use crate::id::{CallerTag, RecordId};
+use crate::id::{CallerTag, KeyTag, RecordId};
 use crate::limits;
 use crate::record::{Record, StateName, StateSet};
 
@@ -167,6 +167,8 @@ pub struct ListQuery {
     pub states: StateSet,
     /// Only records of this caller.
     pub caller: Option<CallerTag>,
+    /// Only records whose key has this tag.
+    pub key: Option<KeyTag>,
     /// Only records whose operation starts like this.
     pub operation: Option<String>,
     /// Only records that have been in their state for at least so long.
@@ -182,6 +184,7 @@ impl Default for ListQuery {
         Self {
             states: StateSet::ALL,
             caller: None,
+            key: None,
             operation: None,
             min_age: Duration::ZERO,
             after: None,
@@ -197,6 +200,7 @@ impl ListQuery {
         !record.is_expired(now)
             && self.states.contains(record.state_name(now))
             && self.caller.is_none_or(|caller| caller == record.label.caller())
+            && self.key.is_none_or(|key| record.label.key() == Some(key))
             && self.operation.as_deref().is_none_or(|prefix| record.label.operation().starts_with(prefix))
             && now.since(record.changed_at) >= self.min_age
     }

@@ -1,7 +1,7 @@
 //! The published vectors: what a program in another language has to agree with.
 
 use bytes::Bytes;
-use oncegate_core::{IdempotencyKey, RecordId, Scope, ServiceName, StoredResponse};
+use oncegate_core::{IdempotencyKey, KeyTag, RecordId, Scope, ServiceName, StoredResponse};
 use serde_json::Value;
 
 fn vectors(name: &str) -> Value {
@@ -34,7 +34,9 @@ fn record_ids_and_downstream_keys() {
         let parts: Vec<_> = case["operation_hex"].as_array().unwrap().iter().map(octets).collect();
         let parts: Vec<_> = parts.iter().map(|part| &part[..]).collect();
         let scope = scope.within(&parts);
-        let id = RecordId::derive(&scope, &IdempotencyKey::new(octets(&case["key_hex"])).unwrap());
+        let key = IdempotencyKey::new(octets(&case["key_hex"])).unwrap();
+        assert_eq!(KeyTag::of(&key).to_string(), case["key_tag"], "{}", case["name"]);
+        let id = RecordId::derive(&scope, &key);
         assert_eq!(id.to_string(), case["record_id"], "{}", case["name"]);
         assert_eq!(scope.caller_tag().to_string(), case["caller_tag"], "{}", case["name"]);
         for (step, key) in case["downstream_keys"].as_object().unwrap() {

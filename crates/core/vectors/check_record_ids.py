@@ -39,6 +39,10 @@ def record_id(service, caller, operation, key) -> bytes:
     return hashlib.sha256(parts + b"".join(map(lp, operation)) + lp(key)).digest()
 
 
+def key_tag(key: bytes) -> bytes:
+    return hashlib.sha256(lp(b"oncegate-key-1") + lp(key.lower())).digest()[:8]
+
+
 def downstream_key(record: bytes, step: str) -> str:
     digest = hashlib.sha256(lp(b"oncegate-downstream-1") + lp(record) + lp(step.encode())).digest()
     bits = bytearray(digest[:16])
@@ -87,6 +91,7 @@ def record_ids():
             "caller": [{"kind": kind, "identity_hex": identity.hex()} for kind, identity in caller],
             "operation_hex": [part.hex() for part in operation],
             "key_hex": key.hex(),
+            "key_tag": key_tag(key).hex(),
             "caller_tag": caller_digest(caller)[:8].hex(),
             "record_id": record.hex(),
             "downstream_keys": {step: downstream_key(record, step) for step in ["", "charge", "ship", "~undo charge"]},

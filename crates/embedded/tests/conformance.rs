@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
 
 #[test]
 fn the_embedded_store_conforms() {
@@ -21,6 +21,13 @@ fn one_of_many_claimants_executes() {
     let dir = tempfile::tempdir().unwrap();
     let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
     check_concurrent_claims(&store, 20, 8);
+}
+
+#[test]
+fn an_operator_takes_back_what_an_operator_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
+    check_operators(&store);
 }
 
 #[test]

@@ -50,6 +50,7 @@ fn resolve() -> Command {
         resolution: Resolution::Complete(None),
         retention: DAY,
         force: false,
+        amend: false,
         actor: "an operator".to_owned(),
         reason: "the bank says so".to_owned(),
     })

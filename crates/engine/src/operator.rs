@@ -48,15 +48,17 @@ pub struct Operator {
     retention: Duration,
 }
 
-/// Why a record was not resolved.
+/// The error of a resolution.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ResolveError {
     /// There is no record, or its retention is over.
     NoRecord,
-    /// The record is in this state, and cannot be resolved now. What is completed never changes; what is in progress belongs to
-    /// its owner.
+    /// The record is in this state, and cannot be resolved now. What its owner completed never changes; what is in progress
+    /// belongs to its owner.
     NotResolvable(StateName),
+    /// An operator resolved the record before, and it is in this state now: [`Operator::amend`] replaces that.
+    NeedsAmendment(StateName),
     /// The reason is no text for the audit trail.
     Reason(AuditTextError),
     /// The store did not do it, or it is not known whether it did.
@@ -68,6 +70,12 @@ impl fmt::Display for ResolveError {
         match self {
             Self::NoRecord => f.write_str("there is no such record, or its retention is over"),
             Self::NotResolvable(state) => write!(f, "the record is {state} and cannot be resolved now"),
+            Self::NeedsAmendment(state) => {
+                write!(
+                    f,
+                    "an operator resolved the record before, and it is {state}: amend that, or park the record"
+                )
+            }
             Self::Reason(_) => f.write_str("the reason cannot be written into the audit trail"),
             Self::Store(_) => f.write_str("the store did not answer to the resolution"),
         }
@@ -77,7 +85,7 @@ impl fmt::Display for ResolveError {
 impl StdError for ResolveError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
-            Self::NoRecord | Self::NotResolvable(_) => None,
+            Self::NoRecord | Self::NotResolvable(_) | Self::NeedsAmendment(_) => None,
             Self::Reason(error) => Some(error),
             Self::Store(error) => Some(error),
         }
@@ -158,6 +166,17 @@ impl Engine {
     }
 }
 
+/// How far an operator's word goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    /// The first word on the record.
+    First,
+    /// Also over an owner that may be alive.
+    ByForce,
+    /// In place of what an operator said.
+    Amend,
+}
+
 impl Operator {
     /// How long a record is kept after it was resolved: 24 hours by default.
     ///
@@ -217,7 +236,7 @@ impl Operator {
         answer: Option<StoredResponse>,
         reason: &str,
     ) -> Result<StateName, ResolveError> {
-        self.resolve(id, Resolution::Complete(answer), false, reason).await
+        self.resolve(id, Resolution::Complete(answer), Mode::First, reason).await
     }
 
     /// Says that the operation did not take place: the key is free again. Returns the state before.
@@ -225,7 +244,7 @@ impl Operator {
     /// # Errors
     /// [`ResolveError`].
     pub async fn release(&self, id: RecordId, reason: &str) -> Result<StateName, ResolveError> {
-        self.resolve(id, Resolution::Release, false, reason).await
+        self.resolve(id, Resolution::Release, Mode::First, reason).await
     }
 
     /// As [`release`](Self::release), also if the owner may be alive. It is fenced; but what it has begun may take effect, beside
@@ -234,7 +253,30 @@ impl Operator {
     /// # Errors
     /// [`ResolveError`].
     pub async fn release_by_force(&self, id: RecordId, reason: &str) -> Result<StateName, ResolveError> {
-        self.resolve(id, Resolution::Release, true, reason).await
+        self.resolve(id, Resolution::Release, Mode::ByForce, reason).await
+    }
+
+    /// Replaces what an operator said before by this, and changes nothing else: a record that its owner completed stays as it
+    /// is. Callers may have got the earlier answer; a key that is released executes again. Returns the state before.
+    ///
+    /// # Errors
+    /// [`ResolveError`].
+    pub async fn amend(
+        &self,
+        id: RecordId,
+        resolution: Resolution,
+        reason: &str,
+    ) -> Result<StateName, ResolveError> {
+        self.resolve(id, resolution, Mode::Amend, reason).await
+    }
+
+    /// Takes back what an operator said, or holds a key that was released and not claimed since: the outcome is unknown, and
+    /// nothing executes until the record is resolved again. Returns the state before.
+    ///
+    /// # Errors
+    /// [`ResolveError`].
+    pub async fn park(&self, id: RecordId, reason: &str) -> Result<StateName, ResolveError> {
+        self.resolve(id, Resolution::Park, Mode::First, reason).await
     }
 
     /// The audit trail, newest first: at most `limit` entries from before the entry number `before`.
@@ -249,14 +291,25 @@ impl Operator {
         &self,
         id: RecordId,
         resolution: Resolution,
-        force: bool,
+        mode: Mode,
         reason: &str,
     ) -> Result<StateName, ResolveError> {
         let reason = audit_text(reason).map_err(ResolveError::Reason)?.to_owned();
         let (actor, retention) = (self.actor.clone(), self.retention);
-        let command = Resolve { resolution, retention, force, actor, reason };
+        let (force, amend) = (mode == Mode::ByForce, mode == Mode::Amend);
+        let command = Resolve { resolution, retention, force, amend, actor, reason };
         match self.engine.resolve(id, command).await.map_err(ResolveError::Store)? {
             Outcome::Resolved { from } => Ok(from),
+            Outcome::NotResolvable { state: Some(state) } if mode != Mode::Amend => {
+                let record = self.look_up(id).await.map_err(ResolveError::Store)?;
+                let is_settled = matches!(state, StateName::Completed | StateName::Tombstone);
+                let by_operator = record.is_some_and(|record| record.by_operator);
+                Err(if is_settled && by_operator {
+                    ResolveError::NeedsAmendment(state)
+                } else {
+                    ResolveError::NotResolvable(state)
+                })
+            }
             Outcome::NotResolvable { state: Some(state) } => Err(ResolveError::NotResolvable(state)),
             Outcome::NotResolvable { state: None } => Err(ResolveError::NoRecord),
             other => {

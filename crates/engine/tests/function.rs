@@ -68,6 +68,7 @@ impl World {
             resolution: Resolution::Complete(Some(response)),
             retention: Duration::from_secs(3600),
             force: false,
+            amend: false,
             actor: "ada".to_owned(),
             reason: "in the ledger".to_owned(),
         };

@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Clock, Command, Completion, Fingerprint, IdempotencyKey, Label, MemoryStore, OnAbandoned, RecordId,
-    Resolution, Resolve, Scope, StateName, Store, StoreErrorKind, StoredResponse, Timestamp, limits,
+    Clock, Command, Completion, Fingerprint, IdempotencyKey, KeyTag, Label, ListQuery, MemoryStore,
+    OnAbandoned, RecordId, Resolution, Resolve, Scope, StateName, Store, StoreErrorKind, StoredResponse,
+    Timestamp, limits,
 };
 use oncegate_engine::{
     AuditTextError, ClaimOutcome, ClaimRequest, Engine, Event, EventKind, FunctionError, LeaseError,
@@ -129,6 +130,7 @@ async fn force_release(store: &Arc<dyn Store>) {
         resolution: Resolution::Release,
         retention: Duration::from_secs(3600),
         force: true,
+        amend: false,
         actor: "operator".to_owned(),
         reason: "it hangs".to_owned(),
     };
@@ -501,6 +503,33 @@ async fn a_key_that_an_operator_of_this_process_releases_by_force_is_free_at_onc
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_operator_takes_back_what_an_operator_said_and_finds_it_by_the_key() {
+    let store = shared_store();
+    let one = Process::on(&store);
+    let function = one.engine.function("charge").with_policy(policy());
+    let run = async || function.run("Order-7", &(), async |_| Err::<u32, _>("timed out".to_owned())).await;
+    assert!(run().await.is_err());
+    let operator = one.engine.operator("ada").unwrap();
+    let mut query = ListQuery::default();
+    query.key = Some(KeyTag::of(&IdempotencyKey::try_from("order-7").unwrap()));
+    let found = operator.list(query).await.unwrap().records;
+    let [(id, _)] = found.as_slice() else { panic!("{found:?}") };
+    let answer = |value: u32| function.answer(&value).ok();
+    operator.complete(*id, answer(7), "in the bank's list").await.unwrap();
+    assert_eq!(run().await.unwrap(), 7);
+    assert_eq!(operator.park(*id, "the wrong one").await.unwrap(), StateName::Completed);
+    assert!(matches!(run().await, Err(FunctionError::Unknown)));
+    let again = operator.park(*id, "the wrong one").await.unwrap_err();
+    assert!(matches!(again, ResolveError::NotResolvable(StateName::Unknown)), "{again:?}");
+    operator.complete(*id, None, "in the bank's list").await.unwrap();
+    let from = operator.amend(*id, Resolution::Complete(answer(8)), "found its number").await.unwrap();
+    assert_eq!(from, StateName::Tombstone);
+    assert_eq!(run().await.unwrap(), 8);
+    let record = operator.look_up(*id).await.unwrap().unwrap();
+    assert!(record.by_operator && record.attempts == 1, "{record:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_operator_finds_and_resolves_what_is_unsettled() {
     let store = shared_store();
     let one = Process::on(&store);
@@ -539,7 +568,7 @@ async fn an_operator_finds_and_resolves_what_is_unsettled() {
 
     // What cannot be done is said.
     let again = operator.release(id_of("a"), "a slip").await.unwrap_err();
-    assert!(matches!(again, ResolveError::NotResolvable(StateName::Completed)), "{again:?}");
+    assert!(matches!(again, ResolveError::NeedsAmendment(StateName::Completed)), "{again:?}");
     let nothing = operator.release(id_of("z"), "a slip").await.unwrap_err();
     assert!(matches!(nothing, ResolveError::NoRecord), "{nothing:?}");
     for (reason, why) in [

@@ -7,7 +7,9 @@ use flate2::bufread::{DeflateDecoder, MultiGzDecoder, ZlibDecoder};
 use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use oncegate_core::fingerprint::FingerprintInput;
-use oncegate_core::{Fingerprint, IdempotencyKey, Label, NaturalKey, NoNaturalKey, RecordId, Scope, limits};
+use oncegate_core::{
+    Fingerprint, IdempotencyKey, KeyTag, Label, NaturalKey, NoNaturalKey, RecordId, Scope, limits,
+};
 
 use crate::budget::{Held, NoRoom};
 use crate::profile::KeyScope;
@@ -23,7 +25,7 @@ pub(crate) fn locate(
     let (method, path) = (parts.method.as_str(), &*settings.canonical_path(parts.uri.path()));
     let mut operation = String::with_capacity(method.len() + 1 + path.len());
     operation.extend([method, " ", path]);
-    let label = Label::new(scope.caller_tag(), &operation);
+    let label = Label::new(scope.caller_tag(), &operation).with_key(KeyTag::of(key));
     let id = match settings.profile.key_scope {
         KeyScope::Endpoint => RecordId::derive(&scope.within(&[method.as_bytes(), path.as_bytes()]), key),
         KeyScope::Caller => RecordId::derive(scope, key),

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Completion, ErrorChain, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, RecordId, Scope,
-    StoreError, StoredResponse,
+    Completion, ErrorChain, FencingToken, Fingerprint, IdempotencyKey, KeyTag, Label, OnAbandoned, RecordId,
+    Scope, StoreError, StoredResponse,
 };
 use oncegate_engine::{
     Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, LeaseError, Panicked, Permit, Policy, Settled,
@@ -167,8 +167,8 @@ impl Inbox {
                 return inner.bury_beside(id, message, reason, 0, why.to_string(), reason.as_str()).await;
             }
         };
-        let id = id.record_id(&inner.consumer);
-        match inner.claim(id, inner.fingerprint(message)).await {
+        let (id, key) = (id.record_id(&inner.consumer), KeyTag::of(id.key()));
+        match inner.claim(id, key, inner.fingerprint(message)).await {
             Ok(ClaimOutcome::Execute(permit)) => inner.attempt(permit, message, run).await,
             Ok(ClaimOutcome::Replay(response)) => match unwritten_letter(&response) {
                 Some((reason, attempts, error, which)) => {
@@ -216,10 +216,14 @@ impl Inner {
         Fingerprint::of_parts("message", parts)
     }
 
-    async fn claim(&self, id: RecordId, fingerprint: Fingerprint) -> Result<ClaimOutcome, StoreError> {
-        self.engine
-            .claim(ClaimRequest { id, fingerprint, label: self.label.clone(), policy: self.policy })
-            .await
+    async fn claim(
+        &self,
+        id: RecordId,
+        key: KeyTag,
+        fingerprint: Fingerprint,
+    ) -> Result<ClaimOutcome, StoreError> {
+        let label = self.label.clone().with_key(key);
+        self.engine.claim(ClaimRequest { id, fingerprint, label, policy: self.policy }).await
     }
 
     async fn attempt<F, Fut>(&self, permit: Permit, message: &Arc<Message>, run: F) -> Handled

@@ -104,6 +104,8 @@ BEGIN
             lease_until bigint,
             after_abandoned boolean,
             caller bytea NOT NULL,
+            -- The tag of the key; null where whoever claimed the record did not give it.
+            key_tag bytea,
             operation text NOT NULL,
             created_at bigint NOT NULL,
             changed_at bigint NOT NULL,
@@ -116,6 +118,8 @@ BEGIN
             -- Null where there are none. As many names as results; at most 256, and 1 MiB together.
             step_names text[],
             step_results bytea[],
+            -- Whether an operator put the record into its state: only then may an operator take it back.
+            by_operator boolean NOT NULL DEFAULT false,
             CONSTRAINT records_pkey PRIMARY KEY (id)
         ) WITH (
             fillfactor = 70,
@@ -126,6 +130,7 @@ BEGIN
         );
         COMMENT ON COLUMN oncegate.records.fingerprint IS 'one octet version, 32 octets digest';
         COMMENT ON COLUMN oncegate.records.caller IS 'a mark that tells callers apart, not who they are';
+        COMMENT ON COLUMN oncegate.records.key_tag IS 'a mark of the key, by which operators find it; not the key';
         CREATE INDEX records_purge_at ON oncegate.records (purge_at);
         CREATE TABLE oncegate.audit (
             number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -136,10 +141,20 @@ BEGIN
             actor text NOT NULL,
             reason text NOT NULL
         );
-    ELSIF NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = 'oncegate.records'::regclass AND a.attname = 'step_names')
+        RETURN;
+    END IF;
+    IF NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = 'oncegate.records'::regclass AND a.attname = 'step_names')
     THEN
         -- Of version 1.
         ALTER TABLE oncegate.records ADD COLUMN step_names text[], ADD COLUMN step_results bytea[];
+    END IF;
+    IF NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = 'oncegate.records'::regclass AND a.attname = 'by_operator')
+    THEN
+        -- Of versions 1 to 4. No row is written anew. What was resolved before counts as the answer of its owner.
+        ALTER TABLE oncegate.records ADD COLUMN key_tag bytea, ADD COLUMN by_operator boolean NOT NULL DEFAULT false;
+        COMMENT ON COLUMN oncegate.records.key_tag IS 'a mark of the key, by which operators find it; not the key';
+        -- For the grants of the functions that read these columns.
+        PERFORM set_config('oncegate.adds_marks', 'on', true);
     END IF;
 END
 $$;

@@ -85,8 +85,14 @@ CREATE OR REPLACE FUNCTION oncegate.unwatch(ids bytea[]) RETURNS void
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$ SELECT pg_advisory_unlock_shared(oncegate.watch_key(a.id)) FROM unnest(ids) AS a (id) $$;
 
+-- The tag of the key, where it follows the mark of the caller.
+CREATE OR REPLACE FUNCTION oncegate.key_tag(caller bytea) RETURNS bytea
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE WHEN octet_length(caller) = 16 THEN substr(caller, 9, 8) END;
+
 -- Asks to execute. Outcomes: execute, replay, in-progress, mismatch, unknown, unreplayable; locked where the same attempt
--- claims again while somebody holds its record.
+-- claims again while somebody holds its record. caller: the mark of the caller, 8 octets, and if its key is to be found by an
+-- operator, the tag of the key after it. They are one argument, so that the function is the one that earlier programs call.
 CREATE OR REPLACE FUNCTION oncegate.claim(
     id bytea,
     attempt bytea,
@@ -126,8 +132,8 @@ BEGIN
     IF claim.on_abandoned IS NULL OR claim.on_abandoned NOT IN ('park', 'reexecute', 'reconcile') THEN
         RAISE EXCEPTION 'oncegate: on_abandoned must be park, reexecute or reconcile' USING ERRCODE = '22023';
     END IF;
-    IF claim.caller IS NULL OR octet_length(claim.caller) <> 8 THEN
-        RAISE EXCEPTION 'oncegate: caller must have 8 octets' USING ERRCODE = '22023';
+    IF claim.caller IS NULL OR octet_length(claim.caller) NOT IN (8, 16) THEN
+        RAISE EXCEPTION 'oncegate: caller must have 8 octets, or 16 with the tag of the key' USING ERRCODE = '22023';
     END IF;
     IF claim.operation IS NULL OR octet_length(claim.operation) > 256 THEN
         RAISE EXCEPTION 'oncegate: operation must have 256 octets at most' USING ERRCODE = '22023';
@@ -201,9 +207,9 @@ BEGIN
                 may_insert := true;
             END IF;
             INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, attempt, lease_until, after_abandoned,
-                    caller, operation, created_at, changed_at, expires_at, purge_at)
+                    caller, key_tag, operation, created_at, changed_at, expires_at, purge_at)
                 VALUES (claim.id, 'in-progress', claim.fingerprint, clock, 1, claim.attempt, clock + claim.lease_ms, false,
-                    claim.caller, claim.operation, clock, clock, clock + claim.lease_ms + claim.retention_ms,
+                    substr(claim.caller, 1, 8), oncegate.key_tag(claim.caller), claim.operation, clock, clock, clock + claim.lease_ms + claim.retention_ms,
                     oncegate.purge_at(0, clock + claim.lease_ms + claim.retention_ms, clock))
                 ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING;
             IF FOUND THEN
@@ -238,7 +244,7 @@ BEGIN
         IF is_live AND r.state = 'in-progress' AND claim.on_abandoned = 'park' THEN
             outcome := 'unknown';
             UPDATE oncegate.records AS t SET
-                    state = 'unknown', attempt = NULL, lease_until = NULL, after_abandoned = NULL,
+                    state = 'unknown', attempt = NULL, lease_until = NULL, after_abandoned = NULL, by_operator = false,
                     changed_at = clock,
                     expires_at = clock + claim.retention_ms,
                     purge_at = oncegate.purge_at(t.purge_at, clock + claim.retention_ms, clock)
@@ -259,7 +265,9 @@ BEGIN
                 attempt = claim.attempt,
                 lease_until = claim.lease_until,
                 after_abandoned = claim.after_abandoned,
-                caller = claim.caller,
+                caller = substr(claim.caller, 1, 8),
+                key_tag = oncegate.key_tag(claim.caller),
+                by_operator = false,
                 operation = claim.operation,
                 created_at = CASE WHEN is_live THEN t.created_at ELSE clock END,
                 changed_at = clock,
@@ -361,7 +369,7 @@ BEGIN
         outcome := 'completed';
         UPDATE oncegate.records AS t SET
                 state = complete_if_owner.state,
-                attempt = NULL, lease_until = NULL, after_abandoned = NULL,
+                attempt = NULL, lease_until = NULL, after_abandoned = NULL, by_operator = false,
                 response = complete_if_owner.response,
                 step_names = CASE WHEN complete_if_owner.state = 'unknown' THEN t.step_names END,
                 step_results = CASE WHEN complete_if_owner.state = 'unknown' THEN t.step_results END,
@@ -470,7 +478,7 @@ BEGIN
             expiry := greatest(expiry, r.expires_at);
         END IF;
         UPDATE oncegate.records AS t SET
-                state = 'released', attempt = NULL, lease_until = NULL, after_abandoned = NULL,
+                state = 'released', attempt = NULL, lease_until = NULL, after_abandoned = NULL, by_operator = false,
                 changed_at = release.clock,
                 expires_at = expiry,
                 purge_at = oncegate.purge_at(t.purge_at, expiry, release.clock)
@@ -484,8 +492,9 @@ BEGIN
 END
 $$;
 
--- An operator says what came of it. resolution: complete (with a response, or none to replay) or release. Outcomes:
--- resolved and not-resolvable, with the state before; locked.
+-- An operator says what came of it. resolution: complete (with a response, or none to replay) or release; amend-complete or
+-- amend-release to replace what an operator said before, and nothing else; park to make it unknown again, also where its owner
+-- released it. Outcomes: resolved and not-resolvable, with the state before; locked.
 CREATE OR REPLACE FUNCTION oncegate.resolve(
     id bytea,
     resolution text,
@@ -503,14 +512,19 @@ AS $$
 DECLARE
     r oncegate.records;
     end_state text := CASE
-        WHEN resolve.resolution = 'release' THEN 'released'
-        WHEN resolve.resolution = 'complete' THEN CASE WHEN resolve.response IS NULL THEN 'tombstone' ELSE 'completed' END
+        WHEN resolve.resolution IN ('release', 'amend-release') THEN 'released'
+        WHEN resolve.resolution IN ('complete', 'amend-complete')
+            THEN CASE WHEN resolve.response IS NULL THEN 'tombstone' ELSE 'completed' END
+        WHEN resolve.resolution = 'park' THEN 'unknown'
     END;
+    amend CONSTANT boolean := starts_with(resolve.resolution, 'amend-');
+    may boolean;
     entry bigint;
     expiry bigint;
 BEGIN
-    IF end_state IS NULL OR end_state = 'released' AND resolve.response IS NOT NULL THEN
-        RAISE EXCEPTION 'oncegate: resolution must be complete, or release without a response' USING ERRCODE = '22023';
+    IF end_state IS NULL OR end_state IN ('released', 'unknown') AND resolve.response IS NOT NULL THEN
+        RAISE EXCEPTION 'oncegate: resolution must be complete or amend-complete, or without a response release, amend-release or park'
+            USING ERRCODE = '22023';
     END IF;
     IF resolve.response IS NOT NULL AND NOT oncegate.is_response(resolve.response) THEN
         RAISE EXCEPTION 'oncegate: the response is not in the published encoding' USING ERRCODE = '22023';
@@ -528,25 +542,33 @@ BEGIN
         RETURN;
     END IF;
     state_before := oncegate.state_name(r.state, r.lease_until, clock);
-    IF NOT (state_before IN ('unknown', 'abandoned')
-        OR state_before = 'in-progress' AND coalesce(resolve.force, false) AND end_state = 'released'
-        -- Left half-way: what came of it is still to be said.
-        OR state_before = 'released' AND r.step_names IS NOT NULL AND end_state <> 'released')
-    THEN
+    may := CASE
+        -- What its owner completed never changes.
+        WHEN end_state = 'unknown' THEN
+            state_before = 'released' OR state_before IN ('completed', 'tombstone') AND r.by_operator
+        WHEN amend THEN
+            r.by_operator AND (state_before IN ('completed', 'tombstone') OR state_before = 'released' AND end_state <> 'released')
+        ELSE state_before IN ('unknown', 'abandoned')
+            OR state_before = 'in-progress' AND coalesce(resolve.force, false) AND end_state = 'released'
+            -- Left half-way: what came of it is still to be said.
+            OR state_before = 'released' AND r.step_names IS NOT NULL AND end_state <> 'released'
+    END;
+    IF NOT may THEN
         outcome := 'not-resolvable';
         RETURN;
     END IF;
-    -- Finished steps are remembered for as long as they were to be.
+    -- Finished steps are remembered for as long as they were to be, and what is parked executes no sooner than before.
     expiry := resolve.clock + resolve.retention_ms;
-    IF end_state = 'released' AND r.step_names IS NOT NULL THEN
+    IF end_state = 'unknown' OR end_state = 'released' AND r.step_names IS NOT NULL THEN
         expiry := greatest(expiry, r.expires_at);
     END IF;
     outcome := 'resolved';
+    -- The steps stay: an operator's answer may be taken back, and the next attempt must not begin again at the first. What is
+    -- parked gets a token that nobody owns, so that whoever an operator has fenced stays fenced.
     UPDATE oncegate.records AS t SET
-            state = end_state, attempt = NULL, lease_until = NULL, after_abandoned = NULL,
+            state = end_state, attempt = NULL, lease_until = NULL, after_abandoned = NULL, by_operator = true,
+            token = CASE WHEN end_state = 'unknown' THEN greatest(t.token + 1, resolve.clock) ELSE t.token END,
             response = resolve.response,
-            step_names = CASE WHEN end_state = 'released' THEN t.step_names END,
-            step_results = CASE WHEN end_state = 'released' THEN t.step_results END,
             changed_at = resolve.clock,
             expires_at = expiry,
             purge_at = oncegate.purge_at(t.purge_at, expiry, resolve.clock)
@@ -578,9 +600,58 @@ BEGIN
 END
 $$;
 
--- Lists records in the order of their identifiers: those with this name of a state, this caller, an operation that starts
--- like this, for so long in their state; null is any. Looks at 10 000 rows at the most and gives 8 MiB of responses and
--- steps, or one record; the steps themselves are for oncegate.steps. A last row without a state is no record: there is more after its id.
+-- Lists records in the order of their identifiers, with their steps: those with this name of a state, this caller, this tag of a
+-- key, an operation that starts like this, for so long in their state; null is any. Looks at 10 000 rows at the most and gives
+-- 8 MiB of responses and steps, or one record. A last row without a state is no record: there is more after its id.
+CREATE OR REPLACE FUNCTION oncegate.list_records(
+    only_state text, only_caller bytea, only_key bytea, operation_prefix text, min_age_ms bigint, after bytea, most integer
+) RETURNS TABLE (
+    id bytea, state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,
+    after_abandoned boolean, caller bytea, operation text, created_at bigint, changed_at bigint, expires_at bigint,
+    response bytea, clock bigint, names text[], results bytea[], key_tag bytea, by_operator boolean
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+    last_id bytea := coalesce(list_records.after, '\x');
+    seen integer := 0;
+    given integer := 0;
+    octets bigint := 0;
+BEGIN
+    clock := oncegate.now_ms();
+    FOR r IN SELECT t.* FROM oncegate.records AS t WHERE t.id > last_id ORDER BY t.id LIMIT 10001 LOOP
+        IF seen >= 10000 OR given >= least(greatest(coalesce(list_records.most, 100), 1), 1000) OR octets >= 8388608 THEN
+            id := last_id;
+            state := NULL; fingerprint := NULL; token := NULL; attempts := NULL; attempt := NULL; lease_until := NULL;
+            after_abandoned := NULL; caller := NULL; operation := NULL; created_at := NULL; changed_at := NULL;
+            expires_at := NULL; response := NULL; names := NULL; results := NULL; key_tag := NULL; by_operator := NULL;
+            RETURN NEXT;
+            RETURN;
+        END IF;
+        seen := seen + 1;
+        last_id := r.id;
+        CONTINUE WHEN list_records.clock >= r.expires_at
+            OR list_records.only_state <> oncegate.state_name(r.state, r.lease_until, list_records.clock)
+            OR list_records.only_caller <> r.caller
+            OR list_records.only_key IS NOT NULL AND list_records.only_key IS DISTINCT FROM r.key_tag
+            OR NOT starts_with(r.operation, coalesce(list_records.operation_prefix, ''))
+            OR greatest(list_records.clock - r.changed_at, 0) < coalesce(list_records.min_age_ms, 0);
+        given := given + 1;
+        octets := octets + coalesce(octet_length(r.response), 0)
+            + CASE WHEN r.step_results IS NULL THEN 0
+                ELSE (SELECT coalesce(sum(octet_length(s)), 0) FROM unnest(r.step_results) AS u (s)) END;
+        id := r.id; state := r.state; fingerprint := r.fingerprint; token := r.token; attempts := r.attempts;
+        attempt := r.attempt; lease_until := r.lease_until; after_abandoned := r.after_abandoned; caller := r.caller;
+        operation := r.operation; created_at := r.created_at; changed_at := r.changed_at; expires_at := r.expires_at;
+        response := r.response; names := r.step_names; results := r.step_results; key_tag := r.key_tag;
+        by_operator := r.by_operator;
+        RETURN NEXT;
+    END LOOP;
+END
+$$;
+
+-- The same for programs of versions 1 to 4, without the filter by key and without steps.
 CREATE OR REPLACE FUNCTION oncegate.list(
     only_state text, only_caller bytea, operation_prefix text, min_age_ms bigint, after bytea, most integer
 ) RETURNS TABLE (
@@ -590,40 +661,10 @@ CREATE OR REPLACE FUNCTION oncegate.list(
 )
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-    r oncegate.records;
-    last_id bytea := coalesce(list.after, '\x');
-    seen integer := 0;
-    given integer := 0;
-    octets bigint := 0;
 BEGIN
-    clock := oncegate.now_ms();
-    FOR r IN SELECT t.* FROM oncegate.records AS t WHERE t.id > last_id ORDER BY t.id LIMIT 10001 LOOP
-        IF seen >= 10000 OR given >= least(greatest(coalesce(list.most, 100), 1), 1000) OR octets >= 8388608 THEN
-            id := last_id;
-            state := NULL; fingerprint := NULL; token := NULL; attempts := NULL; attempt := NULL; lease_until := NULL;
-            after_abandoned := NULL; caller := NULL; operation := NULL; created_at := NULL; changed_at := NULL;
-            expires_at := NULL; response := NULL;
-            RETURN NEXT;
-            RETURN;
-        END IF;
-        seen := seen + 1;
-        last_id := r.id;
-        CONTINUE WHEN list.clock >= r.expires_at
-            OR list.only_state <> oncegate.state_name(r.state, r.lease_until, list.clock)
-            OR list.only_caller <> r.caller
-            OR NOT starts_with(r.operation, coalesce(list.operation_prefix, ''))
-            OR greatest(list.clock - r.changed_at, 0) < coalesce(list.min_age_ms, 0);
-        given := given + 1;
-        octets := octets + coalesce(octet_length(r.response), 0)
-            + CASE WHEN r.step_results IS NULL THEN 0
-                ELSE (SELECT coalesce(sum(octet_length(s)), 0) FROM unnest(r.step_results) AS u (s)) END;
-        id := r.id; state := r.state; fingerprint := r.fingerprint; token := r.token; attempts := r.attempts;
-        attempt := r.attempt; lease_until := r.lease_until; after_abandoned := r.after_abandoned; caller := r.caller;
-        operation := r.operation; created_at := r.created_at; changed_at := r.changed_at; expires_at := r.expires_at;
-        response := r.response;
-        RETURN NEXT;
-    END LOOP;
+    RETURN QUERY SELECT l.id, l.state, l.fingerprint, l.token, l.attempts, l.attempt, l.lease_until, l.after_abandoned, l.caller,
+            l.operation, l.created_at, l.changed_at, l.expires_at, l.response, l.clock
+        FROM oncegate.list_records(only_state, only_caller, NULL, operation_prefix, min_age_ms, after, most) AS l;
 END
 $$;
 
@@ -747,7 +788,7 @@ BEGIN
         WHERE octet_length(a.id) = 32 AND octet_length(a.attempt) = 16 AND octet_length(a.fingerprint) = 33
             AND a.lease_ms BETWEEN 1 AND 3600000 AND a.retention_ms BETWEEN 1 AND 34560000000
             AND a.policy IN ('park', 'reexecute', 'reconcile')
-            AND octet_length(a.caller) = 8 AND octet_length(a.operation) <= 256
+            AND octet_length(a.caller) IN (8, 16) AND octet_length(a.operation) <= 256
             AND NOT EXISTS (SELECT FROM oncegate.records AS t WHERE t.id = a.id)
     ), mine AS MATERIALIZED (
         SELECT DISTINCT ON (a.id) a.* FROM asked AS a
@@ -755,9 +796,9 @@ BEGIN
         ORDER BY a.id, a.n
     ), put AS (
         INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, attempt, lease_until, after_abandoned,
-                caller, operation, created_at, changed_at, expires_at, purge_at)
+                caller, key_tag, operation, created_at, changed_at, expires_at, purge_at)
             SELECT m.id, 'in-progress', m.fingerprint, started, 1, m.attempt, started + m.lease_ms, false,
-                m.caller, m.operation, started, started, started + m.lease_ms + m.retention_ms,
+                substr(m.caller, 1, 8), oncegate.key_tag(m.caller), m.operation, started, started, started + m.lease_ms + m.retention_ms,
                 oncegate.purge_at(0, started + m.lease_ms + m.retention_ms, started)
             FROM mine AS m
             ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING

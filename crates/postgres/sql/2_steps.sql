@@ -86,6 +86,23 @@ BEGIN
 END
 $$;
 
+-- Reads a record with its steps and marks, in one look; no row where its retention is over.
+CREATE OR REPLACE FUNCTION oncegate.lookup_record(id bytea) RETURNS TABLE (
+    state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,
+    after_abandoned boolean, caller bytea, operation text, created_at bigint, changed_at bigint, expires_at bigint,
+    response bytea, clock bigint, names text[], results bytea[], key_tag bytea, by_operator boolean
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    clock := oncegate.now_ms();
+    RETURN QUERY SELECT t.state, t.fingerprint, t.token, t.attempts, t.attempt, t.lease_until, t.after_abandoned, t.caller,
+            t.operation, t.created_at, t.changed_at, t.expires_at, t.response, lookup_record.clock, t.step_names,
+            t.step_results, t.key_tag, t.by_operator
+        FROM oncegate.records AS t WHERE t.id = lookup_record.id AND lookup_record.clock < t.expires_at;
+END
+$$;
+
 -- For a transaction that completes its record itself, before its end: with oncegate.complete_reserved, which inserts it once,
 -- where claim and complete write it twice. Gives the number of the transaction where there is no record: nothing is
 -- written, and until the transaction ends everybody else hears in-progress. Null where there is a record, or somebody else
@@ -164,17 +181,18 @@ DECLARE
 BEGIN
     IF (octet_length(complete_reserved.id) = 32 AND octet_length(complete_reserved.fingerprint) = 33
         AND oncegate.may_be_response(complete_reserved.response) AND complete_reserved.retention_ms BETWEEN 1 AND 34560000000
-        AND octet_length(complete_reserved.caller) = 8 AND octet_length(complete_reserved.operation) <= 256
+        AND octet_length(complete_reserved.caller) IN (8, 16) AND octet_length(complete_reserved.operation) <= 256
         AND complete_reserved.transaction > 0) IS NOT TRUE
     THEN
         RAISE EXCEPTION 'oncegate: an argument of complete_reserved is not what the contract says' USING ERRCODE = '22023';
     END IF;
     IF complete_reserved.transaction = txid_current() THEN
         -- The watch is looked at as oncegate.tell does it.
-        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at,
-                expires_at, purge_at, response)
-            VALUES (complete_reserved.id, 'completed', complete_reserved.fingerprint, clock, 1, complete_reserved.caller,
-                complete_reserved.operation, clock, clock, clock + complete_reserved.retention_ms,
+        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, key_tag, operation,
+                created_at, changed_at, expires_at, purge_at, response)
+            VALUES (complete_reserved.id, 'completed', complete_reserved.fingerprint, clock, 1,
+                substr(complete_reserved.caller, 1, 8), oncegate.key_tag(complete_reserved.caller), complete_reserved.operation,
+                clock, clock, clock + complete_reserved.retention_ms,
                 oncegate.purge_at(0, clock + complete_reserved.retention_ms, clock), complete_reserved.response)
             ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING
             RETURNING NOT (CASE WHEN pg_try_advisory_lock(oncegate.watch_key(t.id))
@@ -188,10 +206,11 @@ BEGIN
     ELSIF txid_status(complete_reserved.transaction) IS DISTINCT FROM 'aborted'
         AND pg_try_advisory_xact_lock(hashtextextended(encode(complete_reserved.id, 'hex'), 1868784485))
     THEN
-        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, operation, created_at, changed_at,
-                expires_at, purge_at)
-            VALUES (complete_reserved.id, 'unknown', complete_reserved.fingerprint, clock, 1, complete_reserved.caller,
-                complete_reserved.operation, clock, clock, clock + complete_reserved.retention_ms,
+        INSERT INTO oncegate.records AS t (id, state, fingerprint, token, attempts, caller, key_tag, operation,
+                created_at, changed_at, expires_at, purge_at)
+            VALUES (complete_reserved.id, 'unknown', complete_reserved.fingerprint, clock, 1,
+                substr(complete_reserved.caller, 1, 8), oncegate.key_tag(complete_reserved.caller), complete_reserved.operation,
+                clock, clock, clock + complete_reserved.retention_ms,
                 oncegate.purge_at(0, clock + complete_reserved.retention_ms, clock))
             ON CONFLICT ON CONSTRAINT records_pkey DO NOTHING;
         IF FOUND THEN

@@ -29,6 +29,22 @@ BEGIN
             EXECUTE format('GRANT EXECUTE ON FUNCTION oncegate.%I TO %s', g.name, g.role);
         END LOOP;
     END IF;
+    -- With the marks of records came two functions that read them. Who may read a record with its steps may read it with its
+    -- marks, and who may list records and read their steps may list them with both.
+    IF current_setting('oncegate.adds_marks', true) = 'on' THEN
+        FOR g IN
+            SELECT n.name, a.grantee::regrole AS role
+            FROM (VALUES ('lookup_with_steps', 'lookup_with_steps', 'lookup_record'), ('list', 'steps', 'list_records'))
+                    AS n (like_that_of, and_of, name)
+                JOIN pg_proc AS p ON p.pronamespace = 'oncegate'::regnamespace AND p.proname = n.like_that_of
+                JOIN pg_proc AS q ON q.pronamespace = 'oncegate'::regnamespace AND q.proname = n.and_of,
+                aclexplode(p.proacl) AS a
+            WHERE a.privilege_type = 'EXECUTE' AND a.grantee NOT IN (0::oid, p.proowner)
+                AND has_function_privilege(a.grantee, q.oid, 'EXECUTE')
+        LOOP
+            EXECUTE format('GRANT EXECUTE ON FUNCTION oncegate.%I TO %s', g.name, g.role);
+        END LOOP;
+    END IF;
     -- Upgrades from version 1 to versions 2 to 4 let everybody who might complete an attempt of a sidecar insert a completed record
     -- for any key. Who may not claim loses that.
     IF before BETWEEN 2 AND 4 THEN

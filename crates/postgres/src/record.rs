@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, CallerTag, Completion, FencingToken, Fingerprint, Grant, Label,
+    Answer, AttemptId, AuditEntry, CallerTag, Completion, FencingToken, Fingerprint, Grant, KeyTag, Label,
     OnAbandoned, Outcome, Record, RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
     limits,
 };
@@ -109,7 +109,7 @@ fn state_before(row: &PgRow) -> Result<Option<StateName>, StoreError> {
     maybe::<&str>(row, "state_before")?.map(|name| StateName::from_name(name).ok_or_else(strange)).transpose()
 }
 
-/// A row of `lookup` and `list`.
+/// A row of `lookup`.
 pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     let state = match column::<&str>(row, "state")? {
         "in-progress" => State::InProgress {
@@ -135,9 +135,12 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     Ok(record)
 }
 
-/// The same, with the columns `names` and `results` of its steps.
-pub(crate) fn record_with_steps(row: &PgRow) -> Result<Record, StoreError> {
+/// A row of `lookup_record` and `list_records`: the same, with its steps and marks.
+pub(crate) fn whole_record(row: &PgRow) -> Result<Record, StoreError> {
     let mut record = record(row)?;
+    record.by_operator = column(row, "by_operator")?;
+    let key = maybe::<Vec<u8>>(row, "key_tag")?.map(|tag| tag.try_into().map_err(|_| corrupt()));
+    record.label = record.label.with_key(key.transpose()?.map(KeyTag::from_bytes));
     if let Some(names) = maybe::<Vec<String>>(row, "names")? {
         let results = column::<Vec<Vec<u8>>>(row, "results")?;
         if names.len() != results.len() {
@@ -165,6 +168,15 @@ pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
         actor: column(row, "actor")?,
         reason: column(row, "reason")?,
     })
+}
+
+/// The mark of the caller, and after it the tag of the key if it is known.
+pub(crate) fn marks(label: &Label) -> Vec<u8> {
+    let mut marks = label.caller().as_bytes().to_vec();
+    if let Some(key) = label.key() {
+        marks.extend_from_slice(key.as_bytes());
+    }
+    marks
 }
 
 pub(crate) const fn on_abandoned(policy: OnAbandoned) -> Option<&'static str> {

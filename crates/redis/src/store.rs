@@ -207,6 +207,7 @@ impl Shared {
         };
         let (version, caller) = (claim.fingerprint.version().to_string(), claim.label.caller().to_string());
         let (lease, retention) = (millis(claim.lease), millis(claim.retention));
+        let key_tag = claim.label.key().map_or_else(String::new, |tag| tag.to_string());
         let arguments = [
             attempt.as_bytes(),
             version.as_bytes(),
@@ -216,6 +217,7 @@ impl Shared {
             on_abandoned.as_bytes(),
             caller.as_bytes(),
             claim.label.operation().as_bytes(),
+            key_tag.as_bytes(),
         ];
         if let Some(why) = self.link.unfit() {
             let refused = StoreError::unavailable(format!("Redis: {why}"));
@@ -271,11 +273,21 @@ impl Shared {
             Resolution::Complete(Some(response)) => ("complete", &response.as_encoded()[..]),
             Resolution::Complete(None) => ("complete", &[][..]),
             Resolution::Release => ("release", &[][..]),
+            Resolution::Park => ("park", &[][..]),
             _ => return Err(StoreError::invalid("the Redis store does not know this resolution")),
         };
-        let (retention, force) = (millis(resolve.retention), if resolve.force { "1" } else { "0" });
+        let flag = |is_set| if is_set { "1" } else { "0" };
+        let (retention, force, amend) = (millis(resolve.retention), flag(resolve.force), flag(resolve.amend));
         let (actor, reason) = (resolve.actor.as_bytes(), resolve.reason.as_bytes());
-        let arguments = [name.as_bytes(), retention.as_bytes(), force.as_bytes(), actor, reason, response];
+        let arguments = [
+            name.as_bytes(),
+            retention.as_bytes(),
+            force.as_bytes(),
+            actor,
+            reason,
+            response,
+            amend.as_bytes(),
+        ];
         let both = [key, AUDIT_KEY];
         let keys = if connection.is_cluster() { &both[..1] } else { &both[..] };
         let said = self.call(connection, &self.scripts.resolve, keys, &arguments).await?;

@@ -50,6 +50,7 @@ impl Witness {
                 to: match &resolve.resolution {
                     Resolution::Complete(Some(_)) => "completed",
                     Resolution::Complete(None) => "tombstone",
+                    Resolution::Park => "unknown",
                     _ => "released",
                 },
                 actor: resolve.actor.clone(),

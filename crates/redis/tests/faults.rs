@@ -285,6 +285,7 @@ async fn hostile_octets_come_back_as_they_were() {
             resolution: Resolution::Release,
             retention: MINUTE,
             force: true,
+            amend: false,
             actor: text.to_owned(),
             reason: text.repeat(2),
         };
@@ -324,7 +325,8 @@ async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
     ];
     let resolve = |force| {
         let (actor, reason) = ("a".to_owned(), "b".to_owned());
-        Command::Resolve(Resolve { resolution: Resolution::Release, retention: MINUTE, force, actor, reason })
+        let (resolution, amend) = (Resolution::Release, false);
+        Command::Resolve(Resolve { resolution, retention: MINUTE, force, amend, actor, reason })
     };
     for (n, damage) in (1..).zip(damages) {
         let grant = granted(&store, n, n).await;

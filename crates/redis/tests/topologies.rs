@@ -125,6 +125,7 @@ async fn a_cluster_shares_the_records_out_and_survives_one_primary() {
             resolution: Resolution::Complete(Some(response(n))),
             retention: MINUTE,
             force: false,
+            amend: false,
             actor: format!("operator {n}"),
             reason: "found".to_owned(),
         };

@@ -20,7 +20,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{
     Answer, AttemptId, AuditEntry, CallerTag, Claim, Command, Complete, Completion, Durability, ErrorChain,
-    FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId,
+    FencingToken, Fingerprint, KeyTag, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId,
     RecordStep, Release, Renew, Resolution, Resolve, State, StateName, StateSet, Step, Store, StoreError,
     StoredResponse, Timestamp, Write, decide, limits,
 };
@@ -30,6 +30,7 @@ use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 use crate::block_on;
 use crate::clock::ManualClock;
+pub use crate::operators::check_operators;
 
 /// How a store is held to the protocol.
 #[derive(Clone, Debug)]
@@ -224,7 +225,8 @@ pub fn check_steps<S: Store>(store: &S) {
     assert_eq!(apply(left.0, Command::Claim(other)), Outcome::Mismatch);
     let resolve = |resolution| {
         let (actor, reason) = ("ann".to_owned(), "seen to by hand".to_owned());
-        Command::Resolve(Resolve { resolution, retention: minute, force: false, actor, reason })
+        let (force, amend) = (false, false);
+        Command::Resolve(Resolve { resolution, retention: minute, force, amend, actor, reason })
     };
     let state = Some(StateName::Released);
     assert_eq!(apply(left.0, resolve(Resolution::Release)), Outcome::NotResolvable { state });
@@ -281,6 +283,7 @@ enum Act {
         on: u8,
         resolution: u8,
         force: bool,
+        amend: bool,
         retention: Duration,
     },
     PurgeOne {
@@ -292,6 +295,7 @@ enum Act {
     List {
         states: StateSet,
         caller: Option<u8>,
+        key: Option<u8>,
         operation: Option<u8>,
         min_age: Duration,
         limit: usize,
@@ -345,20 +349,23 @@ fn step() -> impl Strategy<Value = Act> {
             .prop_map(|(on, token, number, result)| Act::Step { on, token, number, result }),
         3 => (on.clone(), token, retention())
             .prop_map(|(on, token, retention)| Act::Release { on, token, retention }),
-        3 => (on.clone(), 0..3_u8, any::<bool>(), retention())
-            .prop_map(|(on, resolution, force, retention)| Act::Resolve { on, resolution, force, retention }),
+        6 => (on.clone(), 0..6_u8, any::<bool>(), prop::bool::weighted(0.4), retention()).prop_map(
+            |(on, resolution, force, amend, retention)| Act::Resolve { on, resolution, force, amend, retention }
+        ),
         1 => on.clone().prop_map(|on| Act::PurgeOne { on }),
         2 => (0..4_usize).prop_map(|limit| Act::Purge { limit }),
         1 => (
             states,
             prop::option::of(0..2_u8),
+            prop::option::of(0..3_u8),
             prop::option::of(0..2_u8),
             seconds(&[0, 0, 1000]),
             1..4_usize,
         )
-            .prop_map(|(states, caller, operation, min_age, limit)| Act::List {
+            .prop_map(|(states, caller, key, operation, min_age, limit)| Act::List {
                 states,
                 caller,
+                key,
                 operation,
                 min_age,
                 limit,
@@ -433,10 +440,11 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
 
     fn step(&mut self, step: &Act) -> Checked {
         match step {
-            Act::List { states, caller, operation, min_age, limit } => {
+            Act::List { states, caller, key, operation, min_age, limit } => {
                 let mut query = ListQuery::default();
                 query.states = *states;
                 query.caller = caller.map(caller_tag);
+                query.key = key.and_then(key_tag);
                 query.operation = operation.map(|n| if n == 0 { "POST".to_owned() } else { operation_of(1) });
                 query.min_age = *min_age;
                 query.limit = *limit;
@@ -487,7 +495,9 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                     lease: *lease,
                     retention: *retention,
                     on_abandoned: *abandoned,
-                    label: Label::new(caller_tag(*on % 2), &operation_of(*on)),
+                    // Not every program gives the tag of the key, and not each time.
+                    label: Label::new(caller_tag(*on % 2), &operation_of(*on))
+                        .with_key(key_tag((*on + input) % 3)),
                 };
                 let seen = self.seen.entry(id(*on)).or_default();
                 if let Some(last) = seen.last_claim.as_ref().filter(|_| *again) {
@@ -521,14 +531,22 @@ impl<S: Store, O: Fn(Arc<ManualClock>) -> S> Run<S, O> {
                 let token = token(self.seen.get(&id(*on)), whose);
                 (id(*on), Command::Release(Release { token, retention: *retention }))
             }
-            Act::Resolve { on, resolution, force, retention } => {
+            Act::Resolve { on, resolution, force, amend, retention } => {
                 let resolution = match resolution {
                     0 => Resolution::Release,
                     1 => Resolution::Complete(None),
+                    2 | 3 => Resolution::Park,
                     n => Resolution::Complete(Some(response(*n))),
                 };
                 let (actor, reason) = (format!("operator {on}"), "the bank says so".to_owned());
-                let resolve = Resolve { resolution, retention: *retention, force: *force, actor, reason };
+                let resolve = Resolve {
+                    resolution,
+                    retention: *retention,
+                    force: *force,
+                    amend: *amend,
+                    actor,
+                    reason,
+                };
                 (id(*on), Command::Resolve(resolve))
             }
             Act::PurgeOne { on } => (id(*on), Command::Purge),
@@ -733,8 +751,10 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         return false;
     }
     let same_owner = before.token == after.token;
+    // An operator parked it, under a token that nobody owns.
+    let is_parked = after.state == State::Unknown && after.by_operator && !same_owner;
     let (done, done_after) = (before.steps.as_slice(), after.steps.as_slice());
-    let keeps_steps = if matches!(after.state, State::Completed(_)) {
+    let keeps_steps = if matches!(after.state, State::Completed(_)) && !after.by_operator {
         done_after.is_empty()
     } else {
         // None is changed or forgotten, and only an owner adds some.
@@ -748,12 +768,19 @@ fn may_follow(before: &Record, after: &Record) -> bool {
         return false;
     }
     match (&before.state, &after.state) {
-        (State::InProgress { .. }, _) => true,
+        (State::InProgress { .. }, _) => !is_parked,
         (State::Unknown, State::Unknown | State::Completed(_) | State::Released) => same_owner,
         (State::Unknown, State::InProgress { .. }) => false,
         (State::Completed(Answer::Awaited), State::Completed(_)) => same_owner,
+        // What an operator said, an operator may replace or park.
+        (State::Completed(_) | State::Released, State::Completed(_)) if before.by_operator => {
+            before == after || same_owner && after.by_operator
+        }
+        (State::Completed(_), State::Released) if before.by_operator => same_owner && after.by_operator,
+        (State::Completed(_), State::Unknown) => before.by_operator && is_parked,
         (State::Completed(_), _) => before == after,
         (State::Released, State::Released) => before == after,
+        (State::Released, State::Unknown) => is_parked,
         (State::Released, State::InProgress { .. }) => !same_owner,
         (State::Released, State::Completed(_)) => same_owner && !before.steps.is_empty(),
         (State::Released, _) => false,
@@ -775,6 +802,11 @@ fn id(on: u8) -> RecordId {
 
 fn caller_tag(n: u8) -> CallerTag {
     CallerTag::from_bytes([n; 8])
+}
+
+/// The tag of a key; none for 2.
+fn key_tag(n: u8) -> Option<KeyTag> {
+    (n < 2).then(|| KeyTag::from_bytes([0xf0 | n; 8]))
 }
 
 fn operation_of(on: u8) -> String {

@@ -19,6 +19,7 @@
 mod clock;
 pub mod conformance;
 mod faulty;
+mod operators;
 
 pub use clock::ManualClock;
 pub use faulty::{Fault, Faults, FaultyStore, Latch, Operation};

@@ -6,7 +6,7 @@ use oncegate_core::{
     AttemptId, Claim, Command, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId, Store,
     StoreErrorKind,
 };
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
 use oncegate_testkit::{ManualClock, block_on};
 
 #[test]
@@ -17,6 +17,11 @@ fn the_memory_store_conforms() {
 #[test]
 fn one_of_many_claimants_executes() {
     check_concurrent_claims(&MemoryStore::new(ManualClock::at_millis(1)), 20, 8);
+}
+
+#[test]
+fn an_operator_takes_back_what_an_operator_said() {
+    check_operators(&MemoryStore::new(ManualClock::at_millis(1)));
 }
 
 #[test]

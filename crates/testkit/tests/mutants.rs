@@ -26,6 +26,9 @@ enum Bug {
     TakesEveryClaimForTheOwner,
     /// M15
     ForgetsTokenOnRelease,
+    ForgetsWhatAnOperatorDid,
+    ParksUnderTheSameToken,
+    ForgetsTheTagOfTheKey,
     PurgesWhatIsNotExpired,
     PurgesNothing,
     PurgesOneTooFew,
@@ -40,12 +43,15 @@ enum Bug {
     AnswersBeforeItWrites,
 }
 
-const BUGS: [Bug; 17] = [
+const BUGS: [Bug; 20] = [
     Bug::CompletesWithoutToken,
     Bug::ReleasesWithoutToken,
     Bug::IgnoresFingerprint,
     Bug::TakesEveryClaimForTheOwner,
     Bug::ForgetsTokenOnRelease,
+    Bug::ForgetsWhatAnOperatorDid,
+    Bug::ParksUnderTheSameToken,
+    Bug::ForgetsTheTagOfTheKey,
     Bug::PurgesWhatIsNotExpired,
     Bug::PurgesNothing,
     Bug::PurgesOneTooFew,
@@ -96,6 +102,14 @@ impl Mutant {
                     (self.bug, &record, &command)
                 {
                     after.expires_at = before.expires_at;
+                }
+                match (self.bug, &record, &command) {
+                    (Bug::ForgetsWhatAnOperatorDid, ..) => after.by_operator = false,
+                    (Bug::ForgetsTheTagOfTheKey, ..) => after.label = after.label.with_key(None),
+                    (Bug::ParksUnderTheSameToken, Some(before), Command::Resolve(_)) => {
+                        after.token = before.token;
+                    }
+                    _ => {}
                 }
                 held.records.insert(id, after);
             }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{
     Advisory, Answer, AttemptId, AuditEntry, Capabilities, Claim, Command, Complete, Completion, ErrorChain,
-    Fingerprint, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, Resolution, State, Store,
-    StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
+    Fingerprint, ListPage, ListQuery, OnAbandoned, Outcome, Record, RecordId, State, Store, StoreError,
+    StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -287,6 +287,11 @@ impl Inner {
         let State::Completed(Answer::Replayable(response)) = record.state else {
             return Ok(Filled::Needless);
         };
+        // An operator may take it back, and no front of another process would learn of that. What its owner completed never
+        // changes.
+        if record.by_operator {
+            return Ok(Filled::Needless);
+        }
         if !self.fits(&response) {
             return Ok(Filled::Unfit);
         }
@@ -447,9 +452,7 @@ impl Store for TieredStore {
                 }
                 self.apply_then_fill(id, command, |outcome| *outcome == Outcome::Completed)
             }
-            Command::Resolve(ref resolve) if matches!(resolve.resolution, Resolution::Complete(Some(_))) => {
-                self.apply_then_fill(id, command, |outcome| matches!(outcome, Outcome::Resolved { .. }))
-            }
+            // The answer of an operator is not put into the front: see `try_fill`.
             _ => self.inner.back.apply(id, command),
         }
     }

@@ -12,7 +12,7 @@ use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{PostgresServer, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators};
 use oncegate_tiered::{Front, TieredOptions, TieredStore};
 use sqlx::postgres::PgConnection;
 use sqlx::{Connection as _, Executor as _};
@@ -44,6 +44,17 @@ fn before_a_store_in_memory(front: impl Fn() -> Front) {
 #[test]
 fn a_front_in_memory_before_a_store_in_memory() {
     before_a_store_in_memory(|| Front::in_memory(1 << 20));
+}
+
+#[test]
+fn an_operator_takes_back_what_an_operator_said() {
+    let runtime = Runtime::new().unwrap();
+    let _runtime = runtime.enter();
+    let back = Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)));
+    check_operators(&Settled::new(
+        TieredStore::new(Front::in_memory(1 << 20), back, options()),
+        &Total::default(),
+    ));
 }
 
 #[test]

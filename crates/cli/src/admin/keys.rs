@@ -1,4 +1,4 @@
-//! Records: listed, shown, found, resolved, released.
+//! Records: listed, shown, found, resolved, released, parked.
 
 use axum::extract::rejection::{BytesRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
@@ -10,8 +10,8 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, StatusCode};
 use oncegate_core::{
-    CallerTag, IdempotencyKey, ListQuery, Outcome, Record, RecordId, Resolution, Resolve, StateName,
-    StoredResponse, limits,
+    CallerTag, IdempotencyKey, KeyError, KeyTag, ListQuery, Outcome, Record, RecordId, Resolution, Resolve,
+    StateName, StoredResponse, limits,
 };
 use oncegate_http::{AuthorityRole, CallerPart, KeyGrammar, Settings};
 use serde::Deserialize;
@@ -29,7 +29,7 @@ type Body = Result<Bytes, BytesRejection>;
 
 pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answer {
     let mut filter = ListQuery::default();
-    let names = ["state", "caller", "operation", "min_age", "limit", "order", "cursor"];
+    let names = ["state", "caller", "key_tag", "operation", "min_age", "limit", "order", "cursor"];
     let mut is_newest_first = false;
     for (name, text) in pairs(query, &names)? {
         let bad = |what: String| Problem::bad_request(format!("{name}: {text:?} {what}"));
@@ -40,6 +40,10 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
             "caller" => {
                 let what = "is not a caller's mark; it has 16 hexadecimal digits, as a listing shows them";
                 filter.caller = Some(CallerTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
+            }
+            "key_tag" => {
+                let what = "is not the tag of a key; it has 16 hexadecimal digits, as a listing shows them";
+                filter.key = Some(KeyTag::from_hex(&text).ok_or_else(|| bad(what.to_owned()))?);
             }
             "operation" => filter.operation = Some(text),
             "min_age" => {
@@ -91,14 +95,14 @@ pub(super) async fn show(State(state): State<AdminState>, Path(id): Path<String>
     shown(&state, id, detail).await
 }
 
-/// What a request looked like whose record is sought. The caller's credential is in a body and not in a URL, because
-/// URLs are written into logs.
+/// What a request looked like whose record is sought; or its key alone. Key and credential are in a body and not in a URL,
+/// because URLs are written into logs.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Find {
     key: String,
-    method: String,
-    path: String,
+    method: Option<String>,
+    path: Option<String>,
     /// The host that the request was for, if hosts have keys of their own.
     host: Option<String>,
     caller: Option<Caller>,
@@ -119,6 +123,9 @@ enum Caller {
 
 pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer {
     let find: Find = from_json(body)?;
+    if find.path.is_none() {
+        return find_by_key(&state, &find).await;
+    }
     let (parts, key) = request_of(&state, &find)?;
     let id = state.record_id(&parts, &key).ok_or_else(|| {
         Problem::bad_request(
@@ -128,17 +135,40 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer 
     shown(&state, id, if find.body { Detail::Body } else { Detail::Whole }).await
 }
 
+/// All records of a key, of whatever operation and caller, the newest first.
+async fn find_by_key(state: &AdminState, find: &Find) -> Answer {
+    if find.method.is_some() || find.host.is_some() || find.caller.is_some() || find.body {
+        return Err(Problem::bad_request(
+            "path: say it, too, to find one record; or the key alone, to list all records that have it.",
+        ));
+    }
+    let key = searched_key(&find.key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
+    let mut filter = ListQuery::default();
+    filter.key = Some(KeyTag::of(&key));
+    filter.limit = limits::PAGE_MAX;
+    listing::newest(state, filter).await
+}
+
+/// The key that a person means who has nothing else: as a header field spells it, or as a program did that has no fields.
+///
+/// # Errors
+/// It is empty, or too long.
+pub(crate) fn searched_key(text: &str) -> Result<IdempotencyKey, KeyError> {
+    let field = KeyGrammar::default().parse(key_field(text).as_bytes());
+    field.or_else(|_| IdempotencyKey::new(text))
+}
+
 /// The head of a request that the layer would derive the same record from.
 fn request_of(state: &AdminState, find: &Find) -> Result<(Parts, IdempotencyKey), Problem> {
     let bad = |what: String| Problem::bad_request(what);
-    let method: Method =
-        find.method.parse().map_err(|_| bad(format!("method: {:?} is not a method.", find.method)))?;
-    if !find.path.starts_with('/') {
-        return Err(bad(format!("path: {:?} does not start with a slash.", find.path)));
+    let Some(method) = &find.method else { return Err(bad("method: it is missing.".to_owned())) };
+    let path = find.path.as_deref().unwrap_or_default();
+    let method: Method = method.parse().map_err(|_| bad(format!("method: {method:?} is not a method.")))?;
+    if !path.starts_with('/') {
+        return Err(bad(format!("path: {path:?} does not start with a slash.")));
     }
-    let request = Request::builder().method(method).uri(&find.path).body(());
-    let (mut parts, ()) =
-        request.map_err(|_| bad(format!("path: {:?} is not a path.", find.path)))?.into_parts();
+    let request = Request::builder().method(method).uri(path).body(());
+    let (mut parts, ()) = request.map_err(|_| bad(format!("path: {path:?} is not a path.")))?.into_parts();
     let settings = state.settings(&parts.method, parts.uri.path());
     if !settings.covers(&parts.method) {
         let path = parts.uri.path();
@@ -237,8 +267,18 @@ struct ResolveRequest {
     body_base64: Option<String>,
     #[serde(default)]
     tombstone: bool,
+    #[serde(default)]
+    amend: bool,
     reason: String,
     actor: Option<String>,
+}
+
+/// What is to be said of a record, and over what.
+#[derive(Clone)]
+struct Verdict {
+    resolution: Resolution,
+    force: bool,
+    amend: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -266,8 +306,9 @@ pub(super) async fn resolve(
     let request: ResolveRequest = from_json(body)?;
     let actor = actor(request.actor.as_deref(), &headers)?;
     let reason = audit_text("reason", &request.reason)?;
-    let resolution = request.resolution()?;
-    settle(&state, id, resolution, false, actor, reason).await
+    let amend = request.amend;
+    let verdict = Verdict { resolution: request.resolution()?, force: false, amend };
+    settle(&state, id, verdict, actor, reason).await
 }
 
 #[derive(Deserialize)]
@@ -289,7 +330,29 @@ pub(super) async fn release(
     let request: ReleaseRequest = from_json(body)?;
     let actor = actor(request.actor.as_deref(), &headers)?;
     let reason = audit_text("reason", &request.reason)?;
-    settle(&state, id, Resolution::Release, request.force, actor, reason).await
+    let verdict = Verdict { resolution: Resolution::Release, force: request.force, amend: false };
+    settle(&state, id, verdict, actor, reason).await
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ParkRequest {
+    reason: String,
+    actor: Option<String>,
+}
+
+pub(super) async fn park(
+    State(state): State<AdminState>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    body: Body,
+) -> Answer {
+    let id = listing::find(&state, &id).await?;
+    let request: ParkRequest = from_json(body)?;
+    let actor = actor(request.actor.as_deref(), &headers)?;
+    let reason = audit_text("reason", &request.reason)?;
+    let verdict = Verdict { resolution: Resolution::Park, force: false, amend: false };
+    settle(&state, id, verdict, actor, reason).await
 }
 
 pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answer {
@@ -322,25 +385,20 @@ async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
     found.ok_or_else(|| Problem::no_record(id))
 }
 
-async fn settle(
-    state: &AdminState,
-    id: RecordId,
-    resolution: Resolution,
-    force: bool,
-    actor: String,
-    reason: String,
-) -> Answer {
+async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, actor: String, reason: String) -> Answer {
     let record = lookup(state, id).await?;
     // Kept as long as a completion of the same route is.
     let (method, path) = record.label.operation().split_once(' ').unwrap_or_default();
     let settings = state.settings(&method.parse().unwrap_or_default(), path);
     let retention = settings.policy().retention();
-    let command = Resolve { resolution, retention, force, actor: actor.clone(), reason };
+    let Verdict { resolution, force, amend } = verdict.clone();
+    let command = Resolve { resolution, retention, force, amend, actor: actor.clone(), reason };
     let store = state.engine.store();
     match state.engine.resolve(id, command).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
-            tracing::info!(record = %id, %from, actor, "record resolved");
             let record = lookup(state, id).await?;
+            let to = record.state_name(store.now());
+            tracing::info!(record = %id, %from, %to, amended = amend, actor, "record resolved");
             let mut view = view::record(id, &record, store.now(), Detail::Whole);
             if let Value::Object(members) = &mut view {
                 members.insert("from".to_owned(), from.as_str().into());
@@ -348,19 +406,46 @@ async fn settle(
             Ok(view::json(&view))
         }
         Outcome::NotResolvable { state: None } => Err(Problem::no_record(id)),
-        Outcome::NotResolvable { state: Some(state) } => Err(Problem::not_resolvable(id, why_not(state))),
+        Outcome::NotResolvable { state: Some(found) } => {
+            // Whose answer it is says what can be done about it.
+            let by_operator = lookup(state, id).await?.by_operator;
+            Err(Problem::not_resolvable(id, why_not(found, by_operator, &verdict)))
+        }
         other => Err(Problem::internal(format!("The store answered {other:?} to a resolution."))),
     }
 }
 
-fn why_not(state: StateName) -> String {
+/// Why a word of an operator was not taken. The texts name flags and members by the word that both have.
+fn why_not(state: StateName, by_operator: bool, verdict: &Verdict) -> String {
+    let is_park = verdict.resolution == Resolution::Park;
     match state {
-        StateName::Completed | StateName::Tombstone => {
-            format!("It is {state}: it has a definite answer, which never changes before its retention is over.")
+        StateName::Completed | StateName::Tombstone if by_operator => format!(
+            "An operator resolved it already: it is {state}. To replace that answer, which clients may have got, resolve it with \
+             \"amend\"; to take it back, park it."
+        ),
+        StateName::Completed | StateName::Tombstone => format!(
+            "It is {state} by its service's own answer, which never changes before its retention is over. Only what an operator \
+             said can be amended or parked."
+        ),
+        StateName::Unknown if is_park => {
+            "It is unknown already: nothing executes until it is resolved.".to_owned()
+        }
+        StateName::Unknown | StateName::Abandoned if verdict.amend => {
+            format!("It is {state}: there is no answer of an operator to amend. Resolve it without \"amend\".")
+        }
+        StateName::Abandoned => {
+            "It is abandoned: its owner's lease is over, and its outcome is not known. Resolve it.".to_owned()
+        }
+        StateName::Released if verdict.amend && !by_operator => {
+            "Its owner released it: there is no answer of an operator to amend. Park it, and then resolve it.".to_owned()
         }
         StateName::Released => {
-            "The key is released already: the next request with it executes, or goes on after the steps that it has."
+            "The key is released already: the next request with it executes, or goes on after the steps that it has. To hold it, \
+             park it."
                 .to_owned()
+        }
+        StateName::InProgress if is_park => {
+            "Its owner holds it by a lease and may be running. Wait until the request ends or its lease does.".to_owned()
         }
         StateName::InProgress => "Somebody is at it, and holds it by a lease. Wait until the request ends or its lease does. \
              Or release it with force, if you know that its owner is gone: if it is not, its effect may happen all the \

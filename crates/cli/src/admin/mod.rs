@@ -6,10 +6,11 @@
 //! | `GET /livez` | 200 while the process serves |
 //! | `GET /readyz` | 200 while requests are taken and the store would take a write, else 503 |
 //! | `GET /metrics` | counters, gauges and histograms for Prometheus |
-//! | `GET /v1/keys?state=&caller=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
+//! | `GET /v1/keys?state=&caller=&key_tag=&operation=&min_age=&limit=&order=&cursor=` | records: the newest, or a page |
 //! | `GET /v1/keys/{record}?body=true` | one record; its stored body only if asked for |
-//! | `POST /v1/keys/find` | one record by key, method, path and caller |
-//! | `POST /v1/keys/{record}/resolve` | says what became of an operation whose outcome is unknown |
+//! | `POST /v1/keys/find` | one record by key, method, path and caller; or all records of a key |
+//! | `POST /v1/keys/{record}/resolve` | says what became of an operation; with `amend` replaces an operator's answer |
+//! | `POST /v1/keys/{record}/park` | takes back what an operator said, or holds a released key |
 //! | `POST /v1/keys/{record}/release` | frees a key; with `force` also one whose owner may be alive |
 //! | `POST /v1/clock/accept` | the store goes on from the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | who resolved what, and why, newest first |
@@ -58,6 +59,7 @@ use crate::proxy::ConnectionLimit;
 
 pub(crate) use self::census::{LeftBehind, run as count_records};
 pub(crate) use self::front::FrontCollector;
+pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::time;
 
@@ -138,6 +140,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         .route("/v1/keys/{record}", get(keys::show))
         .route("/v1/keys/{record}/resolve", post(keys::resolve))
         .route("/v1/keys/{record}/release", post(keys::release))
+        .route("/v1/keys/{record}/park", post(keys::park))
         .route("/v1/audit", get(keys::audit))
         .route("/v1/clock/accept", post(accept_clock))
         .fallback(async |uri: Uri| Problem::no_such_path(uri.path()))

@@ -593,7 +593,7 @@ async fn what_an_operator_says_is_what_retries_get() {
 
     // A definite answer never changes.
     let again = sidecar.post(&resolve, answer).await.refused(409, "not-resolvable");
-    assert!(again.starts_with("It is completed: it has a definite answer"), "{again}");
+    assert!(again.starts_with("An operator resolved it already: it is completed"), "{again}");
     let free = sidecar.post(&format!("/v1/keys/{id}/release"), json!({"reason": "r", "force": true})).await;
     free.refused(409, "not-resolvable");
 
@@ -628,6 +628,34 @@ async fn what_an_operator_says_is_what_retries_get() {
     assert_eq!(page["next"], page["entries"][1]["number"]);
     let rest = sidecar.get(&format!("/v1/audit?limit=2&before={}", page["next"])).await.json();
     assert_eq!((rest["entries"].as_array().unwrap().len(), &rest["next"]), (1, &json!(null)));
+}
+
+#[tokio::test]
+async fn records_of_a_key_are_found_by_it_alone() {
+    let sidecar = Sidecar::start().await;
+    for (path, caller) in [("/pay", "Bearer a"), ("/pay", "Bearer b"), ("/long", "Bearer a")] {
+        sidecar.call(path, &[("idempotency-key", "k-1"), ("authorization", caller)], b"x").await;
+    }
+    sidecar.call("/pay", &[("idempotency-key", "k-2"), ("authorization", "Bearer a")], b"x").await;
+    let found = sidecar.post("/v1/keys/find", json!({"key": "K-1"})).await.json();
+    assert_eq!((&found["total"], &found["complete"]), (&json!(3), &json!(true)), "{found}");
+    let tag = found["records"][0]["key_tag"].as_str().unwrap().to_owned();
+    assert_eq!(tag, oncegate_core::KeyTag::of(&"k-1".try_into().unwrap()).to_string());
+    let page = sidecar.get(&format!("/v1/keys?key_tag={tag}")).await.json();
+    assert_eq!(page["records"].as_array().unwrap().len(), 3);
+    let page = sidecar.get("/v1/keys?key_tag=0000000000000000").await.json();
+    assert_eq!(page["records"], json!([]));
+    for (asked, expected) in [
+        (json!({"key": "k-1", "method": "POST"}), "path: say it, too"),
+        (json!({"key": "k-1", "caller": "anonymous"}), "path: say it, too"),
+        (json!({"key": "k-1", "path": "/pay"}), "method: it is missing"),
+        (json!({"key": ""}), "key: the key is empty"),
+    ] {
+        let detail = sidecar.post("/v1/keys/find", asked.clone()).await.refused(400, "bad-request");
+        assert!(detail.starts_with(expected), "{asked}: {detail}");
+    }
+    let detail = sidecar.get("/v1/keys?key_tag=k-1").await.refused(400, "bad-request");
+    assert!(detail.contains("is not the tag of a key"), "{detail}");
 }
 
 #[tokio::test]

@@ -25,6 +25,8 @@ pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Deta
         "state": record.state_name(now).as_str(),
         "operation": record.label.operation(),
         "caller": record.label.caller().to_string(),
+        "key_tag": record.label.key().map(|tag| tag.to_string()),
+        "by_operator": record.by_operator,
         "token": record.token.get(),
         "attempts": record.attempts,
         "created_at": time(record.created_at),

@@ -161,8 +161,9 @@ impl Client {
 }
 
 /// The flags that set the members and parameters of requests.
-const FLAGS: [(&str, &str); 14] = [
+const FLAGS: [(&str, &str); 15] = [
     ("state", "--state"),
+    ("key_tag", "--key"),
     ("operation", "--operation"),
     ("min_age", "--min-age"),
     ("limit", "--limit"),

@@ -16,10 +16,12 @@ use std::process::ExitCode;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use clap::{Args, Subcommand};
+use oncegate_core::KeyTag;
 use serde_json::{Map, Value, json};
 
 use self::client::Client;
 pub(crate) use self::clock::ClockArgs;
+use crate::admin::searched_key;
 
 /// Looks at records of a running sidecar, and says what became of operations whose outcome is unknown.
 #[derive(Args, Debug)]
@@ -52,10 +54,12 @@ enum KeysCommand {
     Ls(Ls),
     /// Shows one record, by its identifier or by key, method, path and caller
     Show(Show),
-    /// Finds one record by key, method, path and caller
+    /// Finds one record by key, method, path and caller; or all records of a key, by the key alone
     Find(Find),
-    /// Says what became of an operation whose outcome is unknown
+    /// Says what became of an operation whose outcome is unknown; with --amend, replaces what an operator said before
     Resolve(Resolve),
+    /// Makes the outcome unknown again: takes back what an operator said, or holds a released key
+    Park(Park),
     /// Frees a key: the next request with it executes
     Release(Release),
     /// Lists who resolved what, and why, newest first
@@ -71,6 +75,9 @@ struct Ls {
     /// Only records of this caller, by the mark that a listing shows
     #[arg(long, value_name = "MARK")]
     caller: Option<String>,
+    /// Only records of this key, whoever sent it and to which operation. It is not sent: its tag is, 8 bytes of a hash
+    #[arg(long, value_name = "KEY", allow_hyphen_values = true)]
+    key: Option<String>,
     /// Only records whose operation starts like this, such as "POST /payments"
     #[arg(long, value_name = "TEXT")]
     operation: Option<String>,
@@ -113,7 +120,7 @@ struct Find {
     #[command(flatten)]
     request: Request,
     /// Shows the stored body too, and what came of each step
-    #[arg(long)]
+    #[arg(long, requires = "path")]
     body: bool,
 }
 
@@ -121,30 +128,30 @@ struct Find {
 #[derive(Args, Debug)]
 struct Request {
     /// The key that the client sent
-    #[arg(long, value_name = "KEY", requires = "path")]
+    #[arg(long, value_name = "KEY")]
     key: Option<String>,
-    /// The method of the request
-    #[arg(long, value_name = "METHOD", default_value = "POST")]
-    method: String,
+    /// The method of the request [default: POST]
+    #[arg(long, value_name = "METHOD", requires = "path")]
+    method: Option<String>,
     /// The path of the request
     #[arg(long, value_name = "PATH", requires = "key")]
     path: Option<String>,
     /// Reads the value of the header field that tells callers apart (such as "Bearer …") from this file; - is the
     /// standard input. Not a flag of its own, because command lines can be seen by others
-    #[arg(long, value_name = "FILE", group = "whose")]
+    #[arg(long, value_name = "FILE", group = "whose", requires = "path")]
     caller_file: Option<PathBuf>,
     /// Reads the header fields that tell callers apart, such as "X-Tenant: acme", from this file, one a line: for a route
     /// that goes by several; - is the standard input
-    #[arg(long, value_name = "FILE", group = "whose")]
+    #[arg(long, value_name = "FILE", group = "whose", requires = "path")]
     caller_fields: Option<PathBuf>,
     /// The client sent nothing that tells callers apart
-    #[arg(long, group = "whose")]
+    #[arg(long, group = "whose", requires = "path")]
     anonymous: bool,
     /// The route does not tell callers apart
-    #[arg(long, group = "whose")]
+    #[arg(long, group = "whose", requires = "path")]
     single_tenant: bool,
     /// The host that the request was for, if hosts have keys of their own (authority = "scope")
-    #[arg(long, value_name = "HOST")]
+    #[arg(long, value_name = "HOST", requires = "path")]
     host: Option<String>,
 }
 
@@ -168,6 +175,19 @@ struct Resolve {
     /// It did not take place: the key is free again
     #[arg(long)]
     released: bool,
+    /// Replaces what an operator said before, and nothing else. Clients may have got the earlier answer; what the service
+    /// itself answered is never changed
+    #[arg(long)]
+    amend: bool,
+    #[command(flatten)]
+    why: Why,
+}
+
+#[derive(Args, Debug)]
+struct Park {
+    /// The record, as a listing or the log shows it, or as much of its beginning as no other has. An operator resolved or
+    /// released it, or its service released it, and no request with the key has come since
+    record: String,
     #[command(flatten)]
     why: Why,
 }
@@ -289,16 +309,30 @@ async fn execute(
             let view = client.get(&format!("/v1/keys/{}{query}", escaped(record))).await?;
             print::record(&view, &flags, as_json, out)
         }
+        KeysCommand::Find(Find { request: Request { key: Some(key), path: None, .. }, .. }) => {
+            find_by_key(&client, key, &flags, as_json, out).await
+        }
+        KeysCommand::Show(Show { request, .. }) if request.path.is_none() => Err(Failure::Usage(
+            "--key alone may be the key of several records: list them with `oncegate keys find --key KEY`, or add --path".to_owned(),
+        )),
         KeysCommand::Show(Show { request, body, .. }) | KeysCommand::Find(Find { request, body }) => {
             let view = client.post("/v1/keys/find", &request.json(*body)?).await?;
             print::record(&view, &flags, as_json, out)
         }
         KeysCommand::Resolve(resolve) => {
             let request = resolve.json(&env)?;
-            let question = format!("{}; it is never changed afterwards", resolve.summary());
-            let question = if resolve.released { resolve.summary() } else { question };
+            let question = resolve.question();
             let record = confirmed(&client, &resolve.record, confirm, resolve.why.yes, &question).await?;
             let view = client.post(&format!("/v1/keys/{}/resolve", escaped(&record)), &request).await?;
+            print::resolved(&view, as_json, out)
+        }
+        KeysCommand::Park(park) => {
+            let request = park.why.json(&env);
+            let question = "make the outcome unknown again, so that retries are refused and nothing executes until it is resolved; \
+                            clients may have got the answer that it has";
+            let record = confirmed(&client, &park.record, confirm, park.why.yes, question).await?;
+            let view =
+                client.post(&format!("/v1/keys/{}/park", escaped(&record)), &request.into()).await?;
             print::resolved(&view, as_json, out)
         }
         KeysCommand::Release(release) => {
@@ -373,52 +407,95 @@ impl Access {
 }
 
 impl Ls {
-    /// A page of the store may be short, so pages are asked for until there are as many as were asked for.
     async fn run(&self, client: &Client, as_json: bool, out: &mut impl Write) -> Result<(), Failure> {
         if !(1..=1000).contains(&self.limit) {
             return Err(Failure::Usage(format!("--limit {}: from 1 to 1000 is allowed", self.limit)));
         }
-        if self.order == Order::Newest && self.cursor.is_none() {
-            let page = client.get(&format!("{}&order=newest", self.path(self.limit as usize, None))).await?;
-            return print::newest(&page, as_json, out);
-        }
-        let mut cursor = self.cursor.clone();
-        let mut records = Vec::new();
-        let mut unreadable = Vec::new();
-        loop {
-            let left = self.limit as usize - records.len();
-            let mut page = client.get(&self.path(left, cursor.as_deref())).await?;
-            let list = |page: &mut Value, name: &str| match page[name].take() {
-                Value::Array(items) => items,
-                _ => Vec::new(),
-            };
-            records.extend(list(&mut page, "records"));
-            unreadable.extend(list(&mut page, "unreadable"));
-            cursor = page["next"].as_str().map(str::to_owned);
-            if cursor.is_none() || records.len() >= self.limit as usize {
-                break;
-            }
-        }
-        let page = json!({"records": records, "unreadable": unreadable, "next": cursor});
-        print::page(&page, as_json, out)
-    }
-
-    fn path(&self, limit: usize, cursor: Option<&str>) -> String {
-        let mut path = format!("/v1/keys?limit={limit}");
+        let tag = self.key.as_deref().map(key_tag).transpose()?;
         let filters = [
             ("state", self.state.as_deref()),
             ("caller", self.caller.as_deref()),
+            ("key_tag", tag.as_deref()),
             ("operation", self.operation.as_deref()),
             ("min_age", self.min_age.as_deref()),
-            ("cursor", cursor),
         ];
-        for (name, value) in filters {
-            if let Some(value) = value {
-                path.extend(["&", name, "=", &escaped(value)]);
-            }
+        let limit = self.limit as usize;
+        if self.order == Order::Newest && self.cursor.is_none() {
+            let page = client.get(&format!("{}&order=newest", listing_path(&filters, limit, None))).await?;
+            return print::newest(&page, as_json, out);
         }
-        path
+        let page = walk(client, &filters, limit, self.cursor.clone()).await?;
+        print::page(&page, as_json, out)
     }
+}
+
+/// Reads pages until there are as many records as were asked for: a page of the store may be short.
+async fn walk(
+    client: &Client,
+    filters: &[(&str, Option<&str>)],
+    limit: usize,
+    mut cursor: Option<String>,
+) -> Result<Value, Failure> {
+    let mut records = Vec::new();
+    let mut unreadable = Vec::new();
+    loop {
+        let left = limit - records.len();
+        let mut page = client.get(&listing_path(filters, left, cursor.as_deref())).await?;
+        let list = |page: &mut Value, name: &str| match page[name].take() {
+            Value::Array(items) => items,
+            _ => Vec::new(),
+        };
+        records.extend(list(&mut page, "records"));
+        unreadable.extend(list(&mut page, "unreadable"));
+        cursor = page["next"].as_str().map(str::to_owned);
+        if cursor.is_none() || records.len() >= limit {
+            return Ok(json!({"records": records, "unreadable": unreadable, "next": cursor}));
+        }
+    }
+}
+
+fn listing_path(filters: &[(&str, Option<&str>)], limit: usize, cursor: Option<&str>) -> String {
+    let mut path = format!("/v1/keys?limit={limit}");
+    for (name, value) in filters.iter().chain([&("cursor", cursor)]) {
+        if let Some(value) = value {
+            path.extend(["&", name, "=", &escaped(value)]);
+        }
+    }
+    path
+}
+
+/// The tag of a key, which is sent in its place: URLs are written into logs.
+fn key_tag(key: &str) -> Result<String, Failure> {
+    let key = searched_key(key).map_err(|error| Failure::Usage(format!("--key: {error}")))?;
+    Ok(KeyTag::of(&key).to_string())
+}
+
+/// Most records of one key that are shown.
+const MAX_FOUND: usize = 1000;
+
+/// Walks through the whole store, however large it is, for the records of a key.
+async fn find_by_key(
+    client: &Client,
+    key: &str,
+    flags: &str,
+    as_json: bool,
+    out: &mut impl Write,
+) -> Result<(), Failure> {
+    let tag = key_tag(key)?;
+    let mut page = walk(client, &[("key_tag", Some(&tag))], MAX_FOUND, None).await?;
+    let newest_first =
+        |record: &Value| std::cmp::Reverse(record["changed_at"].as_str().unwrap_or_default().to_owned());
+    if let Value::Array(records) = &mut page["records"] {
+        records.sort_by_cached_key(newest_first);
+        if records.is_empty() && !as_json {
+            return Err(Failure::Refused(
+                "no record has this key, its retention is over, or the program that claimed it gave no tag of its key; with --path, \
+                 --method and the caller it is found in any case"
+                    .to_owned(),
+            ));
+        }
+    }
+    print::found(&page, flags, as_json, out)
 }
 
 impl Request {
@@ -435,8 +512,9 @@ impl Request {
                 None => Value::Null,
             },
         };
+        let method = self.method.as_deref().unwrap_or("POST");
         let mut request = json!({
-            "key": self.key, "method": self.method, "path": self.path, "caller": caller, "body": body
+            "key": self.key, "method": method, "path": self.path, "caller": caller, "body": body
         });
         if let (Some(host), Value::Object(members)) = (&self.host, &mut request) {
             members.insert("host".to_owned(), host.as_str().into());
@@ -459,8 +537,25 @@ impl Resolve {
         }
     }
 
+    /// The question to the person at the terminal.
+    fn question(&self) -> String {
+        let summary = self.summary();
+        match (self.amend, self.released) {
+            (true, _) => format!("replace what an operator said, which clients may have got: {summary}"),
+            (false, true) => summary,
+            (false, false) => {
+                format!(
+                    "{summary}; only an operator can change it afterwards, and clients may have got it then"
+                )
+            }
+        }
+    }
+
     fn json(&self, env: impl Fn(&str) -> Option<String>) -> Result<Value, Failure> {
         let mut request = self.why.json(env);
+        if self.amend {
+            request.insert("amend".to_owned(), true.into());
+        }
         let outcome = if self.released { "released" } else { "completed" };
         request.insert("outcome".to_owned(), outcome.into());
         if self.tombstone {

@@ -101,6 +101,7 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
         ("state", "state"),
         ("operation", "operation"),
         ("caller", "caller"),
+        ("key tag", "key_tag"),
         ("attempts", "attempts"),
         ("token", "token"),
         ("created", "created_at"),
@@ -112,6 +113,10 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
     for (name, member) in fields {
         if !view[member].is_null() {
             writeln!(out, "{name:<16}{}", text(&view[member]))?;
+        }
+        if member == "state" && view["by_operator"] == true {
+            let name = if view["state"] == "unknown" { "parked by" } else { "resolved by" };
+            writeln!(out, "{name:<16}an operator")?;
         }
     }
     for step in view["steps"].as_array().into_iter().flatten() {
@@ -160,8 +165,32 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
             "An attempt may go on after its last step",
         )
     };
-    match view["state"].as_str()? {
-        "unknown" | "abandoned" => Some(format!(
+    let park = format!("oncegate keys park{flags} {record} --reason \"…\"");
+    let amend = format!("oncegate keys resolve{flags} {record} --amend");
+    let answer = "--status 201 --header 'Content-Type: application/json' --body @answer.json --reason \"…\"";
+    match (view["state"].as_str()?, view["by_operator"] == true) {
+        ("completed" | "tombstone", true) => Some(format!(
+            "An operator said so, and clients may have got this answer. If it is wrong:\n\n\
+             # Retries are refused again until somebody has looked:\n\
+             {park}\n\
+             # Retries get another answer:\n\
+             {amend} {answer}\n\
+             # {released}:\n\
+             {amend} --released --reason \"…\""
+        )),
+        ("released", true) => Some(format!(
+            "An operator released the key: the next request with it executes. If that is wrong:\n\n\
+             # Nothing executes until somebody has looked:\n\
+             {park}\n\
+             # It took place, and retries get this answer:\n\
+             {amend} {answer}"
+        )),
+        ("released", false) => Some(format!(
+            "The next request with the key executes.\n\n\
+             # Nothing executes until somebody has looked:\n\
+             {park}"
+        )),
+        ("unknown" | "abandoned", _) => Some(format!(
             "{known} Find out, and then say so.\n\n\
              # It did, and retries get this answer:\n\
              oncegate keys resolve{flags} {record} --status 201 --header 'Content-Type: application/json' --body @answer.json --reason \"…\"\n\
@@ -172,6 +201,23 @@ fn advice(view: &Value, flags: &str) -> Option<String> {
         )),
         _ => None,
     }
+}
+
+/// The records of a key. `flags` say which sidecar to ask.
+pub(super) fn found(page: &Value, flags: &str, as_json: bool, out: &mut impl Write) -> Printed {
+    if as_json {
+        return json(page, out);
+    }
+    rows(page, out)?;
+    if !page["next"].is_null() {
+        writeln!(out, "there are more than are shown")?;
+    }
+    writeln!(
+        out,
+        "found by the tag of the key, 8 bytes that another key may have too: see what a record is with `oncegate keys show{flags} \
+         RECORD`"
+    )?;
+    Ok(())
 }
 
 pub(super) fn resolved(view: &Value, as_json: bool, out: &mut impl Write) -> Printed {

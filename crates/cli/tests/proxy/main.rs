@@ -22,6 +22,7 @@ mod refusals;
 mod reload;
 mod store;
 mod streams;
+mod taken_back;
 mod tiered;
 
 /// What a service says where it does not matter.

@@ -132,6 +132,7 @@ impl Script {
                 resolution: Resolution::Complete(Some(response(self.attempts as u64, len))),
                 retention: DAY,
                 force: true,
+                amend: false,
                 actor: "an operator".to_owned(),
                 reason: "r".repeat(len.min(400)),
             }),

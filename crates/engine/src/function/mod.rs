@@ -11,8 +11,8 @@ use std::future::Future;
 use std::sync::Arc;
 
 use oncegate_core::{
-    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, Label, RecordId, Scope,
-    StoredResponse, limits,
+    Fingerprint, FingerprintInput, FingerprintRules, IdempotencyKey, KeyError, KeyTag, Label, RecordId,
+    Scope, StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -247,7 +247,7 @@ impl<P: Clone> Function<P> {
             .try_into()
             .map_err(|error| NoCall::Key(error.into()))
             .and_then(|key| Ok((key, value::encode_input(input).map_err(NoCall::Input)?)))
-            .map(|(key, json)| (self.record_id(&key), self.fingerprint(&json)));
+            .map(|(key, json)| (self.record_id(&key), KeyTag::of(&key), self.fingerprint(&json)));
         Call { function: self.clone(), asked }
     }
 
@@ -319,7 +319,7 @@ pub const fn compared<T: Serialize + ?Sized>(argument: &T) -> &T {
 #[must_use = "a call runs when it is told how"]
 pub struct Call<P = UnknownErrors> {
     function: Function<P>,
-    asked: Result<(RecordId, Fingerprint), NoCall>,
+    asked: Result<(RecordId, KeyTag, Fingerprint), NoCall>,
 }
 
 /// Why a call is none.
@@ -340,7 +340,7 @@ impl<E> From<NoCall> for FunctionError<E> {
 
 impl<P> fmt::Debug for Call<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = self.asked.as_ref().ok().map(|(record, _)| record);
+        let record = self.asked.as_ref().ok().map(|(record, ..)| record);
         f.debug_struct("Call").field("function", &self.function).field("record", &record).finish()
     }
 }

@@ -131,10 +131,10 @@ impl<P> Call<P> {
     }
 
     pub(super) async fn claim<E>(&self) -> Result<Claimed, FunctionError<E>> {
-        let (id, fingerprint) = self.asked?;
+        let (id, key, fingerprint) = self.asked?;
         let settings = &self.function.settings;
-        let request =
-            ClaimRequest { id, fingerprint, label: settings.label.clone(), policy: settings.policy };
+        let label = settings.label.clone().with_key(key);
+        let request = ClaimRequest { id, fingerprint, label, policy: settings.policy };
         match settings.engine.claim(request).await {
             Ok(ClaimOutcome::Execute(permit)) => Ok(Claimed::Execute(permit)),
             Ok(ClaimOutcome::Replay(response)) => Ok(Claimed::Replay(response)),

@@ -12,8 +12,8 @@ use std::future::Future;
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, IdempotencyKey, Label, OnAbandoned, Outcome,
-    RecordId, Scope, State, StoreError, StoredResponse, limits,
+    AttemptId, Claim, ConfigError, FencingToken, Fingerprint, IdempotencyKey, KeyTag, Label, OnAbandoned,
+    Outcome, RecordId, Scope, State, StoreError, StoredResponse, limits,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -114,7 +114,7 @@ impl Request {
         Ok(Self {
             record: RecordId::derive(scope, key),
             fingerprint: json::fingerprint(input)?,
-            label: Label::new(scope.caller_tag(), &operation.join(" ")),
+            label: Label::new(scope.caller_tag(), &operation.join(" ")).with_key(KeyTag::of(key)),
         })
     }
 

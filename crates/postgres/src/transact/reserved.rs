@@ -44,7 +44,7 @@ impl Reserved {
             Arg::Octets(record::fingerprint(&request.fingerprint).into()),
             Arg::Octets(response.as_encoded().clone()),
             Arg::Big(record::millis(retention)),
-            Arg::Octets(request.label.caller().as_bytes().to_vec().into()),
+            Arg::Octets(record::marks(&request.label).into()),
             Arg::Text(record::operation(&request.label)),
         ];
         let call = Call::new("SELECT oncegate.complete_reserved($1, $2, $3, $4, $5, $6, $7)", args);

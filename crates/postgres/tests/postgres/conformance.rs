@@ -9,7 +9,7 @@ use oncegate_core::{
 };
 use oncegate_postgres::PostgresStore;
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
 use sqlx::Row as _;
 use sqlx::postgres::PgConnection;
 use tokio::runtime::Runtime;
@@ -52,6 +52,8 @@ impl Clocked {
             _ => "reexecute",
         };
         let fingerprint = [&[claim.fingerprint.version()], &claim.fingerprint.digest()[..]].concat();
+        let key = claim.label.key().map_or_else(Vec::new, |key| key.as_bytes().to_vec());
+        let marks = [claim.label.caller().as_bytes(), &key[..]].concat();
         let rows = sqlx::query("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8)")
             .bind(vec![vec![0xee; 32], id.as_bytes().to_vec()])
             .bind(two(&claim.attempt.get().to_be_bytes()))
@@ -59,7 +61,7 @@ impl Clocked {
             .bind(vec![claim.lease.as_millis() as i64; 2])
             .bind(vec![claim.retention.as_millis() as i64; 2])
             .bind(vec![policy; 2])
-            .bind(two(claim.label.caller().as_bytes()))
+            .bind(two(&marks))
             .bind(vec![claim.label.operation(); 2])
             .fetch_all(&mut self.control.lock().await.0)
             .await
@@ -188,4 +190,15 @@ fn one_of_many_claimants_executes() {
     });
     check_concurrent_claims(&store, 20, 8);
     check_steps(&store);
+}
+
+#[test]
+fn an_operator_takes_back_what_an_operator_said() {
+    let runtime = Runtime::new().unwrap();
+    let (_database, store) = runtime.block_on(async {
+        let database = Database::fresh().await;
+        let store = database.store().await;
+        (database, store)
+    });
+    check_operators(&store);
 }

@@ -119,6 +119,7 @@ async fn hostile_octets_are_data() {
             resolution: Resolution::Release,
             retention: Duration::from_secs(60),
             force: true,
+            amend: false,
             actor: "o'brien\0".to_owned(),
             reason: "'); --".repeat(400),
         };

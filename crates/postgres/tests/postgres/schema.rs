@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::{
-    Command, Completion, FencingToken, ListQuery, Outcome, RecordId, RecordStep, Step, Store as _,
+    Command, Complete, Completion, FencingToken, ListQuery, Outcome, RecordId, RecordStep, Resolution,
+    Resolve, StateName, Step, Store as _,
 };
 use oncegate_postgres::sqlx::{self, Row as _};
 use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
@@ -181,6 +182,45 @@ async fn what_an_earlier_upgrade_granted_too_much_is_taken_back_once() {
     schema::apply(&database.options()).await.unwrap();
     let all = format!("payments complete_reserved, shop complete, shop reserve, {kept}");
     assert_eq!(roles.may(&mut owner, &names).await, all);
+}
+
+/// Databases from before the marks of records, with their records and whatever roles could read them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_without_marks_gets_them_and_the_right_to_read_them() {
+    let database = Database::fresh().await;
+    let mut owner = database.connect().await;
+    let store = database.store().await;
+    let id = id(7);
+    let token = token(&store.apply(id, claims(1)).await.unwrap());
+    drop(store);
+    let roles = Roles::new(&database, ["sidecar", "reader", "lister"]);
+    let grants = roles.named(
+        "DROP FUNCTION oncegate.lookup_record, oncegate.list_records; \
+         ALTER TABLE oncegate.records DROP COLUMN key_tag, DROP COLUMN by_operator; \
+         DELETE FROM oncegate.contract WHERE version > 4; \
+         CREATE ROLE sidecar; CREATE ROLE reader; CREATE ROLE lister; \
+         GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO sidecar; \
+         GRANT EXECUTE ON FUNCTION oncegate.lookup TO reader; GRANT EXECUTE ON FUNCTION oncegate.list TO lister",
+    );
+    run(&mut owner, &grants).await;
+    schema::apply(&database.options()).await.unwrap();
+    let names = ["lookup_record", "list_records"];
+    let expected = "sidecar list_records, sidecar lookup_record";
+    assert_eq!(roles.may(&mut owner, &names).await, expected, "nobody can do what it could not do before");
+    schema::apply(&database.options()).await.unwrap();
+    assert_eq!(roles.may(&mut owner, &names).await, expected);
+
+    let store = database.store().await;
+    let before = store.lookup(id).await.unwrap().unwrap();
+    assert_eq!((before.token, before.by_operator, before.label.key()), (token, false, None));
+    let retention = Duration::from_secs(60);
+    let completion = Completion::Tombstone;
+    let complete = Command::Complete(Complete { token, completion, retention });
+    assert_eq!(store.apply(id, complete).await.unwrap(), Outcome::Completed);
+    let (actor, reason) = ("ann".to_owned(), "r".to_owned());
+    let park = Resolve { resolution: Resolution::Park, retention, force: true, amend: false, actor, reason };
+    let refused = Outcome::NotResolvable { state: Some(StateName::Tombstone) };
+    assert_eq!(store.apply(id, Command::Resolve(park)).await.unwrap(), refused);
 }
 
 /// Everything in the schema, what it depends on, and how the server wrote it down.

@@ -75,6 +75,7 @@ async fn whoever_waits_is_told_of_every_end_in_another_process() {
         resolution: Resolution::Release,
         retention: Duration::from_secs(3600),
         force: true,
+        amend: false,
         actor: "operator".to_owned(),
         reason: "found".to_owned(),
     };

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use oncegate_core::{Clock, Store as _, Timestamp};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_steps};
+use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
 use tokio::runtime::Runtime;
 
 use crate::contract::Scripts;
@@ -106,6 +106,23 @@ fn one_of_many_claimants_executes() {
 #[test]
 fn one_of_many_claimants_executes_on_a_cluster() {
     one_executes(&cluster().url());
+}
+
+#[test]
+fn an_operator_takes_back_what_an_operator_said() {
+    let server = RedisServer::start(ServerOptions::new()).unwrap();
+    operators(&server.url());
+}
+
+#[test]
+fn an_operator_takes_back_what_an_operator_said_on_a_cluster() {
+    operators(&cluster().url());
+}
+
+fn operators(url: &str) {
+    let runtime = Runtime::new().unwrap();
+    let store = runtime.block_on(RedisStore::open(RedisOptions::from_url(url).unwrap())).unwrap();
+    check_operators(&store);
 }
 
 fn one_executes(url: &str) {

@@ -1,0 +1,208 @@
+//! An operator who was wrong: `oncegate keys park`, `resolve --amend` and `find --key`, on the running process.
+
+use std::process::Command;
+
+use crate::support::{Answering, Message, Service, Sidecar, request};
+use crate::{KEY, OK};
+
+/// A service that does not know what it did.
+const UNKNOWN: &str =
+    "HTTP/1.1 500 Internal Server Error\r\nIdempotency-Store: unknown\r\nContent-Length: 2\r\n\r\nno";
+const BUSY: &str = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nbusy";
+
+/// What a command printed, if it succeeded; what it said otherwise.
+async fn keys(sidecar: &Sidecar, args: &[&str]) -> Result<String, String> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.arg("keys").args(args).env_clear().env("ONCEGATE_ADMIN", sidecar.admin.to_string());
+    command.env("USER", "ada");
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let text = |octets| String::from_utf8(octets).unwrap();
+    match output.status.code() {
+        Some(0) => Ok(text(output.stdout)),
+        Some(1) => Err(text(output.stderr)),
+        _ => panic!("{args:?}: {output:?}"),
+    }
+}
+
+/// The only record of the key, found without anything else.
+async fn found(sidecar: &Sidecar) -> String {
+    let listed = keys(sidecar, &["find", "--key", "intent-1"]).await.unwrap();
+    let lines: Vec<_> = listed.lines().collect();
+    assert!(lines.len() == 3 && lines[1].contains("POST /orders"), "{listed}");
+    assert!(lines[2].contains("another key may have"), "{listed}");
+    lines[1].split_whitespace().last().unwrap().to_owned()
+}
+
+struct Case {
+    sidecar: Sidecar,
+    service: Answering,
+    record: String,
+}
+
+impl Case {
+    async fn new(store: &str, answer: &'static str) -> Self {
+        let service = Service::new().await.answers(answer);
+        let sidecar = Sidecar::start(service.address, &[&format!("--store={store}")]).await;
+        ask(&sidecar).await;
+        assert_eq!(service.requests(), 1);
+        let record = found(&sidecar).await;
+        Self { sidecar, service, record }
+    }
+
+    async fn ask(&self) -> Message {
+        ask(&self.sidecar).await
+    }
+
+    async fn keys(&self, command: &str, args: &[&str]) -> Result<String, String> {
+        let args = [&[command, &self.record[..8]], args, &["--reason", "looked it up"]].concat();
+        keys(&self.sidecar, &args).await
+    }
+
+    /// Retries get this, and the service is not asked.
+    async fn replays(&self, body: &str) {
+        let requests = self.service.requests();
+        for _ in 0..3 {
+            let answer = self.ask().await;
+            answer.has_status(201);
+            assert!(answer.is_replay() && answer.text() == body, "{answer:?}");
+        }
+        assert_eq!(self.service.requests(), requests);
+    }
+
+    async fn is_unknown(&self) {
+        let requests = self.service.requests();
+        for _ in 0..3 {
+            self.ask().await.is_problem(500, "outcome-unknown");
+        }
+        assert_eq!(self.service.requests(), requests, "something executed");
+    }
+
+    async fn says(&self, text: &str) {
+        let shown = keys(&self.sidecar, &["show", &self.record]).await.unwrap();
+        assert!(shown.contains(text), "no {text:?} in {shown}");
+    }
+}
+
+async fn ask(sidecar: &Sidecar) -> Message {
+    sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_answer_is_parked_and_amended() {
+    let directory = tempfile::tempdir().unwrap();
+    let dir = |name: &str| directory.path().join(name).display().to_string();
+    let tiered = format!("tiered(front=memory:64MiB,back={})", dir("back"));
+    for store in ["memory:", &dir("store"), &tiered] {
+        let case = Case::new(store, UNKNOWN).await;
+        case.is_unknown().await;
+        case.keys("resolve", &["--status=201", "--body=wrong"]).await.unwrap();
+        case.replays("wrong").await;
+        case.says("resolved by     an operator\n").await;
+        case.says(&format!("\noncegate keys park {}", case.record)).await;
+
+        let said = case.keys("park", &[]).await.unwrap();
+        assert_eq!(said, format!("{}: completed → unknown\n", case.record));
+        case.is_unknown().await;
+        case.says("parked by       an operator\n").await;
+        let again = case.keys("park", &[]).await.unwrap_err();
+        assert!(again.contains("It is unknown already"), "{again}");
+        let nothing = case.keys("resolve", &["--amend", "--released"]).await.unwrap_err();
+        assert!(nothing.contains("there is no answer of an operator to amend"), "{nothing}");
+
+        case.keys("resolve", &["--status=201", "--body=right"]).await.unwrap();
+        case.replays("right").await;
+        // Another operator, who does not know that.
+        let raced = case.keys("resolve", &["--status=201", "--body=raced"]).await.unwrap_err();
+        assert!(raced.contains("An operator resolved it already") && raced.contains("\"amend\""), "{raced}");
+        case.replays("right").await;
+        case.keys("resolve", &["--amend", "--status=201", "--body=better"]).await.unwrap();
+        case.replays("better").await;
+
+        // Released wrongly, and noticed before the retry.
+        case.keys("resolve", &["--amend", "--released"]).await.unwrap();
+        case.says("resolved by     an operator\n").await;
+        case.keys("park", &[]).await.unwrap();
+        case.is_unknown().await;
+        case.keys("resolve", &["--released"]).await.unwrap();
+        case.ask().await;
+        assert_eq!(case.service.requests(), 2, "a released key executes");
+
+        let trail = keys(&case.sidecar, &["audit"]).await.unwrap();
+        let trail: Vec<_> =
+            trail.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
+        let states: Vec<_> = trail.iter().rev().map(|entry| (entry[3], entry[4])).collect();
+        assert_eq!(
+            states,
+            [
+                ("unknown", "completed"),
+                ("completed", "unknown"),
+                ("unknown", "completed"),
+                ("completed", "completed"),
+                ("completed", "released"),
+                ("released", "unknown"),
+                ("unknown", "released"),
+            ]
+        );
+        assert!(trail.iter().all(|entry| entry[2] == "ada" && entry[6..] == ["looked", "it", "up"]));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_service_answered_is_not_taken_back() {
+    let case = Case::new("memory:", OK).await;
+    for (command, args) in [
+        ("park", &[][..]),
+        ("resolve", &["--status=201", "--body=other"]),
+        ("resolve", &["--amend", "--status=201", "--body=other"]),
+        ("resolve", &["--amend", "--released"]),
+        ("release", &["--force"]),
+    ] {
+        let refused = case.keys(command, args).await.unwrap_err();
+        assert!(refused.contains("by its service's own answer"), "{command} {args:?}: {refused}");
+    }
+    let answer = case.ask().await;
+    assert!(answer.is_replay() && answer.text() == "ok", "{answer:?}");
+    assert_eq!(keys(&case.sidecar, &["audit"]).await.unwrap(), "no entries\n");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_the_service_released_is_held() {
+    let case = Case::new("memory:", BUSY).await;
+    case.says("Nothing executes until somebody has looked").await;
+    case.keys("park", &[]).await.unwrap();
+    case.is_unknown().await;
+    case.keys("resolve", &["--released"]).await.unwrap();
+    case.ask().await.has_status(429);
+    assert_eq!(case.service.requests(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_is_found_whoever_sent_it_and_in_either_case() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let callers = ["Authorization: Bearer one", "Authorization: Bearer two"];
+    for (path, caller, key) in [
+        ("/orders", callers[0], "Order-7"),
+        ("/orders", callers[1], "Order-7"),
+        ("/refunds", callers[0], "\"order-7\""),
+        ("/orders", callers[0], "order-8"),
+    ] {
+        let key = format!("Idempotency-Key: {key}");
+        sidecar.ask(&request("POST", path, &[&key, caller], "{}")).await.has_status(200);
+    }
+    for key in ["order-7", "ORDER-7", "\"Order-7\""] {
+        let listed = keys(&sidecar, &["find", "--key", key]).await.unwrap();
+        assert_eq!(listed.matches(" POST /").count(), 3, "{key}: {listed}");
+        assert!(!listed.to_lowercase().contains("order-7"), "{listed}");
+        let listed = keys(&sidecar, &["ls", "--key", key, "--operation", "POST /refunds"]).await.unwrap();
+        assert!(listed.contains(" POST /refunds ") && !listed.contains(" POST /orders "), "{listed}");
+        assert!(listed.ends_with("1 records (1 completed)\n"), "{listed}");
+    }
+    let json = keys(&sidecar, &["find", "--key", "order-8", "--json"]).await.unwrap();
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["records"].as_array().unwrap().len(), 1, "{json}");
+    let none = keys(&sidecar, &["find", "--key", "order-9"]).await.unwrap_err();
+    assert!(none.contains("no record has this key"), "{none}");
+    let json = keys(&sidecar, &["find", "--key", "order-9", "--json"]).await.unwrap();
+    assert_eq!(serde_json::from_str::<serde_json::Value>(&json).unwrap()["records"], serde_json::json!([]));
+}

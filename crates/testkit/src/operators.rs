@@ -1,0 +1,277 @@
+//! What an operator may take back, on a store with a clock of its own.
+
+use std::time::Duration;
+
+use oncegate_core::{
+    AttemptId, Claim, Command, Complete, Completion, FencingToken, Fingerprint, KeyTag, Label, ListQuery,
+    OnAbandoned, Outcome, Record, RecordId, RecordStep, Release, Renew, Resolution, Resolve, StateName, Step,
+    Store, StoredResponse,
+};
+
+use crate::block_on;
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// An operator's answer can be replaced and parked, its steps survive that, and what its owner completed cannot. Whoever was
+/// fenced stays fenced after a park. Records are found by the tag of their key. The store holds no record yet.
+///
+/// # Panics
+/// Where that is not so.
+pub fn check_operators<S: Store>(store: &S) {
+    let mut desk = Desk { store, attempts: 0 };
+    desk.takes_back_an_answer();
+    desk.holds_a_released_key();
+    desk.keeps_what_an_owner_said();
+    desk.amends();
+    desk.keeps_steps();
+    desk.finds_by_key();
+}
+
+struct Desk<'a, S> {
+    store: &'a S,
+    attempts: u128,
+}
+
+impl<S: Store> Desk<'_, S> {
+    fn apply(&self, id: RecordId, command: Command) -> Outcome {
+        block_on(self.store.apply(id, command)).expect("the store answers")
+    }
+
+    fn claim(&mut self, id: RecordId) -> Outcome {
+        self.attempts += 1;
+        let claim = Claim {
+            attempt: AttemptId::new(self.attempts),
+            fingerprint: Fingerprint::of_parts("operators", &[b"same"]),
+            lease: MINUTE,
+            retention: MINUTE,
+            on_abandoned: OnAbandoned::Park,
+            label: Label::default().with_key(key_tag(id)),
+        };
+        self.apply(id, Command::Claim(claim))
+    }
+
+    fn owned(&mut self, id: RecordId) -> FencingToken {
+        match self.claim(id) {
+            Outcome::Execute(grant) => grant.token,
+            other => panic!("the record is free, and a claim is answered {other:?}"),
+        }
+    }
+
+    fn complete(&self, id: RecordId, token: FencingToken, completion: Completion) -> Outcome {
+        self.apply(id, Command::Complete(Complete { token, completion, retention: MINUTE }))
+    }
+
+    /// A record whose owner did not know what came of it, and the owner's token.
+    fn unknown(&mut self, n: u8) -> (RecordId, FencingToken) {
+        let id = record_id(n);
+        let token = self.owned(id);
+        assert_eq!(self.complete(id, token, Completion::Unknown), Outcome::Completed);
+        (id, token)
+    }
+
+    fn say(&self, id: RecordId, resolution: Resolution, amend: bool) -> Outcome {
+        let (actor, reason) = ("ann".to_owned(), "seen in the ledger".to_owned());
+        let force = true;
+        let resolve = Resolve { resolution, retention: MINUTE, force, amend, actor, reason };
+        self.apply(id, Command::Resolve(resolve))
+    }
+
+    fn resolve(&self, id: RecordId, resolution: Resolution) -> Outcome {
+        self.say(id, resolution, false)
+    }
+
+    fn amend(&self, id: RecordId, resolution: Resolution) -> Outcome {
+        self.say(id, resolution, true)
+    }
+
+    fn record(&self, id: RecordId) -> Record {
+        block_on(self.store.lookup(id)).expect("the store answers").expect("the record is there")
+    }
+
+    /// Whoever had this token changes nothing any more.
+    fn is_fenced(&self, id: RecordId, token: FencingToken) {
+        let before = self.record(id);
+        let (lease, retention) = (MINUTE, MINUTE);
+        let answers = [
+            self.complete(id, token, Completion::Replayable(response(9))),
+            self.complete(id, token, Completion::Unknown),
+            self.apply(id, Command::Release(Release { token, retention })),
+            self.apply(id, Command::Renew(Renew { token, lease, retention })),
+        ];
+        assert_eq!(answers, [const { Outcome::Fenced }; 4]);
+        assert_eq!(self.record(id), before);
+    }
+
+    fn takes_back_an_answer(&mut self) {
+        for (n, first) in [(1, Some(response(1))), (2, None)] {
+            let (id, token) = self.unknown(n);
+            let resolved = self.resolve(id, Resolution::Complete(first.clone()));
+            assert_eq!(resolved, Outcome::Resolved { from: StateName::Unknown });
+            assert!(self.record(id).by_operator);
+            let from = if first.is_some() { StateName::Completed } else { StateName::Tombstone };
+            assert_eq!(self.resolve(id, Resolution::Park), Outcome::Resolved { from });
+            assert_eq!(self.claim(id), Outcome::Unknown);
+            let parked = self.record(id);
+            assert!(parked.by_operator && parked.token > token, "{parked:?}");
+            self.is_fenced(id, token);
+            let again = Outcome::NotResolvable { state: Some(StateName::Unknown) };
+            assert_eq!(self.resolve(id, Resolution::Park), again);
+            assert_eq!(self.amend(id, Resolution::Release), again, "there is nothing to replace");
+            let resolved = self.resolve(id, Resolution::Complete(Some(response(2))));
+            assert_eq!(resolved, Outcome::Resolved { from: StateName::Unknown });
+            assert_eq!(self.claim(id), Outcome::Replay(response(2)));
+            self.is_fenced(id, token);
+        }
+        let trail = block_on(self.store.audit(None, 3)).expect("the store answers");
+        let states: Vec<_> = trail.iter().rev().map(|entry| (entry.from, entry.to)).collect();
+        assert_eq!(
+            states,
+            [
+                (StateName::Unknown, StateName::Tombstone),
+                (StateName::Tombstone, StateName::Unknown),
+                (StateName::Unknown, StateName::Completed)
+            ]
+        );
+    }
+
+    fn holds_a_released_key(&mut self) {
+        // By an operator.
+        let (id, first) = self.unknown(3);
+        assert_eq!(self.resolve(id, Resolution::Release), Outcome::Resolved { from: StateName::Unknown });
+        // By its owner.
+        let other = record_id(4);
+        let second = self.owned(other);
+        let release = Release { token: second, retention: MINUTE };
+        assert_eq!(self.apply(other, Command::Release(release)), Outcome::Released);
+        assert!(!self.record(other).by_operator);
+        for (id, token) in [(id, first), (other, second)] {
+            assert_eq!(self.resolve(id, Resolution::Park), Outcome::Resolved { from: StateName::Released });
+            assert_eq!(self.claim(id), Outcome::Unknown);
+            self.is_fenced(id, token);
+            let parked = self.record(id).token;
+            let released = self.resolve(id, Resolution::Release);
+            assert_eq!(released, Outcome::Resolved { from: StateName::Unknown });
+            let next = self.owned(id);
+            assert!(next > parked && parked > token, "{token} {parked} {next}");
+            assert!(!self.record(id).by_operator);
+            assert_eq!(self.complete(id, token, Completion::Tombstone), Outcome::Fenced);
+            // It has an owner again, who may be running.
+            let in_progress = Outcome::NotResolvable { state: Some(StateName::InProgress) };
+            assert_eq!(self.resolve(id, Resolution::Park), in_progress);
+        }
+    }
+
+    fn keeps_what_an_owner_said(&mut self) {
+        let completions = [Completion::Replayable(response(5)), Completion::Awaited, Completion::Tombstone];
+        for (n, completion) in (5..).zip(completions) {
+            let id = record_id(n);
+            let token = self.owned(id);
+            assert_eq!(self.complete(id, token, completion), Outcome::Completed);
+            let before = self.record(id);
+            assert!(!before.by_operator);
+            let resolutions =
+                [Resolution::Park, Resolution::Release, Resolution::Complete(Some(response(6)))];
+            for (resolution, amend) in resolutions.into_iter().flat_map(|r| [(r.clone(), false), (r, true)]) {
+                let said = self.say(id, resolution, amend);
+                assert!(matches!(said, Outcome::NotResolvable { state: Some(_) }), "{said:?}");
+            }
+            assert_eq!(self.record(id), before);
+        }
+        // Nor is a release of its owner an operator's word to amend.
+        let id = record_id(8);
+        let token = self.owned(id);
+        assert_eq!(self.apply(id, Command::Release(Release { token, retention: MINUTE })), Outcome::Released);
+        let released = Outcome::NotResolvable { state: Some(StateName::Released) };
+        assert_eq!(self.amend(id, Resolution::Complete(None)), released);
+        assert_eq!(self.resolve(record_id(99), Resolution::Park), Outcome::NotResolvable { state: None });
+    }
+
+    fn amends(&mut self) {
+        let (id, token) = self.unknown(9);
+        let completed = |n| Resolution::Complete(Some(response(n)));
+        self.resolve(id, completed(1));
+        // Another operator, who does not know that.
+        let raced = Outcome::NotResolvable { state: Some(StateName::Completed) };
+        assert_eq!(self.resolve(id, completed(2)), raced);
+        assert_eq!(self.claim(id), Outcome::Replay(response(1)));
+        let from_completed = Outcome::Resolved { from: StateName::Completed };
+        assert_eq!(self.amend(id, completed(2)), from_completed);
+        assert_eq!(self.claim(id), Outcome::Replay(response(2)));
+        assert_eq!(self.amend(id, Resolution::Complete(None)), from_completed);
+        assert_eq!(self.claim(id), Outcome::Unreplayable);
+        let from_tombstone = Outcome::Resolved { from: StateName::Tombstone };
+        assert_eq!(self.amend(id, Resolution::Release), from_tombstone);
+        let again = Outcome::NotResolvable { state: Some(StateName::Released) };
+        assert_eq!(self.amend(id, Resolution::Release), again);
+        assert_eq!(self.complete(id, token, Completion::Replayable(response(9))), Outcome::Fenced);
+        assert_eq!(self.amend(id, completed(3)), Outcome::Resolved { from: StateName::Released });
+        assert_eq!(self.claim(id), Outcome::Replay(response(3)));
+        self.amend(id, Resolution::Release);
+        assert!(self.owned(id) > token);
+    }
+
+    /// An answer that is taken back leaves the steps that took place: the next attempt goes on after them.
+    fn keeps_steps(&mut self) {
+        let id = record_id(10);
+        let token = self.owned(id);
+        let step = Step::new("charge", vec![7; 3].into()).expect("it is within the limits");
+        let record_step = RecordStep { token, number: 0, step: step.clone() };
+        assert_eq!(self.apply(id, Command::Step(record_step)), Outcome::StepRecorded);
+        assert_eq!(self.complete(id, token, Completion::Unknown), Outcome::Completed);
+        self.resolve(id, Resolution::Complete(Some(response(1))));
+        let completed = self.record(id);
+        assert_eq!(completed.steps.as_slice(), std::slice::from_ref(&step));
+        let mut query = ListQuery::default();
+        query.key = key_tag(id);
+        let page = block_on(self.store.list(query)).expect("the store answers");
+        assert_eq!(page.records, [(id, completed)], "a listing has them, too");
+        self.resolve(id, Resolution::Park);
+        self.resolve(id, Resolution::Complete(None));
+        self.amend(id, Resolution::Release);
+        let next = self.owned(id);
+        assert_eq!(self.record(id).steps.as_slice(), [step]);
+        assert_eq!(self.complete(id, next, Completion::Tombstone), Outcome::Completed);
+        assert!(self.record(id).steps.is_empty(), "they end with the completion of their owner");
+    }
+
+    fn finds_by_key(&mut self) {
+        let ids = [record_id(20), record_id(21), record_id(40)];
+        let [one, two, other] = ids;
+        for id in ids {
+            self.owned(id);
+        }
+        assert!(key_tag(one) == key_tag(two) && key_tag(one) != key_tag(other));
+        let found = |key| {
+            let mut found = Vec::new();
+            let mut query = ListQuery::default();
+            query.key = key;
+            loop {
+                let page = block_on(self.store.list(query.clone())).expect("the store answers");
+                found.extend(page.records.iter().map(|(id, _)| *id));
+                query.after = page.next;
+                if page.next.is_none() {
+                    found.sort_unstable();
+                    return found;
+                }
+            }
+        };
+        assert_eq!(found(key_tag(one)), [one, two]);
+        assert_eq!(found(key_tag(other)), [other]);
+        assert_eq!(found(Some(KeyTag::from_bytes([0xee; 8]))), []);
+    }
+}
+
+fn record_id(n: u8) -> RecordId {
+    let mut bytes = [0xd0; 32];
+    bytes[0] = n;
+    RecordId::from_bytes(bytes)
+}
+
+/// Two records have one.
+fn key_tag(id: RecordId) -> Option<KeyTag> {
+    Some(KeyTag::from_bytes([id.as_bytes()[0] / 2; 8]))
+}
+
+fn response(n: u8) -> StoredResponse {
+    StoredResponse::new(201, &[], &[vec![n; 50].into()], &[]).expect("it is within the limits")
+}
