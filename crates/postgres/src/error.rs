@@ -1,6 +1,7 @@
 //! Why a store does not open, and what an error of the database means to a caller.
 
 use std::fmt;
+use std::io::ErrorKind;
 
 use oncegate_core::{ErrorChain, Extent, StoreError};
 use sqlx::Error;
@@ -143,6 +144,12 @@ pub(crate) fn in_words(error: &Error) -> String {
                 _ => format!("PostgreSQL refuses with SQLSTATE {code}"),
             }
         }
+        // Only a file can be missing: of TLS, or the socket of a server on this machine.
+        Error::Io(error) if error.kind() == ErrorKind::NotFound => format!(
+            "no connection to PostgreSQL: a file is missing, which is that of sslrootcert, sslcert or sslkey, or the server's \
+             socket: {}",
+            ErrorChain(&error)
+        ),
         Error::Io(error) => format!("no connection to PostgreSQL: {}", ErrorChain(&error)),
         Error::Tls(error) => format!("no TLS with PostgreSQL: {}", ErrorChain(&**error)),
         Error::PoolTimedOut => {

@@ -1,7 +1,7 @@
 //! Where the store is, and how patient one is with it.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::error::UrlError;
@@ -186,6 +186,19 @@ impl RedisOptions {
         let wait = Wait { replicas, aof, timeout: wait_timeout.unwrap_or(usual) };
         self.wait = (replicas > 0 || aof).then_some(wait);
         Ok(())
+    }
+
+    /// The certificate authorities for TLS: a file in PEM.
+    #[must_use]
+    pub fn with_ca(mut self, file: impl Into<PathBuf>) -> Self {
+        self.ca = Some(file.into());
+        self
+    }
+
+    /// The file of the certificate authorities for TLS, if not those of the system are used.
+    #[must_use]
+    pub fn ca(&self) -> Option<&Path> {
+        self.ca.as_deref()
     }
 
     /// How long a command may take before it counts as lost.

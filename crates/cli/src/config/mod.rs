@@ -12,6 +12,7 @@ mod flags;
 mod paths;
 mod problem;
 mod settings;
+mod store_url;
 #[cfg(test)]
 mod tests;
 mod tiered;

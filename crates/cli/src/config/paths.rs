@@ -1,10 +1,12 @@
 //! Makes relative paths absolute, so that a configuration means the same files from every working directory.
 //!
-//! A path in the configuration file is relative to the directory of that file, and so is the default of `store` while
-//! there is a file. A path in a flag or in the environment is relative to the working directory, as in every program.
+//! A path in the configuration file is relative to the directory of that file, also one that the URL of a store names, and so
+//! is the default of `store` while there is a file. A path in a flag or in the environment is relative to the working directory, as in every program.
 
 use std::io;
 use std::path::{Path, PathBuf};
+
+use oncegate_redis::RedisOptions;
 
 use super::problem::{Problem, Source};
 use super::settings::{Given, Values};
@@ -16,7 +18,8 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
     let base = Base { directory: file.and_then(Path::parent) };
     let mut note = |source: &Source, result: io::Result<()>| {
         if let Err(error) = result {
-            let what = format!("cannot tell the working directory: {error}; write an absolute path");
+            let what =
+                format!("a relative path in it cannot be made absolute: {error}; write an absolute path");
             problems.push(Problem::error(source.clone(), what));
         }
     };
@@ -56,12 +59,24 @@ impl Base<'_> {
         match store {
             StoreChoice::Directory(path) => self.apply(path, source),
             StoreChoice::Tiered(choice) => {
-                if let FrontChoice::Directory(path) = &mut choice.front {
-                    self.apply(path, source)?;
+                match &mut choice.front {
+                    FrontChoice::Directory(path) => self.apply(path, source)?,
+                    FrontChoice::Redis(options) => self.apply_to_ca(options, source)?,
+                    FrontChoice::Memory(_) => {}
                 }
                 self.apply_to_store(&mut choice.back, source)
             }
-            StoreChoice::Memory | StoreChoice::Postgres(_) | StoreChoice::Redis(_) => Ok(()),
+            StoreChoice::Postgres(url) => url.change_paths(|path| self.apply(path, source)),
+            StoreChoice::Redis(options) => self.apply_to_ca(options, source),
+            StoreChoice::Memory => Ok(()),
         }
+    }
+
+    fn apply_to_ca(&self, options: &mut RedisOptions, source: &Source) -> io::Result<()> {
+        if let Some(mut path) = options.ca().map(Path::to_owned) {
+            self.apply(&mut path, source)?;
+            *options = options.clone().with_ca(path);
+        }
+        Ok(())
     }
 }

@@ -24,6 +24,7 @@ use oncegate_redis::RedisOptions;
 use crate::access_log::AccessLogFormat;
 
 use super::problem::did_you_mean;
+pub(crate) use super::store_url::{StoreUrl, safe_url};
 use super::tiered::{self, TieredChoice};
 
 type Read<T> = Result<T, String>;
@@ -72,44 +73,6 @@ impl fmt::Display for StoreChoice {
             Self::Tiered(tiered) => tiered.fmt(f),
         }
     }
-}
-
-/// Where a database is. There may be a password in it, which is shown nowhere.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct StoreUrl(String);
-
-impl StoreUrl {
-    /// The whole of it, for whoever connects.
-    pub(crate) fn reveal(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Display for StoreUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&safe_url(&self.0))
-    }
-}
-
-impl fmt::Debug for StoreUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-/// A URL without its password and its parameters, also where it is not quite one. What is no URL stays as it is.
-pub(crate) fn safe_url(text: &str) -> String {
-    if tiered::is_one(text) {
-        return tiered::shown(text);
-    }
-    let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
-    let (user, place) = match rest.rsplit_once('@') {
-        Some((user, place)) => (user.split([':', '/']).next().unwrap_or_default(), place),
-        None => ("", rest),
-    };
-    let place = place.split(['?', '#']).next().unwrap_or_default();
-    let at = if user.is_empty() { "" } else { "@" };
-    format!("{scheme}://{user}{at}{place}")
 }
 
 /// The service behind the sidecar.
@@ -465,7 +428,7 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
         _ if tiered::is_one(text) => Ok(StoreChoice::Tiered(Box::new(tiered::read(text)?))),
         _ if text.starts_with("postgres://") || text.starts_with("postgresql://") => {
             match PostgresOptions::new(text) {
-                Ok(_) => Ok(StoreChoice::Postgres(StoreUrl(text.to_owned()))),
+                Ok(_) => Ok(StoreChoice::Postgres(StoreUrl::new(text))),
                 Err(error) => Err(format!("{:?}: {error}", safe_url(text))),
             }
         }
@@ -1002,7 +965,7 @@ mod tests {
         assert_eq!(store("memory:"), Ok(StoreChoice::Memory));
         assert_eq!(store("./data"), Ok(StoreChoice::Directory("./data".into())));
         let url = "postgresql://app:s3cret@db:6432/shop?sslmode=require";
-        assert_eq!(store(url), Ok(StoreChoice::Postgres(StoreUrl(url.to_owned()))));
+        assert_eq!(store(url), Ok(StoreChoice::Postgres(StoreUrl::new(url))));
         let shown = store(url).map(|choice| format!("{choice:?}"));
         assert_eq!(shown, Ok("Postgres(postgresql://app@db:6432/shop)".to_owned()));
         for wrong in

@@ -176,7 +176,6 @@ async fn launch(
         .args(["--listen", &listen.to_string()])
         .args(["--admin", &admin.to_string()])
         .args(["--lease", LEASE])
-        .current_dir(dir)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log);
@@ -187,8 +186,9 @@ async fn launch(
         }
     }
     match &home.shared {
-        None => command.arg("--store").arg(dir.join("store")),
-        // Not as an argument, which everybody on this machine can read.
+        None => command.current_dir(dir).arg("--store").arg(dir.join("store")),
+        // Not as an argument, which everybody on this machine can read. Its URL may name files by relative paths, so the
+        // sidecar has the same working directory as this process.
         Some(shared) => {
             let flags = ["--service", SERVICE, "--retention", RETENTION];
             command.args(flags).env("ONCEGATE_STORE", &shared.url)
