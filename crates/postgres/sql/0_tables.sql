@@ -82,6 +82,14 @@ BEGIN
             version integer PRIMARY KEY,
             applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
         );
+    ELSIF (
+        SELECT pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef AS d
+        JOIN pg_attribute AS a ON a.attrelid = d.adrelid AND a.attnum = d.adnum
+        WHERE d.adrelid = 'oncegate.contract'::regclass AND a.attname = 'applied_at'
+    ) IS DISTINCT FROM 'clock_timestamp()' THEN
+        -- The only default that calls something. It may be bound to another role's function, which the INSERT below would run
+        -- with the rights of this role.
+        ALTER TABLE oncegate.contract ALTER COLUMN applied_at SET DEFAULT clock_timestamp();
     END IF;
 END
 $$;

@@ -84,8 +84,9 @@ impl fmt::Display for OpenError {
             Self::ForeignBindings { database, bindings } => write!(
                 f,
                 "{database}: parts of the schema oncegate are bound to objects outside of it, whose owners act with the rights of \
-                 the schema's owner: {}. Find out who made these objects and drop them; `oncegate schema apply postgres` makes \
-                 the functions anew, without them",
+                 the schema's owner: {}. Find out who made these objects. `oncegate schema apply postgres` binds functions and \
+                 defaults to the server's own; what it names afterwards is mended by hand, as docs/reference/\
+                 store-contract-postgres.md says under \"Search path and owner\"",
                 bindings.join("; ")
             ),
             Self::Standby { database } => {

@@ -52,7 +52,7 @@ pub struct Status {
     pub needed: i32,
     /// Parts of the contract that are bound to an object outside of it, such as `function oncegate.now_ms() uses operator
     /// public.*(numeric,integer)`; 20 at most. Whoever owns that object acts with the rights of the schema's owner. [`apply`]
-    /// binds functions anew.
+    /// binds functions and defaults to the server's own.
     pub foreign_bindings: Vec<String>,
 }
 
@@ -78,8 +78,8 @@ pub async fn status(options: &PostgresOptions) -> Result<Status, OpenError> {
 ///
 /// # Errors
 /// [`OpenError::NewerContract`]; [`OpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other
-/// transactions, and nothing was changed; [`OpenError::ForeignBindings`] if a part of the contract that is not a function is
-/// bound to an object outside of it.
+/// transactions, and nothing was changed; [`OpenError::ForeignBindings`] if a part of the contract that is not a function or a default is
+/// bound to an object outside of it, such as an index that was added by hand.
 pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
     let mut connection = connect(options).await?;
     let before = look(&mut connection, options).await?;
@@ -91,7 +91,7 @@ pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
     let mut pause = Pause::new(first, longest);
     while let Err(error) = migrate(&mut connection).await {
         if !is_locked(&error) {
-            return Err(failed(options, &error));
+            return Err(not_applied(options, &error, &before));
         }
         if Instant::now() >= until {
             return Err(locked(options, &mut connection).await);
@@ -105,6 +105,22 @@ pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
         return Err(OpenError::ForeignBindings { database, bindings });
     }
     Ok(before)
+}
+
+/// A function or a column whose type is bound to another schema stops the SQL: what has another result is not replaced.
+fn not_applied(options: &PostgresOptions, error: &Error, before: &Status) -> OpenError {
+    match failed(options, error) {
+        OpenError::Connect { database, why } if !before.foreign_bindings.is_empty() => {
+            let bindings = before.foreign_bindings.join("; ");
+            let why = format!(
+                "nothing was changed: {why}. Parts of the schema oncegate are bound to objects outside of it, which may be the reason: \
+                 {bindings}. How they are mended by hand stands in docs/reference/store-contract-postgres.md under \
+                 \"Search path and owner\""
+            );
+            OpenError::Connect { database, why }
+        }
+        error => error,
+    }
 }
 
 async fn migrate(connection: &mut PgConnection) -> Result<(), Error> {

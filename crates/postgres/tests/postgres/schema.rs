@@ -357,18 +357,80 @@ async fn a_database_whose_functions_are_bound_to_a_decoy_is_repaired() {
     assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
 }
 
+/// The default of a column is run with the rights of the owner when the version is noted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_default_that_is_bound_to_a_decoy_is_repaired_before_it_is_called() {
+    let database = Database::fresh().await;
+    let mut owner = database.connect().await;
+    let decoy = "CREATE TABLE public.called (by text); \
+        CREATE FUNCTION public.mine() RETURNS timestamptz LANGUAGE sql \
+            AS 'INSERT INTO public.called VALUES (current_user); SELECT now()'; \
+        ALTER TABLE oncegate.contract ALTER COLUMN applied_at SET DEFAULT public.mine(); \
+        DELETE FROM oncegate.contract WHERE version > 4";
+    run(&mut owner, decoy).await;
+    let before = schema::apply(&database.options()).await.unwrap();
+    let binding =
+        "default value for column applied_at of table oncegate.contract uses function public.mine()";
+    assert_eq!((before.found, &before.foreign_bindings[..]), (Some(4), &[binding.to_owned()][..]));
+    let after = schema::status(&database.options()).await.unwrap();
+    assert_eq!((after.found, after.foreign_bindings.len()), (Some(schema::VERSION), 0));
+    assert!(try_run(&mut owner, "SELECT FROM public.called").await.unwrap().is_empty());
+    let defaults = try_run(&mut owner, "SELECT FROM oncegate.contract WHERE applied_at IS NULL").await;
+    assert!(defaults.unwrap().is_empty());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_cannot_be_repaired_is_named() {
     let database = Database::fresh().await;
-    let default = "CREATE FUNCTION public.mine() RETURNS timestamptz LANGUAGE sql AS 'SELECT now()'; \
-                   ALTER TABLE oncegate.contract ALTER COLUMN applied_at SET DEFAULT public.mine()";
-    run(&mut database.connect().await, default).await;
+    let index = "CREATE FUNCTION public.mine(bytea) RETURNS bytea IMMUTABLE LANGUAGE sql AS 'SELECT $1'; \
+                 CREATE INDEX by_mine ON oncegate.records (public.mine(id))";
+    run(&mut database.connect().await, index).await;
     let error = schema::apply(&database.options()).await.unwrap_err();
     let OpenError::ForeignBindings { bindings, .. } = &error else { panic!("{error}") };
-    let binding =
-        "default value for column applied_at of table oncegate.contract uses function public.mine()";
+    let binding = "index oncegate.by_mine uses function public.mine(bytea)";
     assert_eq!(bindings, &[binding.to_owned()]);
     assert!(error.to_string().contains(binding), "{error}");
+    run(&mut database.connect().await, "DROP INDEX oncegate.by_mine").await;
+    schema::apply(&database.options()).await.unwrap();
+}
+
+const PAGE: &str = include_str!("../../../../docs/reference/store-contract-postgres.md");
+
+/// Types are looked for in `pg_catalog` first, unless it is named behind another schema.
+#[tokio::test(flavor = "multi_thread")]
+async fn columns_and_functions_of_a_foreign_type_are_mended_by_the_sql_of_the_page() {
+    const DECOYS: &str = "CREATE DOMAIN public.text AS pg_catalog.text; \
+        CREATE DOMAIN public.timestamptz AS pg_catalog.timestamptz; \
+        CREATE FUNCTION public.clock_timestamp() RETURNS pg_catalog.timestamptz LANGUAGE sql \
+            AS 'SELECT pg_catalog.clock_timestamp()'";
+    let usual = Database::empty().await;
+    run(&mut usual.connect().await, &format!("{DECOYS}; {VERSION_1}")).await;
+    assert_eq!(schema::status(&usual.options()).await.unwrap().foreign_bindings, [""; 0]);
+
+    let database = Database::empty().await;
+    let mut owner = database.connect().await;
+    run(&mut owner, &format!("{DECOYS}; SET search_path = public, pg_catalog")).await;
+    run(&mut owner, VERSION_1).await;
+    try_run(&mut owner, &claim_in_version_1(1)).await.unwrap();
+    let error = schema::apply(&database.options()).await.unwrap_err().to_string();
+    for words in ["nothing was changed", "column state of table oncegate.records uses type public.text"] {
+        assert!(error.contains(words), "{error}");
+    }
+    let (_, sql) = PAGE.split_once("```sql\n-- Takes the functions out").unwrap();
+    let (sql, _) = sql.split_once("```").unwrap();
+    run(&mut database.connect().await, &format!("--{sql}")).await;
+    schema::apply(&database.options()).await.unwrap();
+    assert_eq!(schema::status(&database.options()).await.unwrap().foreign_bindings, [""; 0]);
+    let store = PostgresStore::open(database.options()).await.unwrap();
+    // What was claimed before is still there.
+    let listed = store.list(ListQuery::default()).await.unwrap();
+    assert_eq!(listed.records.len(), 1);
+    assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
+    run(
+        &mut owner,
+        "DROP DOMAIN public.text; DROP DOMAIN public.timestamptz; DROP FUNCTION public.clock_timestamp()",
+    )
+    .await;
 }
 
 /// A schema by the name of Oncegate's that another role has made, with functions that wait for a powerful role to call them.
