@@ -78,8 +78,8 @@ pub async fn status(options: &PostgresOptions) -> Result<Status, OpenError> {
 ///
 /// # Errors
 /// [`OpenError::NewerContract`]; [`OpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other
-/// transactions, and nothing was changed; [`OpenError::ForeignBindings`] if a part of the contract that is not a function or a default is
-/// bound to an object outside of it, such as an index that was added by hand.
+/// transactions, and nothing was changed; [`OpenError::ForeignBindings`] if a part of the contract that is not a function or a
+/// default is bound to an object outside of it, such as an index that was added by hand.
 pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
     let mut connection = connect(options).await?;
     let before = look(&mut connection, options).await?;

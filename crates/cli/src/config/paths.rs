@@ -1,7 +1,8 @@
 //! Makes relative paths absolute, so that a configuration means the same files from every working directory.
 //!
 //! A path in the configuration file is relative to the directory of that file, also one that the URL of a store names, and so
-//! is the default of `store` while there is a file. A path in a flag or in the environment is relative to the working directory, as in every program.
+//! is the default of `store` while there is a file. A path in a flag or in the environment is relative to the working
+//! directory, as in every program.
 
 use std::io;
 use std::path::{Path, PathBuf};
