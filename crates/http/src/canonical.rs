@@ -217,7 +217,6 @@ mod tests {
     use flate2::Compression;
     use flate2::write::{DeflateEncoder, GzEncoder, ZlibEncoder};
     use std::io::Write as _;
-    use std::sync::Arc;
 
     use crate::budget::Budget;
 

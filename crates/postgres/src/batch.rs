@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use oncegate_core::{Command, Complete, Completion, Outcome, RecordId, StoreError};
 use tokio::sync::oneshot;
 
+use crate::batch_size::BatchSize;
+
 /// The most bytes of responses in one batch, but for one response that is larger. The answers to a batch of claims have the
 /// same bound, in the contract.
 const BATCH_OCTETS: usize = 8 * 1024 * 1024;
@@ -48,10 +50,10 @@ pub(crate) struct Lane {
     patience: Duration,
 }
 
-#[derive(Default)]
 struct Inner {
     jobs: VecDeque<Job>,
     senders: usize,
+    size: BatchSize,
 }
 
 /// Held by a sender for as long as it runs.
@@ -73,6 +75,13 @@ impl Sending {
 }
 
 impl Sending {
+    /// Takes note of how long a batch of so many jobs took, for the size of the next ones.
+    pub(crate) fn took(&self, jobs: usize, took: Duration) {
+        if let Some(lane) = &self.0 {
+            lane.lock().size.took(jobs, took);
+        }
+    }
+
     /// Puts jobs back in front of all others, in their order.
     pub(crate) fn put_back(&self, jobs: Vec<Job>) {
         if let Some(lane) = &self.0 {
@@ -103,9 +112,12 @@ pub(crate) enum Put {
 }
 
 impl Lane {
-    /// Batches of so many jobs, so many at once; a job that waits for longer than `patience` is given up.
-    pub(crate) fn new(most_jobs: usize, most_senders: usize, patience: Duration) -> Self {
-        Self { inner: Mutex::default(), most_jobs, most_senders, patience }
+    /// Batches of so many jobs, so many at once, each of which is given up after `timeout`; a job that waits for longer than
+    /// `patience` is given up.
+    pub(crate) fn new(most_jobs: usize, most_senders: usize, patience: Duration, timeout: Duration) -> Self {
+        let size = BatchSize::new(most_jobs, timeout);
+        let inner = Mutex::new(Inner { jobs: VecDeque::new(), senders: 0, size });
+        Self { inner, most_jobs, most_senders, patience }
     }
 
     pub(crate) fn put(&self, job: Job) -> Put {
@@ -128,7 +140,7 @@ impl Lane {
         let mut ids = HashSet::new();
         let mut left = VecDeque::new();
         let mut octets = 0;
-        while batch.len() < self.most_jobs && octets < BATCH_OCTETS {
+        while batch.len() < inner.size.now() && octets < BATCH_OCTETS {
             let Some(job) = inner.jobs.pop_front() else { break };
             // Nobody waits for it any more: carried out, a claim would only leave a record without an owner.
             if job.reply.is_closed() {
@@ -187,6 +199,8 @@ fn weight(command: &Command) -> usize {
 mod tests {
     use super::*;
 
+    const TIMEOUT: Duration = Duration::from_secs(2);
+
     fn job(id: u8) -> (Job, oneshot::Receiver<Result<Outcome, StoreError>>) {
         let (reply, answer) = oneshot::channel();
         let id = RecordId::from_bytes([id; 32]);
@@ -199,7 +213,7 @@ mod tests {
 
     #[test]
     fn no_record_is_twice_in_a_batch_and_the_order_is_kept() {
-        let lane = Lane::new(3, 1, Duration::from_secs(60));
+        let lane = Lane::new(3, 1, Duration::from_secs(60), TIMEOUT);
         let mut answers = Vec::new();
         for id in [1, 2, 1, 3, 1, 2] {
             let (job, answer) = job(id);
@@ -214,7 +228,7 @@ mod tests {
 
     #[test]
     fn what_nobody_waits_for_is_not_sent_and_what_waited_too_long_is_given_up() {
-        let lane = Lane::new(3, 1, Duration::ZERO);
+        let lane = Lane::new(3, 1, Duration::ZERO, TIMEOUT);
         let (first, answer) = job(1);
         drop(answer);
         let (second, mut answer) = job(2);
@@ -227,7 +241,7 @@ mod tests {
 
     #[test]
     fn so_many_may_wait_and_no_more() {
-        let lane = Lane::new(1, 1, Duration::from_secs(60));
+        let lane = Lane::new(1, 1, Duration::from_secs(60), TIMEOUT);
         for number in 0..WAITING_LEAST {
             assert!(!matches!(lane.put(job(1).0), Put::Full), "{number}");
         }

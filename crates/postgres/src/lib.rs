@@ -76,6 +76,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod batch;
+mod batch_size;
 mod call;
 mod error;
 mod once;

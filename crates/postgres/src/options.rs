@@ -164,6 +164,8 @@ impl PostgresOptions {
     }
 
     /// The most commands that are sent as one statement, at least 1. Default: 128. Commands are never held back to fill one.
+    /// While the server is slow, fewer are sent, so that a statement takes no longer than the
+    /// [command time-out](Self::with_command_timeout).
     ///
     /// # Errors
     /// If it is out of these bounds.

@@ -101,7 +101,9 @@ impl PostgresStore {
                 let shared = self.shared.clone();
                 self.runtime.spawn(async move {
                     while let Some(batch) = sending.next() {
+                        let (jobs, begun) = (batch.len(), Instant::now());
                         let left = shared.clone().send_batch(batch).await;
+                        sending.took(jobs, begun.elapsed());
                         sending.put_back(left);
                     }
                 });
@@ -213,7 +215,8 @@ impl Shared {
         // A third of the connections for each kind, so that renewals find one free in between.
         let senders = usize::try_from(options.pool_size / 3).unwrap_or(1).clamp(1, 4);
         let patience = options.connect_timeout + options.statement_timeout.max(options.command_timeout);
-        let lane = || Lane::new(options.max_batch, senders, patience);
+        let timeout = options.command_timeout.min(options.statement_timeout);
+        let lane = || Lane::new(options.max_batch, senders, patience, timeout);
         let shared = Self {
             pool,
             clock: ServerClock::default(),

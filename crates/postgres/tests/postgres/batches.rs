@@ -240,3 +240,35 @@ async fn a_batch_of_completions_changes_no_record_that_has_ended() {
         assert_eq!(*found[usize::from(n)].as_ref().unwrap(), is, "{n}");
     }
 }
+
+/// A server that needs a while for each row answers all commands of a crowd, in batches that it can do in time.
+#[tokio::test]
+async fn a_slow_server_gets_smaller_batches_instead_of_losing_large_ones() {
+    const PER_ROW: &str = "CREATE FUNCTION public.slow() RETURNS trigger LANGUAGE plpgsql AS \
+        $$BEGIN PERFORM pg_sleep(0.01); RETURN new; END$$; \
+        CREATE TRIGGER slow BEFORE INSERT OR UPDATE ON oncegate.records FOR EACH ROW EXECUTE FUNCTION public.slow()";
+    let database = Database::fresh().await;
+    let mut admin = database.connect().await;
+    let options = database.options().with_pool_size(3).unwrap();
+    // 128 rows take three times as long.
+    let options = options.with_command_timeout(Duration::from_millis(400));
+    let store = Arc::new(PostgresStore::open(options).await.unwrap());
+    // A batch is large when the server becomes slow.
+    for round in 0..4 {
+        let claims = (0..250).map(|n| (id(n), claims(u128::from(n) + 1000 * round)));
+        assert!(all(&store, claims).await.iter().all(Result::is_ok));
+    }
+    run(&mut admin, "TRUNCATE oncegate.records").await;
+    run(&mut admin, PER_ROW).await;
+    let first = all(&store, (0..250).map(|n| (id(n), claims(n.into())))).await;
+    let (lost, answered): (Vec<_>, Vec<_>) = first.into_iter().partition(Result::is_err);
+    // The first large ones are lost, and no more.
+    assert!(lost.len() <= 200, "{} lost", lost.len());
+    assert!(
+        lost.iter().flat_map(|lost| lost.as_ref().err()).all(|e| e.kind() == StoreErrorKind::Unavailable)
+    );
+    assert!(answered.len() >= 50, "{}", answered.len());
+    run(&mut admin, "DELETE FROM oncegate.records").await;
+    let second = all(&store, (0..200).map(|n| (id(n), claims(5000 + u128::from(n))))).await;
+    assert!(second.iter().all(Result::is_ok), "{second:?}");
+}
