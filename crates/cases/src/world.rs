@@ -103,6 +103,12 @@ pub enum Verdict {
     DidNotHappen,
     /// Its key is to be free, though its owner may be alive.
     ForceRelease,
+    /// Nobody knows after all.
+    Park,
+    /// It happened, in place of what an operator said before.
+    HappenedAfterAll,
+    /// It did not happen, in place of what an operator said before.
+    DidNotHappenAfterAll,
 }
 
 /// The answer that an operator gives.
@@ -372,13 +378,16 @@ impl World {
             let answer = StoredResponse::new(202, &fields, &[RESOLVED.into()], &[]).expect("a small answer");
             let command = Command::Resolve(Resolve {
                 resolution: match verdict {
-                    Verdict::Happened => Resolution::Complete(Some(answer)),
+                    Verdict::Happened | Verdict::HappenedAfterAll => Resolution::Complete(Some(answer)),
                     Verdict::HappenedSomehow => Resolution::Complete(None),
-                    Verdict::DidNotHappen | Verdict::ForceRelease => Resolution::Release,
+                    Verdict::DidNotHappen | Verdict::ForceRelease | Verdict::DidNotHappenAfterAll => {
+                        Resolution::Release
+                    }
+                    Verdict::Park => Resolution::Park,
                 },
                 retention: self.plan.settings().policy().retention(),
                 force: verdict == Verdict::ForceRelease,
-                amend: false,
+                amend: matches!(verdict, Verdict::HappenedAfterAll | Verdict::DidNotHappenAfterAll),
                 actor: "cases".to_owned(),
                 reason: "in the ledger".to_owned(),
             });
@@ -387,7 +396,7 @@ impl World {
             return matches!(outcome, Outcome::Resolved { .. });
         }
         let (path, body) = match verdict {
-            Verdict::Happened => {
+            Verdict::Happened | Verdict::HappenedAfterAll => {
                 let fields = json!({ "Content-Type": "text/plain" });
                 (
                     "resolve",
@@ -395,10 +404,16 @@ impl World {
                 )
             }
             Verdict::HappenedSomehow => ("resolve", json!({ "outcome": "completed", "tombstone": true })),
-            Verdict::DidNotHappen => ("resolve", json!({ "outcome": "released" })),
+            Verdict::DidNotHappen | Verdict::DidNotHappenAfterAll => {
+                ("resolve", json!({ "outcome": "released" }))
+            }
+            Verdict::Park => ("park", json!({})),
             Verdict::ForceRelease => ("release", json!({ "force": true })),
         };
         let mut body = body;
+        if matches!(verdict, Verdict::HappenedAfterAll | Verdict::DidNotHappenAfterAll) {
+            body["amend"] = true.into();
+        }
         body["reason"] = "in the ledger".into();
         body["actor"] = "cases".into();
         let request = Request::post(&format!("/v1/keys/{record}/{path}")).json(body.to_string());

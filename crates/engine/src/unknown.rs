@@ -69,10 +69,20 @@ impl Inner {
         let store = self.store.clone();
         self.tasks.spawn(async move {
             if let Ok(Some(Record {
-                state: State::Unknown, label, attempts, changed_at, created_at, ..
+                state: State::Unknown,
+                label,
+                attempts,
+                changed_at,
+                created_at,
+                by_operator,
+                ..
             })) = store.lookup(id).await
             {
-                let reason = "its owner recorded no outcome, or another process recorded that it is unknown";
+                let reason = if by_operator {
+                    "an operator parked it"
+                } else {
+                    "its owner recorded no outcome, or another process recorded that it is unknown"
+                };
                 warn(id, label.operation(), attempts, reason, changed_at.since(created_at));
             }
         });

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Clock, Command, Complete, Completion, MemoryStore, OnAbandoned, Outcome, Store, StoredResponse, Timestamp,
+    Clock, Command, Complete, Completion, IdempotencyKey, KeyTag, ListQuery, MemoryStore, OnAbandoned,
+    Outcome, Store, StoredResponse, Timestamp,
 };
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
@@ -1196,6 +1197,23 @@ async fn without_a_loop_the_inbox_says_what_to_do_with_a_message() {
     assert!(matches!(first, Handled::Processed { attempts: 1 }), "{first:?}");
     let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
     assert!(matches!(again, Handled::Duplicate), "{again:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_operator_finds_the_record_of_a_message_by_its_identifier() {
+    let world = World::new();
+    let inbox = world.inbox(OnAbandoned::Park);
+    for id in ["event-1", "event-2"] {
+        let handled = inbox.process(&Arc::new(message(id)), async |_, _| Ok(())).await;
+        assert!(matches!(handled, Handled::Processed { .. }), "{handled:?}");
+    }
+    let mut query = ListQuery::default();
+    query.key = Some(KeyTag::of(&IdempotencyKey::try_from("event-2").unwrap()));
+    let page = world.store.list(query).await.unwrap();
+    let [(id, record)] = page.records.as_slice() else { panic!("{page:?}") };
+    let expected = Identity::header("id").of(&message("event-2")).unwrap();
+    assert_eq!(*id, expected.record_id(&consumer_name("billing")));
+    assert!(record.label.operation().starts_with("message "), "{record:?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -26,8 +26,13 @@ pub(super) fn cases() -> Vec<Case> {
             Box::pin(resolved(world, Verdict::DidNotHappen))
         }),
         Case::code(
+            "operators-take-back-what-they-said",
+            "an operator's answer can be parked and amended, and nothing executes meanwhile",
+            |world| Box::pin(taken_back(world)),
+        ),
+        Case::code(
             "I8-completed-is-not-resolved",
-            "what is completed cannot be resolved or released, not even by force",
+            "what is completed cannot be resolved, released, amended or parked, not even by force",
             |world| Box::pin(completed(world)),
         ),
         Case::code(
@@ -70,6 +75,9 @@ async fn resolved(world: World, verdict: Verdict) {
             assert_eq!(world.backend.effects(), 1);
             assert!(!world.resolve(&record, Verdict::DidNotHappen).await, "changed what was completed");
         }
+        Verdict::Park | Verdict::HappenedAfterAll | Verdict::DidNotHappenAfterAll => {
+            unreachable!("not the first word on a record")
+        }
         Verdict::HappenedSomehow => {
             assert_refusal("replay-unavailable", &again);
             assert_eq!(last, ["unknown", "tombstone", "cases", "in the ledger"]);
@@ -84,11 +92,56 @@ async fn resolved(world: World, verdict: Verdict) {
     }
 }
 
+async fn taken_back(world: World) {
+    let _ = world.try_send(pay_as("a").script(Script::fails())).await;
+    let record = only_record(&world, "unknown").await;
+    let said = async |verdict| assert!(world.resolve(&record, verdict).await, "{verdict:?} was not taken");
+    // The wrong word, and the way back.
+    said(Verdict::HappenedSomehow).await;
+    assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
+    said(Verdict::Park).await;
+    assert_eq!(world.last_audit().await.expect("an entry")[..2], ["tombstone", "unknown"]);
+    assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
+    assert!(!world.resolve(&record, Verdict::DidNotHappenAfterAll).await, "there is nothing to amend");
+    // A key that was released, and held before a retry came.
+    said(Verdict::DidNotHappen).await;
+    said(Verdict::Park).await;
+    assert_refusal("outcome-unknown", &world.send(pay_as("a")).await);
+    // Another operator's word does not overtake, and an amendment does.
+    said(Verdict::HappenedSomehow).await;
+    assert!(!world.resolve(&record, Verdict::Happened).await, "changed what another operator said");
+    assert_refusal("replay-unavailable", &world.send(pay_as("a")).await);
+    said(Verdict::HappenedAfterAll).await;
+    for _ in 0..3 {
+        let again = world.send(pay_as("a")).await;
+        assert_eq!((again.status(), &again.body[..]), (202, RESOLVED.as_bytes()), "{again:?}");
+    }
+    assert_eq!(world.backend.effects(), 1);
+    said(Verdict::DidNotHappenAfterAll).await;
+    assert_eq!(world.last_audit().await.expect("an entry")[..2], ["completed", "released"]);
+    let again = world.send(pay_as("a")).await;
+    assert_fresh(&world.plan, &pay_as("a"), &again);
+    assert_eq!((again.status(), world.backend.effects()), (201, 2), "{again:?}");
+    // That is its service's own answer.
+    for verdict in [Verdict::Park, Verdict::DidNotHappenAfterAll] {
+        assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
+    }
+    assert_replay(&world.plan, &pay_as("a"), &again, &world.send(pay_as("a")).await);
+}
+
+const ALL_BUT_FORCE: [Verdict; 6] = [
+    Verdict::Happened,
+    Verdict::HappenedSomehow,
+    Verdict::DidNotHappen,
+    Verdict::Park,
+    Verdict::HappenedAfterAll,
+    Verdict::DidNotHappenAfterAll,
+];
+
 async fn completed(world: World) {
     let first = world.send(pay_as("a")).await;
     let record = only_record(&world, "completed").await;
-    for verdict in [Verdict::Happened, Verdict::HappenedSomehow, Verdict::DidNotHappen, Verdict::ForceRelease]
-    {
+    for verdict in ALL_BUT_FORCE.into_iter().chain([Verdict::ForceRelease]) {
         assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
         assert_replay(&world.plan, &pay_as("a"), &first, &world.send(pay_as("a")).await);
     }
@@ -101,7 +154,7 @@ async fn running(world: World) {
     let first = world.start_send(pay_as("a").script(Script::default().held(&done)));
     world.backend.until_effects(1).await;
     let record = only_record(&world, "in-progress").await;
-    for verdict in [Verdict::Happened, Verdict::HappenedSomehow, Verdict::DidNotHappen] {
+    for verdict in ALL_BUT_FORCE {
         assert!(!world.resolve(&record, verdict).await, "{verdict:?} was taken");
         assert_refusal("request-in-progress", &world.send(pay_as("a")).await);
     }

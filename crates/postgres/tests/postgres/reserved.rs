@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Answer, Claim, Command, Completion, Fingerprint, FingerprintInput, FingerprintRules, Outcome, RecordId,
-    Release, State, Store as _,
+    Answer, Claim, Command, Completion, Fingerprint, FingerprintInput, FingerprintRules, KeyTag, Outcome,
+    RecordId, Release, State, Store as _,
 };
 use oncegate_postgres::{Isolation, PostgresStore, TransactError, Transacted, Transactor};
 use sqlx::postgres::{PgConnection, PgPool};
@@ -123,6 +123,7 @@ async fn the_record_is_that_of_a_claim_and_a_completion_and_is_written_once() {
     assert_eq!((made.attempts, made.fingerprint), (1, fingerprint(500)));
     assert_eq!(made.label.operation(), "POST /payments");
     assert_eq!(made.label.caller(), scope().caller_tag());
+    assert_eq!(made.label.key(), Some(KeyTag::of(&"order-1".try_into().unwrap())));
     assert_eq!(made.token.get(), made.created_at.as_millis());
     assert_eq!(made.created_at, made.changed_at);
     assert_eq!(made.expires_at, made.changed_at.after(Duration::from_secs(7200)));
