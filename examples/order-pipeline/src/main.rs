@@ -64,9 +64,9 @@ struct Broker {
 impl Broker {
     async fn jetstream(&self) -> Result<jetstream::Context> {
         let client = async_nats::connect(&self.nats).await;
-        Ok(jetstream::new(
-            client.map_err(|error| format!("no connection to NATS, which NATS_URL names: {error}"))?,
-        ))
+        Ok(jetstream::new(client.map_err(|error| {
+            format!("no connection to NATS, which NATS_URL names: {}", ErrorChain(&error))
+        })?))
     }
 }
 

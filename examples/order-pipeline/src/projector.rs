@@ -97,7 +97,8 @@ pub(crate) async fn run(options: Options) -> Result<()> {
 
     let jetstream = broker.jetstream().await?;
     let consumer = jetstream.get_consumer_from_stream(CONSUMER, STREAM).await;
-    let consumer = consumer.map_err(|error| format!("{error}: was `order-pipeline setup` run?"))?;
+    let consumer =
+        consumer.map_err(|error| format!("{}: was `order-pipeline setup` run?", ErrorChain(&error)))?;
     let source = NatsSourceOptions::new().with_order_by_header(ORDER_KEY);
     let source = NatsSource::new(jetstream, consumer, source)?;
 
