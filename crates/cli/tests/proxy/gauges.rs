@@ -69,7 +69,8 @@ async fn requests_under_way_are_gauged_to_their_end_however_they_end() {
         client.send(with_key(key)).await;
         let mut wire = service.accept().await;
         wire.message().await;
-        (clients.push(client), wires.push(wire));
+        clients.push(client);
+        wires.push(wire);
         assert_eq!(gauge(&sidecar, REQUESTS).await, (key + 1) as f64);
     }
     assert_eq!(gauge(&sidecar, CONNECTIONS).await, 4.0);
