@@ -489,8 +489,9 @@ settings! {
     connect_timeout: Duration = units::connect_timeout;
 
     /// How long the store may take for a command before it is asked whether it is well, and then to say so; on PostgreSQL
-    /// also how long a command may go without an answer before its connection is given up. A store that does not say so is
-    /// out of reach: requests with a key are refused at once until it answers. From 10ms to 1m.
+    /// also how long a command may go without an answer before its connection is given up. Commands that are sent together are
+    /// fewer while PostgreSQL is slow, so that they are done in time. A store that does not say so is out of reach: requests
+    /// with a key are refused at once until it answers. From 10ms to 1m.
     "store-patience" LIMITS Service One "DURATION" Value("2s");
     store_patience: Duration = units::store_patience;
 
