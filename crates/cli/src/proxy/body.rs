@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::Version;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use oncegate_http::BoxError;
@@ -90,6 +91,57 @@ impl PatientTimer {
 }
 
 pin_project! {
+    /// A body from the network whose end counts only if its sender ended it.
+    ///
+    /// The HTTP library takes a stream of HTTP/2 that is reset with `NO_ERROR` for one that has ended. That is how proxies such as
+    /// Envoy cut it when the client behind them goes away in the middle of an upload: half a request would be executed, and half
+    /// an answer kept.
+    #[derive(Debug)]
+    pub(super) struct WholeBody {
+        #[pin]
+        body: Incoming,
+        is_http2: bool,
+    }
+}
+
+impl WholeBody {
+    pub(super) fn new(body: Incoming, version: Version) -> Self {
+        Self { body, is_http2: version == Version::HTTP_2 }
+    }
+}
+
+impl Body for WholeBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let mut this = self.project();
+        let frame = ready!(this.body.as_mut().poll_frame(cx));
+        // All that its length promised is the whole, however it was ended.
+        let is_cut = frame.is_none()
+            && *this.is_http2
+            && !this.body.is_end_stream()
+            && this.body.size_hint().exact() != Some(0);
+        if is_cut {
+            *this.is_http2 = false;
+            return Poll::Ready(Some(Err("the stream was reset before the end of the body".into())));
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+pin_project! {
     /// A request's body that notes when it moves, and whose trailers say nothing that only this proxy says.
     #[derive(Debug)]
     pub(super) struct NotedBody<B> {
@@ -148,13 +200,13 @@ pin_project! {
 pin_project! {
     #[project = InnerProj]
     enum Inner {
-        Upstream { #[pin] body: Incoming, idle: Option<Duration>, timer: Option<PatientTimer> },
+        Upstream { #[pin] body: WholeBody, idle: Option<Duration>, timer: Option<PatientTimer> },
         Own { body: Option<Bytes> },
     }
 }
 
 impl ProxyBody {
-    pub(super) const fn upstream(body: Incoming, idle: Option<Duration>) -> Self {
+    pub(super) const fn upstream(body: WholeBody, idle: Option<Duration>) -> Self {
         Self { inner: Inner::Upstream { body, idle, timer: None } }
     }
 
@@ -178,7 +230,7 @@ impl Body for ProxyBody {
             InnerProj::Upstream { body, idle, timer } => {
                 if let Poll::Ready(frame) = body.poll_frame(cx) {
                     *timer = None;
-                    return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
+                    return Poll::Ready(frame);
                 }
                 // Only a body that keeps its reader waiting needs a timer.
                 let Some(idle) = *idle else { return Poll::Pending };

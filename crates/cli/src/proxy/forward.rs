@@ -25,14 +25,14 @@ use tower_service::Service;
 use tracing::field::display;
 
 use super::admit::is_too_large;
-use super::body::{Activity, NotedBody, PatientTimer, ProxyBody};
+use super::body::{Activity, NotedBody, PatientTimer, ProxyBody, WholeBody};
 use super::client::ConnectionState;
 use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
 use crate::config::Config;
 
-pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<Incoming>>>;
+pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<WholeBody>>>;
 
 /// What every connection of one thread shares.
 pub(super) struct Upstream {
@@ -72,7 +72,7 @@ impl Forward {
     }
 }
 
-impl Service<Request<RequestBody<Incoming>>> for Forward {
+impl Service<Request<RequestBody<WholeBody>>> for Forward {
     type Response = Response<ProxyBody>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
@@ -81,14 +81,14 @@ impl Service<Request<RequestBody<Incoming>>> for Forward {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<RequestBody<Incoming>>) -> Self::Future {
+    fn call(&mut self, request: Request<RequestBody<WholeBody>>) -> Self::Future {
         let this = self.clone();
         Box::pin(async move { Ok(this.forward(request).await) })
     }
 }
 
 impl Forward {
-    async fn forward(self, mut request: Request<RequestBody<Incoming>>) -> Response<ProxyBody> {
+    async fn forward(self, mut request: Request<RequestBody<WholeBody>>) -> Response<ProxyBody> {
         let config = &self.upstream.config;
         let route = config.route(request.method(), request.uri().path());
         let (timeout, settings) = (route.upstream_timeout, &route.settings);
@@ -209,9 +209,12 @@ impl Forward {
             tokio::spawn(tunnel(client_side, upstream_side));
         }
         // RFC 9110, 6.2: the version is that of this hop. In HTTP/1.0 the client could not tell a whole body from a cut one.
-        *response.version_mut() = Version::HTTP_11;
+        let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
         response.extensions_mut().insert(Relayed);
-        (UpstreamResult::Answered, response.map(|body| ProxyBody::upstream(body, timeout)))
+        (
+            UpstreamResult::Answered,
+            response.map(|body| ProxyBody::upstream(WholeBody::new(body, version), timeout)),
+        )
     }
 }
 

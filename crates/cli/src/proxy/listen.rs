@@ -29,7 +29,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tower_service::Service as _;
 
 use super::admit::admit;
-use super::body::ProxyBody;
+use super::body::{ProxyBody, WholeBody};
 use super::client::{ClientBody, ClientStream, ConnectionState, Delivery, StreamExecutor};
 use super::cross_origin::{CrossOrigin, preflight};
 use super::headers::Peer;
@@ -199,7 +199,10 @@ impl Front {
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
             let admitted = admit(&mut request, config).and_then(|()| preflight(&request, config));
-            let admitted = admitted.map(|()| service.call(request));
+            let admitted = admitted.map(|()| {
+                let version = request.version();
+                service.call(request.map(|body| WholeBody::new(body, version)))
+            });
             async move {
                 let mut response: Response<_> = match admitted {
                     Ok(answer) => answer.await?.map(Either::Left),

@@ -19,9 +19,12 @@ use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_core::ErrorChain;
-use oncegate_http::{CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective};
+use oncegate_http::{
+    BoxError, CompletedBy, IdempotencyContext, Reconcile, Reconciled, Settings, StoreDirective,
+};
 use tokio::time::{Instant, sleep, timeout_at};
 
+use super::body::WholeBody;
 use super::forward::take_host;
 use super::headers::{ATTEMPT, RECORD, TOKEN, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
@@ -230,22 +233,22 @@ impl Asker {
             return Answer::None("a body without a length".to_owned(), true);
         }
         remove_hop_by_hop(&mut head.headers, |_| false);
-        match read_whole(body, self.settings.max_response_body()).await {
+        match read_whole(WholeBody::new(body, head.version), self.settings.max_response_body()).await {
             Ok(Some((chunks, trailers))) => {
                 let stored = self.settings.stored(&head, &chunks, trailers.as_ref());
                 Answer::Happened(stored.map_or(Reconciled::Unreplayable, Reconciled::Happened))
             }
             Ok(None) => Answer::Happened(Reconciled::Unreplayable),
-            Err(error) => Answer::None(ErrorChain(&error).to_string(), true),
+            Err(error) => Answer::None(ErrorChain(&*error).to_string(), true),
         }
     }
 }
 
 /// The body and its trailers; `None` where it is larger than the limit.
 async fn read_whole(
-    mut body: Incoming,
+    mut body: WholeBody,
     limit: usize,
-) -> Result<Option<(Vec<Bytes>, Option<HeaderMap>)>, hyper::Error> {
+) -> Result<Option<(Vec<Bytes>, Option<HeaderMap>)>, BoxError> {
     let (mut chunks, mut len, mut trailers) = (Vec::new(), 0_usize, None);
     if body.size_hint().lower() > limit as u64 {
         return Ok(None);

@@ -20,6 +20,7 @@ mod protocols;
 mod reconcile;
 mod refusals;
 mod reload;
+mod resets;
 mod store;
 mod streams;
 mod taken_back;
