@@ -493,8 +493,13 @@ impl Inner {
         patience: Option<Arc<Patience>>,
     ) -> Result<ClaimOutcome, StoreError> {
         let (mut number, mut identifier) = self.new_attempt();
+        let mut is_doubtful = false;
         match self.settle_earlier(&request).await {
-            Ok(()) => {}
+            Ok(None) => {}
+            Ok(Some(earlier)) => {
+                (number, identifier) = (Self::number_of(earlier), earlier);
+                is_doubtful = true;
+            }
             Err(NotSettled::Out(error)) => {
                 leader.land(Landing::Failed(error.kind()));
                 return Err(error);
@@ -512,7 +517,6 @@ impl Inner {
         let mut changed = None;
         let began_at = Instant::now();
         let mut heed_from = began_at;
-        let mut is_doubtful = false;
         loop {
             let asked_at = Moment::now();
             let outcome = match self.ask(&request, identifier).await {
@@ -522,7 +526,7 @@ impl Inner {
                 }
                 Err(Unanswered { error, maybe_applied }) => {
                     leader.land(Landing::Failed(error.kind()));
-                    if maybe_applied {
+                    if maybe_applied || is_doubtful {
                         self.retract(request, identifier);
                     }
                     return Err(error);
@@ -639,6 +643,11 @@ impl Inner {
     fn new_attempt(&self) -> (u64, AttemptId) {
         let number = self.claims.fetch_add(1, Ordering::Relaxed);
         (number, AttemptId::new(u128::from(self.origin) << 64 | u128::from(number)))
+    }
+
+    /// The number of the claim that an attempt of this engine was first made for.
+    const fn number_of(attempt: AttemptId) -> u64 {
+        attempt.get() as u64 // the origin is in the upper half
     }
 
     /// Sends a claim, and sends it again where it may only be the answer that was lost: the store recognises it. Says beside the

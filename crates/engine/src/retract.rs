@@ -14,13 +14,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{AttemptId, Command, Outcome, Release, State, StoreError};
+use oncegate_core::{AttemptId, Command, Release, State, StoreError};
 use tokio::sync::{Mutex, OwnedSemaphorePermit};
 use tokio::time::{Instant, sleep_until};
 
 use crate::attempt::Attempt;
 use crate::attempt::again_after;
-use crate::engine::{ClaimRequest, Inner, claim_command};
+use crate::engine::{ClaimRequest, Inner};
 use crate::event::{Event, EventKind};
 
 /// Before the first look; doubled each time.
@@ -48,6 +48,14 @@ pub(crate) struct Doubt {
     attempt: AttemptId,
     /// Whether it is settled. Held during a look, so that there is one at a time.
     settled: Mutex<bool>,
+}
+
+impl Doubt {
+    /// Leaves it to the caller, if it is not settled. The look in the background ends.
+    async fn take(&self) -> Option<AttemptId> {
+        let was_settled = std::mem::replace(&mut *self.settled.lock().await, true);
+        (!was_settled).then_some(self.attempt)
+    }
 }
 
 /// How long a claim has been looked for, with its place among those of the same phase.
@@ -97,9 +105,15 @@ impl Inner {
     /// ends of attempts that the store has not taken. Otherwise the new claim might find one of them after its lease, and
     /// park or execute what is known not to have happened, or to have happened.
     ///
+    /// Returns the attempt of a claim of the same request that is still in doubt. It is the caller's from then on, who claims
+    /// under it: if the earlier claim becomes visible meanwhile, with its lease over, the store recognises it and parks nothing.
+    ///
     /// # Errors
     /// The record must not be claimed: the store did not answer, or does not take the end of an attempt.
-    pub(crate) async fn settle_earlier(self: &Arc<Self>, request: &ClaimRequest) -> Result<(), NotSettled> {
+    pub(crate) async fn settle_earlier(
+        self: &Arc<Self>,
+        request: &ClaimRequest,
+    ) -> Result<Option<AttemptId>, NotSettled> {
         for end in self.unstored.of(&request.id) {
             match self.store_end(&end).await {
                 Err(error) if error.kind().may_pass() => {
@@ -118,12 +132,18 @@ impl Inner {
                 _ => {}
             }
         }
+        let mut open = None;
         for doubt in self.doubts.of(&request.id) {
-            if let Seen::Out(error) = self.look(&doubt).await {
-                return Err(NotSettled::Out(error));
+            match self.look(&doubt).await {
+                Seen::Settled => {}
+                Seen::NotThere => open = open.or(Some(doubt)),
+                Seen::Out(error) => return Err(NotSettled::Out(error)),
             }
         }
-        Ok(())
+        match open {
+            Some(doubt) if doubt.request.fingerprint == request.fingerprint => Ok(doubt.take().await),
+            _ => Ok(None),
+        }
     }
 
     async fn look_for(&self, doubt: &Doubt, place: OwnedSemaphorePermit) {
@@ -176,33 +196,30 @@ impl Inner {
     }
 
     async fn look_now(&self, request: &ClaimRequest, attempt: AttemptId) -> Seen {
-        // A claim that was never granted is not claimed just to be released: that would block those who come again.
-        match self.store.lookup(request.id).await {
+        let token = match self.store.lookup(request.id).await {
             Err(error) if error.kind().may_pass() => return Seen::Out(error),
             Err(_) => return Seen::Settled,
-            Ok(record) => match record.map(|record| record.state) {
-                Some(State::InProgress { attempt: holder, .. }) if holder == attempt => {}
+            Ok(None) => return Seen::NotThere,
+            Ok(Some(record)) => match record.state {
+                // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
+                State::InProgress { attempt: holder, after_abandoned: true, .. } if holder == attempt => {
+                    return Seen::Settled;
+                }
+                State::InProgress { attempt: holder, .. } if holder == attempt => record.token,
                 // A claim that comes late does not change these.
-                Some(State::Completed(_) | State::Unknown) => return Seen::Settled,
+                State::Completed(_) | State::Unknown => return Seen::Settled,
                 _ => return Seen::NotThere,
             },
-        }
-        match self.store.apply(request.id, claim_command(request, attempt)).await {
-            // Nothing was begun under this claim, but under an earlier one: the lease has to run out.
-            Ok(Outcome::Execute(grant)) if grant.after_abandoned => Seen::Settled,
-            Ok(Outcome::Execute(grant)) => {
-                let release = Release { token: grant.token, retention: request.policy.released_retention() };
-                match self.store.apply(request.id, Command::Release(release)).await {
-                    Ok(_) => {
-                        self.emit(Event::new(request.id, Some(grant.token), EventKind::ClaimCancelled));
-                        Seen::Settled
-                    }
-                    Err(error) => Seen::Out(error),
-                }
+        };
+        // By its token: to claim it again may fail for the same reason as before, such as a replica that is away.
+        let release = Release { token, retention: request.policy.released_retention() };
+        match self.store.apply(request.id, Command::Release(release)).await {
+            Ok(_) => {
+                self.emit(Event::new(request.id, Some(token), EventKind::ClaimCancelled));
+                Seen::Settled
             }
             Err(error) if error.kind().may_pass() => Seen::Out(error),
-            // Another attempt owns the record, or it cannot be read.
-            _ => Seen::Settled,
+            Err(_) => Seen::Settled,
         }
     }
 }

@@ -473,6 +473,58 @@ async fn a_claim_that_was_lost_for_longer_than_its_lease_parks_nothing() {
     assert!(replays(&world.claim(request()).await, "one"));
 }
 
+/// A commit that waits for a standby comes back after the lease, between the look of a retry and its claim.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_becomes_visible_after_its_lease_is_taken_on_by_the_retry_and_not_parked() {
+    let world = World::new();
+    world.faults.next(2, Operation::Claim, Fault::Delay);
+    assert!(world.engine.claim(request()).await.is_err());
+    sleep(Duration::from_secs(1)).await;
+    let latch = Latch::new();
+    world.faults.next(1, Operation::Claim, Fault::StallBefore(latch.clone()));
+    let engine = world.engine.clone();
+    let retry = tokio::spawn(async move { engine.claim(request()).await });
+    settle().await;
+    world.faults.always(Operation::Lookup, Fault::Refuse);
+    world.faults.arrive().await;
+    sleep(LEASE * 2).await;
+    assert_eq!(world.state().await, Some(StateName::Abandoned));
+    latch.open();
+    let ClaimOutcome::Execute(permit) = retry.await.unwrap().unwrap() else { panic!("it was parked") };
+    permit.complete(answer("one")).await;
+    world.faults.heal();
+    assert!(replays(&world.claim(request()).await, "one"));
+}
+
+/// A retry that took a doubt on and comes to nothing leaves it to be looked for again.
+#[tokio::test(start_paused = true)]
+async fn a_doubt_that_a_retry_took_on_is_looked_for_again() {
+    let world = World::new();
+    for fault in [Fault::Refuse, Fault::Delay] {
+        world.faults.next(2, Operation::Claim, Fault::Delay);
+        assert!(world.engine.claim(request()).await.is_err());
+        world.faults.next(2, Operation::Claim, fault);
+        assert!(world.engine.claim(request()).await.is_err());
+        sleep(Duration::from_secs(1)).await;
+        world.faults.arrive().await;
+        assert_eq!(world.state().await, Some(StateName::InProgress), "nobody executes under it");
+        sleep(LEASE - Duration::from_millis(1)).await;
+        assert_eq!(world.state().await, Some(StateName::Released));
+    }
+}
+
+/// Such as one that is refused because a replica is away, each time that it is sent.
+#[tokio::test(start_paused = true)]
+async fn a_claim_whose_answers_are_all_lost_is_released_by_its_token() {
+    let world = World::new();
+    world.faults.always(Operation::Claim, Fault::LoseAnswer);
+    assert!(world.engine.claim(request()).await.is_err());
+    assert_eq!(world.state().await, Some(StateName::InProgress));
+    sleep(LEASE / 2).await;
+    assert_eq!(world.state().await, Some(StateName::Released));
+    assert!(world.events.has(EventKind::ClaimCancelled));
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_arrives_late_of_a_claim_that_was_granted_and_released_is_taken_back() {
     for cancelled in [false, true] {
