@@ -258,12 +258,15 @@ where
     let mut chunks = Vec::new();
     let mut trailers: Option<HeaderMap> = None;
     let mut len = 0_usize;
-    if body.size_hint().lower() > limit as u64 {
+    let announced = body.size_hint().lower();
+    if announced > limit as u64 {
         return Read::More { chunks, rest: Box::pin(body) };
     }
     let mut body = Box::pin(body);
     loop {
         let frame = match body.frame().await {
+            // A stream of HTTP/2 that is reset with NO_ERROR looks like one that ended.
+            None if (len as u64) < announced => return Read::Broken("it is shorter than it says".into()),
             None => return Read::Whole { chunks, trailers },
             Some(Err(error)) => return Read::Broken(error.into()),
             Some(Ok(frame)) => into_bytes(frame),

@@ -70,9 +70,9 @@ impl Budget {
         usize::try_from(signed(self.limit).saturating_sub(free)).unwrap_or(0)
     }
 
-    /// Whether there is room for anything at all.
+    /// Whether there is room for anything at all. What this copy drew ahead is no room where more is held than the limit.
     pub(crate) fn has_room(&self) -> bool {
-        self.here.load(Ordering::Relaxed) > 0 || self.shared.left.load(Ordering::Relaxed) > 0
+        self.here.load(Ordering::Relaxed).saturating_add(self.shared.left.load(Ordering::Relaxed)) > 0
     }
 
     /// So little of a small budget that what copies drew ahead keeps no other copy from the rest.
@@ -100,12 +100,18 @@ impl Budget {
 
     fn take_always(&self, bytes: usize) {
         if !self.take(bytes) {
-            self.shared.left.fetch_sub(signed(bytes), Ordering::Relaxed);
+            let here = self.here.swap(0, Ordering::Relaxed);
+            self.shared.left.fetch_sub(signed(bytes).saturating_sub(here), Ordering::Relaxed);
         }
     }
 
     fn give(&self, bytes: usize) {
         let bytes = signed(bytes);
+        if self.shared.left.load(Ordering::Relaxed) < 0 {
+            // What is missing is paid back first.
+            self.shared.left.fetch_add(bytes, Ordering::Relaxed);
+            return;
+        }
         let here = self.here.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let ahead = signed(self.ahead());
         if here > 2 * ahead {
@@ -296,6 +302,22 @@ mod tests {
             drop((all, one));
             assert_eq!((budget.has_room(), left(&budget)), (limit > 0, limit));
         }
+    }
+
+    #[test]
+    fn what_copies_drew_ahead_is_no_room_when_more_is_held_than_the_limit() {
+        let limit = 1 << 28;
+        let one = Budget::new(limit);
+        let other = one.apart();
+        let (mut small, mut first, mut large) = (held(&one), held(&other), held(&other));
+        assert!(small.add(1) && first.add(1));
+        large.add_always(limit);
+        assert!(!one.has_room() && !other.has_room());
+        assert!(!held(&other).add(1));
+        drop(large);
+        assert!(one.has_room() && other.has_room());
+        drop((small, first, other));
+        assert_eq!(left(&one), limit);
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod config;
 mod cors;
 mod exposition;
 mod fields;
+mod frames;
 mod framing;
 mod gauges;
 mod lifecycle;
