@@ -285,6 +285,8 @@ const REFUSALS: &[(&str, u16, Option<&str>, Option<&str>)] = &[
     ("scope-not-set", 400, Some("fix-request"), None),
     ("store-unavailable", 503, Some("same-key"), None),
     ("key-reused", 422, Some("new-key"), Some("Idempotency-Key is already used")),
+    ("host-differs", 422, Some("stop"), None),
+    ("request-malformed", 400, Some("fix-request"), None),
     ("request-in-progress", 409, Some("same-key"), Some("A request is outstanding for this Idempotency-Key")),
     ("replay-unavailable", 422, Some("stop"), None),
     ("outcome-unknown", 500, Some("stop"), None),

@@ -17,7 +17,7 @@ use crate::config::{
     Config, Draft, FrontChoice, ProxyArgs, StoreChoice, StoreUrl, TieredChoice, TlsFiles, duration_text,
     size_text,
 };
-use crate::proxy::{DEFAULT_SCOPE, server_config};
+use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, server_config};
 
 mod online;
 
@@ -196,6 +196,9 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
     }
     if config.has_default_scope() {
         report.ok(format!("callers: {DEFAULT_SCOPE}"));
+    }
+    if config.compares_hosts_across_sidecars() {
+        report.ok(format!("hosts: {HOSTS_COMPARED}"));
     }
     for path in config.asks_at() {
         report.ok(format!(

@@ -114,6 +114,9 @@ pub(crate) const ROWS: &[Row] = {
         row(OutcomeUnknown, Name("outcome-unknown"), "Oncegate", ONCEGATE),
         // A record that cannot be read may be the one of this request.
         row(OutcomeUnknown, Name("record-corrupt"), "Oncegate", ONCEGATE),
+        // The request may have taken effect under the other host.
+        row(OutcomeUnknown, Name("host-differs"), "Oncegate", ONCEGATE),
+        row(OutcomeUnknown, Name("idempotency_host_differs"), "Oncegate, profile `stripe`", ONCEGATE),
         row(ReplayUnavailable, Name("replay-unavailable"), "Oncegate", ONCEGATE),
         row(
             ReplayUnavailable,

@@ -12,6 +12,7 @@ use oncegate_core::{
 };
 
 use crate::budget::{Held, NoRoom};
+use crate::method;
 use crate::profile::KeyScope;
 use crate::settings::{AuthorityRole, Settings};
 
@@ -22,7 +23,7 @@ pub(crate) fn locate(
     parts: &Parts,
     key: &IdempotencyKey,
 ) -> (RecordId, Label) {
-    let (method, path) = (parts.method.as_str(), &*settings.canonical_path(parts.uri.path()));
+    let (method, path) = (&*method::canonical(&parts.method), &*settings.canonical_path(parts.uri.path()));
     let mut operation = String::with_capacity(method.len() + 1 + path.len());
     operation.extend([method, " ", path]);
     let label = Label::new(scope.caller_tag(), &operation).with_key(KeyTag::of(key));
@@ -76,6 +77,16 @@ pub(crate) fn natural_key(
     if body.coding.is_empty() { key.of(&content_type, &body.bytes) } else { Err(NoNaturalKey::NotJson) }
 }
 
+/// How many bytes at the end of a digest are those of the host alone, where the host is compared. So a request to another host
+/// is another request, and it can be told that nothing else differs. 22 and 10 bytes are far more than anybody can try out.
+const HOST_BYTES: usize = 10;
+
+/// Whether a stored fingerprint and that of a request are equal in everything but the host.
+pub(crate) fn differs_in_host_only(stored: &Fingerprint, own: &Fingerprint) -> bool {
+    let rest = |fingerprint: &Fingerprint| fingerprint.digest().first_chunk::<{ 32 - HOST_BYTES }>().copied();
+    stored != own && stored.version() == own.version() && rest(stored) == rest(own)
+}
+
 /// What makes this request the same as another.
 pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody<'_>) -> Fingerprint {
     let target = target(settings, parts);
@@ -84,18 +95,28 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody
         .iter()
         .flat_map(|name| parts.headers.get_all(name).iter().map(|value| (name.as_str(), value.as_bytes())))
         .collect();
-    settings.fingerprint.fingerprint(&FingerprintInput {
-        method: parts.method.as_str(),
-        authority: &match settings.authority {
-            AuthorityRole::Compared => authority(parts),
-            AuthorityRole::Ignored | AuthorityRole::Scope => String::new(),
-        },
+    let fingerprint = settings.fingerprint.fingerprint(&FingerprintInput {
+        method: &method::canonical(&parts.method),
+        authority: "",
         target: &target,
         content_type: &field(parts, header::CONTENT_TYPE),
         content_coding: &body.coding,
         headers: &headers,
         body: &body.bytes,
-    })
+    });
+    match settings.authority {
+        AuthorityRole::Compared => with_host(fingerprint, &authority(parts)),
+        AuthorityRole::Ignored | AuthorityRole::Scope => fingerprint,
+    }
+}
+
+fn with_host(fingerprint: Fingerprint, host: &str) -> Fingerprint {
+    let host = Fingerprint::of_parts("host", &[host.as_bytes()]);
+    let mut digest = *fingerprint.digest();
+    for (own, host) in digest.iter_mut().zip(host.digest()).skip(32 - HOST_BYTES) {
+        *own = *host;
+    }
+    Fingerprint::from_parts(fingerprint.version(), digest).unwrap_or(fingerprint)
 }
 
 /// Path and query, with one spelling for all spellings of the path that are one path on this route.

@@ -207,14 +207,20 @@ impl Execution {
 
     /// Whether the answer sends the same request again, to another spelling of its path or to another host. Such a redirect is
     /// not what the operation came to: if it were kept, the request that follows it would get the redirect again, for ever.
+    ///
+    /// A 301 does so only if the spelling differs: routers that add or take off a slash say it, and a service that has executed
+    /// something sends its client on with a 302 or 303.
     fn redirects_to_itself<RB>(&self, response: &Response<RB>) -> bool {
-        if !matches!(response.status(), StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT) {
+        let status = response.status();
+        let keeps_method = matches!(status, StatusCode::TEMPORARY_REDIRECT | StatusCode::PERMANENT_REDIRECT);
+        if !keeps_method && status != StatusCode::MOVED_PERMANENTLY {
             return false;
         }
         let location = response.headers().get(LOCATION).map(|location| location.as_bytes());
         let Some(Ok(location)) = location.map(Uri::try_from) else { return false };
         let canonical = |uri: &Uri| self.settings.canonical_path(uri.path()).into_owned();
         canonical(&location) == canonical(&self.target)
+            && (keeps_method || location.path() != self.target.path())
     }
 
     /// An answer that will not be replayed: settled by its head, and its body passes through.

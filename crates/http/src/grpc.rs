@@ -112,12 +112,13 @@ impl Condition {
             | Self::ScopeNotSet
             | Self::RequestHeadTooLarge => GrpcCode::InvalidArgument,
             Self::RequestUnsupported => GrpcCode::Unimplemented,
-            Self::KeyReused => GrpcCode::FailedPrecondition,
+            Self::KeyReused | Self::HostDiffers => GrpcCode::FailedPrecondition,
             Self::RequestInProgress | Self::AnswerAwaited => GrpcCode::Aborted,
             Self::ReplayUnavailable
             | Self::OutcomeUnknown
             | Self::UpstreamUnanswered
-            | Self::UpstreamHeadTooLarge => GrpcCode::Unknown,
+            | Self::UpstreamHeadTooLarge
+            | Self::UpstreamUnsupported => GrpcCode::Unknown,
             Self::RecordCorrupt => GrpcCode::DataLoss,
             Self::RequestIncomplete
             | Self::StoreUnavailable

@@ -14,8 +14,10 @@ use tower_layer::Layer;
 
 use crate::budget::Budget;
 use crate::canonical;
+use crate::credential;
 use crate::event::RequestObserver;
 use crate::in_flight::InFlight;
+use crate::method;
 use crate::path::PathPattern;
 use crate::scope::NoCaller;
 use crate::service::Idempotency;
@@ -116,7 +118,7 @@ impl IdempotencyLayer {
 
     /// What is done on the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`. The first route that
     /// matches counts. With `methods`, only those are matched, and they are covered; without, the settings say which
-    /// methods are covered. Other spellings of a path match, too: see [`Settings::with_trailing_slash`] and
+    /// methods are covered; a method is the same one in any case. Other spellings of a path match, too: see [`Settings::with_trailing_slash`] and
     /// [`Settings::with_path_case`].
     ///
     /// # Errors
@@ -255,7 +257,8 @@ impl Shared {
     /// The settings that a request runs under.
     pub(crate) fn settings(&self, method: &Method, path: &str) -> &Arc<Settings> {
         let route = self.routes.iter().find(|route| {
-            (route.methods.is_empty() || route.methods.contains(method)) && route.pattern.matches(path)
+            (route.methods.is_empty() || method::contains(&route.methods, method))
+                && route.pattern.matches(path)
         });
         route.map_or(&self.default, |route| &route.settings)
     }
@@ -265,7 +268,8 @@ impl Shared {
     /// The scope of a request under these settings, within the service of the engine.
     pub(crate) fn scope(&self, settings: &Settings, request: &Parts) -> Result<Scope<'static>, NoCaller> {
         let authority = (settings.authority() == AuthorityRole::Scope).then(|| canonical::authority(request));
-        Ok(self.engine.in_service(settings.caller().of(request, authority.as_deref())?))
+        let scope = settings.caller().of(request, authority.as_deref(), &settings.profile.key_header)?;
+        Ok(self.engine.in_service(scope))
     }
 
     /// Tells operators, once a minute, that requests are refused because it is not configured how callers are told apart.
@@ -273,6 +277,9 @@ impl Shared {
         let Some(others) = self.scope_warnings.pass() else { return };
         let meant = match credential.as_str() {
             "cookie" => "required-cookie:NAME, with the name of the session's cookie".to_owned(),
+            name if credential::changes_each_time(name) => format!(
+                "required-header:NAME, with a field that a retry has with the same value, which {name} is not"
+            ),
             name => format!("required-header:{name}"),
         };
         tracing::warn!(

@@ -98,6 +98,7 @@ const STRIPE_ROWS: &[(Condition, Row)] = {
         (Condition::ScopeUnavailable, row(BAD, INVALID, "idempotency_scope_unavailable")),
         (Condition::ScopeNotSet, row(BAD, INVALID, "idempotency_scope_not_set")),
         (Condition::KeyReused, row(BAD, "idempotency_error", "idempotency_key_reused")),
+        (Condition::HostDiffers, row(BAD, "idempotency_error", "idempotency_host_differs")),
         (Condition::RequestInProgress, row(StatusCode::CONFLICT, INVALID, "idempotency_key_in_use")),
         (Condition::ReplayUnavailable, row(BAD, "idempotency_error", "idempotency_replay_unavailable")),
         (Condition::RequestMalformed, row(BAD, INVALID, "request_malformed")),

@@ -58,6 +58,10 @@ pub enum Condition {
     RequestHeadTooLarge,
     /// A proxy's service answered, and the head of its answer has more than any may have.
     UpstreamHeadTooLarge,
+    /// A proxy's service answered, in a transfer coding that the proxy cannot undo.
+    UpstreamUnsupported,
+    /// The key was used for the same request to another host.
+    HostDiffers,
 }
 
 /// What the caller should do next.
@@ -92,7 +96,7 @@ impl Retry {
 
 impl Condition {
     /// Every condition, in the order of the reference page.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 23] = [
         Self::KeyMissing,
         Self::KeyInvalid,
         Self::RequestTooLarge,
@@ -102,6 +106,7 @@ impl Condition {
         Self::ScopeNotSet,
         Self::StoreUnavailable,
         Self::KeyReused,
+        Self::HostDiffers,
         Self::RequestInProgress,
         Self::ReplayUnavailable,
         Self::AnswerAwaited,
@@ -111,6 +116,7 @@ impl Condition {
         Self::UpstreamUnreachable,
         Self::UpstreamUnanswered,
         Self::UpstreamHeadTooLarge,
+        Self::UpstreamUnsupported,
         Self::RequestMalformed,
         Self::RequestHeadTooLarge,
         Self::RequestUnsupported,
@@ -141,6 +147,8 @@ impl Condition {
             Self::RequestUnsupported => "request-unsupported",
             Self::RequestHeadTooLarge => "request-head-too-large",
             Self::UpstreamHeadTooLarge => "upstream-head-too-large",
+            Self::UpstreamUnsupported => "upstream-unsupported",
+            Self::HostDiffers => "host-differs",
         }
     }
 
@@ -169,6 +177,8 @@ impl Condition {
             Self::RequestUnsupported => "The request asks for something that this proxy does not do",
             Self::RequestHeadTooLarge => "The head of the request is too large",
             Self::UpstreamHeadTooLarge => "The head of the service's answer is too large",
+            Self::UpstreamUnsupported => "The service's answer is in a form that this proxy does not pass on",
+            Self::HostDiffers => "The request with this Idempotency-Key was sent to another host",
         }
     }
 
@@ -194,7 +204,10 @@ impl Condition {
             }
             Self::StoreUnavailable => "Nothing was executed. Send the same request with the same key later.",
             Self::KeyReused => {
-                "The key was used for a different request. Nothing was executed. Send a new request with a new key."
+                "The key was used for a different request: another body, query or other part. Nothing was executed. Send a new request with a new key."
+            }
+            Self::HostDiffers => {
+                "The key was used for the same request to another host (the name or port in Host). It may have taken effect there, and nothing was executed here. Send it again to the host that it was sent to first. With a new key it may take effect twice."
             }
             Self::RequestInProgress => {
                 "The first request with this key is still being processed. Send it again with the same key later to get its answer."
@@ -222,6 +235,9 @@ impl Condition {
             Self::RequestUnsupported => "Nothing was executed.",
             Self::RequestHeadTooLarge => {
                 "Nothing was executed. The head of the request has more than 1000 field lines or more than 128 KiB."
+            }
+            Self::UpstreamUnsupported => {
+                "The request was processed. The service's answer has a transfer coding other than chunked, so that it cannot be passed on."
             }
             Self::UpstreamHeadTooLarge => {
                 "The request was processed. The head of the service's answer has more than 1000 field lines or more than 128 KiB, so that it cannot be passed on."
@@ -253,7 +269,9 @@ impl Condition {
             Self::ReplayUnavailable
             | Self::OutcomeUnknown
             | Self::RecordCorrupt
-            | Self::UpstreamHeadTooLarge => Retry::Stop,
+            | Self::UpstreamHeadTooLarge
+            | Self::UpstreamUnsupported
+            | Self::HostDiffers => Retry::Stop,
         }
     }
 
@@ -269,15 +287,16 @@ impl Condition {
             | Self::ScopeNotSet => StatusCode::BAD_REQUEST,
             Self::RequestUnsupported => StatusCode::NOT_IMPLEMENTED,
             Self::RequestHeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-            Self::UpstreamUnreachable | Self::UpstreamUnanswered | Self::UpstreamHeadTooLarge => {
-                StatusCode::BAD_GATEWAY
-            }
+            Self::UpstreamUnreachable
+            | Self::UpstreamUnanswered
+            | Self::UpstreamHeadTooLarge
+            | Self::UpstreamUnsupported => StatusCode::BAD_GATEWAY,
             Self::RequestTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Overloaded | Self::StoreUnavailable | Self::AnswerAwaited => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
             // Not 409 for what is not in progress: common clients send a 409 again by themselves.
-            Self::KeyReused | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::KeyReused | Self::HostDiffers | Self::ReplayUnavailable => StatusCode::UNPROCESSABLE_ENTITY,
             Self::RequestInProgress => StatusCode::CONFLICT,
             Self::OutcomeUnknown | Self::RecordCorrupt | Self::HandlerFailed => {
                 StatusCode::INTERNAL_SERVER_ERROR

@@ -4,11 +4,12 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use http::header::{self, HeaderName};
+use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use oncegate_core::Scope;
 use oncegate_engine::ConfigError;
 
+use crate::credential;
 use crate::refusal::{Condition, Refusal};
 
 /// Tells callers apart, so that one caller's key never meets another's record.
@@ -21,7 +22,7 @@ use crate::refusal::{Condition, Refusal};
 /// `CallerScope::default()` goes by `Authorization`. Requests without any credential share one scope, the anonymous one.
 /// A request that has no `Authorization` and **another** credential is refused with [`Condition::ScopeNotSet`]: two sessions
 /// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields that
-/// [`is_credential`](Self::is_credential) knows. A scope that somebody chose refuses nothing of that kind:
+/// [`is_credential`](Self::is_credential) takes for one, the field of the key excepted. A scope that somebody chose refuses nothing of that kind:
 /// `CallerScope::header(AUTHORIZATION)` lets all callers without the field share the anonymous scope, whatever else they send.
 #[derive(Clone)]
 pub struct CallerScope {
@@ -167,11 +168,11 @@ impl CallerScope {
         !self.is_single_tenant() && self.parts.iter().all(|part| !part.required)
     }
 
-    /// Whether a header field of this name usually identifies a caller: it carries a credential, or says who a hop in front
-    /// found the caller to be. `Authorization` is not among them.
+    /// Whether a header field of this name usually identifies a caller, by what the name contains: it carries a credential, or
+    /// says who a hop in front found the caller to be. `Authorization` is not among them.
     #[must_use]
     pub fn is_credential(name: &HeaderName) -> bool {
-        CREDENTIALS.contains(&name.as_str())
+        name != header::AUTHORIZATION && credential::is_credential(name.as_str())
     }
 
     fn of_part(kind: String, source: Source, required: bool) -> Self {
@@ -188,8 +189,14 @@ impl CallerScope {
         Ok(Self::of_part(format!("cookie:{name}"), Source::Cookie(name.into()), required))
     }
 
-    /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants.
-    pub(crate) fn of(&self, request: &Parts, authority: Option<&str>) -> Result<Scope<'static>, NoCaller> {
+    /// The caller's scope. `authority` is the host that the request is for, if hosts are tenants. `key_header` is the field of the
+    /// key, which is no credential, whatever its name.
+    pub(crate) fn of(
+        &self,
+        request: &Parts,
+        authority: Option<&str>,
+        key_header: &HeaderName,
+    ) -> Result<Scope<'static>, NoCaller> {
         let mut identities = Vec::with_capacity(self.parts.len() + 2);
         for part in self.parts.iter() {
             match part.identity(request)? {
@@ -200,7 +207,7 @@ impl CallerScope {
         }
         if identities.is_empty() && !self.is_single_tenant() {
             if !self.chosen
-                && let Some(credential) = other_credential(request)
+                && let Some(credential) = other_credential(request, key_header)
             {
                 return Err(NoCaller::NotSet { credential });
             }
@@ -219,52 +226,17 @@ impl CallerScope {
 const ANONYMOUS: &str = "anonymous";
 const AUTHORITY: &str = "authority";
 
-/// Header fields, besides `Authorization`, that usually identify a caller.
-const CREDENTIALS: [&str; 32] = [
-    "cookie",
-    "x-api-key",
-    "api-key",
-    "apikey",
-    "x-auth-token",
-    "x-access-token",
-    "x-session-token",
-    "x-user-token",
-    "x-goog-api-key",
-    "x-amz-security-token",
-    "ocp-apim-subscription-key",
-    "private-token",
-    "client-cert",
-    // What proxies that have checked the caller say.
-    "remote-user",
-    "x-remote-user",
-    "x-forwarded-user",
-    "x-forwarded-email",
-    "x-forwarded-access-token",
-    "x-forwarded-client-cert",
-    "x-auth-request-user",
-    "x-auth-request-email",
-    "x-auth-request-access-token",
-    "x-authenticated-user",
-    "x-authenticated-userid",
-    "x-consumer-id",
-    "cf-access-jwt-assertion",
-    "tailscale-user-login",
-    "x-amzn-oidc-data",
-    "x-amzn-oidc-identity",
-    "x-goog-iap-jwt-assertion",
-    "x-goog-authenticated-user-id",
-    "x-ms-client-principal",
-];
-
 /// Schemes of `Authorization`. A field with a scheme and nothing after it has no credential: a client's variable was empty.
 const SCHEMES: [&str; 8] = ["bearer", "basic", "digest", "token", "apikey", "dpop", "hmac", "negotiate"];
 
 /// A credential other than `Authorization` that the request has.
-fn other_credential(request: &Parts) -> Option<HeaderName> {
-    let has_value = |value: &http::HeaderValue| !value.as_bytes().trim_ascii().is_empty();
-    let found =
-        request.headers.iter().find(|(name, value)| CallerScope::is_credential(name) && has_value(value));
-    found.map(|(name, _)| name.clone())
+fn other_credential(request: &Parts, key_header: &HeaderName) -> Option<HeaderName> {
+    let mut fields = request.headers.iter().filter(|(name, value)| *name != key_header && has_value(value));
+    fields.find(|(name, _)| CallerScope::is_credential(name)).map(|(name, _)| name.clone())
+}
+
+fn has_value(value: &HeaderValue) -> bool {
+    !value.as_bytes().trim_ascii().is_empty()
 }
 
 impl Part {
@@ -283,8 +255,11 @@ impl Part {
             Source::Header(name) => {
                 let mut lines = request.headers.get_all(name).iter();
                 let value = lines.next().map(|line| line.as_bytes().trim_ascii());
-                if lines.next().is_some() {
-                    // Which of them the service goes by is not known.
+                let is_other_spelling = |(other, value): (&HeaderName, &HeaderValue)| {
+                    credential::is_other_spelling(other.as_str(), name.as_str()) && has_value(value)
+                };
+                // Which of them the service goes by is not known.
+                if lines.next().is_some() || request.headers.iter().any(is_other_spelling) {
                     return Err(repeated());
                 }
                 let is_bare_scheme = |value: &[u8]| {
@@ -342,7 +317,8 @@ impl NoCaller {
                 if *is_authorization { refusal.with_status(Some(http::StatusCode::UNAUTHORIZED)) } else { refusal }
             }
             Self::Repeated { part } => Refusal::new(Condition::ScopeUnavailable).with_detail(format!(
-                "{part} is there more than once, and the service tells callers apart by it. Nothing was executed."
+                "{part} is there more than once, or with a `_` for a `-` in its name, and the service tells callers apart by it. \
+                 Nothing was executed."
             )),
             Self::NotSet { credential } => Refusal::new(Condition::ScopeNotSet).with_detail(format!(
                 "The request has the header field {credential} and no Authorization, and it is not configured that \
@@ -367,10 +343,11 @@ impl fmt::Debug for CallerScope {
 
 #[cfg(test)]
 mod tests {
-    use http::HeaderValue;
     use http::header::{AUTHORIZATION, COOKIE};
 
     use super::*;
+
+    const KEY: HeaderName = HeaderName::from_static("idempotency-key");
 
     fn request(fields: &[(&str, &str)]) -> Parts {
         let mut request = http::Request::new(());
@@ -382,7 +359,7 @@ mod tests {
     }
 
     fn of(scope: &CallerScope, fields: &[(&str, &str)]) -> Result<Scope<'static>, NoCaller> {
-        scope.of(&request(fields), None)
+        scope.of(&request(fields), None, &KEY)
     }
 
     fn tenant() -> CallerScope {
@@ -400,7 +377,9 @@ mod tests {
         assert_eq!(of(&scope, &[("accept", "*/*"), ("user-agent", "x")]), Ok(anonymous()));
         let caller = Scope::caller("header:authorization", b"Bearer a");
         assert_eq!(of(&scope, &[("authorization", "Bearer a")]), Ok(caller));
-        for name in CREDENTIALS {
+        for name in
+            ["cookie", "x-api-key", "x_api_key", "x-forwarded-user", "x-shopify-access-token", "signature"]
+        {
             let credential = HeaderName::from_static(name);
             let not_set = Err(NoCaller::NotSet { credential });
             assert_eq!(of(&scope, &[(name, "a=1")]), not_set, "{name}");
@@ -415,6 +394,11 @@ mod tests {
             assert_eq!(of(&CallerScope::single_tenant(), &[(name, "a=1")]), Ok(Scope::single_tenant()));
         }
         assert!(!CallerScope::is_credential(&AUTHORIZATION));
+        // The field of the key is none, whatever its name.
+        let request = request(&[("x-request-token", "k")]);
+        let key = HeaderName::from_static("x-request-token");
+        assert_eq!(scope.of(&request, None, &key), Ok(anonymous()));
+        assert!(matches!(scope.of(&request, None, &KEY), Err(NoCaller::NotSet { .. })));
     }
 
     #[test]
@@ -510,7 +494,7 @@ mod tests {
     #[test]
     fn hosts_may_be_tenants_whatever_the_callers_are() {
         let request = request(&[("x-tenant", "t")]);
-        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority)).unwrap();
+        let of = |scope: &CallerScope, authority| scope.of(&request, Some(authority), &KEY).unwrap();
         let (a, b) = (of(&tenant(), "a.test"), of(&tenant(), "b.test"));
         assert_eq!(a, Scope::caller_of_parts(&[(AUTHORITY, b"a.test"), ("header:x-tenant", b"t")]));
         assert_ne!(a, b);

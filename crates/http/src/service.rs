@@ -32,9 +32,10 @@ use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::in_flight::Slot;
 use crate::layer::Shared;
+use crate::method;
 use crate::refusal::{Condition, Refusal};
 use crate::scope::NoCaller;
-use crate::settings::{Settings, StoreOutage};
+use crate::settings::{AuthorityRole, Settings, StoreOutage};
 
 /// A service whose retries are safe. Made by [`IdempotencyLayer`](crate::IdempotencyLayer).
 #[derive(Clone)]
@@ -130,7 +131,10 @@ where
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let settings = self.shared.settings(request.method(), request.uri().path());
         let has_key = settings.may_have_key(request.headers());
-        let passing = if !settings.covers(request.method()) {
+        let passing = if !has_path(request.uri()) && method::has_effect(request.method()) {
+            // No route says what is done with it.
+            None
+        } else if !settings.covers(request.method()) {
             Some(Disposition::NotCovered)
         } else if !has_key && !settings.profile.require_key {
             Some(Disposition::Unprotected)
@@ -195,7 +199,7 @@ impl Keyed {
 
     /// Names the operation of a request that is refused before its record is known.
     fn label_early(&mut self, method: &http::Method, path: &str) {
-        self.label = Label::new(CallerTag::default(), &format!("{method} {path}"));
+        self.label = Label::new(CallerTag::default(), &format!("{} {path}", method::canonical(method)));
     }
 
     async fn answer<S, B, RB>(
@@ -264,12 +268,8 @@ impl Keyed {
                 Ok(self.refuse(refusal.with_retry_after(retry_after(lease_left, running_for))))
             }
             Ok(ClaimOutcome::Mismatch) => {
-                let refusal = Refusal::new(Condition::KeyReused);
-                // No client can send another key where the body is the key.
-                Ok(self.refuse(match self.settings.natural_key {
-                    Some(_) => refusal.with_detail(REUSED_MEMBERS),
-                    None => refusal,
-                }))
+                let refusal = Box::pin(self.mismatch(id, fingerprint)).await;
+                Ok(self.refuse(refusal))
             }
             Ok(ClaimOutcome::Unknown) => Ok(self.refuse(Refusal::new(Condition::OutcomeUnknown))),
             Ok(ClaimOutcome::AddAnswer(permit)) => {
@@ -307,6 +307,16 @@ impl Keyed {
     /// Whose key it is, and which, unless the body carries it.
     fn whose(&mut self, parts: &Parts) -> Result<(Scope<'static>, Option<IdempotencyKey>), Refusal> {
         let settings = &self.settings;
+        if !has_path(&parts.uri) {
+            return Err(Refusal::new(Condition::RequestMalformed).with_detail(NO_PATH));
+        }
+        let field = match settings.natural_key {
+            None => settings.grammar.read(&parts.headers, &settings.profile.key_header),
+            Some(_) => None,
+        };
+        if let Some(Ok((_, field))) = &field {
+            self.echo = Some((*field).clone());
+        }
         let scope = self.shared.scope(settings, parts).map_err(|no_caller| {
             if let NoCaller::NotSet { credential } = &no_caller {
                 self.shared.warn_of_missing_scope(credential);
@@ -316,13 +326,10 @@ impl Keyed {
         if settings.natural_key.is_some() {
             return Ok((scope, None));
         }
-        match settings.grammar.read(&parts.headers, &settings.profile.key_header) {
+        match field {
             None => Err(Refusal::new(Condition::KeyMissing)),
             Some(Err(problem)) => Err(Refusal::new(Condition::KeyInvalid).with_detail(problem)),
-            Some(Ok((key, field))) => {
-                self.echo = Some(field.clone());
-                Ok((scope, Some(key)))
-            }
+            Some(Ok((key, _))) => Ok((scope, Some(key))),
         }
     }
 
@@ -384,6 +391,29 @@ impl Keyed {
         })?;
         self.echo = HeaderValue::try_from([b"\"", key.as_bytes(), b"\""].concat()).ok();
         Ok(key)
+    }
+
+    /// The refusal of a request that is not the one that the key was used for. If only the host differs, the client may have sent
+    /// one request to two addresses of the service: with a new key, it would take effect twice.
+    async fn mismatch(&self, id: RecordId, fingerprint: Fingerprint) -> Refusal {
+        if self.settings.authority() == AuthorityRole::Compared {
+            match self.shared.engine.store().lookup(id).await {
+                Ok(Some(record)) if canonical::differs_in_host_only(&record.fingerprint, &fingerprint) => {
+                    return Refusal::new(Condition::HostDiffers);
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::warn!(record = %id, %error, "the record of another request was not found");
+                    return Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
+                }
+            }
+        }
+        let refusal = Refusal::new(Condition::KeyReused);
+        // No client can send another key where the body is the key.
+        match self.settings.natural_key {
+            Some(_) => refusal.with_detail(REUSED_MEMBERS),
+            None => refusal,
+        }
     }
 
     /// A request that turned out to have no key, and needs none.
@@ -627,6 +657,14 @@ impl Compared {
         Self { fingerprint: canonical::fingerprint(settings, parts, body), natural_key }
     }
 }
+
+/// Whether the target of a request is a path. The forms `a.test` and `*` are not (RFC 9112, 3.2.3 and 3.2.4), and some services
+/// take them for `/`.
+fn has_path(uri: &http::Uri) -> bool {
+    uri.path().starts_with('/')
+}
+
+const NO_PATH: &str = "Nothing was executed. The target of the request is not a path.";
 
 fn overloaded(detail: &'static str) -> Refusal {
     Refusal::new(Condition::Overloaded).with_detail(detail).with_retry_after(1)

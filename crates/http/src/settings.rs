@@ -14,6 +14,7 @@ use oncegate_engine::{ConfigError, Policy};
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax};
+use crate::method;
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{KeyScope, Profile, ServerErrors};
 use crate::reconcile::Reconcile;
@@ -284,7 +285,7 @@ impl Settings {
     /// Where one is safe (GET, HEAD, OPTIONS, TRACE) or CONNECT: those have no effect to protect, or are no request to
     /// the service.
     pub fn with_methods(self, methods: Vec<Method>) -> Result<Self, ConfigError> {
-        match methods.iter().find(|method| method.is_safe() || **method == Method::CONNECT) {
+        match methods.iter().find(|method| !method::has_effect(method)) {
             Some(method) => Err(ConfigError::new(format!(
                 "the method {method} cannot be covered: a key protects requests that change something"
             ))),
@@ -472,10 +473,11 @@ impl Settings {
         StoredResponse::new(head.status.as_u16(), &kept, body, &kept_trailers(trailers)).ok()
     }
 
-    /// Whether requests with this method are protected.
+    /// Whether requests with this method are protected. A method is the same one in any case: frameworks turn `patch` into
+    /// `PATCH` and execute it.
     #[must_use]
     pub fn covers(&self, method: &Method) -> bool {
-        self.methods.contains(method)
+        method::contains(&self.methods, method)
     }
 
     /// Whether a request with these header fields may have a key: where the body carries it, only the body tells.

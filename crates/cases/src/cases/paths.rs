@@ -4,7 +4,7 @@ use super::{PAYMENT, pay_as};
 use crate::backend::Script;
 use crate::client::Request;
 use crate::plan::{Plan, Route};
-use crate::table::{Case, Step, assert_replay, executes, passes, refused, replays};
+use crate::table::{Case, Step, assert_replay, executes, passes, refused, rejected, replays};
 use crate::world::World;
 use oncegate_http::KeyScope;
 
@@ -98,6 +98,28 @@ pub(super) fn cases() -> Vec<Case> {
             "a redirect that sends the same request to another spelling of its path frees the key",
             redirects,
         ),
+        Case::steps(
+            "path-that-is-none",
+            "a target that is no path chooses no route, so it is refused and does not come around the route of /",
+            || {
+                let to = |target: &str| order(target).host("a.test");
+                vec![
+                    rejected(to("a.test")),
+                    rejected(to("a.test:443")),
+                    rejected(to("*")),
+                    rejected(to("a.test").key("a")),
+                    rejected(to("*").key("a")),
+                    rejected(Request::new("DELETE", "a.test").host("a.test")),
+                    refused("key-missing", to("/")),
+                    refused("key-missing", to("http://a.test")),
+                    refused("key-missing", to("http://a.test?x=1")),
+                    executes(to("http://a.test").key("a")),
+                    replays(9, to("/").key("a")),
+                    passes(Request::new("OPTIONS", "*").host("a.test")),
+                ]
+            },
+        )
+        .given(on("/", required.clone())),
         Case::code("path-as-it-was-sent", "the service gets the path as the client sent it", |world| {
             Box::pin(as_it_was_sent(world))
         }),
@@ -107,16 +129,26 @@ pub(super) fn cases() -> Vec<Case> {
 fn redirects() -> Vec<Step> {
     let to = |status, location: &str| Script::status(status).field("location", location);
     let mut steps = Vec::new();
-    for (key, status, location) in
-        [("a", 307, "/orders/"), ("b", 308, "/orders/"), ("c", 307, "http://cases.test/orders/")]
-    {
+    for (key, status, location) in [
+        ("a", 307, "/orders/"),
+        ("b", 308, "/orders/"),
+        ("c", 307, "http://cases.test/orders/"),
+        ("g", 301, "/orders/"),
+        ("h", 301, "http://cases.test/orders/"),
+    ] {
         let first = steps.len();
         steps.push(executes(order("/orders").key(key).script(to(status, location))).status(status));
         steps.push(executes(order("/orders/").key(key)));
         steps.push(replays(first + 1, order("/orders").key(key)));
     }
     // Elsewhere, or to the answer: this is what the operation came to.
-    for (key, status, location) in [("d", 307, "/confirm"), ("e", 303, "/orders/"), ("f", 302, "/orders/")] {
+    for (key, status, location) in [
+        ("d", 307, "/confirm"),
+        ("e", 303, "/orders/"),
+        ("f", 302, "/orders/"),
+        ("i", 301, "/confirm"),
+        ("j", 301, "/orders"),
+    ] {
         let first = steps.len();
         steps.push(executes(order("/orders").key(key).script(to(status, location))).status(status));
         steps.push(replays(first, order("/orders").key(key)));

@@ -8,7 +8,7 @@ use http::Method;
 use super::{PAYMENT, pay, pay_as};
 use crate::backend::Script;
 use crate::client::{Connection, Request, until};
-use crate::plan::{Callers, Plan};
+use crate::plan::{Callers, Plan, Route};
 use crate::table::{Case, assert_echo, assert_refusal, assert_replay, executes, passes, refused, replays};
 use crate::world::World;
 
@@ -63,6 +63,26 @@ pub(super) fn cases() -> Vec<Case> {
             let patch = || Request::new("PATCH", "/payments/1").key("abc").json(PAYMENT);
             vec![executes(patch()), replays(0, patch())]
         }),
+        Case::steps(
+            "method-in-another-case",
+            "a method in another case is the same method: frameworks turn it into upper case and execute it",
+            || {
+                let patch = |method: &str| Request::new(method, "/payments/1").key("abc").json(PAYMENT);
+                vec![
+                    executes(patch("patch")),
+                    replays(0, patch("PATCH")),
+                    replays(0, patch("Patch")),
+                    refused("key-reused", patch("patch").json("{}")),
+                    executes(Request::new("POST", "/payments").key("abc").json(PAYMENT)),
+                    replays(4, Request::new("post", "/payments").key("abc").json(PAYMENT)),
+                    refused("key-missing", Request::new("pOst", "/payments").json(PAYMENT)),
+                    // That of a method that is not covered is ignored, as it is in upper case.
+                    passes(Request::new("delete", "/payments/1").key("abc")),
+                    passes(Request::new("get", "/payments/1").key("abc")),
+                ]
+            },
+        )
+        .given(required.clone()),
         Case::steps("C26-put-and-delete-pass", "PUT and DELETE are not covered unless that is said", || {
             ["PUT", "PUT", "DELETE", "DELETE"]
                 .map(|method| passes(Request::new(method, "/payments/1").key("abc")))
@@ -86,6 +106,27 @@ pub(super) fn cases() -> Vec<Case> {
             },
         )
         .given(Plan { methods: Some(vec![Method::PUT, Method::DELETE]), ..Plan::default() }),
+        Case::steps(
+            "method-of-a-route-in-another-case",
+            "a route is chosen by its method in any case",
+            || {
+                let delete = |method: &str| Request::new(method, "/items/1");
+                vec![
+                    refused("key-missing", delete("delete")),
+                    executes(delete("delete").key("abc")),
+                    replays(1, delete("DELETE").key("abc")),
+                    passes(delete("put").key("abc")),
+                ]
+            },
+        )
+        .given(Plan {
+            routes: vec![Route {
+                methods: vec![Method::DELETE],
+                path: "/items/{id}",
+                plan: required.clone(),
+            }],
+            ..Plan::default()
+        }),
         Case::steps(
             "S3-body-at-the-limit",
             "a body as large as the limit is taken; one octet more is a 413 and claims nothing",

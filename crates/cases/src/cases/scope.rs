@@ -8,12 +8,59 @@ use crate::backend::{MARK, Script};
 use crate::client::Request;
 use crate::plan::{Callers, Plan};
 use crate::table::{
-    Case, Step, assert_fresh, assert_problem, assert_refusal, assert_replay, executes, passes, refused,
-    replays,
+    Case, Step, assert_echo, assert_fresh, assert_problem, assert_refusal, assert_replay, executes, passes,
+    refused, replays,
 };
 use crate::world::World;
 
 const TENANT: Callers = Callers::Header("x-tenant");
+
+/// Fields of a name that is in no list.
+const LOOK_LIKE_CREDENTIALS: [&str; 24] = [
+    "X-Authorization",
+    "X-Api-Token",
+    "Token",
+    "X-Token",
+    "X-Auth",
+    "X-OAuth-Token",
+    "Authentication",
+    "Proxy-Authorization",
+    "X-Vault-Token",
+    "X-Gitlab-Token",
+    "X-Shopify-Access-Token",
+    "X-JWT-Assertion",
+    "X-Forwarded-Preferred-Username",
+    "X-Forwarded-User",
+    "X-User-Id",
+    "Signature",
+    "Signature-Input",
+    "DPoP",
+    "X_Api_Key",
+    "X_Auth_Token",
+    "X-RapidAPI-Key",
+    "X-Functions-Key",
+    "Mcp-Session-Id",
+    "X-Client-Secret",
+];
+
+const LOOK_LIKE_NONE: [&str; 16] = [
+    "X-CSRF-Token",
+    "X-XSRF-TOKEN",
+    "RequestVerificationToken",
+    "X-Author",
+    "X-Authority",
+    "X-Forwarded-Host",
+    "X-Forwarded-Proto",
+    "Traceparent",
+    "Sec-WebSocket-Key",
+    "Sec-Fetch-User",
+    "WWW-Authenticate",
+    "X-Idempotency-Token",
+    "X-Request-Id",
+    "User-Agent",
+    "Keyboard",
+    "X-Cache-Key",
+];
 
 pub(super) fn cases() -> Vec<Case> {
     let tenants = Plan { scope: TENANT, ..Plan::default() };
@@ -137,6 +184,38 @@ pub(super) fn cases() -> Vec<Case> {
         })
         .given(Plan { scope: Callers::RequiredHeader("x-tenant"), ..Plan::default() }),
         Case::steps(
+            "scope-not-set-by-the-look-of-it",
+            "a field that looks like a credential is one, however its name is spelt; others are none",
+            || {
+                let with = |field: &str| pay_as("a").field(field, "secret");
+                let mut steps = vec![executes(pay_as("a"))];
+                steps.extend(LOOK_LIKE_CREDENTIALS.map(|field| refused("scope-not-set", with(field))));
+                steps.extend(LOOK_LIKE_NONE.map(|field| replays(0, with(field))));
+                steps.push(executes(with("X-Api-Token").field("Authorization", "Bearer one")));
+                steps
+            },
+        )
+        .given(Plan { scope: Callers::NotSet, ..Plan::default() }),
+        Case::steps(
+            "scope-by-a-field-in-another-spelling",
+            "many services take `_` for `-`, so a caller in that spelling is not let through as nobody",
+            || {
+                vec![
+                    executes(from("a", "a")),
+                    refused("scope-unavailable", pay_as("a").field("X_Tenant", "a")),
+                    refused("scope-unavailable", from("a", "a").field("x_tenant", "b")),
+                    replays(0, from("a", "a").field("X_Tenant", "")),
+                ]
+            },
+        )
+        .given(Plan { scope: TENANT, ..Plan::default() }),
+        Case::code(
+            "scope-refusals-have-the-key",
+            "a client that matches answers by their keys finds those of refused requests, too",
+            |world| Box::pin(refusals_have_the_key(world)),
+        )
+        .given(Plan { scope: Callers::NotSet, ..Plan::default() }),
+        Case::steps(
             "scope-not-set",
             "while it is not said how callers are told apart, a request with a credential other than Authorization is refused",
             || {
@@ -210,14 +289,17 @@ pub(super) fn cases() -> Vec<Case> {
             |world| Box::pin(empty_is_absent(world)),
         )
         .given(Plan { scope: Callers::RequiredHeader("authorization"), ..Plan::default() }),
-        Case::steps("host-is-compared", "the same key with another host is another request", || {
+        Case::steps("host-is-compared", "the same key with another host is not the same request", || {
             let to = |host| pay_as("a").host(host);
             vec![
                 executes(to("tenant-a.test")),
                 replays(0, to("Tenant-A.TEST:80")),
                 replays(0, to("tenant-a.test:443")),
-                refused("key-reused", to("tenant-b.test")),
-                refused("key-reused", to("tenant-a.test:8443")),
+                // It may be the same request, sent to another address of the service: with a new key it would run twice.
+                refused("host-differs", to("tenant-b.test")),
+                refused("host-differs", to("tenant-a.test:8443")),
+                refused("key-reused", to("tenant-b.test").json(r#"{"amount":5}"#)),
+                refused("key-reused", to("tenant-a.test").json(r#"{"amount":5}"#)),
                 replays(0, to("tenant-a.test")),
             ]
         }),
@@ -304,5 +386,17 @@ async fn secrets(world: &mut World) {
     for secret in secrets {
         assert!(!shown.contains(secret), "told: {secret} in {shown}");
         assert!(!printed.contains(secret), "printed: {secret} in {printed}");
+    }
+}
+
+async fn refusals_have_the_key(world: World) {
+    for (key, has_key) in [("a", true), ("\"a\"", true), ("\"broken", false)] {
+        let request = pay_as(key).field("X-Api-Key", "secret");
+        let answer = world.send(request.clone()).await;
+        assert_refusal("scope-not-set", &answer);
+        match has_key {
+            true => assert_echo(&world.plan, &request, &answer),
+            false => assert_eq!(answer.get("idempotency-key"), None, "{answer:?}"),
+        }
     }
 }

@@ -234,6 +234,13 @@ impl Config {
         self.route_configs().any(|route| route.settings.caller().is_default())
     }
 
+    /// Whether several sidecars may share keys, and the host of a request is compared.
+    pub(crate) fn compares_hosts_across_sidecars(&self) -> bool {
+        let compares =
+            |route: &RouteConfig| route.settings.authority() == oncegate_http::AuthorityRole::Compared;
+        self.service.is_some() && self.route_configs().any(compares)
+    }
+
     /// What is done where no route matches, and on each route.
     fn route_configs(&self) -> impl Iterator<Item = &RouteConfig> {
         std::iter::once(&self.default).chain(self.routes.iter().map(|route| &route.config))
@@ -269,7 +276,7 @@ impl Config {
     /// the layer.
     pub(crate) fn route(&self, method: &Method, path: &str) -> &RouteConfig {
         let matches = |route: &&Route| {
-            (route.methods.is_empty() || route.methods.contains(method)) && route.pattern.matches(path)
+            (route.methods.is_empty() || route.config.settings.covers(method)) && route.pattern.matches(path)
         };
         self.routes.iter().find(matches).map_or(&self.default, |route| &route.config)
     }

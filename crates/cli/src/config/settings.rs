@@ -270,9 +270,9 @@ settings! {
     "scope" KEYS Route Many "SCOPE" Nothing("`header:authorization`, and other credentials are refused");
     scope: CallerScope = units::scope;
 
-    /// What the host that a request is for means for its key: `compare` (the same key with another host is another request,
-    /// and refused), `scope` (each host has keys of its own: hosts are tenants), or `ignore` (the service has several
-    /// names). In lower case, without the ports 80 and 443.
+    /// What the host that a request is for means for its key: `compare` (the same key with another host is refused),
+    /// `scope` (each host has keys of its own: hosts are tenants), or `ignore` (clients reach the service under several
+    /// names or ports, such as those of several sidecars). In lower case, without the ports 80 and 443.
     "authority" KEYS Route One "compare|scope|ignore" Value("compare");
     authority: AuthorityRole = units::authority;
 

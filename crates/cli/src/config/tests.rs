@@ -841,6 +841,8 @@ cors = { origins = [] }
     }
     assert!(of("/open").contains("origins: None") && of("/open").contains("credentials: false"));
     assert_eq!(of("/closed"), "None");
+    // Nothing is forgotten where they are switched off.
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
 }
 
 /// What is done with abandoned requests elsewhere does not concern a route whose service completes its records.

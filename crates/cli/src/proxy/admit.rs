@@ -66,8 +66,18 @@ impl Refused {
 
 /// Finds what is wrong; otherwise the host, where another place than `Host` says it.
 fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
-    if request.method() == Method::CONNECT {
+    let is = |method: Method| request.method().as_str().eq_ignore_ascii_case(method.as_str());
+    if is(Method::CONNECT) {
         return Err(unsupported("This is no proxy for CONNECT."));
+    }
+    if is(Method::HEAD) && request.method() != Method::HEAD {
+        // A service that takes it for HEAD sends a length and no body, and this proxy would wait for the body.
+        return Err(unsupported("The method HEAD is understood in upper case only."));
+    }
+    // RFC 9112, 3.2.3 and 3.2.4. A service may take such a target for `/`, which has a route.
+    let path = request.uri().path();
+    if !path.starts_with('/') && !(path == "*" && request.method() == Method::OPTIONS) {
+        return Err(malformed("The target of the request is not a path."));
     }
     let headers = request.headers();
     if is_too_large(headers) {
@@ -218,6 +228,26 @@ mod tests {
         }
         assert_eq!(admitted("CONNECT", "a.test:1", Version::HTTP_11, &[host]).unwrap_err(), 501);
         assert_eq!(admitted("CONNECT", "a.test:1", Version::HTTP_2, &[]).unwrap_err(), 501);
+        for (method, target, status) in [
+            ("connect", "a.test:1", Some(501)),
+            ("connect", "/", Some(501)),
+            ("head", "/", Some(501)),
+            ("HEAD", "/", None),
+            ("get", "/", None),
+            ("patch", "/", None),
+            ("POST", "a.test", Some(400)),
+            ("GET", "a.test:80", Some(400)),
+            ("OPTIONS", "a.test", Some(400)),
+            ("POST", "*", Some(400)),
+            ("options", "*", Some(400)),
+            ("OPTIONS", "*", None),
+            ("OPTIONS", "http://a.test", None),
+            ("POST", "http://a.test", None),
+            ("POST", "http://a.test?x=1", None),
+        ] {
+            let got = admitted(method, target, Version::HTTP_11, &[host]);
+            assert_eq!(got.err(), status, "{method} {target}");
+        }
     }
 
     #[test]

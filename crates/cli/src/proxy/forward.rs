@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use http::header::{self, HeaderValue};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode, Version};
-use hyper::body::{Body as _, Incoming};
+use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{CaptureConnection, capture_connection};
@@ -27,6 +27,7 @@ use tracing::field::display;
 use super::admit::is_too_large;
 use super::body::{Activity, NotedBody, PatientTimer, ProxyBody, WholeBody};
 use super::client::ConnectionState;
+use super::framing::{has_other_coding, is_unframed};
 use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
@@ -161,7 +162,7 @@ impl Forward {
                 if let Some(suppressed) = may_warn(record.is_some()) {
                     tracing::warn!(record, suppressed, "the head of the upstream's answer is too large");
                 }
-                (UpstreamResult::Answered, head_too_large(settings, grpc))
+                cannot_be_passed_on(Condition::UpstreamHeadTooLarge, settings, grpc)
             }
             Some(Err(error)) if activity.is_broken() => {
                 tracing::debug!(error = %ErrorChain(&error), "request body broke off");
@@ -191,7 +192,14 @@ impl Forward {
             if let Some(suppressed) = may_warn(record.is_some()) {
                 tracing::warn!(record, suppressed, "the head of the upstream's answer is too large");
             }
-            return (UpstreamResult::Answered, head_too_large(settings, grpc));
+            return cannot_be_passed_on(Condition::UpstreamHeadTooLarge, settings, grpc);
+        }
+        if has_other_coding(&response) {
+            if let Some(suppressed) = may_warn(record.is_some()) {
+                let warning = "the upstream's answer has a transfer coding other than chunked";
+                tracing::warn!(record, suppressed, "{warning}");
+            }
+            return cannot_be_passed_on(Condition::UpstreamUnsupported, settings, grpc);
         }
         if is_unframed(&response) {
             tracing::debug!("upstream ends its answer by closing the connection");
@@ -216,15 +224,6 @@ impl Forward {
             response.map(|body| ProxyBody::upstream(WholeBody::new(body, version), timeout)),
         )
     }
-}
-
-/// Whether the end of the body is the end of the connection: half of it looks like the whole.
-fn is_unframed(response: &Response<Incoming>) -> bool {
-    response.version() < Version::HTTP_2
-        && !response.body().is_end_stream()
-        && response.body().size_hint().exact().is_none()
-        && !response.headers().contains_key(header::TRANSFER_ENCODING)
-        && response.status() != StatusCode::SWITCHING_PROTOCOLS
 }
 
 /// Two equal lengths are one to the library, which refuses different ones. A client may see it in another way.
@@ -317,11 +316,15 @@ async fn silence(activity: &Activity, patience: Option<Duration>) {
 }
 
 /// The service answered, and its answer cannot be passed on: as one that is too large to be kept.
-fn head_too_large(settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
-    let refusal = Refusal::new(Condition::UpstreamHeadTooLarge);
+fn cannot_be_passed_on(
+    condition: Condition,
+    settings: &Settings,
+    grpc: Option<GrpcForm>,
+) -> (UpstreamResult, Response<ProxyBody>) {
+    let refusal = Refusal::new(condition);
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(StoreDirective::Tombstone);
-    response
+    (UpstreamResult::Answered, response)
 }
 
 /// The body of a request without a key came in pieces, and one of them was malformed or did not come.

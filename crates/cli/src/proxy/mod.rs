@@ -8,6 +8,7 @@ mod body;
 mod client;
 mod cross_origin;
 mod forward;
+mod framing;
 mod headers;
 mod late;
 mod listen;
@@ -29,7 +30,7 @@ use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
 pub(crate) use listen::{ConnectionLimit, bind};
-pub(crate) use run::{DEFAULT_SCOPE, run};
+pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
 pub(crate) use tls::{connector, server_config};
 
 use crate::admin::Metrics;

@@ -26,6 +26,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use super::body::WholeBody;
 use super::forward::take_host;
+use super::framing::{has_other_coding, is_unframed};
 use super::headers::{ATTEMPT, RECORD, TOKEN, remove_hop_by_hop, remove_ours, rewrite, via};
 use super::tls::{ToService, connector};
 use super::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX};
@@ -187,7 +188,7 @@ impl Asker {
         headers.insert(RECORD, HeaderValue::try_from(attempt.record_id().to_string()).ok()?);
         headers.insert(TOKEN, HeaderValue::from(attempt.token().get()));
         headers.insert(ATTEMPT, HeaderValue::from(attempt.number()));
-        headers.insert(METHOD, HeaderValue::try_from(request.method.as_str()).ok()?);
+        headers.insert(METHOD, HeaderValue::try_from(request.method.as_str().to_ascii_uppercase()).ok()?);
         let target = request.uri.path_and_query().map_or("/", PathAndQuery::as_str);
         headers.insert(TARGET, HeaderValue::try_from(target).ok()?);
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
@@ -202,6 +203,8 @@ impl Asker {
     }
 
     async fn read(&self, asked: &HeaderMap, answer: Response<Incoming>) -> Answer {
+        // Half of such a body looks like the whole.
+        let has_no_end = is_unframed(&answer) || has_other_coding(&answer);
         let (mut head, body) = answer.into_parts();
         let status = head.status;
         // An answer to another question, from a cache or a service that mixed them up, is none to this one.
@@ -225,11 +228,7 @@ impl Asker {
             Ok(Some(StoreDirective::Tombstone)) => return Answer::Happened(Reconciled::Unreplayable),
             _ => return none("it happened and is not to be kept, which is a contradiction"),
         }
-        // Where the end of a body is the end of the connection, half of it looks like the whole.
-        let framed = body.size_hint().exact().is_some()
-            || head.version == Version::HTTP_2
-            || head.headers.contains_key(header::TRANSFER_ENCODING);
-        if !framed {
+        if has_no_end {
             return Answer::None("a body without a length".to_owned(), true);
         }
         remove_hop_by_hop(&mut head.headers, |_| false);

@@ -34,6 +34,9 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
     if config.has_default_scope() {
         tracing::info!("{DEFAULT_SCOPE}");
     }
+    if config.compares_hosts_across_sidecars() {
+        tracing::info!("{HOSTS_COMPARED}");
+    }
     allow_many_files(&mut config);
     let control = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -49,6 +52,10 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
 /// What holds while nobody has said how callers are told apart.
 pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, requests without any credential share \
      one scope (under one key they get each other's answers), and requests with another credential, such as a cookie, are refused";
+
+/// What holds for sidecars that share keys while hosts are compared.
+pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are compared: if clients send one request to several names or ports \
+     of the service, the second is refused (host-differs) until `authority` is ignore";
 
 /// Open files that are kept for what is not a connection of a client or to the service: the store, the admin address, logs,
 /// certificates.

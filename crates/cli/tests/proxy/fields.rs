@@ -174,7 +174,7 @@ async fn a_target_with_an_authority_is_the_same_target() {
     let relative = request("POST", "/orders?a=1", &[KEY], "{}");
     let same = relative.replace("Host: orders.test", "Host: Shop.Test:81");
     assert!(sidecar.ask(&same).await.has_status(200).is_replay());
-    sidecar.ask(&relative).await.is_problem(422, "key-reused");
+    sidecar.ask(&relative).await.is_problem(422, "host-differs");
     assert_eq!(service.requests(), 1);
 }
 

@@ -445,7 +445,12 @@ async fn an_answer_that_ends_with_its_connection_cannot_be_replayed() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     // Whether it is whole, or its sender died, looks the same.
-    for (key, head) in [(1, "HTTP/1.1 200 OK"), (2, "HTTP/1.0 200 OK")] {
+    for (key, head) in [
+        (1, "HTTP/1.1 200 OK"),
+        (2, "HTTP/1.0 200 OK"),
+        // No coding at all, which old services say.
+        (4, "HTTP/1.1 200 OK\r\nTransfer-Encoding: identity"),
+    ] {
         let mut client = sidecar.connect().await;
         client.send(with_key(key)).await;
         let mut wire = service.accept().await;
@@ -469,6 +474,44 @@ async fn an_answer_that_ends_with_its_connection_cannot_be_replayed() {
     wire.send("HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n").await;
     client.message().await.has_status(204);
     assert!(sidecar.ask(&with_key(3)).await.has_status(204).is_replay());
+}
+
+#[tokio::test]
+async fn an_answer_in_another_transfer_coding_is_not_passed_on_as_if_it_had_none() {
+    for (codings, body) in [
+        ("gzip", "cut off"),
+        ("gzip, chunked", "2\r\nok\r\n0\r\n\r\n"),
+        ("chunked, gzip", "2\r\nok\r\n0\r\n\r\n"),
+        ("gzip\r\nTransfer-Encoding: chunked", "2\r\nok\r\n0\r\n\r\n"),
+        ("chunked, identity", "2\r\nok\r\n0\r\n\r\n"),
+        ("chunked, chunked", "2\r\nok\r\n0\r\n\r\n"),
+        ("xchunked", "ok"),
+    ] {
+        let service = Service::new().await;
+        let sidecar = Sidecar::start(service.address, &[]).await;
+        for request in [with_key(1), request("GET", "/", &[], "")] {
+            let mut client = sidecar.connect().await;
+            client.send(&request).await;
+            let mut wire = service.accept().await;
+            wire.message().await;
+            wire.send(format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: {codings}\r\n\r\n{body}")).await;
+            drop(wire);
+            let got = client.message().await;
+            got.is_problem(502, "upstream-unsupported");
+            assert_eq!(got.json()["retry"], "stop", "{codings}");
+        }
+        // It took place all the same.
+        sidecar.ask(&with_key(1)).await.is_problem(422, "replay-unavailable");
+    }
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let mut client = sidecar.connect().await;
+    client.send(with_key(1)).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: identity, Chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n").await;
+    assert_eq!(client.message().await.has_status(200).text(), "ok");
+    assert!(sidecar.ask(&with_key(1)).await.has_status(200).is_replay());
 }
 
 #[tokio::test]

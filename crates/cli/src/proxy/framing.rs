@@ -1,0 +1,39 @@
+//! Where the body of an answer ends.
+
+use http::{HeaderMap, Response, StatusCode, Version, header};
+use hyper::body::{Body as _, Incoming};
+
+/// Whether the end of the body is the end of the connection: half of it looks like the whole.
+pub(super) fn is_unframed(response: &Response<Incoming>) -> bool {
+    response.version() < Version::HTTP_2
+        && !response.body().is_end_stream()
+        && response.body().size_hint().exact().is_none()
+        && !transfer_codings(response.headers()).any(is_chunked)
+        && response.status() != StatusCode::SWITCHING_PROTOCOLS
+}
+
+/// Whether the body is in a transfer coding that the library leaves in it (RFC 9112, 6.1 and 7): it undoes one `chunked`, which
+/// must be the last.
+pub(super) fn has_other_coding(response: &Response<Incoming>) -> bool {
+    if response.body().is_end_stream() {
+        return false;
+    }
+    let mut codings = transfer_codings(response.headers()).peekable();
+    while let Some(coding) = codings.next() {
+        let is_last = codings.peek().is_none();
+        // `identity` is none (RFC 2616, 3.6), and old services say it.
+        if !(is_chunked(coding) && is_last || coding.eq_ignore_ascii_case(b"identity")) {
+            return true;
+        }
+    }
+    false
+}
+
+fn transfer_codings(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    let lines = headers.get_all(header::TRANSFER_ENCODING).into_iter();
+    lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii))
+}
+
+const fn is_chunked(coding: &[u8]) -> bool {
+    coding.eq_ignore_ascii_case(b"chunked")
+}
