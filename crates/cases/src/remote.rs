@@ -18,7 +18,7 @@ use oncegate_core::{
     AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock, Command, Complete, Completion, Durability,
     ErrorChain, Fencing, FencingToken, Fingerprint, Grant, Label, ListPage, ListQuery, OnAbandoned, Outcome,
     Record, RecordId, Release, Renew, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse,
-    Timestamp,
+    Timestamp, codec,
 };
 use oncegate_engine::Engine;
 use oncegate_http::{IdempotencyContext, RequestBody};
@@ -53,10 +53,11 @@ impl StoreServer {
             while let Ok((mut stream, _)) = listener.accept().await {
                 let store = store.clone();
                 tokio::spawn(async move {
-                    let Some((id, command)) = receive(&mut stream).await.and_then(|asked| read_asked(&asked))
-                    else {
-                        return;
-                    };
+                    let Some(asked) = receive(&mut stream).await else { return };
+                    if asked[1][0] == "lookup" {
+                        return send(&mut stream, &look_up(&*store, &asked).await).await;
+                    }
+                    let Some((id, command)) = read_asked(&asked) else { return };
                     // Whoever asked may be gone by now; what was asked for is done all the same.
                     let answer = store.apply(id, command).await;
                     send(&mut stream, &write_answer(&answer)).await;
@@ -78,23 +79,44 @@ struct RemoteStore {
     address: SocketAddr,
 }
 
+impl RemoteStore {
+    async fn ask(&self, asked: Value) -> Result<Value, StoreError> {
+        let answer = tokio::time::timeout(Duration::from_secs(5), async {
+            let mut stream = TcpStream::connect(self.address).await.ok()?;
+            send(&mut stream, &asked).await;
+            receive(&mut stream).await
+        });
+        let away = || StoreError::unavailable("the store's process is away");
+        answer.await.ok().flatten().ok_or_else(away)
+    }
+}
+
+/// The record that is asked for, or null.
+async fn look_up(store: &dyn Store, asked: &Value) -> Value {
+    let Some(id) = asked[0].as_str().and_then(RecordId::from_hex) else { return json!(["no record"]) };
+    match store.lookup(id).await {
+        Ok(record) => json!([record.map(|record| hex(&codec::encode(&id, &record)))]),
+        Err(_) => json!(["no record"]),
+    }
+}
+
 impl Store for RemoteStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        let address = self.address;
-        Box::pin(async move {
-            let away = || StoreError::unavailable("the store's process is away");
-            let asked = write_asked(&id, &command);
-            let answer = tokio::time::timeout(Duration::from_secs(5), async {
-                let mut stream = TcpStream::connect(address).await.ok()?;
-                send(&mut stream, &asked).await;
-                receive(&mut stream).await
-            });
-            read_answer(&answer.await.ok().flatten().ok_or_else(away)?)
-        })
+        Box::pin(async move { read_answer(&self.ask(write_asked(&id, &command)).await?) })
     }
 
-    fn lookup(&self, _: RecordId) -> StoreFuture<'_, Option<Record>> {
-        not_served()
+    fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
+        Box::pin(async move {
+            let answer = self.ask(json!([id.to_string(), ["lookup"]])).await?;
+            let broken = || StoreError::unavailable(format!("no record: {answer}"));
+            match &answer[0] {
+                Value::Null => Ok(None),
+                record => {
+                    let octets = record.as_str().and_then(unhex).ok_or_else(broken)?;
+                    codec::decode(&id, &octets).map(Some).map_err(|_| broken())
+                }
+            }
+        })
     }
 
     fn list(&self, _: ListQuery) -> StoreFuture<'_, ListPage> {

@@ -332,8 +332,17 @@ pub(crate) fn cannot_be_stored(parts: &Parts) -> bool {
 pub(crate) fn take_directive<T>(response: &mut Response<T>) -> Option<StoreDirective> {
     const IDEMPOTENCY_STORE: HeaderName = HeaderName::from_static("idempotency-store");
     let extension = response.extensions_mut().remove::<StoreDirective>();
-    let header = response.headers_mut().remove(IDEMPOTENCY_STORE);
-    extension.or_else(|| StoreDirective::from_name(header?.as_bytes().to_ascii_lowercase().trim_ascii()))
+    let http::header::Entry::Occupied(words) = response.headers_mut().entry(IDEMPOTENCY_STORE) else {
+        return extension;
+    };
+    let (_, mut words) = words.remove_entry_mult();
+    let mut read = || {
+        words.next().map(|word| StoreDirective::from_name(word.as_bytes().to_ascii_lowercase().trim_ascii()))
+    };
+    let first = read().flatten();
+    // Words that contradict each other say nothing.
+    let agree = std::iter::from_fn(read).all(|word| word == first);
+    extension.or_else(|| first.filter(|_| agree))
 }
 
 pub(crate) fn marked<RB>(

@@ -5,7 +5,7 @@ use http::header::{self, HeaderName, HeaderValue};
 use oncegate_engine::ConfigError;
 
 /// Kept by default: fields that belong to the answer and not to the moment or the connection it was given in.
-const KEPT: [HeaderName; 14] = [
+const KEPT: [HeaderName; 16] = [
     header::CONTENT_TYPE,
     header::CONTENT_ENCODING,
     header::CONTENT_LANGUAGE,
@@ -16,6 +16,9 @@ const KEPT: [HeaderName; 14] = [
     header::LAST_MODIFIED,
     header::LINK,
     header::CACHE_CONTROL,
+    // Without them a cache gives the answer to whom it is not for, and a part is taken for the whole.
+    header::VARY,
+    header::CONTENT_RANGE,
     HeaderName::from_static("accept-patch"),
     HeaderName::from_static("preference-applied"),
     HeaderName::from_static("deprecation"),

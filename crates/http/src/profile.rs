@@ -162,7 +162,8 @@ impl Profile {
             server_errors: ServerErrors::Release,
             replay_marker: HeaderName::from_static("x-idempotent-replayed"),
             error_content_type: "application/json",
-            error_template: r#"{"error":"{reason}","message":"{detail}"}"#,
+            // What these clients do not know, others go by: without a name, "done" looks like any other 422.
+            error_template: r#"{"error":"{reason}","message":"{detail}","type":"{type}","retry":"{retry}"}"#,
             ..Self::ietf()
         }
     }
@@ -311,7 +312,12 @@ mod tests {
 
     #[test]
     fn seed_errors_have_the_seeds_shape() {
-        let expected = json!({"error": "Conflict", "message": Condition::RequestInProgress.detail()});
+        let expected = json!({
+            "error": "Conflict",
+            "message": Condition::RequestInProgress.detail(),
+            "type": "urn:oncegate:problem:request-in-progress",
+            "retry": "same-key",
+        });
         assert_eq!(rendered(&Profile::seed(), Condition::RequestInProgress), expected);
     }
 

@@ -197,8 +197,10 @@ impl Keyed {
         self.shared.observer.observe(&RequestEvent::keyed(disposition, status, keyed));
     }
 
-    /// Names the operation of a request that is refused before its record is known.
+    /// Names the operation of a request that is refused before its record is known. The canonical path has no characters that
+    /// a terminal would obey.
     fn label_early(&mut self, method: &http::Method, path: &str) {
+        let path = self.settings.canonical_path(path);
         self.label = Label::new(CallerTag::default(), &format!("{} {path}", method::canonical(method)));
     }
 
@@ -284,12 +286,12 @@ impl Keyed {
                 } else {
                     tracing::warn!(record = %id, error = %ErrorChain(&error), "claim failed");
                 }
+                // A store that is full was reached: whoever fills it must not switch the protection off.
+                let is_away = error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Store;
                 match (error.kind(), self.settings.store_outage) {
                     (StoreErrorKind::Corrupt, _) => Ok(self.refuse(Refusal::new(Condition::RecordCorrupt))),
                     // Boxed, as all that seldom happens, so that what always happens is small.
-                    (StoreErrorKind::Unavailable, StoreOutage::Open) => {
-                        Box::pin(self.fail_open(inner, request())).await
-                    }
+                    (_, StoreOutage::Open) if is_away => Box::pin(self.fail_open(inner, request())).await,
                     _ => {
                         let refusal = Refusal::new(Condition::StoreUnavailable);
                         let refusal = if error.extent() == Extent::Writes && error.is_unsent() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue};
+use http::header::{self, CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, StatusCode};
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits};
@@ -508,6 +508,12 @@ impl Settings {
                 self.profile.key_header
             )));
         }
+        if KEYLESS.contains(&self.profile.key_header) {
+            return Err(ConfigError::new(format!(
+                "the header field {} cannot carry the key: it says something else",
+                self.profile.key_header
+            )));
+        }
         if self.natural_key.is_some() && self.caller.allows_anonymous() {
             return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
         }
@@ -517,6 +523,24 @@ impl Settings {
         Ok(())
     }
 }
+
+/// Fields that say something else than a key: in the least harmful case, every request of a caller would have the same one.
+const KEYLESS: [HeaderName; 14] = [
+    header::ACCEPT,
+    header::AUTHORIZATION,
+    header::CONNECTION,
+    header::CONTENT_ENCODING,
+    header::CONTENT_LENGTH,
+    header::CONTENT_TYPE,
+    header::COOKIE,
+    header::EXPECT,
+    header::HOST,
+    header::ORIGIN,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRANSFER_ENCODING,
+    header::USER_AGENT,
+];
 
 /// Nobody has to guess a key that is built of the body: two carts are enough.
 const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key.json), and callers that are not told apart would \
@@ -577,6 +601,15 @@ mod tests {
                 .check(&promises(false))
                 .is_err()
         );
+    }
+
+    #[test]
+    fn a_field_that_says_something_else_carries_no_key() {
+        let carried = |name| Settings::default().with_key_header(name).check(&promises(false));
+        for name in [header::CONTENT_TYPE, header::AUTHORIZATION, header::COOKIE, header::HOST] {
+            assert!(carried(name.clone()).is_err(), "{name}");
+        }
+        assert_eq!(carried(HeaderName::from_static("x-request-token")), Ok(()));
     }
 
     #[test]

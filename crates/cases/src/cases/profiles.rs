@@ -79,7 +79,8 @@ async fn seed_errors(world: World) {
     seed_error(&conflict, 409, "Conflict");
     assert!((1..=5).contains(&retry_after(&conflict)));
     // Nothing internal in a 409.
-    assert_eq!(conflict.json().as_object().unwrap().len(), 2, "{conflict:?}");
+    assert_eq!(conflict.json().as_object().unwrap().len(), 4, "{conflict:?}");
+    assert_eq!(conflict.json()["type"], "urn:oncegate:problem:request-in-progress", "{conflict:?}");
     let other = pay_as("a").json("{}");
     let mismatch = world.send(other.clone()).await;
     seed_error(&mismatch, 422, "Unprocessable Entity");

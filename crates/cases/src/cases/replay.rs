@@ -215,6 +215,25 @@ pub(super) fn cases() -> Vec<Case> {
                 replays(3, pay_as("a")),
             ]
         }),
+        Case::steps(
+            "directives-that-contradict",
+            "two words of the handler that contradict each other say nothing",
+            || {
+                let says = |words: [&str; 2]| {
+                    Script::status(200)
+                        .field("idempotency-store", words[0])
+                        .field("idempotency-store", words[1])
+                };
+                vec![
+                    executes(pay_as("a").script(says(["release", "replay"]))).status(200),
+                    replays(0, pay_as("a")),
+                    executes(pay_as("b").script(says(["release", "nonsense"]))).status(200),
+                    replays(2, pay_as("b")),
+                    executes(pay_as("c").script(says(["release", "Release"]))).status(200),
+                    executes(pay_as("c")),
+                ]
+            },
+        ),
         Case::steps("S3-directive-replay", "the handler can say that its answer stands", || {
             let replay = |status| Script::status(status).field("idempotency-store", "replay");
             let mut steps: Vec<Step> = Vec::new();
@@ -350,6 +369,7 @@ async fn gzip(world: World) {
     assert_eq!(first.body, coded);
     assert_replay(&world.plan, &request, &first, &again);
     assert_eq!(again.get("content-encoding"), Some("gzip"));
+    assert_eq!(again.get("vary"), Some("accept-encoding"));
 }
 
 async fn chunked(world: World) {

@@ -83,6 +83,7 @@ pub(super) fn draft(
         to: to.value.clone(),
         upstream_protocol: given(&values.upstream_protocol),
         connect_timeout: given(&values.connect_timeout),
+        upstream_idle_timeout: given(&values.upstream_idle_timeout),
         drain_timeout: given(&values.drain_timeout),
         shutdown_delay: given(&values.shutdown_delay),
         request_budget: given(&values.request_budget),

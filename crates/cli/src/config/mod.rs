@@ -73,6 +73,8 @@ pub(crate) struct Config {
     pub(crate) to: Upstream,
     pub(crate) upstream_protocol: UpstreamProtocol,
     pub(crate) connect_timeout: Duration,
+    /// How long an unused connection to the service is kept.
+    pub(crate) upstream_idle_timeout: Duration,
     pub(crate) drain_timeout: Duration,
     /// How long requests are still taken after the sidecar was told to stop.
     pub(crate) shutdown_delay: Duration,
@@ -291,6 +293,7 @@ impl Config {
         self.to == other.to
             && self.upstream_protocol == other.upstream_protocol
             && self.connect_timeout == other.connect_timeout
+            && self.upstream_idle_timeout == other.upstream_idle_timeout
     }
 
     /// The settings that differ from those of another configuration and that only a restart can change.

@@ -384,7 +384,8 @@ settings! {
     release_statuses: StatusCode = units::release_status;
 
     /// What happens to requests with a key while the store is out of reach: `closed` (503, nothing is executed), or
-    /// `open` (executed WITHOUT protection, marked and counted).
+    /// `open` (executed WITHOUT protection, marked and counted). A store that was reached and is full takes no new keys in
+    /// either case.
     "store-outage" RECORDS Route One "closed|open" Value("closed");
     store_outage: StoreOutage = units::store_outage;
 
@@ -487,6 +488,12 @@ settings! {
     /// How long a connection to the service may take to be made.
     "connect-timeout" LIMITS Live One "DURATION" Value("5s");
     connect_timeout: Duration = units::connect_timeout;
+
+    /// How long a connection to the service is kept without a request; with `0s` none is used again. It has to be less than the
+    /// time after which the service closes such a connection (gunicorn 2 s, Node and uvicorn 5 s). Otherwise a request with a
+    /// key may be sent into one that is just being closed, and its outcome is unknown. At most 10m.
+    "upstream-idle-timeout" LIMITS Live One "DURATION" Value("1s");
+    upstream_idle_timeout: Duration = units::upstream_idle_timeout;
 
     /// How long the store may take for a command before it is asked whether it is well, and then to say so; on PostgreSQL
     /// also how long a command may go without an answer before its connection is given up. Commands that are sent together are

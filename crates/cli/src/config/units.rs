@@ -207,6 +207,10 @@ pub(crate) fn connect_timeout(text: &str) -> Read<Duration> {
     bounded(text, MILLI, 600 * SECOND)
 }
 
+pub(crate) fn upstream_idle_timeout(text: &str) -> Read<Duration> {
+    bounded(text, Duration::ZERO, 600 * SECOND)
+}
+
 pub(crate) fn store_patience(text: &str) -> Read<Duration> {
     bounded(text, 10 * MILLI, 60 * SECOND)
 }

@@ -39,10 +39,6 @@ use forward::UpstreamClient;
 use listen::Front;
 use live::{Live, ThreadLive};
 
-/// How long an unused upstream connection is kept. Shorter than the five seconds after which common servers close theirs,
-/// so that a request is seldom sent into a connection that is just being closed.
-const UPSTREAM_IDLE: Duration = Duration::from_secs(4);
-
 /// Most field lines in the head of a request or an answer, whatever the protocol. Services that are verbose have a hundred.
 pub(crate) const LINES_MAX: usize = 1000;
 
@@ -113,10 +109,13 @@ impl DataPath {
 
 fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClient, String> {
     let connector = tls::connector(&config.to, protocol, config.connect_timeout)?;
+    let idle_timeout = config.upstream_idle_timeout;
+    let max_idle = if idle_timeout.is_zero() { 0 } else { usize::MAX };
     Ok(Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
         .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(UPSTREAM_IDLE)
+        .pool_idle_timeout(idle_timeout)
+        .pool_max_idle_per_host(max_idle)
         .http1_max_buf_size(HEAD_MAX)
         .http1_max_headers(LINES_MAX)
         .http2_max_header_list_size(LIBRARY_HEAD_MAX)

@@ -112,6 +112,19 @@ async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
 }
 
 #[tokio::test]
+async fn the_access_log_has_nothing_that_a_terminal_obeys() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--access-log=text", "--require-key"]).await;
+    for target in ["/\u{9b}31m", "/\u{85}a", "/\u{202e}b"] {
+        sidecar.ask(&request("POST", target, &[], "{}")).await.is_problem(400, "key-missing");
+    }
+    until("the lines are there", async || sidecar.process.output_lines().len() == 4).await;
+    for line in &sidecar.process.output_lines()[1..] {
+        assert!(line.is_ascii() && line.contains("/%"), "{line:?}");
+    }
+}
+
+#[tokio::test]
 async fn the_access_log_has_a_line_for_each_keyed_request_and_no_key() {
     let secrets = ["Idempotency-Key: whisper-1", "Authorization: Bearer whisper-2"];
     for form in ["text", "json"] {

@@ -124,6 +124,21 @@ async fn a_store_takes_as_many_records_as_it_may_and_freed_keys_make_room_soon()
     until("there is room again", async || sidecar.ask(&post("c")).await.status() == 429).await;
 }
 
+#[tokio::test]
+async fn a_store_that_is_full_is_not_out_of_reach() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().join("store").display());
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &[&store, "--max-records=2", "--store-outage=open"]).await;
+    for key in ["a", "b"] {
+        sidecar.ask(&post(key)).await.has_status(200);
+    }
+    // Whoever sends many keys must not switch the protection of others off.
+    sidecar.ask(&post("c")).await.is_problem(503, "store-unavailable");
+    assert!(sidecar.ask(&post("a")).await.has_status(200).is_replay());
+    assert_eq!(service.requests(), 2);
+}
+
 /// A sidecar whose clock shows what a file says.
 async fn timed(directory: &Path, service: &Answering, clock: &Path) -> Sidecar {
     let mut command = sidecar(&format!("http://{}", service.address));

@@ -414,6 +414,32 @@ async fn an_idle_connection_that_the_service_closes_harms_nobody() {
 }
 
 #[tokio::test]
+async fn unused_connections_to_the_service_are_given_up_before_it_closes_them() {
+    // Kept for less than the two seconds of gunicorn, or not at all.
+    for (flags, connections) in
+        [(&["--threads=1"][..], 1), (&["--threads=1", "--upstream-idle-timeout=0s"], 2)]
+    {
+        let service = Service::new().await.answers(OK);
+        let sidecar = Sidecar::start(service.address, flags).await;
+        for _ in 0..2 {
+            sidecar.ask(&request("GET", "/", &[], "")).await.has_status(200);
+        }
+        assert_eq!(service.connections(), connections, "{flags:?}");
+    }
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("GET", "/", &[], "")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+    let answered = std::time::Instant::now();
+    wire.ends().await;
+    assert!(answered.elapsed() < std::time::Duration::from_millis(1900), "{:?}", answered.elapsed());
+}
+
+#[tokio::test]
 async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--upstream-timeout=2s"]).await;
