@@ -68,11 +68,7 @@ enum Command {
     /// Every attempt carries the same Idempotency-Key. With --journal the intent is on disk before it is sent, and survives
     /// this process: `oncegate call --resume --journal DIR` goes on with it. The body of the answer goes to the standard
     /// output, every word about it to the standard error.
-    ///
-    /// Exit codes: 0 done, 1 refused, for good, 2 wrong usage, nothing was sent, 3 nothing happened, the same call can be
-    /// made again later, 4 it may have happened, the same call brings certainty, 5 it may have happened, and no call brings
-    /// certainty: somebody has to find out, 6 done, but the answer could not be written out. With --resume, of several ends
-    /// the highest; with --list, 5 where something cannot be read.
+    #[command(after_long_help = call::exit_codes())]
     Call(Box<CallArgs>),
     /// Prepares a database for its store: prints the SQL, applies it, or says what the database has.
     ///

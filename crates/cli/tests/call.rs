@@ -141,9 +141,12 @@ async fn exit_codes_tell_definite_ends_and_others_apart() {
     for (status, fields, body, flags, code, out) in table {
         let (address, seen) = always(status, fields, body).await;
         let url = format!("http://{address}/payments");
-        let mut args = vec!["POST", &url, "--intent=order-123", "--json={}", "--retry=0"];
+        let mut args = vec!["POST", &url, "--json={}", "--retry=0"];
         if flags.contains(&"--attempts=9") {
             args.pop();
+        }
+        if !flags.contains(&"--plain") {
+            args.push("--intent=order-123");
         }
         args.extend_from_slice(flags);
         let end = ended(&args).await;
@@ -198,7 +201,7 @@ async fn a_refusal_after_a_lost_answer_is_not_definite_and_the_journal_keeps_the
         assert_eq!(end.code, Some(4), "{status} {body}: {end:?}");
         assert!(end.words.contains("may have happened"), "{end:?}");
         let list = ended(&["--list", &journal]).await;
-        assert!(list.out.contains("maybe sent"), "{status} {body}: {list:?}");
+        assert!(list.out.contains("may have happened"), "{status} {body}: {list:?}");
         // It was done, and the same call brings it.
         runs.store(false, std::sync::atomic::Ordering::SeqCst);
         let end = ended(&send).await;
@@ -234,7 +237,7 @@ async fn what_was_turned_away_stays_in_the_journal_and_goes_when_that_is_mended(
     let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();
     assert!(!fs::read_to_string(&file).unwrap().contains("hush"));
     let list = ended(&["--list", &journal]).await;
-    assert!(list.out.contains("never sent"), "{list:?}");
+    assert!(list.out.contains("nothing happened"), "{list:?}");
     let resumed = ended(&["--resume", &journal, "-H", "X-Api-Key: hush-expired"]).await;
     assert_eq!(resumed.code, Some(7), "{resumed:?}");
     let end = send("hush-new").await;
@@ -283,6 +286,8 @@ async fn wrong_usage_sends_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("missing/answer");
     let output = format!("--output={}", missing.display());
+    let journal = dir.path().join("journal");
+    let fresh = format!("--journal={}", journal.display());
     let table: &[&[&str]] = &[
         &[],
         &["POST"],
@@ -304,6 +309,13 @@ async fn wrong_usage_sends_nothing() {
         &["POST", &url, "-u", "nobody"],
         &["POST", &url, "--attempts=0"],
         &["POST", &url, "--max-time=0"],
+        &["POST", &url, "--max-time=1.5.2"],
+        &["-X", "POST", &url],
+        &["POST", &url, "--plain", "--intent=payout-7"],
+        &["POST", &url, "--concurrency=2"],
+        &["POST", &url, &fresh, "--json=@/nowhere/at/all"],
+        &["POST", &url, &fresh, "--cacert=/nowhere/at/all"],
+        &["POST", &url, &fresh, &output],
         &["POST", &url, "--cacert=/nowhere/at/all"],
         &["POST", &url, &output],
         &["--resume"],
@@ -319,6 +331,127 @@ async fn wrong_usage_sends_nothing() {
         assert!(!end.words.is_empty() && end.out.is_empty(), "{args:?}: {end:?}");
     }
     assert_eq!(seen.count(), 0);
+    assert!(!journal.exists(), "a mistake in the flags makes no directory");
+    let end = ended(&["-X", "POST", &url]).await;
+    assert!(end.words.contains("the method comes first"), "{end:?}");
+    assert_eq!(ended(&["POST", &url, "-m", "1.5"]).await.code, Some(0));
+}
+
+/// The help and the page say the same about every exit code.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_help_has_the_exit_codes_of_the_page() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/calling.md");
+    let page = fs::read_to_string(page).unwrap();
+    let one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let help = one_line(&ended(&["--help"]).await.out);
+    let section = page.split("\n## ").find(|section| section.starts_with("Exit codes")).unwrap();
+    let rows: Vec<Vec<&str>> = section
+        .lines()
+        .filter(|line| line.starts_with("| ") && !line.starts_with("| code "))
+        .map(|line| line.trim_matches('|').split(" | ").map(str::trim).collect())
+        .collect();
+    assert_eq!(rows.iter().map(|row| row[0]).collect::<Vec<_>>(), ["0", "1", "2", "3", "4", "5", "6", "7"]);
+    for row in rows {
+        let expected = format!("{} {} -> {}", row[0], row[1], row[2]);
+        assert!(help.contains(&expected), "{expected}: {help}");
+    }
+    let section = one_line(section);
+    let order = section.split("in the order ").nth(1).unwrap().split('.').next().unwrap();
+    assert!(
+        help.contains(&format!("of several ends the worst counts, in the order {order}.")),
+        "{order}: {help}"
+    );
+}
+
+/// A later intent may need an earlier one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_journal_has_is_sent_again_one_at_a_time_oldest_first() {
+    let (address, seen) = service(|number| {
+        // The first ones take longest.
+        if number >= 8 {
+            std::thread::sleep(Duration::from_millis(40_u64.saturating_sub(number as u64)));
+        }
+        let status = if number < 8 { "503 Unavailable" } else { "201 Created" };
+        Some(answer(status, "", ""))
+    })
+    .await;
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    for number in 0..8 {
+        let (url, intent) = (format!("http://{address}/{number}"), format!("--intent=order-{number}"));
+        let end = ended(&["POST", &url, &intent, &journal, "--attempts=1"]).await;
+        assert_eq!(end.code, Some(4), "{end:?}");
+    }
+    let end = ended(&["--resume", &journal]).await;
+    assert_eq!((end.code, seen.count()), (Some(0), 16), "{end:?}");
+    let targets: Vec<_> = seen.0.lock().unwrap().iter().map(|message| message.head.line.clone()).collect();
+    assert_eq!(targets[8..], targets[..8]);
+}
+
+/// The same doubt ends with the same code, from the call and from `--resume`: the old credentials bring certainty.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_doubt_under_other_credentials_is_no_lasting_one() {
+    let (address, seen) = service(|number| (number > 0).then(|| answer("201 Created", "", "paid"))).await;
+    let url = format!("http://{address}/payouts");
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    let send = ["POST", &url, &journal, "--intent=7", "--json={}", "--attempts=1"];
+    let with = |token: &'static str| [&send[..], &["-H", token]].concat();
+    assert_eq!(ended(&with("X-Api-Key: old")).await.code, Some(4));
+    let resume = ["--resume", journal.as_str(), "-H", "X-Api-Key: new"];
+    for args in [&with("X-Api-Key: new")[..], &send[..], &resume[..]] {
+        let end = ended(args).await;
+        assert!(end.code == Some(4) && end.words.contains("credentials"), "{args:?}: {end:?}");
+        assert!(args == send || end.words.contains("--other-credentials"), "{args:?}: {end:?}");
+    }
+    assert_eq!(seen.count(), 1);
+    let end = ended(&[&with("X-Api-Key: new")[..], &["--other-credentials"]].concat()).await;
+    assert_eq!((end.code, seen.count()), (Some(0), 2), "{end:?}");
+}
+
+/// Nothing is known of what another user's journal holds: it cannot be used, and nothing else is said about it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_journal_of_another_user_cannot_be_used_and_nothing_is_sent() {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    let (address, seen) = always("503 Unavailable", "", "").await;
+    let url = format!("http://{address}/payouts");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("journal");
+    let journal = format!("--journal={}", path.display());
+    let send = ["POST", &url, &journal, "--intent=7", "--json={}", "--attempts=1"];
+    assert_eq!(ended(&send).await.code, Some(4));
+    let file = fs::read_dir(&path).unwrap().next().unwrap().unwrap().path();
+    let other = ["POST", &url, &journal, "--intent=8", "--json={}", "--attempts=1"];
+    let (list, resume) = (["--list", journal.as_str()], ["--resume", journal.as_str()]);
+    // Directory, file, and the codes of the same call, another one, --list and --resume.
+    for (of_directory, of_file, codes) in
+        [(0o000, 0o600, [2, 2, 2, 2]), (0o500, 0o600, [4, 2, 0, 4]), (0o700, 0o000, [4, 4, 5, 4])]
+    {
+        fs::set_permissions(&file, fs::Permissions::from_mode(of_file)).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(of_directory)).unwrap();
+        for (args, code) in [&send[..], &other, &list, &resume].into_iter().zip(codes) {
+            let sent = seen.count();
+            let end = end_of(without_override(args)).await;
+            assert!(code != 2 || seen.count() == sent, "{args:?}");
+            assert_eq!(end.code, Some(code), "{of_directory:o} {of_file:o} {args:?}: {end:?}");
+            let is_said = end.words.contains("Permission denied") || end.out.contains("Permission denied");
+            assert!(code != 2 || is_said, "{end:?}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+    }
+}
+
+/// A call that permissions hold for, also where the tests run as root.
+fn without_override(args: &[&str]) -> Command {
+    if !rustix::process::geteuid().is_root() {
+        return call(args);
+    }
+    let mut command = Command::new("setpriv");
+    command.arg("--bounding-set=-dac_override,-dac_read_search").arg(env!("CARGO_BIN_EXE_oncegate"));
+    command.arg("call").args(args).env_remove("ONCEGATE_JOURNAL").env_remove("ONCEGATE_CALL_USER");
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    command
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -408,7 +541,7 @@ async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() 
     assert_eq!(ended(&with_user).await.code, Some(4));
     let list = ended(&["--list", &journal]).await;
     assert!(
-        list.code == Some(0) && list.out.contains("maybe sent") && list.out.contains("/payouts"),
+        list.code == Some(0) && list.out.contains("may have happened") && list.out.contains("/payouts"),
         "{list:?}"
     );
     let file = fs::read_dir(dir.path().join("journal")).unwrap().next().unwrap().unwrap().path();

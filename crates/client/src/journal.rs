@@ -120,9 +120,14 @@ pub enum NotOpened {
     NotWritten(BoxError),
     /// It is being sent just now, by another process or by another task of this one.
     InFlight,
-    /// What the journal has under the key is another request, or cannot be read; or the intent that this one replaces has no
-    /// definite answer. Somebody has to look.
+    /// What the journal has under the key is another request, or is damaged; or the intent that this one replaces has no
+    /// definite answer. A person has to look.
     Conflict(BoxError),
+    /// The intent may have been sent with other credentials than these. It can be sent with those.
+    OtherCredentials(BoxError),
+    /// The journal may have the intent, and its file could not be opened, locked or read: no permission, an error of the disk.
+    /// It can be sent when that is mended.
+    Unreadable(BoxError),
 }
 
 impl NotOpened {
@@ -131,6 +136,12 @@ impl NotOpened {
             Self::NotWritten(error) => Unfinished::new(Why::Journal, 0, sent_before).with_source(Some(error)),
             Self::InFlight => Unfinished::new(Why::InFlight, 0, true),
             Self::Conflict(error) => Unfinished::new(Why::JournalConflict, 0, true).with_source(Some(error)),
+            Self::OtherCredentials(error) => {
+                Unfinished::new(Why::OtherCredentials, 0, true).with_source(Some(error))
+            }
+            Self::Unreadable(error) => {
+                Unfinished::new(Why::JournalUnreadable, 0, true).with_source(Some(error))
+            }
         }
     }
 }

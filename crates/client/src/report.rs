@@ -84,9 +84,16 @@ pub enum Why {
     Journal,
     /// Another process, or another task of this one, is sending the intent just now. Nothing was sent by this call.
     InFlight,
-    /// What the journal has under this key is another request or cannot be read, or the intent that this one replaces has
+    /// What the journal has under this key is another request or is damaged, or the intent that this one replaces has
     /// no definite answer. Nothing was sent by this call, and somebody has to look.
     JournalConflict,
+    /// The journal may have the intent, and its file could not be opened, locked or read. Nothing was sent by this call. The
+    /// same intent can be sent when that is mended.
+    JournalUnreadable,
+    /// The intent may have been sent before, with other credentials than these; a service that takes the credential for the
+    /// caller would execute it again. Nothing was sent by this call. It can be sent with the credentials that it had, or with
+    /// [`JournalDir::with_other_credentials`](crate::JournalDir::with_other_credentials).
+    OtherCredentials,
     /// The journal has the intent as done, and its key is older than the service promises to know it: sent again, it could
     /// take effect once more. Nothing was sent by this call. The answer of that time is not in the journal.
     DoneBefore,
@@ -143,9 +150,11 @@ impl Unfinished {
             | Why::ComeBackLater
             | Why::Journal
             | Why::InFlight => true,
-            Why::TurnedAway => true, // with other credentials, or another way there
-            Why::AnswerTooLarge => true, // with a higher limit
-            Why::Body => true,       // with the body from its beginning
+            Why::JournalUnreadable => true, // when its file can be read
+            Why::OtherCredentials => true,  // with those that it had
+            Why::TurnedAway => true,        // with other credentials, or another way there
+            Why::AnswerTooLarge => true,    // with a higher limit
+            Why::Body => true,              // with the body from its beginning
             Why::Unknown | Why::KeyLifetime | Why::Unsendable | Why::JournalConflict | Why::DoneBefore => {
                 false
             }
@@ -196,6 +205,10 @@ impl fmt::Display for Unfinished {
             Why::Journal => "the journal did not take the intent down, so it was not sent",
             Why::InFlight => "somebody else is sending it just now",
             Why::JournalConflict => "the journal has something else under this key, so it was not sent",
+            Why::JournalUnreadable => {
+                "what the journal has under this key cannot be read, so it was not sent"
+            }
+            Why::OtherCredentials => "not sent, because its credentials are not those that it had before",
             Why::DoneBefore => "it was done before, and to send it again could do it once more",
         })?;
         write!(f, " (attempts: {}", inner.attempts)?;

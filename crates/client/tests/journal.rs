@@ -105,7 +105,7 @@ fn open_journal(dir: &Path) -> JournalDir {
 }
 
 async fn ends(journal: &JournalDir, client: &Client<Service>) -> Vec<Result<Verdict, NotResumed>> {
-    let mut resume = journal.resume_pending(client).await.unwrap().with_concurrency(1).unwrap();
+    let mut resume = journal.resume_pending(client).await.unwrap();
     let mut ends = Vec::new();
     while let Some(end) = resume.next().await {
         ends.push(end.unwrap().end.map(|answer| answer.verdict));
@@ -339,7 +339,7 @@ async fn secrets_are_not_written_down_and_nothing_is_sent_without_them() {
         ["authorization", "cookie", "x-mine", "x-api-key", "x-amz-security-token", "private-token"]
     );
     let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1));
+    assert_eq!((open.why(), service.times()), (Why::OtherCredentials, 1));
 
     let brought: HeaderMap = [
         (AUTHORIZATION, HeaderValue::from_static("Bearer hush")),
@@ -375,8 +375,8 @@ async fn what_may_have_been_sent_is_not_sent_under_other_credentials() {
     service.now(Act::Answers(201));
 
     let open = client(&service, &journal).send(&with("Bearer new")).await.unwrap_err();
-    assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1));
-    assert!(open.may_have_taken_effect());
+    assert_eq!((open.why(), service.times()), (Why::OtherCredentials, 1));
+    assert!(open.may_have_taken_effect() && open.is_resumable());
     let resumed = async |journal: &JournalDir, token: &'static str| {
         let resume = journal.resume_pending(&client(&service, journal)).await.unwrap();
         let brought: HeaderMap = [(AUTHORIZATION, HeaderValue::from_static(token))].into_iter().collect();
@@ -424,7 +424,7 @@ async fn what_another_caller_took_up_is_that_callers_from_then_on() {
         // It would be executed for the old one, too.
         let times = service.times();
         let open = client(&service, &journal).send(&with("Bearer old")).await.unwrap_err();
-        assert_eq!((open.why(), service.times()), (Why::JournalConflict, times), "resumes: {resumes}");
+        assert_eq!((open.why(), service.times()), (Why::OtherCredentials, times), "resumes: {resumes}");
         let answer = client(&service, &journal).send(&with("Bearer new")).await.unwrap();
         assert_eq!(answer.verdict, Verdict::Done);
         assert!(journal.pending().await.unwrap().is_empty());
@@ -443,7 +443,7 @@ async fn what_may_have_been_sent_without_credentials_is_not_sent_with_some() {
     for name in ["authorization", "cookie", "x-api-key", "x-auth-token"] {
         let known = payout("7").with_header(name, "secret").unwrap();
         let open = client(&service, &journal).send(&known).await.unwrap_err();
-        assert_eq!((open.why(), service.times()), (Why::JournalConflict, 1), "{name}");
+        assert_eq!((open.why(), service.times()), (Why::OtherCredentials, 1), "{name}");
     }
     assert_eq!(client(&service, &journal).send(&payout("7")).await.unwrap().verdict, Verdict::Done);
 }
@@ -578,6 +578,28 @@ fn a_directory_that_others_may_write_to_is_refused() {
     JournalDir::open(&path).unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
     JournalDir::open(dir.path().join("file")).unwrap_err();
+}
+
+/// Nothing is known of what a directory or a file of another user holds, and nothing is said about it.
+#[tokio::test]
+async fn what_cannot_be_read_is_neither_sent_nor_called_a_conflict() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::new(Act::Loses);
+    let journal = open_journal(dir.path());
+    client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    let file = journal.pending().await.unwrap().remove(0).unwrap().path;
+    // A directory cannot be read as a file, whoever runs the tests.
+    let kept = fs::read(&file).unwrap();
+    fs::remove_file(&file).unwrap();
+    fs::create_dir(&file).unwrap();
+    let open = client(&service, &journal).send(&payout("7")).await.unwrap_err();
+    assert_eq!((open.why(), service.times()), (Why::JournalUnreadable, 1));
+    assert!(open.may_have_taken_effect() && open.is_resumable());
+    assert!(journal.pending().await.unwrap().remove(0).unwrap_err().is_unreadable);
+    fs::remove_dir(&file).unwrap();
+    fs::write(&file, kept).unwrap();
+    service.now(Act::Answers(201));
+    assert_eq!(client(&service, &journal).send(&payout("7")).await.unwrap().verdict, Verdict::Done);
 }
 
 #[tokio::test]

@@ -18,6 +18,9 @@ pub(crate) struct CallArgs {
     /// The method, such as POST
     #[arg(required_unless_present = "work", conflicts_with = "work", value_parser = method)]
     pub(super) method: Option<Method>,
+    /// curl's way to say the method, which is the first argument here.
+    #[arg(short = 'X', long = "request", hide = true, value_parser = no_request)]
+    _request: Option<Method>,
     /// The address, with http:// or https://
     #[arg(required_unless_present = "work", conflicts_with = "work", value_parser = url)]
     pub(super) url: Option<Uri>,
@@ -49,6 +52,10 @@ pub(crate) struct CallArgs {
     /// them again
     #[arg(long, help_heading = "Journal", conflicts_with_all = ["payload", "output", "include"])]
     pub(super) resume: bool,
+    /// With --resume: how many are sent at once. With more than one the service gets them in any order; one at a time they go
+    /// oldest first
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "method", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Journal")]
+    pub(super) concurrency: u16,
     /// Goes on under other credentials than before. Only where the service knows its callers by something else: where it takes
     /// the credential for the caller, as Oncegate does by default, what was executed for the old one executes again
     #[arg(long, requires = "journal", help_heading = "Journal")]
@@ -92,7 +99,7 @@ pub(crate) struct CallArgs {
     #[arg(long, value_name = "FILE", help_heading = "Request")]
     pub(super) cacert: Option<PathBuf>,
 
-    /// How long one attempt may take, in seconds or such as 30s, 2m
+    /// How long one attempt may take, in seconds, such as 1.5, or with a unit, such as 30s or 2m
     #[arg(short = 'm', long, value_name = "DURATION", default_value = "30s", value_parser = time, help_heading = "Retries")]
     pub(super) max_time: Duration,
     /// How long a connection may take to come about
@@ -148,6 +155,10 @@ fn method(text: &str) -> Result<Method, String> {
     }
 }
 
+fn no_request(text: &str) -> Result<Method, String> {
+    Err(format!("the method comes first, without a flag: {text} https://…"))
+}
+
 fn url(text: &str) -> Result<Uri, String> {
     let uri: Uri = text.parse().map_err(|_| "it is no URL".to_owned())?;
     match uri.scheme_str() {
@@ -164,10 +175,13 @@ fn header_name(text: &str) -> Result<HeaderName, String> {
     text.parse().map_err(|_| "it is no name of a header field".to_owned())
 }
 
-/// Bare numbers are seconds, as in curl.
+/// Bare numbers are seconds, as in curl, with decimals where needed.
 fn time(text: &str) -> Result<Duration, String> {
-    let text =
-        if text.bytes().all(|digit| digit.is_ascii_digit()) { format!("{text}s") } else { text.to_owned() };
-    let time = duration(&text)?;
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    let seconds = if is_number { text.parse().ok() } else { None };
+    let time = match seconds.map(Duration::try_from_secs_f64) {
+        Some(time) => time.map_err(|error| format!("{text:?}: {error}"))?,
+        None => duration(text)?,
+    };
     if time.is_zero() { Err("it has to be more than nothing".to_owned()) } else { Ok(time) }
 }

@@ -5,7 +5,9 @@ mod outcome;
 mod request;
 mod transport;
 
+use std::fs;
 use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -13,6 +15,7 @@ use oncegate_client::{Answer, Api, Client, JournalDir, NotResumed, Pending, Retr
 use oncegate_core::ErrorChain;
 
 pub(crate) use self::args::CallArgs;
+pub(crate) use self::outcome::exit_codes;
 use self::outcome::{End, Sink};
 use self::transport::Wire;
 use crate::admin::time;
@@ -43,35 +46,39 @@ pub(crate) fn run(args: &CallArgs) -> ExitCode {
 
 /// `Err` is wrong usage: nothing was written down and nothing was sent.
 async fn execute(args: &CallArgs) -> Result<End, String> {
-    let journal = match &args.journal {
+    if args.list || args.resume {
+        let Some(path) = &args.journal else { return Err("give the journal: --journal DIR".to_owned()) };
         // A name with a mistake must not look like a journal in which all is done.
-        Some(path) if (args.resume || args.list) && !path.is_dir() => {
+        if fs::metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             return Err(format!("--journal {}: there is no such directory", path.display()));
         }
-        Some(path) => {
-            let opened = JournalDir::open(path);
-            let opened =
-                opened.map_err(|error| format!("--journal {}: {}", path.display(), ErrorChain(&error)))?;
-            let opened = opened.with_finished_kept(args.keep_finished);
-            Some(if args.other_credentials { opened.with_other_credentials() } else { opened })
-        }
-        None => None,
-    };
-    match (&journal, args.list, args.resume) {
-        (Some(journal), true, _) => Ok(list(journal).await),
-        (Some(journal), _, true) => resume(args, journal).await,
-        (None, true, _) | (None, _, true) => Err("give the journal: --journal DIR".to_owned()),
-        _ => call(args, journal).await,
+        return if args.list { Ok(list(&journal(args, path)?).await) } else { resume(args, path).await };
     }
+    if args.plain && args.intent.is_some() && args.journal.is_none() {
+        return Err(
+            "--intent has no effect with --plain: no key is sent, and nothing else remembers the intent. \
+                    Give --journal DIR, or leave --intent out"
+                .to_owned(),
+        );
+    }
+    call(args).await
 }
 
-async fn call(args: &CallArgs, journal: Option<JournalDir>) -> Result<End, String> {
+fn journal(args: &CallArgs, path: &Path) -> Result<JournalDir, String> {
+    let opened = JournalDir::open(path);
+    let opened = opened.map_err(|error| format!("--journal {}: {}", path.display(), ErrorChain(&error)))?;
+    let opened = opened.with_finished_kept(args.keep_finished);
+    Ok(if args.other_credentials { opened.with_other_credentials() } else { opened })
+}
+
+async fn call(args: &CallArgs) -> Result<End, String> {
     let request = request::read(args, &mut io::stdin().lock())?;
     let mut client = client(args)?;
     let mut sink = Sink::open(args)?;
-    let has_journal = journal.is_some();
-    if let Some(journal) = journal {
-        client = client.with_journal(Arc::new(journal));
+    let has_journal = args.journal.is_some();
+    // Last, so that a mistake in the rest makes no directory.
+    if let Some(path) = &args.journal {
+        client = client.with_journal(Arc::new(journal(args, path)?));
     }
     let key = request.intent.key().as_str().to_owned();
     let say_key = || {
@@ -94,19 +101,22 @@ async fn call(args: &CallArgs, journal: Option<JournalDir>) -> Result<End, Strin
     Ok(end)
 }
 
-async fn resume(args: &CallArgs, journal: &JournalDir) -> Result<End, String> {
+async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
     let fields = request::fields(args)?;
     let client = client(args)?;
+    let journal = journal(args, path)?;
     let resume = journal.resume_pending(&client).await;
     let resume =
         resume.map_err(|error| format!("--journal {}: {}", journal.path().display(), ErrorChain(&error)))?;
+    let resume = resume.with_concurrency(usize::from(args.concurrency)).map_err(|error| error.to_string())?;
     let mut resume = resume.with_fields(move |_| Ok(fields.clone()));
     let mut worst = End::Done;
     while let Some(end) = resume.next().await {
         let end = match end {
             Err(damaged) => {
                 eprintln!("error: {damaged}; nothing is known of what it was");
-                End::Unknown
+                // When the file can be read, the next --resume brings certainty.
+                if damaged.is_unreadable { End::Open } else { End::Unknown }
             }
             Ok(resumed) => {
                 let name = name(&resumed.pending);
@@ -120,7 +130,7 @@ async fn resume(args: &CallArgs, journal: &JournalDir) -> Result<End, String> {
                     }
                     Err(error) => {
                         let hint = match error {
-                            NotResumed::OtherCredentials => " (give the old ones, or --other-credentials)",
+                            NotResumed::OtherCredentials => outcome::OLD_CREDENTIALS,
                             _ => "",
                         };
                         eprintln!("{name}: {}{hint}", ErrorChain(&error));
@@ -159,8 +169,9 @@ async fn list(journal: &JournalDir) -> End {
             Ok(pending) => {
                 let state = match (pending.in_flight, pending.maybe_sent) {
                     (true, _) => "in flight",
-                    (false, true) => "maybe sent",
-                    (false, false) => "never sent",
+                    (false, true) => "may have happened",
+                    // Also where it was sent, and turned away before the operation.
+                    (false, false) => "nothing happened",
                 };
                 let _closed = writeln!(out, "{}, {state}, {}", name(&pending), pending.path.display());
             }

@@ -1,5 +1,6 @@
 //! How it ended: for a script by the exit code, for a person by a line.
 
+use std::error::Error as _;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -15,7 +16,10 @@ use crate::admin::time;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum End {
     Done,
+    /// The answer is there and definite, and could not be handed on.
+    Output,
     Refused,
+    Usage,
     /// It took no effect, and the same call can be made again.
     Nothing,
     /// It was turned away before the operation, and the same call can be made again when that is mended.
@@ -24,10 +28,52 @@ pub(super) enum End {
     Open,
     /// It may have taken effect, and no call brings certainty.
     Unknown,
-    /// The answer is there and definite, and could not be handed on.
-    Output,
-    Usage,
 }
+
+/// Every exit code, what it means, and what a script does. The page docs/reference/calling.md has the same words, and a test
+/// compares them.
+const EXIT_CODES: [(End, &str, &str); 8] = [
+    (End::Done, "done", "goes on"),
+    (
+        End::Refused,
+        "refused, for good: nothing happened",
+        "tells somebody; a corrected request is another intent",
+    ),
+    (
+        End::Usage,
+        "wrong usage, or a journal that cannot be used: nothing was sent",
+        "mends that, then the same call",
+    ),
+    (End::Nothing, "nothing happened, for certain", "the same call, later"),
+    (End::Open, "it may have happened", "the same call, later: it brings certainty"),
+    (End::Unknown, "it may have happened, and no call brings certainty", "somebody has to find out"),
+    (
+        End::Output,
+        "done, but there is no answer to hand on: it could not be written out, or the journal has it as done and the service \
+         may have forgotten the key",
+        "goes on; as long as the service knows the key, the same call brings the answer",
+    ),
+    (End::TurnedAway, "turned away before the operation: nothing happened", "mends that, then the same call"),
+];
+
+/// The exit codes, for `--help`.
+pub(crate) fn exit_codes() -> String {
+    let mut text = "Exit codes, and what a script does:\n".to_owned();
+    for (end, meaning, script) in EXIT_CODES {
+        text.push_str(&format!("  {}  {meaning}\n     -> {script}\n", end.code()));
+    }
+    let mut ends = EXIT_CODES.map(|(end, ..)| end);
+    ends.sort_unstable_by(|a, b| b.cmp(a));
+    let order: Vec<_> = ends.iter().map(|end| end.code().to_string()).collect();
+    text.push_str(&format!(
+        "With --resume, of several ends the worst counts, in the order {}. With --list, 5 if something cannot be read.",
+        order.join(", ")
+    ));
+    text
+}
+
+/// What to do about an intent that had other credentials.
+pub(super) const OLD_CREDENTIALS: &str = " (give the old ones, or --other-credentials)";
 
 impl End {
     pub(super) fn code(self) -> u8 {
@@ -52,7 +98,7 @@ impl End {
             Self::Open => "it may have happened; make the same call again later",
             Self::Unknown => "it may have happened; somebody has to find out",
             Self::Output => "done, and its answer cannot be handed on",
-            Self::Usage => "wrong usage",
+            Self::Usage => "nothing was sent; mend that, then make the same call again",
         }
     }
 }
@@ -79,6 +125,12 @@ pub(super) fn end_of(open: &Unfinished) -> End {
     if open.why() == Why::DoneBefore {
         return End::Output;
     }
+    // As a directory that cannot be opened; a full disk passes.
+    let source = open.source().and_then(|source| source.downcast_ref::<io::Error>());
+    let denied = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
+    if open.why() == Why::Journal && source.is_some_and(|error| denied.contains(&error.kind())) {
+        return End::Usage;
+    }
     match (open.may_have_taken_effect(), open.is_resumable()) {
         (false, true) => End::Nothing,
         (true, true) => End::Open,
@@ -92,6 +144,9 @@ pub(super) fn end_of(open: &Unfinished) -> End {
 /// Why, with its causes.
 pub(super) fn why(open: &Unfinished) -> String {
     let mut words = format!(": {}", ErrorChain(open));
+    if open.why() == Why::OtherCredentials {
+        words.push_str(OLD_CREDENTIALS);
+    }
     if let Some(Ok(since)) = open.come_back_at().map(|at| at.duration_since(UNIX_EPOCH)) {
         let millis = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         words.push_str(&format!("; not before {}", time(Timestamp::from_millis(millis))));

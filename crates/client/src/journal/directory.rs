@@ -150,7 +150,7 @@ pub struct Pending {
     pub left_out: Vec<HeaderName>,
 }
 
-/// A file that should hold an intent, and does not. It stays where it is.
+/// A file that should hold an intent, and does not, or cannot be read. It stays where it is.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Damaged {
@@ -158,6 +158,9 @@ pub struct Damaged {
     pub path: PathBuf,
     /// What is wrong with it.
     pub what: String,
+    /// Whether the file could not be opened, locked or read, so that nothing is known of its content. `false`: it was read, and
+    /// is not a whole intent.
+    pub is_unreadable: bool,
 }
 
 impl fmt::Debug for Pending {
@@ -221,7 +224,7 @@ impl JournalDir {
     /// the directory is durable.
     ///
     /// # Errors
-    /// Where it cannot be made or looked into, and where others than its owner may write there: what is in it, is sent.
+    /// If it cannot be made or listed, and if others than its owner may write there: what is in it, is sent.
     pub fn open(path: impl Into<PathBuf>) -> io::Result<Self> {
         Self::with_files(path.into(), Files::default())
     }
@@ -236,6 +239,8 @@ impl JournalDir {
             let others = "others than its owner may write into the directory; take that right from them";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, others));
         }
+        // A directory that cannot be listed is of no use, and says nothing of what may be in it.
+        fs::read_dir(&path)?;
         let inner = Inner {
             finished: FinishedIntents::new(&path, FINISHED_KEPT, FINISHED_MAX),
             path,
@@ -320,7 +325,9 @@ impl JournalDir {
 
     /// Sends again what has no definite answer, under its keys: what a program does when it starts, before anything new.
     ///
-    /// The result gives one end after the other; what is not asked for is not sent, beyond what is on its way at once.
+    /// One after the other, in the order in which they came to be: a later one may need an earlier one. One that stays without
+    /// a definite answer does not hold up the rest. [`Resume::with_concurrency`](super::Resume::with_concurrency) sends several
+    /// at once. The result gives one end after the other; what is not asked for is not sent.
     ///
     /// # Errors
     /// Where the directory cannot be read.
@@ -462,13 +469,11 @@ impl Inner {
                 {
                     // Without it, it may be another caller's, and take effect once more.
                     let path = path.display();
-                    return Err(conflict(format!(
-                        "{path}: it was sent with the field {name}, which is missing"
-                    )));
+                    let missing = format!("{path}: it was sent with the field {name}, which is missing");
+                    return Err(NotOpened::OtherCredentials(missing.into()));
                 }
                 if self.is_another_caller(&entry, intent.headers()) {
-                    let path = path.display();
-                    return Err(conflict(format!("{path}: {OTHER_CREDENTIALS}")));
+                    return Err(other_credentials(&path));
                 }
                 return self.to_be_sent(&path, file, &entry, intent);
             }
@@ -489,15 +494,18 @@ impl Inner {
     /// An intent that has its answer already.
     fn finished_before(&self, intent: &Intent) -> Result<Option<Opened>, NotOpened> {
         let found = self.finished.find(&self.files, intent.key());
-        let found = found.map_err(|(path, what)| conflict(Damaged { path, what }))?;
+        let found = found.map_err(|damaged| match damaged.is_unreadable {
+            true => NotOpened::Unreadable(damaged.into()),
+            false => conflict(damaged),
+        })?;
         let Some(Found { finished, path, file }) = found else { return Ok(None) };
-        let path = path.display();
         if !finished.is_request(intent) {
             return Err(conflict(format!(
-                "{path}: another request under the same key has its answer already"
+                "{}: another request under the same key has its answer already",
+                path.display()
             )));
         }
-        if !self.lock(&file).map_err(|error| conflict(format!("{path}: {error}")))? {
+        if !self.lock(&file).map_err(|error| at(&path, &error))? {
             return Err(NotOpened::InFlight);
         }
         let entry = Box::new(Again { _file: file });
@@ -508,7 +516,7 @@ impl Inner {
             // For another caller the service may do it again.
             (true, false) => Opened::done_before(entry, created_at, Some(Duration::ZERO)),
             (false, true) => Opened::again(entry, true, created_at, key_lifetime),
-            (false, false) => return Err(conflict(format!("{path}: {OTHER_CREDENTIALS}"))),
+            (false, false) => return Err(other_credentials(&path)),
         }))
     }
 
@@ -541,7 +549,8 @@ impl Inner {
             }
             let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| at(path, &error))?;
             let entry = decode(&octets).and_then(|entry| named(path, entry));
-            let entry = entry.map_err(|what| conflict(Damaged { path: path.to_owned(), what }))?;
+            let entry = entry
+                .map_err(|what| conflict(Damaged { path: path.to_owned(), what, is_unreadable: false }))?;
             return Ok(Some((entry, file)));
         }
         Err(NotOpened::InFlight)
@@ -601,7 +610,9 @@ impl Inner {
         let random = random_bits().map_err(io::Error::other)?;
         let new =
             self.path.join(format!("{NEW}{random:032x}-{}", self.count.fetch_add(1, Ordering::Relaxed)));
-        let file = self.files.create(&new)?;
+        let in_directory =
+            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", self.path.display()));
+        let file = self.files.create(&new).map_err(in_directory)?;
         Ok((new, file))
     }
 
@@ -672,7 +683,7 @@ impl Inner {
                 match self.look(&file.path()) {
                     Ok(Some(found)) => pending.push(found),
                     Ok(None) => {}
-                    Err(what) => damaged.push(Err(Damaged { path: file.path(), what })),
+                    Err(why) => damaged.push(Err(why)),
                 }
             }
         }
@@ -683,21 +694,23 @@ impl Inner {
     }
 
     /// What is in this file; nothing where its intent was closed meanwhile.
-    fn look(&self, path: &Path) -> Result<Option<Pending>, String> {
+    fn look(&self, path: &Path) -> Result<Option<Pending>, Damaged> {
+        let damaged = |what, is_unreadable| Damaged { path: path.to_owned(), what, is_unreadable };
+        let unreadable = |error: io::Error| damaged(error.to_string(), true);
         for _ in 0..ROUNDS {
             let file = match self.files.open(path) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(unreadable(error)),
             };
-            let in_flight = !self.files.lock(&file).map_err(|error| error.to_string())?;
-            let octets = self.files.read(&file, ENTRY_MAX).map_err(|error| error.to_string())?;
-            if !self.files.is_named(&file, path).map_err(|error| error.to_string())? {
+            let in_flight = !self.files.lock(&file).map_err(unreadable)?;
+            let octets = self.files.read(&file, ENTRY_MAX).map_err(unreadable)?;
+            if !self.files.is_named(&file, path).map_err(unreadable)? {
                 continue;
             }
             drop(file);
-            let Entry { intent, maybe_sent, caller } =
-                decode(&octets).and_then(|entry| named(path, entry))?;
+            let entry = decode(&octets).and_then(|entry| named(path, entry));
+            let Entry { intent, maybe_sent, caller } = entry.map_err(|what| damaged(what, false))?;
             return Ok(Some(Pending {
                 path: path.to_owned(),
                 key: intent.key().clone(),
@@ -710,7 +723,7 @@ impl Inner {
                 left_out: caller.left_out,
             }));
         }
-        Err("it is never the file of its name".to_owned())
+        Err(damaged("it is never the file of its name".to_owned(), true))
     }
 
     /// Removes what a process left that ended while it wrote. Its owner, if it lives, has it locked, or takes another one.
@@ -759,7 +772,15 @@ fn conflict(error: impl Into<BoxError>) -> NotOpened {
 
 /// What is there cannot be looked into: it may have been sent.
 fn at(path: &Path, error: &io::Error) -> NotOpened {
-    conflict(format!("{}: {error}", path.display()))
+    let what = format!("{}: {error}", path.display()).into();
+    match error.kind() {
+        io::ErrorKind::FileTooLarge => NotOpened::Conflict(what),
+        _ => NotOpened::Unreadable(what),
+    }
+}
+
+fn other_credentials(path: &Path) -> NotOpened {
+    NotOpened::OtherCredentials(format!("{}: {OTHER_CREDENTIALS}", path.display()).into())
 }
 
 fn not_written(error: io::Error) -> NotOpened {

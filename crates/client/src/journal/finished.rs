@@ -14,6 +14,7 @@ use oncegate_core::Timestamp;
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
+use super::directory::Damaged;
 use super::entry::{Caller, file_name, hex};
 use super::files::Files;
 use crate::intent::Intent;
@@ -161,21 +162,27 @@ impl FinishedIntents {
     /// The finished intent of this key.
     ///
     /// # Errors
-    /// With the file that cannot be read.
-    pub(super) fn find(&self, files: &Files, key: &Key) -> Result<Option<Found>, (PathBuf, String)> {
-        let at = |path: &Path, error: &dyn std::fmt::Display| (path.to_owned(), error.to_string());
-        let mut days = self.days().map_err(|error| at(&self.directory, &error))?;
+    /// With the file that cannot be read, or is damaged.
+    pub(super) fn find(&self, files: &Files, key: &Key) -> Result<Option<Found>, Damaged> {
+        let unreadable = |path: &Path, error: io::Error| Damaged {
+            path: path.to_owned(),
+            what: error.to_string(),
+            is_unreadable: true,
+        };
+        let mut days = self.days().map_err(|error| unreadable(&self.directory, error))?;
         days.sort_unstable_by(|a, b| b.cmp(a));
         for day in days {
             let path = self.directory.join(day.to_string()).join(name(key));
             let file = match files.open(&path) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(at(&path, &error)),
+                Err(error) => return Err(unreadable(&path, error)),
             };
-            let bytes = files.read(&file, MAX).map_err(|error| at(&path, &error))?;
-            let finished = Finished::decode(&bytes).ok_or_else(|| at(&path, &"it is damaged"))?;
-            return Ok(Some(Found { finished, path, file }));
+            let bytes = files.read(&file, MAX).map_err(|error| unreadable(&path, error))?;
+            return match Finished::decode(&bytes) {
+                Some(finished) => Ok(Some(Found { finished, path, file })),
+                None => Err(Damaged { path, what: "it is damaged".to_owned(), is_unreadable: false }),
+            };
         }
         Ok(None)
     }

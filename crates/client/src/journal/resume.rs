@@ -13,8 +13,8 @@ use crate::client::{Client, Transport};
 use crate::failure::BoxError;
 use crate::report::{Answer, Unfinished};
 
-/// How many are sent at once, where nothing else is said.
-const AT_ONCE: usize = 4;
+/// How many are sent at once, where nothing else is said: one, because a later one may need an earlier one.
+const AT_ONCE: usize = 1;
 
 type Fields = Arc<dyn Fn(&Pending) -> Result<HeaderMap, BoxError> + Send + Sync>;
 
@@ -86,7 +86,7 @@ impl<T: Transport + Clone + 'static> Resume<T> {
         Self { journal, client, left: found.into(), running: JoinSet::new(), at_once: AT_ONCE, fields: None }
     }
 
-    /// How many are sent at once; 4 is the default, and zero counts as one.
+    /// How many are sent at once: 1 by default, at most 1024. With more than one the service gets them in any order.
     ///
     /// # Errors
     /// If it is out of these bounds.

@@ -180,7 +180,10 @@ async fn whichever_step_fails(intent: impl Fn(usize) -> Intent) {
                     assert_eq!(ledger.lines().len(), before);
                 }
                 Err(open) => {
-                    assert!(matches!(open.why(), Why::Journal | Why::JournalConflict), "{open}");
+                    assert!(
+                        matches!(open.why(), Why::Journal | Why::JournalUnreadable | Why::OtherCredentials),
+                        "{open}"
+                    );
                     assert_eq!(ledger.lines().len(), before, "sent, and not written down");
                     if open.why() == Why::Journal {
                         // Its caller takes it for not sent, and so may nobody send it later.
