@@ -1,10 +1,12 @@
 // Orders and charges in PostgreSQL, each committed in one transaction with the record of its Idempotency-Key.
 // For `oncegate proxy --completion upstream --reconcile /oncegate/outcome` on the same database.
 // Environment: DATABASE_URL, PORT, HOST.
+import { setTimeout as sleep } from 'node:timers/promises';
+
 import express from 'express';
 import pg from 'pg';
 
-import { newOrder } from './schemas.js';
+import { delay, newOrder } from './schemas.js';
 
 const SCHEMA = `
   CREATE TABLE IF NOT EXISTS orders (
@@ -76,6 +78,8 @@ app.use(express.json());
 app.post('/orders', async (req, res) => {
   const { success, data: order, error } = newOrder.safeParse(req.body);
   if (!success) return res.status(400).json({ error: error.message });
+  const delayMs = delay.safeParse(req.query.delay_ms);
+  if (!delayMs.success) return res.status(400).json({ error: `delay_ms: ${delayMs.error.message}` });
   const total = order.items.reduce((sum, item) => sum + item.quantity * item.price_cents, 0);
   const answer = await transaction(async (db) => {
     const { rows: [row] } = await db.query(
@@ -87,6 +91,8 @@ app.post('/orders', async (req, res) => {
     await complete(db, req, answer);
     return answer;
   });
+  // Stands for a slow network: the order is committed, the answer takes its time.
+  await sleep(delayMs.data);
   // `send` would add a field, an ETag, that the record does not have.
   res.writeHead(answer.status, answer.fields).end(answer.body);
 });

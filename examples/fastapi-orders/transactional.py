@@ -4,12 +4,13 @@ For `oncegate proxy --completion upstream --reconcile /oncegate/outcome` on the 
 """
 
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated
 
 import psycopg
-from fastapi import Depends, FastAPI, Header, HTTPException, Path, Request, Response
+from fastapi import Depends, FastAPI, Header, HTTPException, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 from psycopg.rows import DictRow, dict_row
 from psycopg.types.json import Json
@@ -94,7 +95,11 @@ def database_error(_request: Request, error: psycopg.Error) -> JSONResponse:
 
 
 @app.post("/orders", status_code=201)
-def create_order(new: NewOrder, attempt: Annotated[Attempt, Depends()]) -> Response:
+def create_order(
+    new: NewOrder,
+    attempt: Annotated[Attempt, Depends()],
+    delay_ms: Annotated[int, Query(ge=0, le=60_000)] = 0,
+) -> Response:
     """Completes its record with the answer."""
     with transaction() as db:
         items = [item.model_dump() for item in new.items]
@@ -109,6 +114,8 @@ def create_order(new: NewOrder, attempt: Annotated[Attempt, Depends()]) -> Respo
             media_type="application/json",
         )
         attempt.complete_with(db, answer)
+    # Stands for a slow network: the order is committed, the answer takes its time.
+    time.sleep(delay_ms / 1000)
     return answer
 
 

@@ -130,6 +130,23 @@ async fn a_service_that_is_killed_after_its_commit_has_done_it(kind: Kind) {
     }
 }
 
+/// As the pages of the examples have it: the row and its answer are committed, and the service is killed while it takes its time.
+async fn a_service_that_is_killed_before_it_answers_has_answered(kind: Kind) {
+    let mut world = World::start(kind, &[]).await;
+    let order = Operation::Order.request("slow").replacen("/orders", "/orders?delay_ms=60000", 1);
+    let mut client = world.sidecar.connect().await;
+    client.send(order.clone()).await;
+    until("it is committed", async || world.effects(Operation::Order).await == 1).await;
+    world.service.kill().await;
+    let first = client.message().await;
+    assert!(first.has_status(201).is_replay());
+    let second = world.sidecar.ask(&order).await;
+    assert!(second.has_status(201).is_replay());
+    assert_eq!(first.body, second.body);
+    world.restart_service().await;
+    assert_eq!(world.effects(Operation::Order).await, 1);
+}
+
 const SHORT: [&str; 1] = ["--lease=1s"];
 
 async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: Kind) {
@@ -312,6 +329,7 @@ checks! {
     a_service_that_is_killed_before_it_sends_commit_has_done_nothing
     a_service_that_is_killed_while_it_commits_has_done_it
     a_service_that_is_killed_after_its_commit_has_done_it
+    a_service_that_is_killed_before_it_answers_has_answered
     a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed
     a_sidecar_that_is_killed_while_the_service_is_at_it
     both_are_killed
