@@ -119,9 +119,6 @@ fn check(draft: &Draft, is_online: bool) -> Report {
     if let Some(config) = &draft.config {
         configuration(config, is_online, &mut report);
     }
-    if let Some(file) = &draft.admin_token_file {
-        secret("the admin token", file, &mut report);
-    }
     if let Some(files) = &draft.tls {
         tls(files, &mut report);
     }
@@ -215,18 +212,21 @@ fn tls(files: &TlsFiles, report: &mut Report) {
         }
         Err(error) => report.error(format!("TLS: {error}")),
     }
-    secret("the TLS key", &files.key, report);
 }
 
 /// That it can be read was checked by whoever reads it; here it is checked that not everybody can.
 fn secret(what: &str, file: &Path, report: &mut Report) {
-    if let Ok(metadata) = fs::metadata(file)
-        && metadata.permissions().mode() & 0o004 != 0
-    {
-        let file = file.display();
-        report
-            .warn(format!("{what} in {file} can be read by everybody on this machine; run: chmod o= {file}"));
+    if let Some(warning) = readable_by_everybody(what, file) {
+        report.warn(warning);
     }
+}
+
+/// A warning, if everybody on this machine can read the file.
+pub(crate) fn readable_by_everybody(what: &str, file: &Path) -> Option<String> {
+    let is_readable = fs::metadata(file).is_ok_and(|about| about.permissions().mode() & 0o004 != 0);
+    let file = file.display();
+    is_readable
+        .then(|| format!("{what} in {file} can be read by everybody on this machine; run: chmod o= {file}"))
 }
 
 /// Asks the database what it has; nothing is written.
@@ -264,9 +264,11 @@ fn existing_store(dir: &Path, report: &mut Report) {
     if is_empty {
         return report.ok(format!("store {shown}: empty; it is made at the first start"));
     }
+    if let Some(what) = has_other_things(dir) {
+        return report.error(format!("store {shown}: {what}"));
+    }
     if !dir.join(RECORDS).exists() {
-        return report
-            .warn(format!("store {shown}: has files, but no records; is this the directory that you mean?"));
+        return report.ok(format!("store {shown}: has no records; it is made at the first start"));
     }
     secret("every stored answer", &dir.join(RECORDS), report);
     match oncegate_embedded::check(&EmbeddedOptions::new(dir)) {
@@ -329,6 +331,26 @@ pub(crate) fn existing(dir: &Path) -> Result<(), String> {
         Err(error) => Err(format!("store {shown}: {error}")),
     }
 }
+
+/// Why no store is created in this directory: it has no records, and holds things of others. A name that is mistaken for an
+/// empty directory would be an empty store, which executes again what the real one has answered.
+pub(crate) fn has_other_things(dir: &Path) -> Option<String> {
+    if dir.join(RECORDS).exists() {
+        return None;
+    }
+    // The root of a file system has `lost+found`, and what begins with a dot is nobody's data. The lock is of a first start that
+    // went no further.
+    let is_other = |name: &str| !name.starts_with('.') && !NOT_OTHERS.contains(&name);
+    let names = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let other = names.filter(|name| is_other(name)).min()?;
+    Some(format!(
+        "the directory holds other things, such as {other}, and no records; name the directory of the store, an empty one, or one \
+         that is not there yet"
+    ))
+}
+
+/// Names in an empty store directory.
+const NOT_OTHERS: [&str; 4] = ["lock", "probe", "records.redb.new", "lost+found"];
 
 /// The file that holds the records.
 const RECORDS: &str = "records.redb";
@@ -536,7 +558,10 @@ mod tests {
         fs::write(world.store.join("other"), "").unwrap();
         assert_eq!(
             world.store_lines(),
-            ["warn  store data: has files, but no records; is this the directory that you mean?"]
+            [
+                "error store data: the directory holds other things, such as other, and no records; name the directory of the \
+                 store, an empty one, or one that is not there yet"
+            ]
         );
     }
 

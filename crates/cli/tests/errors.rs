@@ -6,7 +6,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::process::Stdio;
 
-use support::within;
+use support::{Process, within};
 use tokio::process::Command;
 
 /// The one line of a program's standard error that has this text, which has to end without success.
@@ -73,6 +73,23 @@ async fn a_service_that_refuses_is_checked_and_prints_why() {
     let line =
         words.lines().find(|line| line.contains("cannot be reached")).unwrap_or_else(|| panic!("{words}"));
     says_each_cause_once(line, &REFUSED);
+}
+
+#[tokio::test]
+async fn a_database_that_refuses_the_connection_prints_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = format!("http://{}", nobody());
+    let store = format!("postgres://app@{}/shop", nobody());
+    let mut check = oncegate(&["check", "--to", &to, "--store", &store, "--service=shop"]);
+    check.stdout(Stdio::piped()).current_dir(dir.path());
+    let ended = within("the end of the check", check.output()).await.unwrap();
+    let words = String::from_utf8(ended.stdout).unwrap();
+    assert!(words.contains("Connection refused"), "{words}");
+    // The sidecar starts without it, and says the same.
+    let mut proxy = oncegate(&["proxy", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]);
+    proxy.args(["--to", &to, "--store", &store, "--service=shop"]);
+    let mut proxy = Process::start(&mut proxy);
+    proxy.says("Connection refused").await;
 }
 
 #[tokio::test]

@@ -48,6 +48,20 @@ async fn two_sidecars_share_a_server_and_an_outage_refuses() {
     assert!(!out.contains("hunter2") && !log.contains("hunter2"), "{out}\n{log}");
 }
 
+#[tokio::test]
+async fn a_database_that_the_server_does_not_have_is_named() {
+    let server = server();
+    let url = server.url().trim_end_matches("/0").to_owned() + "/99";
+    let command = &mut sidecar("http://127.0.0.1:9");
+    let ended = command.env("ONCEGATE_STORE", url).output().await.unwrap();
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("the server refuses the database of the URL") && !said.contains("hunter2"),
+        "{said}"
+    );
+}
+
 /// A configuration that is changed while the sidecar runs: in its log, in its metrics, and in whether it is ready.
 #[tokio::test]
 async fn a_change_of_the_servers_configuration_is_told() {

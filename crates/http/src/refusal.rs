@@ -189,9 +189,7 @@ impl Condition {
                 "This operation requires a key. Make one per intent, such as a UUID, and send it with every retry."
             }
             Self::KeyInvalid => "The key is malformed.",
-            Self::RequestTooLarge => {
-                "Nothing was executed. Send a smaller body, or send this one without a key where that is allowed."
-            }
+            Self::RequestTooLarge => "Nothing was executed. Send a smaller body.",
             Self::RequestIncomplete => "Nothing was executed. Send the request again.",
             Self::Overloaded => {
                 "There is no room for this request at the moment. Send the same request with the same key later."

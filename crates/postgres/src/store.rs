@@ -12,7 +12,7 @@ use oncegate_core::{
     Resolve, StateName, StateSet, Store, StoreError, StoreErrorKind, StoreFuture, Timestamp, limits,
 };
 use sqlx::pool::PoolConnection;
-use sqlx::postgres::{PgPool, PgPoolOptions, PgRow};
+use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions, PgRow};
 use sqlx::{Connection as _, Error, Postgres, Row as _};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
@@ -235,7 +235,11 @@ impl Shared {
                 return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
             }
             Err(failure) => {
-                let why = failure.to_string();
+                let why = match &failure {
+                    Failure::Unsent(Error::PoolTimedOut) => why_not_connected(&options).await,
+                    _ => None,
+                };
+                let why = why.unwrap_or_else(|| failure.to_string());
                 return Err(if failure.may_pass() {
                     OpenError::Unreachable { database, why }
                 } else {
@@ -654,6 +658,19 @@ impl Standing {
 /// No such schema, no such function, or no right to look.
 fn is_missing(error: &dyn sqlx::error::DatabaseError) -> bool {
     matches!(error.code().as_deref(), Some("3F000" | "42883" | "42P01" | "42501"))
+}
+
+/// Why the server cannot be reached. A pool tries again until its time is up, and does not say why.
+async fn why_not_connected(options: &PostgresOptions) -> Option<String> {
+    let connect_options = options.connect_options();
+    let connect = PgConnection::connect_with(&connect_options);
+    match tokio::time::timeout(options.connect_timeout, connect).await {
+        Ok(Ok(_)) => None,
+        Ok(Err(error)) => Some(in_words(&error)),
+        Err(_) => {
+            Some(format!("no connection to PostgreSQL: no answer within {:?}", options.connect_timeout))
+        }
+    }
 }
 
 /// Why a call has no answer.

@@ -567,6 +567,10 @@ fn config(options: &RedisOptions) -> AsyncConnectionConfig {
 
 fn connect_error(host: &str, port: u16, error: &RedisError) -> OpenError {
     match Failure::of(error) {
+        // The client says this of SELECT. The server's own words are left out.
+        Failure::Refused(_) if error.to_string().contains("switch database") => OpenError::Unfit(format!(
+            "{host}:{port}: the server refuses the database of the URL: it has none of this number, or the user may not use it"
+        )),
         // The words of the operating system: refused, unknown host, a certificate that does not fit.
         Failure::Lost(_) => OpenError::Unreachable(format!("{host}:{port}: {}", ErrorChain(error))),
         failure => match OpenError::from(failure) {

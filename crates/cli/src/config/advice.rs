@@ -1,5 +1,6 @@
 //! What somebody should know of a configuration that works.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use http::Method;
@@ -9,7 +10,8 @@ use super::assemble::{given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
 use super::settings::{Given, Values};
 use super::units::{StoreChoice, duration_text};
-use super::{Route, RouteConfig};
+use super::{Route, RouteConfig, TlsFiles};
+use crate::check::readable_by_everybody;
 
 /// Below this a pause of the machine (a snapshot, a long collection, a full disk) outlasts a lease.
 const LEASE_SHORT: Duration = Duration::from_secs(2);
@@ -32,6 +34,15 @@ pub(super) fn on_service(values: &Values) -> Vec<Problem> {
         advice.push(Problem::warning(source(&values.admin), what));
     }
     advice
+}
+
+/// On files with secrets that everybody on this machine can read.
+pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec<Problem> {
+    let secrets = [("the admin token", token), ("the TLS key", tls.map(|files| &files.key))];
+    let warning = |(what, file): (&str, Option<&PathBuf>)| {
+        Some(Problem::warning(None, readable_by_everybody(what, file?)?))
+    };
+    secrets.into_iter().filter_map(warning).collect()
 }
 
 /// On what is done on one route, or on all others.

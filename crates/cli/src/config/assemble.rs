@@ -33,10 +33,11 @@ pub(super) fn draft(
     };
     let store = Some(given(&values.store)).filter(|_| !is_doubtful("store"));
     let needs_to = !is_doubtful("to");
-    let admin_token_file = values.admin_token_file.as_ref().map(|file| file.value.clone());
     let problems = &mut problems;
     let tls = tls(values, problems);
     let mut warnings = advice::on_service(values);
+    warnings
+        .extend(advice::on_secrets(values.admin_token_file.as_ref().map(|file| &file.value), tls.as_ref()));
     let default = route_config(values, None, false, problems);
     warnings.extend(advice::on_route(values, &default));
     let mut routes = Vec::new();
@@ -111,7 +112,7 @@ pub(super) fn draft(
     });
     problems.extend(once);
     problems.sort_by_key(Problem::rank);
-    Draft { store, store_must_exist, tls, admin_token_file, problems: std::mem::take(problems), config }
+    Draft { store, store_must_exist, tls, problems: std::mem::take(problems), config }
 }
 
 /// What all bodies may hold together has to be as much as one may have, or the largest would always be refused.

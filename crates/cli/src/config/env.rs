@@ -1,6 +1,7 @@
 //! Settings from the environment.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::net::IpAddr;
 
 use super::Entry;
 use super::problem::{Problem, Source, nearest};
@@ -31,7 +32,7 @@ pub(super) fn read(
                 if let Err(error) = crate::log::filter(&value.to_string_lossy()) {
                     problems.push(Problem::error(source, error));
                 }
-            } else if !OTHERS.contains(&name) && !is_service_link(name) {
+            } else if !OTHERS.contains(&name) && !is_service_link(name, &value) {
                 problems.push(Problem::error(source, format!("no such setting{}", hint(name))));
             }
             continue;
@@ -58,13 +59,38 @@ fn hint(name: &str) -> String {
     }
 }
 
-/// Kubernetes puts the addresses of a service that is called `oncegate` into the environment of every pod beside it.
-fn is_service_link(name: &str) -> bool {
-    let rest = name.strip_prefix(PREFIX).unwrap_or(name);
-    rest == "PORT"
-        || rest.starts_with("PORT_")
-        || rest.starts_with("SERVICE_HOST")
-        || rest.starts_with("SERVICE_PORT")
+/// Whether Kubernetes has made this variable: the addresses of a Service called `oncegate`, or `oncegate-admin`, are in the environment
+/// of every pod next to it, as `ONCEGATE_ADMIN_SERVICE_HOST`, `ONCEGATE_ADMIN_PORT` and `ONCEGATE_ADMIN_PORT_80_TCP_ADDR`.
+fn is_service_link(name: &str, value: &OsStr) -> bool {
+    let (Some(rest), Some(value)) = (name.strip_prefix(PREFIX), value.to_str()) else { return false };
+    // What stands behind the name of the Service.
+    let behind = |word: &str| {
+        rest.rsplit_once(word).filter(|(service, _)| service.is_empty() || service.ends_with('_'))
+    };
+    let is_url = ["tcp://", "udp://", "sctp://"].iter().any(|scheme| value.starts_with(scheme));
+    if let Some((_, "")) = behind("SERVICE_HOST")
+        && value.parse::<IpAddr>().is_ok()
+    {
+        return true;
+    }
+    if let Some((_, port)) = behind("SERVICE_PORT")
+        && (port.is_empty() || port.starts_with('_'))
+        && value.parse::<u16>().is_ok()
+    {
+        return true;
+    }
+    // `PORT`, `PORT_80_TCP`, `PORT_80_TCP_PROTO`, `PORT_80_TCP_PORT`, `PORT_80_TCP_ADDR`
+    let words: Vec<&str> = rest.split('_').collect();
+    let is_number = |word: &&str| word.parse::<u16>().is_ok();
+    let is_protocol = |word: &&str| ["TCP", "UDP", "SCTP"].contains(word);
+    match words.as_slice() {
+        [.., "PORT"] if is_url => true,
+        [.., "PORT", number, protocol] => is_number(number) && is_protocol(protocol) && is_url,
+        [.., "PORT", number, protocol, "PROTO" | "PORT" | "ADDR"] => {
+            is_number(number) && is_protocol(protocol)
+        }
+        _ => false,
+    }
 }
 
 #[cfg(test)]
@@ -127,8 +153,29 @@ mod tests {
             ("ONCEGATE_PORT_80_TCP_ADDR", "10.0.0.1"),
             ("ONCEGATE_SERVICE_HOST", "10.0.0.1"),
             ("ONCEGATE_SERVICE_PORT_HTTP", "80"),
+            ("ONCEGATE_SERVICE_PORT", "80"),
+            ("ONCEGATE_ADMIN_SERVICE_HOST", "10.0.0.1"),
+            ("ONCEGATE_ADMIN_SERVICE_PORT", "9090"),
+            ("ONCEGATE_ADMIN_SERVICE_PORT_METRICS_HTTP", "9090"),
+            ("ONCEGATE_ADMIN_PORT", "tcp://10.0.0.1:9090"),
+            ("ONCEGATE_ADMIN_PORT_9090_TCP", "tcp://10.0.0.1:9090"),
+            ("ONCEGATE_ADMIN_PORT_9090_TCP_PROTO", "tcp"),
+            ("ONCEGATE_ADMIN_PORT_9090_TCP_PORT", "9090"),
+            ("ONCEGATE_ADMIN_PORT_9090_TCP_ADDR", "fd00::1"),
+            ("ONCEGATE_SERVICE_SERVICE_HOST", "10.0.0.1"),
+            ("ONCEGATE_SERVICE_PORT", "tcp://10.0.0.1:80"),
             ("ONCEGATE_LOG", "debug"),
         ];
         assert_eq!(read_all(&links), (Vec::new(), Vec::new()));
+        // What people write by mistake is an error.
+        for mistake in [
+            ("ONCEGATE_PORT", "8080"),
+            ("ONCEGATE_LISTEN_PORT", "8080"),
+            ("ONCEGATE_SERVICE_HOST", "shop.example"),
+            ("ONCEGATE_SERVICE_PORTS", "80"),
+            ("ONCEGATE_MYSERVICE_HOST", "10.0.0.1"),
+        ] {
+            assert_eq!(read_all(&[mistake]).1.len(), 1, "{mistake:?}");
+        }
     }
 }

@@ -9,6 +9,8 @@ mod cors;
 mod env;
 mod file;
 mod flags;
+#[cfg(test)]
+mod pages;
 mod paths;
 mod problem;
 mod settings;
@@ -180,8 +182,6 @@ pub(crate) struct Draft {
     /// Whether a store in a directory has to be there already.
     pub(crate) store_must_exist: bool,
     pub(crate) tls: Option<TlsFiles>,
-    /// The file of the admin token, whether it could be read or not.
-    pub(crate) admin_token_file: Option<PathBuf>,
     /// Errors and warnings.
     pub(crate) problems: Vec<Problem>,
     /// Where there is no error.

@@ -167,7 +167,7 @@ mod heading {
 use Fallback::{Nothing, Profile as ByProfile, Value};
 
 settings! {
-    /// Reads settings from this TOML file. Its keys are the flags without dashes in front; [[route]] tables with a
+    /// Reads settings from this TOML file, by their names in docs/reference/configuration.md; [[route]] tables with a
     /// path change them per route. Flags win over the environment, the environment over the file.
     "config" SERVICE Start One "FILE" Nothing("");
     config: PathBuf = units::path;

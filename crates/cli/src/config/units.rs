@@ -23,7 +23,7 @@ use oncegate_redis::RedisOptions;
 
 use crate::access_log::AccessLogFormat;
 
-use super::problem::did_you_mean;
+use super::problem::{did_you_mean, nearest};
 pub(crate) use super::store_url::{StoreUrl, safe_url};
 use super::tiered::{self, TieredChoice};
 
@@ -384,7 +384,11 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
         "write http:// or https://, a host and where needed a port, such as \"http://127.0.0.1:3000\"";
     let Some((scheme, rest)) = text.split_once("://") else {
         let error = format!("{text:?} has no scheme; {ALLOWED}");
-        let meant = format!("http://{text}");
+        // A number alone is a port, and not the address that it would be as a host.
+        let meant = match text.strip_prefix(':').unwrap_or(text).parse::<u16>() {
+            Ok(port) => format!("http://127.0.0.1:{port}"),
+            Err(_) => format!("http://{text}"),
+        };
         return Err(match upstream(&meant) {
             Ok(_) => format!("{text:?} has no scheme; did you mean {meant:?}?"),
             Err(_) => error,
@@ -411,6 +415,18 @@ pub(crate) fn upstream(text: &str) -> Read<Upstream> {
     }
     Ok(Upstream { scheme: scheme.clone(), authority: authority.clone() })
 }
+
+/// What URLs of stores begin with.
+const SERVERS: [&str; 8] = [
+    "postgres",
+    "postgresql",
+    "redis",
+    "rediss",
+    "redis-cluster",
+    "rediss-cluster",
+    "redis-sentinel",
+    "rediss-sentinel",
+];
 
 pub(crate) fn store(text: &str) -> Read<StoreChoice> {
     if text.trim() != text {
@@ -444,8 +460,14 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
         // be a password.
         _ if text.contains("://") => {
             let shown = safe_url(text);
+            let scheme = text.split("://").next().unwrap_or_default();
+            let meant = match nearest(scheme, SERVERS.iter().copied().chain(["memory"])) {
+                Some("memory") => "; did you mean \"memory:\"?".to_owned(),
+                Some(server) => format!("; did you mean \"{server}://…\"?"),
+                None => String::new(),
+            };
             Err(format!(
-                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", or \"memory:\""
+                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", or \"memory:\"{meant}"
             ))
         }
         _ => match looks_like_no_directory(text) {
@@ -459,11 +481,22 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
 /// store, which executes again what the real one has answered. Of what follows the scheme nothing is repeated: there may be
 /// a password in it.
 fn looks_like_no_directory(text: &str) -> Option<String> {
+    const STORES: &str =
+        "the stores are a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", and \"memory:\";";
     const OTHERWISE: &str = "a directory with this name is written with \"./\" in front";
     let first = text.split('/').next().unwrap_or_default();
     let lower = first.to_ascii_lowercase();
     if lower.starts_with("tiered") && lower.contains('(') {
         return Some(format!("this could be a tiered store; write \"tiered(front=…,back=…)\"; {OTHERWISE}"));
+    }
+    // A colon that was forgotten: `redis//localhost`.
+    if let Some((scheme, _)) = text.split_once("//")
+        && SERVERS.contains(&scheme.to_ascii_lowercase().as_str())
+    {
+        let meant = scheme.to_ascii_lowercase();
+        return Some(format!(
+            "\"{meant}//…\" is a server without a colon; did you mean \"{meant}://…\"? {OTHERWISE}"
+        ));
     }
     let (scheme, _) = lower.split_once(':')?;
     let is_scheme = |text: &str| {
@@ -473,12 +506,13 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
     if !is_scheme(scheme) {
         return None;
     }
-    let meant = match scheme {
-        "memory" => "\"memory:\"".to_owned(),
-        _ => format!("\"{scheme}://…\""),
+    let meant = match nearest(scheme, SERVERS.iter().copied().chain(["memory"])) {
+        Some("memory") => "did you mean \"memory:\"?".to_owned(),
+        Some(server) => format!("did you mean \"{server}://…\"?"),
+        None => STORES.to_owned(),
     };
     let written = first.split(':').next().unwrap_or_default();
-    Some(format!("\"{written}:…\" is neither a store nor a directory; did you mean {meant}? {OTHERWISE}"))
+    Some(format!("\"{written}:…\" is neither a store nor a directory; {meant} {OTHERWISE}"))
 }
 
 /// A store as logs may show it: whatever stands before the host of a URL is left out.
@@ -516,7 +550,17 @@ pub(crate) fn scope(text: &str) -> Read<CallerScope> {
         Some(("required-header", name)) => header_name(name).map(CallerScope::required_header),
         Some(("cookie", name)) => CallerScope::cookie(name).map_err(error),
         Some(("required-cookie", name)) => CallerScope::required_cookie(name).map_err(error),
-        _ => Err(format!("{text:?} does not say how callers are told apart; {ALLOWED}")),
+        _ => {
+            let hint = match nearest(text, ["single-tenant"]) {
+                Some(name) => format!("; did you mean `{name}`?"),
+                // The name of a field, as `X-Api-Key`.
+                None if text.contains('-') && text.parse::<HeaderName>().is_ok() => {
+                    format!("; did you mean `required-header:{text}`?")
+                }
+                None => String::new(),
+            };
+            Err(format!("{text:?} does not say how callers are told apart; {ALLOWED}{hint}"))
+        }
     }
 }
 
@@ -879,6 +923,8 @@ mod tests {
         }
         for (text, why) in [
             ("127.0.0.1:3000", "\"127.0.0.1:3000\" has no scheme; did you mean \"http://127.0.0.1:3000\"?"),
+            ("3000", "did you mean \"http://127.0.0.1:3000\"?"),
+            (":3000", "did you mean \"http://127.0.0.1:3000\"?"),
             ("ftp://host", "\"ftp://host\" has the scheme \"ftp\"; write http:// or https://"),
             ("http://", "\"http://\" is not a URL"),
             ("http://host:port", "is not a URL"),
@@ -903,7 +949,7 @@ mod tests {
 
     #[test]
     fn words_are_checked_and_the_nearest_is_suggested() {
-        let table: [(&str, String); 12] = [
+        let table: [(&str, String); 13] = [
             ("\"ietff\" is not one of ietf, seed, stripe; did you mean `ietf`?", error(profile("ietff"))),
             (
                 "\"reexecut\" is not one of park, reexecute, reconcile; did you mean `reexecute`?",
@@ -922,6 +968,10 @@ mod tests {
             (
                 "\"x y\" is not the name of a header field; letters, digits and dashes are allowed",
                 error(scope("header:x y")),
+            ),
+            (
+                "\"X-Api-Key\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
+                error(scope("X-Api-Key")),
             ),
             (
                 "the header field set-cookie must not be stored and replayed",
@@ -982,6 +1032,13 @@ mod tests {
         for (wrong, why) in [
             ("Memory:", "did you mean \"memory:\"?"),
             ("memory:64MiB", "did you mean \"memory:\"?"),
+            ("memroy:", "did you mean \"memory:\"?"),
+            ("memory://", "did you mean \"memory:\"?"),
+            ("sqlite:shop.db", "\"sqlite:…\" is neither a store nor a directory; the stores are a directory"),
+            ("http:hunter2@host", "the stores are a directory"),
+            ("postgre://u:hunter2@host/d", "did you mean \"postgres://…\"?"),
+            ("redis//u:hunter2@host", "did you mean \"redis://…\"?"),
+            ("Postgres//u:hunter2@host/d", "did you mean \"postgres://…\"?"),
             (" memory:", "a blank"),
             ("memory: ", "a blank"),
             ("./data\n", "a blank"),
@@ -993,7 +1050,16 @@ mod tests {
             let said = error(store(wrong));
             assert!(said.contains(why) && !said.contains("hunter2"), "{wrong}: {said}");
         }
-        for right in ["./redis:/host", "/var/lib/a:b", "data", "data/2024:1", "./Memory:"] {
+        for right in [
+            "./redis:/host",
+            "./redis//host",
+            "redis/host",
+            "data//host",
+            "/var/lib/a:b",
+            "data",
+            "data/2024:1",
+            "./Memory:",
+        ] {
             assert_eq!(store(right), Ok(StoreChoice::Directory(right.into())));
         }
         assert!(matches!(store("redis://host"), Ok(StoreChoice::Redis(_))));

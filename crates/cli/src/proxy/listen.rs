@@ -43,32 +43,54 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// begun, so nothing is lost with it.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Sockets on one address, as many as there are threads.
-pub(crate) fn bind(
-    address: SocketAddr,
-    threads: usize,
-) -> io::Result<(SocketAddr, Vec<std::net::TcpListener>)> {
-    // Sockets that share an address would be shared with another process of the same user as well; so this one first
-    // finds out whether the address is free.
-    let first = listener(address, false)?;
-    let address = first.local_addr()?;
-    if threads == 1 {
-        return Ok((address, vec![first]));
-    }
-    drop(first);
-    let sockets = (0..threads).map(|_| listener(address, true)).collect::<io::Result<_>>()?;
-    Ok((address, sockets))
+/// An address that this process has, and on which it does not take connections yet. A start that fails because an address is taken
+/// has created no store, and while a store is opened, connections are refused instead of kept waiting.
+pub(crate) struct BoundAddress {
+    pub(crate) address: SocketAddr,
+    socket: Socket,
 }
 
-fn listener(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListener> {
+impl BoundAddress {
+    /// # Errors
+    /// If the address is taken, or is none of this machine's.
+    pub(crate) fn new(address: SocketAddr) -> io::Result<Self> {
+        let socket = bound(address, false)?;
+        let local = socket.local_addr()?.as_socket();
+        Ok(Self { address: local.unwrap_or(address), socket })
+    }
+
+    /// Takes connections, on as many sockets as there are threads.
+    ///
+    /// # Errors
+    /// If another process has taken the address meanwhile.
+    pub(crate) fn listen(self, threads: usize) -> io::Result<Vec<std::net::TcpListener>> {
+        // Sockets that share an address would be shared with another process of the same user as well; so this one first
+        // finds out whether the address is free.
+        self.socket.listen(BACKLOG)?;
+        if threads == 1 {
+            return Ok(vec![self.socket.into()]);
+        }
+        drop(self.socket);
+        let listener = |_| {
+            let socket = bound(self.address, true)?;
+            socket.listen(BACKLOG)?;
+            Ok(socket.into())
+        };
+        (0..threads).map(listener).collect()
+    }
+}
+
+/// Connections that wait to be taken, on each socket.
+const BACKLOG: i32 = 4096;
+
+fn bound(address: SocketAddr, shared: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
     #[cfg(unix)]
     socket.set_reuse_port(shared)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
-    socket.listen(4096)?;
-    Ok(socket.into())
+    Ok(socket)
 }
 
 /// Requests that one client of HTTP/2 may have under way on a connection.

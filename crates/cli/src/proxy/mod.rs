@@ -29,7 +29,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
-pub(crate) use listen::{ConnectionLimit, bind};
+pub(crate) use listen::{BoundAddress, ConnectionLimit};
 pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
 pub(crate) use tls::{connector, server_config};
 

@@ -1,6 +1,8 @@
 //! `oncegate proxy`: from the configuration to a process that serves, and back out of it.
 
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
+use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,10 +19,10 @@ use super::late::{self, NotOpened};
 use super::live::Live;
 use super::reconcile::Questions;
 use super::reload::Reloader;
-use super::{ConnectionLimit, DataPath, bind, server_config, tiered};
+use super::{BoundAddress, ConnectionLimit, DataPath, server_config, tiered};
 use crate::access_log::AccessLog;
 use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
-use crate::check::existing;
+use crate::check::{existing, has_other_things};
 use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
@@ -96,6 +98,19 @@ fn within_files(allowed: u64, connections: usize, in_flight: usize) -> (usize, u
     (connections.min(available - in_flight.min(available)).max(1), in_flight)
 }
 
+/// Names the flag, and what most often has the address.
+fn cannot_listen(flag: &str, address: SocketAddr, error: &std::io::Error) -> String {
+    let hint = match error.kind() {
+        ErrorKind::AddrInUse => {
+            "; another program has this address, or another sidecar: several on one machine need different ones"
+        }
+        ErrorKind::AddrNotAvailable => "; it is not an address of this machine",
+        ErrorKind::PermissionDenied => "; ports below 1024 need a right of their own",
+        _ => "",
+    };
+    format!("{flag} {address}: cannot listen: {error}{hint}")
+}
+
 /// How long a stopping sidecar waits for what is just being put into the front of its store.
 const FRONT_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -105,17 +120,23 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let mut signals = Signals::new().map_err(|error| format!("cannot listen for signals: {error}"))?;
     let hangup =
         signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?;
-    let opened = late::open(&config).await?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
-    let (listen, sockets) = bind(config.listen, threads)
-        .map_err(|error| format!("cannot listen on {}: {error}", config.listen))?;
-    let admin = tokio::net::TcpListener::bind(config.admin)
-        .await
-        .map_err(|error| format!("cannot listen on the admin address {}: {error}", config.admin))?;
-    let admin_address = admin.local_addr().map_err(|error| error.to_string())?;
-
+    // Before a store is created: a start that fails leaves nothing behind.
+    let listen =
+        BoundAddress::new(config.listen).map_err(|error| cannot_listen("--listen", config.listen, &error))?;
+    let admin =
+        BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
+    let (listen_address, admin_address) = (listen.address, admin.address);
+    let opened = late::open(&config).await?;
     let tier = tiered::open(&config).await?;
+    let sockets =
+        listen.listen(threads).map_err(|error| cannot_listen("--listen", listen_address, &error))?;
+    let admin = admin
+        .listen(1)
+        .and_then(|mut sockets| sockets.pop().map_or_else(|| Err(ErrorKind::AddrNotAvailable.into()), Ok))
+        .and_then(tokio::net::TcpListener::from_std)
+        .map_err(|error| cannot_listen("--admin", admin_address, &error))?;
     let metrics = tiered::metrics(opened.store.clone(), tier.as_ref());
     let control = tokio::runtime::Handle::current();
     let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
@@ -161,7 +182,7 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let admin = tokio::spawn(admin::serve(admin, state, async { drop(closed.await) }));
     let scheme = if config.tls.is_some() { "https" } else { "http" };
     let line = format!(
-        "oncegate listening on {scheme}://{listen}, admin http://{admin_address}, upstream {}, store {}",
+        "oncegate listening on {scheme}://{listen_address}, admin http://{admin_address}, upstream {}, store {}",
         config.to, config.store
     );
     let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
@@ -256,7 +277,7 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
                 .with_cache_bytes(config.store_cache)
                 .with_max_records(config.max_records.unwrap_or(u64::MAX))
                 .with_max_record_bytes(config.max_store_bytes.unwrap_or(u64::MAX));
-            let store = open_directory(options)?;
+            let store = open_directory(directory, options)?;
             if found.is_err() {
                 tracing::warn!(
                     directory = %directory.display(),
@@ -274,10 +295,13 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     })
 }
 
-pub(super) fn open_directory(options: EmbeddedOptions) -> Result<EmbeddedStore, NotOpened> {
-    EmbeddedStore::open(options).map_err(|error| match error.is_full() {
-        true => NotOpened::Unreachable(ErrorChain(&error).to_string()),
-        false => NotOpened::Unfit(ErrorChain(&error).to_string()),
+pub(super) fn open_directory(directory: &Path, options: EmbeddedOptions) -> Result<EmbeddedStore, NotOpened> {
+    if let Some(what) = has_other_things(directory) {
+        return Err(NotOpened::Unfit(format!("--store {}: {what}", directory.display())));
+    }
+    EmbeddedStore::open(options).map_err(|error| {
+        let what = format!("--store {}: {}", directory.display(), ErrorChain(&error));
+        if error.is_full() { NotOpened::Unreachable(what) } else { NotOpened::Unfit(what) }
     })
 }
 

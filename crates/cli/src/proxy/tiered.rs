@@ -29,8 +29,8 @@ pub(super) async fn open(config: &Config) -> Result<Option<Tier>, String> {
     let front = match &choice.front {
         FrontChoice::Memory(octets) => Front::in_memory(*octets),
         FrontChoice::Directory(directory) => {
-            let store = open_directory(EmbeddedOptions::new(directory).with_cache_bytes(config.store_cache))
-                .map_err(|error| error.to_string())?;
+            let options = EmbeddedOptions::new(directory).with_cache_bytes(config.store_cache);
+            let store = open_directory(directory, options).map_err(|error| error.to_string())?;
             Front::on(Arc::new(store))
         }
         FrontChoice::Redis(options) => open_redis(options).await,

@@ -144,9 +144,60 @@ async fn an_address_in_use_is_named() {
             let other = if flag == "--listen" { "--admin=127.0.0.1:0" } else { "--listen=127.0.0.1:0" };
             let (code, said) = refused(command.arg(format!("{flag}={address}")).arg(other)).await;
             assert_eq!(code, 1);
-            assert!(said.contains(&address.to_string()) && said.contains("in use"), "{said}");
+            let expected = format!("error: {flag} {address}: cannot listen: Address already in use");
+            assert!(said.contains(&expected), "{said}");
         }
     }
+}
+
+/// The warning that a store is new comes with the start that serves.
+#[tokio::test]
+async fn a_start_that_fails_creates_no_store() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    let store = format!("--store={}", path.display());
+    let service = Service::new().await.answers(OK);
+    let first = Sidecar::start(service.address, &[]).await;
+    let missing = directory.path().join("missing.pem").display().to_string();
+    let (listen, admin) = (format!("--listen={}", first.address), format!("--admin={}", first.admin));
+    let any = ("--listen=127.0.0.1:0", "--admin=127.0.0.1:0");
+    let starts: [&[&str]; 3] =
+        [&[&listen, any.1], &[any.0, &admin], &[any.0, any.1, "--tls-cert", &missing, "--tls-key", &missing]];
+    for flags in starts {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        let (code, said) =
+            refused(command.args(["proxy", "--to=http://127.0.0.1:9", &store]).args(flags)).await;
+        assert_eq!(code, 1, "{said}");
+        assert!(!path.exists(), "{flags:?}: {said}");
+    }
+    // Another one starts, and one with a setting for it does not take what is not there.
+    let to = format!("http://{}", service.address);
+    let mut sidecar = Sidecar::run(sidecar(&to).arg(&store)).await;
+    sidecar.ask(&request("POST", "/", &[KEY], "{}")).await.has_status(200);
+    sidecar.process.kill().await;
+    assert!(sidecar.process.errors().await.contains("a new, empty store was created"));
+}
+
+/// A name that was mistaken must not become an empty store.
+#[tokio::test]
+async fn no_store_is_created_among_other_things() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("ledger.csv"), "").unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let store = format!("--store={}", directory.path().display());
+    let back = elsewhere.path().join("records");
+    let front = format!("--store=tiered(front={},back={})", directory.path().display(), back.display());
+    for store in [&store, &front] {
+        let (code, said) = refused(sidecar("http://127.0.0.1:9").arg(store)).await;
+        assert_eq!(code, 1);
+        assert!(said.contains("holds other things, such as ledger.csv"), "{said}");
+    }
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    // The root of a file system is empty in the same sense.
+    let disk = tempfile::tempdir().unwrap();
+    fs::create_dir(disk.path().join("lost+found")).unwrap();
+    let service = Service::new().await.answers(OK);
+    Sidecar::start(service.address, &[&format!("--store={}", disk.path().display())]).await;
 }
 
 #[tokio::test]
