@@ -70,9 +70,27 @@ impl Budget {
         usize::try_from(signed(self.limit).saturating_sub(free)).unwrap_or(0)
     }
 
-    /// Whether there is room for anything at all. What this copy drew ahead is no room where more is held than the limit.
+    /// Whether there is room for anything at all.
     pub(crate) fn has_room(&self) -> bool {
-        self.here.load(Ordering::Relaxed).saturating_add(self.shared.left.load(Ordering::Relaxed)) > 0
+        if !self.is_overdrawn() && self.here.load(Ordering::Relaxed) > 0 {
+            return true;
+        }
+        self.return_ahead();
+        self.shared.left.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether more is held than the limit, as far as the copies have not drawn it ahead. Nothing may be taken then from what a
+    /// copy has drawn ahead: it belongs to what is missing.
+    fn is_overdrawn(&self) -> bool {
+        self.shared.left.load(Ordering::Relaxed) < 0
+    }
+
+    /// Returns what this copy has drawn ahead to all copies.
+    fn return_ahead(&self) {
+        let here = self.here.swap(0, Ordering::Relaxed);
+        if here != 0 {
+            self.shared.left.fetch_add(here, Ordering::Relaxed);
+        }
     }
 
     /// So little of a small budget that what copies drew ahead keeps no other copy from the rest.
@@ -80,8 +98,9 @@ impl Budget {
         (self.limit / 4096).min(AHEAD_MAX)
     }
 
+    /// Takes so many bytes, if no more than the limit is held with them.
     fn take(&self, bytes: usize) -> bool {
-        if draw(&self.here, bytes) {
+        if bytes == 0 || (!self.is_overdrawn() && draw(&self.here, bytes)) {
             return true;
         }
         let ahead = self.ahead();
@@ -90,29 +109,22 @@ impl Budget {
             return true;
         }
         // The last that there is.
-        let here = self.here.swap(0, Ordering::Relaxed);
-        let bytes = signed(bytes);
-        let missing = bytes.saturating_sub(here).max(0);
-        let taken = draw(&self.shared.left, missing.unsigned_abs());
-        self.here.fetch_add(if taken { (here - bytes).max(0) } else { here }, Ordering::Relaxed);
-        taken
+        self.return_ahead();
+        draw(&self.shared.left, bytes)
     }
 
+    /// Takes so many bytes, also if more than the limit is held with them. What is missing is missing to all copies.
     fn take_always(&self, bytes: usize) {
         if !self.take(bytes) {
-            let here = self.here.swap(0, Ordering::Relaxed);
-            self.shared.left.fetch_sub(signed(bytes).saturating_sub(here), Ordering::Relaxed);
+            self.shared.left.fetch_sub(signed(bytes), Ordering::Relaxed);
         }
     }
 
     fn give(&self, bytes: usize) {
-        let bytes = signed(bytes);
-        if self.shared.left.load(Ordering::Relaxed) < 0 {
-            // What is missing is paid back first.
-            self.shared.left.fetch_add(bytes, Ordering::Relaxed);
-            return;
+        let here = self.here.fetch_add(signed(bytes), Ordering::Relaxed).saturating_add(signed(bytes));
+        if self.is_overdrawn() {
+            return self.return_ahead();
         }
-        let here = self.here.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let ahead = signed(self.ahead());
         if here > 2 * ahead {
             let all = self.here.swap(0, Ordering::Relaxed);
@@ -305,19 +317,95 @@ mod tests {
     }
 
     #[test]
-    fn what_copies_drew_ahead_is_no_room_when_more_is_held_than_the_limit() {
-        let limit = 1 << 28;
+    fn what_is_missing_is_missing_to_a_copy_that_has_drawn_ahead() {
+        let limit = 1 << 24;
         let one = Budget::new(limit);
         let other = one.apart();
-        let (mut small, mut first, mut large) = (held(&one), held(&other), held(&other));
-        assert!(small.add(1) && first.add(1));
-        large.add_always(limit);
+        let (mut small, mut elsewhere) = (held(&one), held(&other));
+        assert!(small.add(1) && elsewhere.add(1));
+        // Answers that had to be taken. Each is far larger than what is drawn ahead.
+        let mut answers: Vec<_> = (0..40).map(|_| held(&one)).collect();
+        for answer in &mut answers {
+            answer.add_always(1 << 20);
+        }
+        assert_eq!(one.used(), 40 * (1 << 20) + 2);
+        for budget in [&one, &other] {
+            assert!(!budget.has_room());
+            assert!(!held(budget).add(1));
+            assert!(held(budget).add(0));
+        }
+        // What is given back fills what is missing first.
+        answers.truncate(17);
+        drop((small, elsewhere));
         assert!(!one.has_room() && !other.has_room());
-        assert!(!held(&other).add(1));
-        drop(large);
+        answers.truncate(15);
         assert!(one.has_room() && other.has_room());
-        drop((small, first, other));
-        assert_eq!(left(&one), limit);
+        drop(answers);
+        assert_eq!(one.used(), 0);
+        assert!(held(&one).add(limit) || held(&other).add(limit));
+    }
+
+    /// Whatever is taken and given back in whatever order: nothing is taken beyond the limit unless it has to be, there is no
+    /// room while more than the limit is held, and nothing is lost.
+    #[test]
+    fn follows_the_sum_of_what_is_held() {
+        for (seed, limit) in [(1_u64, 0), (2, 50), (3, 5_000), (4, 100_000), (5, 1 << 24), (6, 1 << 28)] {
+            let mut state = seed;
+            let mut random = move |below: usize| {
+                // SplitMix64.
+                state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let mut z = state;
+                z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                usize::try_from((z ^ (z >> 31)) >> 1).unwrap() % below
+            };
+            let first = Budget::new(limit);
+            let mut copies = vec![first.clone(), first.apart(), first.apart()];
+            let most_ahead = 2 * first.ahead();
+            let (mut all, mut sum) = (Vec::new(), 0);
+            for _ in 0..20_000 {
+                let copy = random(copies.len());
+                let bytes = [random(10), random(2_000), random(limit / 2 + 2), limit][random(4)];
+                match random(8) {
+                    0..=2 => {
+                        let mut one = held(&copies[copy]);
+                        let ahead_elsewhere = (copies.len() - 1) * most_ahead;
+                        let was_added = one.add(bytes);
+                        if was_added {
+                            assert!(bytes == 0 || sum + bytes <= limit, "{sum} + {bytes} of {limit}");
+                            sum += bytes;
+                            all.push(one);
+                        } else {
+                            assert!(sum + bytes + ahead_elsewhere > limit, "{sum} + {bytes} of {limit}");
+                        }
+                    }
+                    3 => {
+                        let mut one = held(&copies[copy]);
+                        one.add_always(bytes);
+                        sum += bytes;
+                        all.push(one);
+                    }
+                    4 if random(50) == 0 => {
+                        let apart = copies[copy].apart();
+                        copies[random(3)] = apart;
+                    }
+                    5 => {
+                        let has_room = copies[copy].has_room();
+                        assert!(!has_room || sum < limit, "{sum} of {limit}");
+                        let ahead_elsewhere = (copies.len() - 1) * most_ahead;
+                        assert!(has_room || sum + ahead_elsewhere >= limit, "{sum} of {limit}");
+                    }
+                    _ if !all.is_empty() => {
+                        let one = all.swap_remove(random(all.len()));
+                        sum -= one.bytes;
+                    }
+                    _ => {}
+                }
+                assert_eq!(first.used(), sum);
+            }
+            drop(all);
+            assert_eq!(first.used(), 0);
+        }
     }
 
     #[test]
