@@ -409,7 +409,8 @@ impl Settings {
     }
 
     /// While the store is out of reach, executes requests with a key **without protection**: a retry may take effect
-    /// twice. Each is marked with `Idempotency-Status: unprotected` and counted.
+    /// twice. Each is marked with `Idempotency-Status: unprotected` and counted. A store that can be reached and is full, or
+    /// cannot serve this record, still refuses them.
     #[must_use]
     pub fn danger_fail_open(self) -> Self {
         Self { store_outage: StoreOutage::Open, ..self }
