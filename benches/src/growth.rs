@@ -104,7 +104,7 @@ pub(crate) async fn embedded(small: (&Path, u64), large: (&Path, u64)) -> Result
 
 /// Compares two memory stores.
 pub(crate) async fn memory(small: u64, large: u64) -> Result<()> {
-    let mut populations = [Population::memory(small), Population::memory(large)];
+    let mut populations = [Population::memory(), Population::memory()];
     for (population, records) in populations.iter_mut().zip([small, large]) {
         population.fill(records).await?;
     }
@@ -159,11 +159,9 @@ impl Population {
         Ok(Self::new(Arc::new(store), clock, records))
     }
 
-    fn memory(records: u64) -> Self {
+    fn memory() -> Self {
         let clock = Arc::new(MovedClock { wall: SystemClock::new(), ahead: AtomicU64::new(0) });
-        // A sixth more than there will be: no shard may be full.
-        let capacity = records / 6 * 7 + 64 * ADDED;
-        Self::new(Arc::new(MemoryStore::with_capacity(clock.clone(), capacity as usize)), clock, 0)
+        Self::new(Arc::new(MemoryStore::new(clock.clone()).with_max_records(u64::MAX)), clock, 0)
     }
 
     fn new(store: Arc<dyn Store>, clock: Arc<MovedClock>, records: u64) -> Self {

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use crate::decide::{Command, Decision, Outcome, Write, decide};
 use crate::id::RecordId;
 use crate::limits;
 use crate::map::{RecordMap, Sharded};
-use crate::record::Record;
+use crate::record::{Answer, Record, State};
 use crate::store::{
     Advisory, AuditEntry, Capabilities, Durability, Extent, Fencing, ListPage, ListQuery, Store, StoreError,
     StoreFuture,
@@ -22,7 +23,15 @@ pub struct MemoryStore<C> {
     clock: StoreClock<C>,
     shards: Sharded<Shard>,
     audit: Mutex<Audit>,
-    capacity_per_shard: usize,
+    capacity: Capacity,
+}
+
+/// How much there is in all shards, and may be.
+struct Capacity {
+    records: AtomicU64,
+    max_records: u64,
+    bytes: AtomicU64,
+    max_bytes: u64,
 }
 
 /// When a record is looked at for the first time to see whether it is to be purged.
@@ -46,18 +55,29 @@ struct Audit {
 impl<C: Clock> MemoryStore<C> {
     /// An empty store that holds ten million records at the most.
     pub fn new(clock: C) -> Self {
-        Self::with_capacity(clock, 10_000_000)
+        let capacity = Capacity {
+            records: AtomicU64::new(0),
+            max_records: 10_000_000,
+            bytes: AtomicU64::new(0),
+            max_bytes: u64::MAX,
+        };
+        Self { clock: StoreClock::new(clock), shards: Sharded::default(), audit: Mutex::default(), capacity }
     }
 
-    /// An empty store that holds about `records` records at the most. A claim of one more is refused as unavailable:
-    /// records are never pushed out, because that would free their keys.
-    pub fn with_capacity(clock: C, records: usize) -> Self {
-        Self {
-            clock: StoreClock::new(clock),
-            shards: Sharded::default(),
-            audit: Mutex::default(),
-            capacity_per_shard: records.div_ceil(Sharded::<Shard>::COUNT),
-        }
+    /// The most records that it holds, those past their retention included until they are purged. A claim of one more is
+    /// refused as unavailable: records are never pushed out, because that would free their keys.
+    #[must_use]
+    pub fn with_max_records(mut self, records: u64) -> Self {
+        self.capacity.max_records = records;
+        self
+    }
+
+    /// The most bytes that its records have together. Beyond it, claims of new keys are refused as unavailable; answers of what
+    /// runs are still kept. No limit by default.
+    #[must_use]
+    pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
+        self.capacity.max_bytes = bytes;
+        self
     }
 
     /// How many records there are, expired ones included.
@@ -78,8 +98,9 @@ impl<C: Clock> MemoryStore<C> {
         match write {
             Write::Keep => {}
             Write::Put(record) => {
+                let bytes = bytes_of(&record);
                 if !shard.records.contains_key(&id) {
-                    if shard.records.len() >= self.capacity_per_shard {
+                    if !self.capacity.admit() {
                         let full = StoreError::unavailable("the memory store takes no new keys: it is full");
                         return Err(full.with_extent(Extent::Writes).with_nothing_sent());
                     }
@@ -97,11 +118,21 @@ impl<C: Clock> MemoryStore<C> {
                     });
                 }
                 match shard.records.get_mut(&id) {
-                    Some(place) => **place = record,
-                    None => drop(shard.records.insert(id, Box::new(record))),
+                    Some(place) => {
+                        self.capacity.resize(bytes_of(place), bytes);
+                        **place = record;
+                    }
+                    None => {
+                        self.capacity.resize(0, bytes);
+                        shard.records.insert(id, Box::new(record));
+                    }
                 }
             }
-            Write::Delete => drop(shard.records.remove(&id)),
+            Write::Delete => {
+                if let Some(record) = shard.records.remove(&id) {
+                    self.capacity.leave(&record);
+                }
+            }
         }
         Ok(outcome)
     }
@@ -149,7 +180,9 @@ impl<C: Clock> MemoryStore<C> {
                 let Some(id) = shard.next_due(now) else { break };
                 match shard.records.get(&id).map(|record| (record.is_expired(now), record.expires_at)) {
                     Some((true, _)) => {
-                        shard.records.remove(&id);
+                        if let Some(record) = shard.records.remove(&id) {
+                            self.capacity.leave(&record);
+                        }
                         purged += 1;
                     }
                     Some((false, expires_at)) => shard.note(due_step(expires_at), id),
@@ -215,6 +248,42 @@ impl<C> fmt::Debug for MemoryStore<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MemoryStore").finish_non_exhaustive()
     }
+}
+
+impl Capacity {
+    /// Counts one more record, if there is room for it. Its bytes are counted when it is there.
+    fn admit(&self) -> bool {
+        self.bytes.load(Ordering::Relaxed) < self.max_bytes
+            && self
+                .records
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |records| {
+                    (records < self.max_records).then_some(records + 1)
+                })
+                .is_ok()
+    }
+
+    fn resize(&self, before: u64, after: u64) {
+        if after > before {
+            self.bytes.fetch_add(after - before, Ordering::Relaxed);
+        } else if after < before {
+            self.bytes.fetch_sub(before - after, Ordering::Relaxed);
+        }
+    }
+
+    fn leave(&self, record: &Record) {
+        self.resize(bytes_of(record), 0);
+        self.records.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The memory that a record takes, about: of itself, its places in the tables, its answer and its steps.
+fn bytes_of(record: &Record) -> u64 {
+    const TABLES: usize = 256;
+    let answer = match &record.state {
+        State::Completed(Answer::Replayable(response)) => response.as_encoded().len(),
+        _ => 0,
+    };
+    (size_of::<Record>() + TABLES + answer + record.steps.octets()) as u64
 }
 
 impl Shard {

@@ -333,8 +333,9 @@ impl Refusal {
         Self { detail: Some(detail.to_string()), ..self }
     }
 
-    /// With `Retry-After`, which is at least one second.
-    pub(crate) fn with_retry_after(self, seconds: u64) -> Self {
+    /// With a `Retry-After` of so many seconds. Zero is sent as one second.
+    #[must_use]
+    pub fn with_retry_after(self, seconds: u64) -> Self {
         Self { retry_after: Some(seconds.max(1)), ..self }
     }
 

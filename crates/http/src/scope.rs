@@ -85,6 +85,9 @@ impl CallerScope {
     /// If the field is a credential, a caller whose credential is rotated is another caller: a retry with the new
     /// credential executes again. If the field is set by a trusted hop in front (such as `x-tenant-id`), use
     /// [`required_header`](Self::required_header), so that a request that came around that hop is refused.
+    ///
+    /// The layer cannot tell who sent a field. In front of it something must remove fields such as `X-Forwarded-User` from
+    /// requests of clients, or a client can name another caller and get that caller's responses. The sidecar does so.
     #[must_use]
     pub fn header(name: HeaderName) -> Self {
         Self::of_part(format!("header:{name}"), Source::Header(name), false)

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, Claim, Command, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId, Store,
-    StoreErrorKind,
+    AttemptId, Claim, Clock as _, Command, Complete, Completion, Fingerprint, Label, MemoryStore,
+    OnAbandoned, Outcome, RecordId, Store, StoreErrorKind, StoredResponse,
 };
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
 use oncegate_testkit::{ManualClock, block_on};
@@ -31,9 +31,8 @@ fn steps_are_bounded() {
 
 #[test]
 fn a_full_store_refuses_new_records_and_pushes_none_out() {
-    const RECORDS: u8 = 128;
-    let store = MemoryStore::with_capacity(ManualClock::at_millis(1_000), RECORDS.into());
-    // Spread over all parts of the store alike.
+    const RECORDS: u8 = 20;
+    let store = MemoryStore::new(ManualClock::at_millis(1_000)).with_max_records(RECORDS.into());
     let claim = |first: u8, last: u8| {
         let mut id = [0; 32];
         (id[0], id[31]) = (first, last);
@@ -53,4 +52,38 @@ fn a_full_store_refuses_new_records_and_pushes_none_out() {
     assert_eq!(claim(0, 1).unwrap_err().kind(), StoreErrorKind::Unavailable);
     assert!(matches!(claim(0, 0), Ok(Outcome::Execute(_))), "the same claim again is no new record");
     assert_eq!(store.len(), usize::from(RECORDS));
+}
+
+#[test]
+fn a_store_whose_records_have_all_their_bytes_refuses_new_ones_until_some_are_purged() {
+    const ANSWER: usize = 10_000;
+    let clock = ManualClock::at_millis(1_000);
+    let store = MemoryStore::new(clock.clone()).with_max_record_bytes(35_000);
+    let apply = |number: u8, command| block_on(store.apply(RecordId::from_bytes([number; 32]), command));
+    let claim = |number: u8| {
+        let claim = Claim {
+            attempt: AttemptId::new(u128::from(number) << 64 | u128::from(clock.now().as_millis())),
+            fingerprint: Fingerprint::of_parts("bytes", &[]),
+            lease: Duration::from_secs(1),
+            retention: Duration::from_secs(60),
+            on_abandoned: OnAbandoned::Park,
+            label: Label::default(),
+        };
+        apply(number, Command::Claim(claim))
+    };
+    let execute = |number: u8| {
+        let Ok(Outcome::Execute(granted)) = claim(number) else { return false };
+        let answer = StoredResponse::new(200, &[], &[vec![7; ANSWER].into()], &[]).unwrap();
+        let completion = Completion::Replayable(answer);
+        let complete = Complete { token: granted.token, completion, retention: Duration::from_secs(60) };
+        assert_eq!(apply(number, Command::Complete(complete)).unwrap(), Outcome::Completed);
+        true
+    };
+    for round in 0..3 {
+        // Three answers are less than the limit, and a fourth is more.
+        let taken = (0..10).filter(|number| execute(round * 10 + number)).count();
+        assert_eq!((taken, store.len()), (4, 4));
+        clock.advance(Duration::from_secs(120));
+        assert_eq!((block_on(store.purge(100)).unwrap(), store.len()), (4, 0));
+    }
 }

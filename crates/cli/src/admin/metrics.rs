@@ -30,7 +30,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use super::AdminState;
 use super::census::Counts;
-use crate::proxy::ConnectionLimit;
+use crate::proxy::SharedLimit;
 
 /// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
 struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
@@ -357,7 +357,7 @@ impl Metrics {
         }
         self.0.breaker_openings.inner().store(breaker.openings(), Ordering::Relaxed);
         self.0.records_in_flight.set(gauged(engine.in_flight()));
-        self.0.limits.set(&state.live.borrow().layer.limit_usage(), &state.connections);
+        self.0.limits.set(&state.live.borrow().layer.limit_usage(), &state.connections, &state.without_key);
         self.0.draining.set(state.draining.is_set().into());
         self.set_oldest_age(engine.store().now());
         self.0.advisories.clear();
@@ -393,7 +393,7 @@ fn gauged(count: impl TryInto<i64>) -> i64 {
 }
 
 /// How near the sidecar is to each of its limits: what is used now, and the limit as a gauge of its own.
-struct LimitGauges([(Gauge, Gauge); 4]);
+struct LimitGauges([(Gauge, Gauge); 5]);
 
 impl LimitGauges {
     fn register(registry: &mut Registry) -> Self {
@@ -416,6 +416,14 @@ impl LimitGauges {
                 gauge("connections_limit", "Most connections of clients (max-connections)", None),
             ),
             (
+                gauge("requests_without_key_in_flight", "Requests without a key that are under way", None),
+                gauge(
+                    "requests_without_key_in_flight_limit",
+                    "Most requests without a key under way (max-in-flight-without-key)",
+                    None,
+                ),
+            ),
+            (
                 gauge("request_budget_used", "Bytes that bodies of requests with a key hold", bytes()),
                 gauge("request_budget_limit", "Most bytes that they may hold (request-budget)", bytes()),
             ),
@@ -430,10 +438,11 @@ impl LimitGauges {
         ])
     }
 
-    fn set(&self, layer: &LimitUsage, connections: &ConnectionLimit) {
+    fn set(&self, layer: &LimitUsage, connections: &SharedLimit, without_key: &SharedLimit) {
         let values = [
             (layer.in_flight, layer.max_in_flight),
-            (connections.open(), connections.max()),
+            (connections.used(), connections.max()),
+            (without_key.used(), without_key.max()),
             (layer.request_bytes, layer.request_budget),
             (layer.response_bytes, layer.response_budget),
         ];

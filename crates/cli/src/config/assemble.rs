@@ -94,6 +94,7 @@ pub(super) fn draft(
         trusted_proxies: given(&values.trusted_proxies),
         max_in_flight: given(&values.max_in_flight),
         max_in_flight_per_caller: given(&values.max_in_flight_per_caller),
+        max_in_flight_without_key: values.max_in_flight_without_key.as_ref().map(|given| given.value),
         store_cache: given(&values.store_cache),
         max_records: values.max_records.as_ref().map(|given| given.value),
         max_store_bytes: values.max_store_bytes.as_ref().map(|given| given.value),
@@ -153,8 +154,8 @@ fn check_room(values: &Values, problems: &mut Vec<Problem>) {
         let what = format!("max-records is for a store in a directory or in memory, and not for {store}");
         problems.push(Problem::error(given.source.clone(), what));
     }
-    if let Some(given) = values.max_store_bytes.as_ref().filter(|_| !is_directory) {
-        let what = format!("max-store-bytes is for a store in a directory, and not for {store}");
+    if let Some(given) = values.max_store_bytes.as_ref().filter(|_| !is_memory && !is_directory) {
+        let what = format!("max-store-bytes is for a store in a directory or in memory, and not for {store}");
         problems.push(Problem::error(given.source.clone(), what));
     }
 }

@@ -75,7 +75,7 @@ pub(crate) struct Config {
     pub(crate) to: Upstream,
     pub(crate) upstream_protocol: UpstreamProtocol,
     pub(crate) connect_timeout: Duration,
-    /// How long an unused connection to the service is kept.
+    /// How long a connection to the service is kept without a request.
     pub(crate) upstream_idle_timeout: Duration,
     pub(crate) drain_timeout: Duration,
     /// How long requests are still taken after the sidecar was told to stop.
@@ -88,6 +88,8 @@ pub(crate) struct Config {
     pub(crate) max_in_flight: usize,
     /// How many of one caller.
     pub(crate) max_in_flight_per_caller: usize,
+    /// How many requests without a key may be under way; `None` is what the open files allow.
+    pub(crate) max_in_flight_without_key: Option<usize>,
     /// How many connections of clients may be open.
     pub(crate) max_connections: usize,
     /// How long a client may take nothing of an answer.

@@ -224,9 +224,9 @@ settings! {
     "max-records" SERVICE Service One "N" Nothing("no limit but the disk; in memory, 10000000");
     max_records: u64 = units::max_records;
 
-    /// The most bytes that the records of a store in a directory have together; beyond it, new keys are refused as with
-    /// max-records. The directory takes two to three times as much.
-    "max-store-bytes" SERVICE Service One "SIZE" Nothing("no limit but the disk");
+    /// The most bytes that the records of a store in a directory or in memory have together; beyond it, new keys are refused as
+    /// with max-records. The directory takes two to three times as much.
+    "max-store-bytes" SERVICE Service One "SIZE" Nothing("no limit but the disk; in memory, 1GiB");
     max_store_bytes: u64 = units::max_store_bytes;
 
     /// Speaks TLS on the listening address with this certificate chain (PEM). Needs --tls-key.
@@ -470,6 +470,11 @@ settings! {
     /// one. It does not count where scope is `single-tenant`.
     "max-in-flight-per-caller" LIMITS Service One "N" Value("1024");
     max_in_flight_per_caller: usize = units::max_in_flight;
+
+    /// The most requests without a key that are under way at the same time, until their answers have ended; and upgraded
+    /// connections, such as WebSockets, until they end. One more is refused with 503.
+    "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, or what the system's limit of open files leaves");
+    max_in_flight_without_key: usize = units::max_in_flight;
 
     /// The most connections of clients that are open at the same time. One more waits until another one ends.
     "max-connections" LIMITS Service One "N" Value("10000");

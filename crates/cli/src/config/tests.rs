@@ -914,6 +914,8 @@ fn every_setting_of_the_service_arrives() {
         ("response-budget", "64MiB", "response_budget: 67108864"),
         ("max-in-flight", "100", "max_in_flight: 100"),
         ("max-in-flight-per-caller", "10", "max_in_flight_per_caller: 10"),
+        ("max-in-flight-without-key", "30", "max_in_flight_without_key: Some(30)"),
+        ("upstream-idle-timeout", "2s", "upstream_idle_timeout: 2s"),
         ("max-connections", "100", "max_connections: 100"),
         ("write-timeout", "5s", "write_timeout: 5s"),
         ("trusted-proxies", "private,10.0.0.0/8", "trusted_proxies: [Private, Network(10.0.0.0, 8)]"),

@@ -7,14 +7,20 @@ use http::{Method, Request, Response, Version};
 use oncegate_http::{Condition, GrpcForm, Refusal, Settings};
 
 use super::body::ProxyBody;
+use super::headers::{Peer, remove_unforwarded};
 use super::{HEAD_MAX, LINES_MAX};
 use crate::config::Config;
 
-/// Afterwards there is one valid `Host`, or none where the client need not say any, and one line of cookies.
+/// Afterwards there is one valid `Host`, or none where the client need not say any, one line of cookies, and no field that the
+/// service must not get from this peer.
 ///
 /// # Errors
 /// The answer for a request that goes no further, as its route words refusals.
-pub(super) fn admit<B>(request: &mut Request<B>, config: &Config) -> Result<(), Box<Response<ProxyBody>>> {
+pub(super) fn admit<B>(
+    request: &mut Request<B>,
+    peer: &Peer,
+    config: &Config,
+) -> Result<(), Box<Response<ProxyBody>>> {
     match check(request) {
         Ok(host) => {
             if let Some(host) = host {
@@ -23,6 +29,7 @@ pub(super) fn admit<B>(request: &mut Request<B>, config: &Config) -> Result<(), 
             if request.version() == Version::HTTP_2 {
                 join_cookies(request.headers_mut());
             }
+            remove_unforwarded(request, peer, config);
             Ok(())
         }
         Err(refused) => {
@@ -167,7 +174,8 @@ mod tests {
         let mut request = request.body(()).unwrap();
         let flags = crate::config::parse_flags(&["--to=http://127.0.0.1:3000"]).unwrap();
         let config = Config::load(&flags).unwrap();
-        match admit(&mut request, &config) {
+        let peer = Peer::new("192.0.2.7:1234".parse().unwrap(), false, false);
+        match admit(&mut request, &peer, &config) {
             Ok(()) => Ok(request.headers().clone()),
             Err(response) => Err(response.status().as_u16()),
         }

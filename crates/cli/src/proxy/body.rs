@@ -13,6 +13,7 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use oncegate_http::BoxError;
 use pin_project_lite::pin_project;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
 
 use super::headers::remove_from_trailers;
@@ -200,14 +201,25 @@ pin_project! {
 pin_project! {
     #[project = InnerProj]
     enum Inner {
-        Upstream { #[pin] body: WholeBody, idle: Option<Duration>, timer: Option<PatientTimer> },
+        Upstream {
+            #[pin]
+            body: WholeBody,
+            idle: Option<Duration>,
+            timer: Option<PatientTimer>,
+            _permit: Option<OwnedSemaphorePermit>,
+        },
         Own { body: Option<Bytes> },
     }
 }
 
 impl ProxyBody {
-    pub(super) const fn upstream(body: WholeBody, idle: Option<Duration>) -> Self {
-        Self { inner: Inner::Upstream { body, idle, timer: None } }
+    /// The permit is given back with the body.
+    pub(super) const fn upstream(
+        body: WholeBody,
+        idle: Option<Duration>,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> Self {
+        Self { inner: Inner::Upstream { body, idle, timer: None, _permit: permit } }
     }
 
     pub(super) const fn own(body: Bytes) -> Self {
@@ -227,7 +239,7 @@ impl Body for ProxyBody {
             InnerProj::Own { body } => {
                 Poll::Ready(body.take().filter(|b| !b.is_empty()).map(|b| Ok(Frame::data(b))))
             }
-            InnerProj::Upstream { body, idle, timer } => {
+            InnerProj::Upstream { body, idle, timer, .. } => {
                 if let Poll::Ready(frame) = body.poll_frame(cx) {
                     *timer = None;
                     return Poll::Ready(frame);

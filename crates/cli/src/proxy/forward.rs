@@ -21,14 +21,18 @@ use oncegate_http::{
     Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
     StoreDirective, Unanswered, Unframed,
 };
+use tokio::sync::OwnedSemaphorePermit;
 use tower_service::Service;
 use tracing::field::display;
 
+use super::FULL_WARNING_INTERVAL;
 use super::admit::is_too_large;
 use super::body::{Activity, NotedBody, PatientTimer, ProxyBody, WholeBody};
 use super::client::ConnectionState;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
+use super::hosts::HostLimit;
+use super::listen::SharedLimit;
 use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
 use crate::config::Config;
@@ -40,6 +44,10 @@ pub(super) struct Upstream {
     pub(super) client: UpstreamClient,
     /// For upgrades, which HTTP/2 does not have, where `client` may speak it.
     pub(super) http1: Option<UpstreamClient>,
+    /// The hosts that `client` has connections for.
+    pub(super) hosts: Arc<HostLimit>,
+    /// The requests without a key, and the connections that were upgraded.
+    pub(super) without_key: SharedLimit,
     pub(super) config: Arc<Config>,
     pub(super) metrics: Metrics,
 }
@@ -48,6 +56,7 @@ pub(super) struct Upstream {
 /// line says how many were left out since the one before.
 static AWAY: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(WARNING_INTERVAL));
 static WITHOUT_RECORD: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(WARNING_INTERVAL));
+static TOO_MANY: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(FULL_WARNING_INTERVAL));
 const WARNING_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Whether a warning about one request may be written: always if it has a record, which somebody may have to look for.
@@ -100,8 +109,14 @@ impl Forward {
             self.connection.executes();
         }
         let grpc = GrpcForm::of(request.headers());
-        let upgrade = prepare(&mut request, &self.peer, &route.settings);
+        let upgrade = prepare(&mut request, &self.peer);
         let client_side = upgrade.as_ref().and_then(|_| request.extensions_mut().remove::<OnUpgrade>());
+        // What has a key is counted by the layer, until it is answered.
+        let permit =
+            (attempt.is_none() || client_side.is_some()).then(|| self.upstream.without_key.try_enter());
+        let Some(permit) = permit.map_or(Some(None), |permit| permit.map(Some)) else {
+            return too_many(settings, grpc, "max-in-flight-without-key");
+        };
         let mut client = &self.upstream.client;
         let mut host = None;
         if let (Some(protocol), Some(_)) = (upgrade, &client_side) {
@@ -109,6 +124,9 @@ impl Forward {
             client = self.upstream.http1.as_ref().unwrap_or(client);
         } else if config.may_speak_http2() {
             host = take_host(request.headers_mut());
+            if host.as_ref().is_some_and(|host| !self.upstream.hosts.admit(host, Instant::now())) {
+                return too_many(settings, grpc, "connections for different hosts");
+            }
         } else if request.headers().contains_key(header::TE) {
             // RFC 9110, 10.1.4. HTTP/2 has no such field.
             request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("te"));
@@ -144,7 +162,9 @@ impl Forward {
             }
         };
         let (result, response) = match answer {
-            Some(Ok(response)) => self.bring_back(response, client_side, timeout, (settings, grpc), record),
+            Some(Ok(response)) => {
+                self.bring_back(response, (client_side, permit), timeout, (settings, grpc), record)
+            }
             None => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
                     tracing::warn!(record, suppressed, ?timeout, "upstream did not answer in time");
@@ -183,7 +203,7 @@ impl Forward {
     fn bring_back(
         &self,
         mut response: Response<Incoming>,
-        client_side: Option<OnUpgrade>,
+        (client_side, mut permit): (Option<OnUpgrade>, Option<OwnedSemaphorePermit>),
         timeout: Option<Duration>,
         (settings, grpc): (&Settings, Option<GrpcForm>),
         record: Option<impl tracing::Value>,
@@ -214,14 +234,14 @@ impl Forward {
             };
             ask_upgrade(response.headers_mut(), protocol);
             let upstream_side = hyper::upgrade::on(&mut response);
-            tokio::spawn(tunnel(client_side, upstream_side));
+            tokio::spawn(tunnel(client_side, upstream_side, permit.take()));
         }
         // RFC 9110, 6.2: the version is that of this hop. In HTTP/1.0 the client could not tell a whole body from a cut one.
         let version = std::mem::replace(response.version_mut(), Version::HTTP_11);
         response.extensions_mut().insert(Relayed);
         (
             UpstreamResult::Answered,
-            response.map(|body| ProxyBody::upstream(WholeBody::new(body, version), timeout)),
+            response.map(|body| ProxyBody::upstream(WholeBody::new(body, version), timeout, permit)),
         )
     }
 }
@@ -260,7 +280,7 @@ fn ask_upgrade(headers: &mut http::HeaderMap, protocol: HeaderValue) {
 }
 
 /// Carries octets both ways until both sides are done.
-async fn tunnel(client: OnUpgrade, upstream: OnUpgrade) {
+async fn tunnel(client: OnUpgrade, upstream: OnUpgrade, _permit: Option<OwnedSemaphorePermit>) {
     match tokio::try_join!(client, upstream) {
         Ok((client, upstream)) => {
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
@@ -341,6 +361,21 @@ fn unanswered(settings: &Settings, status: StatusCode, grpc: Option<GrpcForm>) -
     let refusal = Refusal::new(Condition::UpstreamUnanswered).with_status(Some(status));
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(Unanswered(status));
+    response
+}
+
+/// Nothing was sent, because as much as may be is under way: `limit` names what.
+fn too_many(settings: &Settings, grpc: Option<GrpcForm>, limit: &str) -> Response<ProxyBody> {
+    if let Some(suppressed) = TOO_MANY.pass() {
+        tracing::warn!(suppressed, limit, "as many requests are under way as may be; more are refused");
+    }
+    let refusal = Refusal::new(Condition::Overloaded)
+        .with_detail(
+            "Nothing was sent to the service: too many requests are under way. Send the same request later.",
+        )
+        .with_retry_after(1);
+    let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
+    response.extensions_mut().insert(StoreDirective::Release);
     response
 }
 

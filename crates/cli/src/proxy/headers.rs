@@ -1,14 +1,15 @@
 //! What a proxy does to header fields: RFC 9110 (7.6) and RFC 7239.
 
+use std::cell::LazyCell;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
 use http::{Request, Uri, Version};
-use oncegate_http::{IdempotencyContext, Settings};
+use oncegate_http::IdempotencyContext;
 
-use crate::config::Upstream;
+use crate::config::{Config, Upstream};
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
@@ -99,8 +100,10 @@ pub(crate) fn remove_hop_by_hop(
             }
         }
         // A client must not take off what tells the service whose request it is and what is in it: the layer has seen it.
-        for name in nominated.iter().filter(|name| !PROTECTED.contains(*name) && !is_needed(name)) {
-            headers.remove(name);
+        for name in &nominated {
+            if headers.contains_key(name) && !PROTECTED.contains(name) && !is_needed(name) {
+                headers.remove(name);
+            }
         }
     }
     if headers.contains_key(header::TRANSFER_ENCODING) {
@@ -133,17 +136,38 @@ fn has_token(headers: &HeaderMap, name: &HeaderName, token: &[u8]) -> bool {
 const PROTECTED: [HeaderName; 5] =
     [header::HOST, header::AUTHORIZATION, header::CONTENT_LENGTH, header::CONTENT_TYPE, header::COOKIE];
 
-/// Makes the request of a client one to the upstream.
-pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer, settings: &Settings) -> Option<HeaderValue> {
-    let context = request.extensions().get::<IdempotencyContext>().map(|context| context.attempt().clone());
-    let via = via(request.version());
-    let headers = request.headers_mut();
-    let upgrade = remove_hop_by_hop(headers, |name| settings.goes_by(name));
+/// The protocol that a client asks to switch to.
+#[derive(Clone)]
+struct UpgradeTo(HeaderValue);
+
+/// Takes off all fields of a client that the service must not see: those of one connection, those that only this proxy sends, and
+/// what a peer that is not trusted says of hops in front of it. Done before the layer reads the request: a scope or a
+/// fingerprint must not go by a field that the service does not get.
+pub(crate) fn remove_unforwarded<B>(request: &mut Request<B>, peer: &Peer, config: &Config) {
+    let mut headers = std::mem::take(request.headers_mut());
+    let settings = LazyCell::new(|| &config.route(request.method(), request.uri().path()).settings);
+    let upgrade = remove_hop_by_hop(&mut headers, |name| settings.goes_by(name));
     // The client's expectation was met by this proxy, which asked for the body itself.
     headers.remove(header::EXPECT);
+    remove_ours(&mut headers);
+    if !peer.is_trusted {
+        remove_forwarded(&mut headers);
+    }
+    *request.headers_mut() = headers;
+    if let Some(upgrade) = upgrade {
+        request.extensions_mut().insert(UpgradeTo(upgrade));
+    }
+}
+
+/// Makes the request of a client one to the upstream. Its fields are those that [`remove_unforwarded`] left. Returns the protocol
+/// of the upgrade that the client asks for.
+pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<HeaderValue> {
+    let context = request.extensions().get::<IdempotencyContext>().map(|context| context.attempt().clone());
+    let upgrade = request.extensions_mut().remove::<UpgradeTo>().map(|UpgradeTo(protocol)| protocol);
+    let via = via(request.version());
+    let headers = request.headers_mut();
     forward(headers, peer);
     headers.append(header::VIA, via);
-    remove_ours(headers);
     if let Some(attempt) = context {
         if let Ok(record) = HeaderValue::try_from(attempt.record_id().to_string()) {
             headers.insert(RECORD, record);
@@ -211,9 +235,6 @@ pub(crate) const fn via(version: Version) -> HeaderValue {
 }
 
 fn forward(headers: &mut HeaderMap, peer: &Peer) {
-    if !peer.is_trusted {
-        remove_forwarded(headers);
-    }
     let host = headers.get(header::HOST).cloned();
     if let Some(element) = peer.element(host.as_ref()) {
         let forwarded = match list(headers, &header::FORWARDED) {
@@ -277,6 +298,14 @@ mod tests {
         request
     }
 
+    /// Passes a request on as the sidecar does with these flags besides.
+    fn pass(request: &mut Request<()>, peer: &Peer, flags: &[&str]) {
+        let flags = [&["--to=http://127.0.0.1:3000"], flags].concat();
+        let config = Config::load(&crate::config::parse_flags(&flags).unwrap()).unwrap();
+        remove_unforwarded(request, peer, &config);
+        prepare(request, peer);
+    }
+
     fn peer() -> Peer {
         Peer::new("192.0.2.7:1234".parse().unwrap(), false, true)
     }
@@ -301,8 +330,6 @@ mod tests {
 
     #[test]
     fn a_client_cannot_take_off_what_the_key_goes_by() {
-        let tenant = oncegate_http::CallerScope::header(HeaderName::from_static("x-tenant"));
-        let settings = Settings::default().with_caller(tenant);
         let nominated = "X-Tenant, Idempotency-Key, Content-Encoding, X-Other, Keep-Alive";
         let mut request = request(&[
             ("connection", nominated),
@@ -312,7 +339,7 @@ mod tests {
             ("x-other", "1"),
             ("keep-alive", "timeout=5"),
         ]);
-        prepare(&mut request, &peer(), &settings);
+        pass(&mut request, &peer(), &["--scope=header:x-tenant"]);
         for kept in ["x-tenant", "idempotency-key", "content-encoding"] {
             assert!(request.headers().contains_key(kept), "{kept}");
         }
@@ -332,7 +359,7 @@ mod tests {
     #[test]
     fn the_upstream_is_told_who_asked() {
         let mut request = request(&[("host", "api.example:8080")]);
-        prepare(&mut request, &peer(), &Settings::default());
+        pass(&mut request, &peer(), &[]);
         let headers = request.headers();
         assert_eq!(headers["forwarded"], "for=192.0.2.7;proto=http;host=\"api.example:8080\"");
         assert_eq!(headers["x-forwarded-for"], "192.0.2.7");
@@ -352,7 +379,7 @@ mod tests {
             ("forwarded", "for=198.51.100.1"),
         ]);
         let v6 = Peer::new("[2001:db8::1]:1".parse().unwrap(), true, true);
-        prepare(&mut request, &v6, &Settings::default());
+        pass(&mut request, &v6, &[]);
         let headers = request.headers();
         assert_eq!(headers["x-forwarded-for"], "198.51.100.1, 203.0.113.2, 2001:db8::1");
         assert_eq!(headers["x-forwarded-proto"], "https");
@@ -376,11 +403,7 @@ mod tests {
             ("forwarded", "for=198.51.100.1"),
             ("x-forward", "kept"),
         ]);
-        prepare(
-            &mut request,
-            &Peer::new("192.0.2.7:1234".parse().unwrap(), false, false),
-            &Settings::default(),
-        );
+        pass(&mut request, &Peer::new("192.0.2.7:1234".parse().unwrap(), false, false), &[]);
         let mut fields: Vec<_> =
             request.headers().iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
         fields.sort_unstable();
@@ -416,7 +439,7 @@ mod tests {
     fn a_client_cannot_say_which_attempt_it_is() {
         let mut request =
             request(&[("oncegate-token", "9"), ("oncegate-record", "x"), ("oncegate-attempt", "1")]);
-        prepare(&mut request, &peer(), &Settings::default());
+        pass(&mut request, &peer(), &[]);
         assert!(request.headers().keys().all(|name| !name.as_str().starts_with("oncegate-")));
     }
 

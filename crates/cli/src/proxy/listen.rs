@@ -96,15 +96,16 @@ fn bound(address: SocketAddr, shared: bool) -> io::Result<Socket> {
 /// Requests that one client of HTTP/2 may have under way on a connection.
 const STREAMS_MAX: u32 = 100;
 
-/// How many connections of clients may be open, of all threads together. All clones are one.
+/// How many connections of clients may be open, or requests without a key under way, of all threads together. All clones are
+/// one.
 #[derive(Clone, Debug)]
-pub(crate) struct ConnectionLimit {
-    /// One for each connection that may be open.
+pub(crate) struct SharedLimit {
+    /// One for each that there may be.
     permits: Arc<Semaphore>,
     max: usize,
 }
 
-impl ConnectionLimit {
+impl SharedLimit {
     pub(crate) fn new(max: usize) -> Self {
         Self { permits: Arc::new(Semaphore::new(max)), max }
     }
@@ -113,9 +114,14 @@ impl ConnectionLimit {
         self.max
     }
 
-    /// How many are open now.
-    pub(crate) fn open(&self) -> usize {
+    /// How many there are now.
+    pub(crate) fn used(&self) -> usize {
         self.max.saturating_sub(self.permits.available_permits())
+    }
+
+    /// One more, until the permit is dropped. `None` if there are as many as may be.
+    pub(super) fn try_enter(&self) -> Option<OwnedSemaphorePermit> {
+        self.permits.clone().try_acquire_owned().ok()
     }
 }
 
@@ -124,7 +130,7 @@ pub(super) struct Front {
     pub(super) current: Arc<ThreadLive>,
     /// Tells of reloads.
     pub(super) live: watch::Receiver<Live>,
-    pub(super) connections: ConnectionLimit,
+    pub(super) connections: SharedLimit,
     /// Limits the log lines that say that none is left.
     pub(super) full_warnings: Arc<LogThrottle>,
 }
@@ -211,7 +217,8 @@ impl Front {
         Future: Send,
     > + Send
     + use<> {
-        let service = self.current.service(Arc::new(peer), state.clone());
+        let peer = Arc::new(peer);
+        let service = self.current.service(peer.clone(), state.clone());
         // One connection's requests are taken by one thread: nobody ever waits for this lock.
         let service = Mutex::new(service);
         service_fn(move |mut request: Request<Incoming>| {
@@ -220,7 +227,7 @@ impl Front {
             let (config, service) = service.up_to_date();
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
-            let admitted = admit(&mut request, config).and_then(|()| preflight(&request, config));
+            let admitted = admit(&mut request, &peer, config).and_then(|()| preflight(&request, config));
             let admitted = admitted.map(|()| {
                 let version = request.version();
                 service.call(request.map(|body| WholeBody::new(body, version)))
@@ -263,7 +270,7 @@ static UNACCEPTED: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(Dur
 /// The next connection, as soon as one more may be open.
 async fn accept(
     listener: &TcpListener,
-    connections: &ConnectionLimit,
+    connections: &SharedLimit,
     full_warnings: &LogThrottle,
 ) -> Option<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     match listener.accept().await {

@@ -12,9 +12,11 @@ use tokio_rustls::TlsAcceptor;
 use tower_layer::Layer as _;
 
 use super::client::ConnectionState;
-use super::client_of;
 use super::forward::{Forward, Upstream};
 use super::headers::Peer;
+use super::hosts::HostLimit;
+use super::listen::SharedLimit;
+use super::{client_of, max_idle_connections};
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
 
@@ -40,8 +42,8 @@ struct Current {
 }
 
 impl ThreadLive {
-    pub(super) fn new(live: &Live, metrics: Metrics) -> Result<Self, String> {
-        let upstream = upstream_of(live, metrics, None)?;
+    pub(super) fn new(live: &Live, metrics: &Metrics, without_key: &SharedLimit) -> Result<Self, String> {
+        let upstream = upstream_of(live, metrics, without_key, None)?;
         Ok(Self { generation: AtomicU64::new(0), current: Mutex::new(Current::of(live, upstream)) })
     }
 
@@ -49,7 +51,7 @@ impl ThreadLive {
     pub(super) fn replace(&self, live: &Live) -> Result<(), String> {
         let mut current = self.lock();
         let before = current.upstream.clone();
-        let upstream = upstream_of(live, before.metrics.clone(), Some(&before))?;
+        let upstream = upstream_of(live, &before.metrics, &before.without_key, Some(&before))?;
         *current = Current::of(live, upstream);
         self.generation.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -95,17 +97,25 @@ impl Current {
 }
 
 /// The upstream of a thread. The connections of the one before are kept if the address and how it is reached are the same.
-fn upstream_of(live: &Live, metrics: Metrics, before: Option<&Upstream>) -> Result<Upstream, String> {
+fn upstream_of(
+    live: &Live,
+    metrics: &Metrics,
+    without_key: &SharedLimit,
+    before: Option<&Upstream>,
+) -> Result<Upstream, String> {
     let config = live.config.clone();
+    let (metrics, without_key) = (metrics.clone(), without_key.clone());
     let is_same = |before: &&Upstream| before.config.reaches_the_same_upstream(&config);
-    if let Some(before) = before.filter(is_same) {
-        return Ok(Upstream { client: before.client.clone(), http1: before.http1.clone(), config, metrics });
+    if let Some(Upstream { client, http1, hosts, .. }) = before.filter(is_same) {
+        let (client, http1, hosts) = (client.clone(), http1.clone(), hosts.clone());
+        return Ok(Upstream { client, http1, hosts, without_key, config, metrics });
     }
     let protocol = config.upstream_protocol;
     let client = client_of(&config, protocol)?;
     let http1 = (protocol == UpstreamProtocol::Auto && config.may_speak_http2())
         .then(|| client_of(&config, UpstreamProtocol::Http1));
-    Ok(Upstream { client, http1: http1.transpose()?, config, metrics })
+    let hosts = Arc::new(HostLimit::new(max_idle_connections(&config), config.upstream_idle_timeout));
+    Ok(Upstream { client, http1: http1.transpose()?, hosts, without_key, config, metrics })
 }
 
 /// The service of one connection, which takes up a reload with the next request.

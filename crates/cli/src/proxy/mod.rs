@@ -10,6 +10,7 @@ mod cross_origin;
 mod forward;
 mod framing;
 mod headers;
+mod hosts;
 mod late;
 mod listen;
 mod live;
@@ -29,7 +30,8 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
-pub(crate) use listen::{BoundAddress, ConnectionLimit};
+pub(crate) use listen::{BoundAddress, SharedLimit};
+use run::max_idle_connections;
 pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
 pub(crate) use tls::{connector, server_config};
 
@@ -63,7 +65,8 @@ pub(crate) struct DataPath {
     pub(crate) engine: Engine,
     pub(crate) metrics: Metrics,
     /// Of all threads together.
-    pub(crate) connections: ConnectionLimit,
+    pub(crate) connections: SharedLimit,
+    pub(crate) without_key: SharedLimit,
     pub(crate) live: watch::Receiver<Live>,
 }
 
@@ -81,7 +84,7 @@ impl DataPath {
         let mut threads = Vec::new();
         for (number, socket) in sockets.into_iter().enumerate() {
             let mut live = self.live.clone();
-            let current = ThreadLive::new(&live.borrow_and_update(), self.metrics.clone())?;
+            let current = ThreadLive::new(&live.borrow_and_update(), &self.metrics, &self.without_key)?;
             let front = Front {
                 current: Arc::new(current),
                 live,
@@ -109,12 +112,12 @@ impl DataPath {
 
 fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClient, String> {
     let connector = tls::connector(&config.to, protocol, config.connect_timeout)?;
-    let idle_timeout = config.upstream_idle_timeout;
-    let max_idle = if idle_timeout.is_zero() { 0 } else { usize::MAX };
+    // None is the library's word for connections of which each takes one request.
+    let max_idle = if config.upstream_idle_timeout.is_zero() { 0 } else { max_idle_connections(config) };
     Ok(Client::builder(TokioExecutor::new())
         .timer(TokioTimer::new())
         .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(idle_timeout)
+        .pool_idle_timeout(config.upstream_idle_timeout)
         .pool_max_idle_per_host(max_idle)
         .http1_max_buf_size(HEAD_MAX)
         .http1_max_headers(LINES_MAX)

@@ -19,7 +19,7 @@ use super::late::{self, NotOpened};
 use super::live::Live;
 use super::reconcile::Questions;
 use super::reload::Reloader;
-use super::{BoundAddress, ConnectionLimit, DataPath, server_config, tiered};
+use super::{BoundAddress, DataPath, SharedLimit, server_config, tiered};
 use crate::access_log::AccessLog;
 use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
 use crate::check::{existing, has_other_things};
@@ -63,9 +63,23 @@ pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are comp
 /// certificates.
 const RESERVED_FILES: u64 = 64;
 
-/// Raises the limit of open files as far as the system allows. Every request under way takes two. If that is not enough for
-/// `max-connections` and `max-in-flight`, both are lowered: clients who open connections must not take the admin address and the
-/// store their files.
+/// Most connections to the service that are kept without a request, of all threads together, and the part of the open files
+/// that they may be.
+const IDLE_MAX: u64 = 1024;
+const IDLE_PART: u64 = 8;
+
+/// The limits that need open files: one for each connection of a client, and one for each request under way, for its connection to
+/// the service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileUse {
+    connections: usize,
+    in_flight: usize,
+    /// `None` is as many as `connections`, or as many as there are files left for.
+    without_key: Option<usize>,
+}
+
+/// Raises the limit of open files as far as the system allows. If that is not enough for what may be under way, less may be:
+/// clients must not take the admin address and the store their files.
 pub(super) fn allow_many_files(config: &mut Config) {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
@@ -73,29 +87,57 @@ pub(super) fn allow_many_files(config: &mut Config) {
         tracing::debug!(error = %ErrorChain(&error), "the limit of open files stays");
     }
     let Some(allowed) = getrlimit(Resource::Nofile).current else { return };
-    let (connections, in_flight) = within_files(allowed, config.max_connections, config.max_in_flight);
-    if (connections, in_flight) != (config.max_connections, config.max_in_flight) {
+    let wanted = FileUse {
+        connections: config.max_connections,
+        in_flight: config.max_in_flight,
+        without_key: config.max_in_flight_without_key,
+    };
+    let granted = wanted.within(allowed);
+    let is_less = (granted.connections, granted.in_flight) != (wanted.connections, wanted.in_flight)
+        || wanted.without_key.is_some_and(|without_key| Some(without_key) != granted.without_key);
+    if is_less {
         tracing::warn!(
             allowed,
-            needed = config.max_connections as u64 + config.max_in_flight as u64 + RESERVED_FILES,
-            "the system allows this process too few open files: max-connections is {connections} and max-in-flight {in_flight} in \
-             place of {} and {}. Raise the limit (ulimit -n), or set these lower",
-            config.max_connections,
-            config.max_in_flight,
+            max_connections = granted.connections,
+            max_in_flight = granted.in_flight,
+            max_in_flight_without_key = granted.without_key,
+            "the system allows this process too few open files, so these limits are lower than configured. Raise the limit of \
+             open files (ulimit -n), or set these lower",
         );
-        (config.max_connections, config.max_in_flight) = (connections, in_flight);
+    }
+    config.max_connections = granted.connections;
+    config.max_in_flight = granted.in_flight;
+    config.max_in_flight_without_key = granted.without_key;
+}
+
+impl FileUse {
+    /// The limits if so many files may be open.
+    fn within(self, allowed: u64) -> Self {
+        let other = RESERVED_FILES.min(allowed / 2) + idle_files(allowed);
+        let available = usize::try_from(allowed.saturating_sub(other)).unwrap_or(usize::MAX);
+        let requests_max = (available / 4).max(1);
+        let left = available.saturating_sub(self.connections).saturating_sub(self.in_flight);
+        let without_key = self.without_key.unwrap_or(self.connections.min(left.max(requests_max)));
+        let needed = self.connections.saturating_add(self.in_flight).saturating_add(without_key);
+        if needed <= available {
+            return Self { without_key: Some(without_key), ..self };
+        }
+        let (in_flight, without_key) = (self.in_flight.min(requests_max), without_key.min(requests_max));
+        let left = available.saturating_sub(in_flight).saturating_sub(without_key);
+        Self { connections: self.connections.min(left).max(1), in_flight, without_key: Some(without_key) }
     }
 }
 
-/// What `max-connections` and `max-in-flight` may be where so many files may be open.
-fn within_files(allowed: u64, connections: usize, in_flight: usize) -> (usize, usize) {
-    let available = allowed.saturating_sub(RESERVED_FILES.min(allowed / 2));
-    let available = usize::try_from(available).unwrap_or(usize::MAX);
-    if connections.saturating_add(in_flight) <= available {
-        return (connections, in_flight);
-    }
-    let in_flight = in_flight.min(available / 2).max(1);
-    (connections.min(available - in_flight.min(available)).max(1), in_flight)
+/// How many connections to the service may be kept without a request if so many files may be open.
+fn idle_files(allowed: u64) -> u64 {
+    IDLE_MAX.min(allowed / IDLE_PART)
+}
+
+/// How many connections to the service one thread may keep without a request.
+pub(super) fn max_idle_connections(config: &Config) -> usize {
+    let allowed = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let all = usize::try_from(idle_files(allowed)).unwrap_or(usize::MAX);
+    (all / config.threads.unwrap_or_else(cores)).max(1)
 }
 
 /// Names the flag, and what most often has the address.
@@ -169,13 +211,15 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
     let (live, live_changes) = watch::channel(Live { config: config.clone(), layer: layer.clone(), tls });
     let admin_live = AdminLive { layer: layer.clone(), token: config.admin_token.clone() };
     let (admin_live, admin_changes) = watch::channel(admin_live);
-    let connections = ConnectionLimit::new(config.max_connections);
+    let connections = SharedLimit::new(config.max_connections);
+    let without_key = SharedLimit::new(config.max_in_flight_without_key.unwrap_or(config.max_connections));
     let state = AdminState {
         engine: engine.clone(),
         breaker,
         metrics: metrics.clone(),
         draining: draining.clone(),
         connections: connections.clone(),
+        without_key: without_key.clone(),
         live: admin_changes,
     };
     let (close, closed) = oneshot::channel::<()>();
@@ -186,7 +230,7 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
         config.to, config.store
     );
     let reloader = Reloader::new(args.clone(), metrics.clone(), layer, live, admin_live);
-    let path = DataPath { engine, metrics, connections, live: live_changes.clone() };
+    let path = DataPath { engine, metrics, connections, without_key, live: live_changes.clone() };
     let serving = path.serve(sockets, &stopped)?;
     tokio::spawn(reloader.run(hangup));
     // The one line on the standard output; whoever does not read it loses nothing.
@@ -255,19 +299,18 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
     result.unwrap_or_else(|error| Err(ErrorChain(&error).to_string()))
 }
 
+/// What a store in memory holds at the most, if nothing is configured. Its records are all in the memory of this process.
+const MEMORY_MAX_RECORDS: u64 = 10_000_000;
+const MEMORY_MAX_BYTES: u64 = 1 << 30;
+
 /// Opens the store, or the back of a tiered one.
 pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
     Ok(match config.store.back() {
-        StoreChoice::Memory => {
-            let clock = SystemClock::new();
-            match config.max_records {
-                Some(records) => {
-                    let records = usize::try_from(records).unwrap_or(usize::MAX);
-                    Arc::new(MemoryStore::with_capacity(clock, records))
-                }
-                None => Arc::new(MemoryStore::new(clock)),
-            }
-        }
+        StoreChoice::Memory => Arc::new(
+            MemoryStore::new(SystemClock::new())
+                .with_max_records(config.max_records.unwrap_or(MEMORY_MAX_RECORDS))
+                .with_max_record_bytes(config.max_store_bytes.unwrap_or(MEMORY_MAX_BYTES)),
+        ),
         StoreChoice::Directory(directory) => {
             let found = existing(directory);
             if config.store_must_exist {
@@ -345,12 +388,27 @@ mod tests {
 
     #[test]
     fn connections_leave_files_for_the_store_and_the_admin_address() {
-        assert_eq!(within_files(1 << 20, 10_000, 1024), (10_000, 1024));
-        assert_eq!(within_files(11_088, 10_000, 1024), (10_000, 1024));
-        assert_eq!(within_files(11_087, 10_000, 1024), (9_999, 1024));
-        assert_eq!(within_files(1024, 10_000, 1024), (480, 480));
-        assert_eq!(within_files(64, 10_000, 1024), (16, 16));
-        assert_eq!(within_files(64, 10, 1), (10, 1));
-        assert_eq!(within_files(2, 10, 1), (1, 1));
+        let within = |allowed, connections, in_flight, without_key| {
+            let wanted = FileUse { connections, in_flight, without_key };
+            let granted = wanted.within(allowed);
+            (granted.connections, granted.in_flight, granted.without_key.unwrap())
+        };
+        assert_eq!(within(1 << 20, 10_000, 2048, None), (10_000, 2048, 10_000));
+        assert_eq!(within(1 << 20, 10_000, 2048, Some(20_000)), (10_000, 2048, 20_000));
+        // What is not configured takes what is left.
+        assert_eq!(within(20_000, 10_000, 2048, None), (10_000, 2048, 6_864));
+        assert_eq!(within(20_000, 10_000, 2048, Some(6_864)), (10_000, 2048, 6_864));
+        assert_eq!(within(20_000, 10_000, 2048, Some(6_865)), (10_000, 2048, 4_728));
+        assert_eq!(within(1024, 10_000, 2048, None), (416, 208, 208));
+        assert_eq!(within(64, 10_000, 2048, None), (12, 6, 6));
+        assert_eq!(within(64, 10, 1, None), (10, 1, 10));
+        assert_eq!(within(2, 10, 1, None), (1, 1, 1));
+        for allowed in [64, 100, 1024, 4096, 20_000, 65_536] {
+            for without_key in [None, Some(1), Some(5_000), Some(1_000_000)] {
+                let (connections, in_flight, without_key) = within(allowed, 10_000, 2048, without_key);
+                let used = (connections + in_flight + without_key) as u64;
+                assert!(used + idle_files(allowed) + RESERVED_FILES.min(allowed / 2) <= allowed);
+            }
+        }
     }
 }

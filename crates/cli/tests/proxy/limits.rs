@@ -593,3 +593,143 @@ async fn hops_are_believed_where_they_are_trusted() {
         client.message().await.has_status(200);
     }
 }
+
+#[tokio::test]
+async fn what_a_hop_says_that_is_not_trusted_counts_for_nothing() {
+    let fields = [
+        "X-Forwarded-User: alice",
+        "X-Forwarded-Host: shop.test",
+        "X-Real-IP: 192.0.2.1",
+        "X_Forwarded_User: alice",
+    ];
+    let post = |fields: &[&str]| request("POST", "/orders", &[&[KEY], fields].concat(), "{}");
+    // Not trusted: whoever names a user in such a field has no user.
+    for scope in ["x-forwarded-user", "x-forwarded-host", "x-real-ip", "oncegate-user", "proxy-authorization"]
+    {
+        let service = Service::new().await.answers(OK);
+        let scope = format!("--scope=required-header:{scope}");
+        let sidecar = Sidecar::start(service.address, &["--trusted-proxies=none", &scope]).await;
+        let forged = [&fields[..], &["Oncegate-User: alice", "Proxy-Authorization: alice"]].concat();
+        sidecar.ask(&post(&forged)).await.is_problem(400, "scope-unavailable");
+        assert_eq!(service.requests(), 0, "{scope}");
+    }
+    // Two requests that the service cannot tell apart are one.
+    let service = Service::new().await.answers(OK);
+    let compared = "--fingerprint-headers=x-forwarded-user";
+    let sidecar = Sidecar::start(service.address, &["--trusted-proxies=none", compared]).await;
+    sidecar.ask(&post(&["X-Forwarded-User: alice"])).await.has_status(200);
+    assert!(sidecar.ask(&post(&["X-Forwarded-User: bob"])).await.has_status(200).is_replay());
+    // A hop that is trusted names the user.
+    let scope = "--scope=required-header:x-forwarded-user";
+    let sidecar = Sidecar::start(service.address, &["--trusted-proxies=127.0.0.1", scope]).await;
+    sidecar.ask(&post(&["X-Forwarded-User: alice"])).await.has_status(200);
+    assert!(sidecar.ask(&post(&["X-Forwarded-User: alice"])).await.has_status(200).is_replay());
+    assert!(!sidecar.ask(&post(&["X-Forwarded-User: bob"])).await.has_status(200).is_replay());
+}
+
+#[tokio::test]
+async fn answers_that_no_client_takes_keep_new_keys_from_being_executed() {
+    let service = large_answers().await;
+    let flags = ["--response-budget=4MiB", "--threads=1"];
+    let sidecar = Sidecar::start_in_small_pages(service.address, &flags).await;
+    let mut client = http2(&sidecar, 0).await;
+    // What was drawn ahead for this one stays with the thread.
+    let small = request("POST", "/orders", &["Idempotency-Key: small"], "{}");
+    sidecar.ask(&small).await.has_status(200);
+    let (mut executed, mut refused) = (Vec::new(), 0);
+    for key in 0..60 {
+        let answer = within("a head", client.send_request(keyed(&format!("new-{key}")))).await.unwrap();
+        match answer.status() {
+            StatusCode::OK => executed.push(answer.into_body()),
+            StatusCode::SERVICE_UNAVAILABLE => refused += 1,
+            other => panic!("{other}"),
+        }
+    }
+    // Eight answers of half a MiB fill it. The one that is read while there is a little room left is kept, too.
+    assert!(executed.len() <= 10, "{} executed, {refused} refused", executed.len());
+    drop((executed, client));
+    until("there is room again", async || sidecar.ask(&small).await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn requests_without_a_key_are_bounded_until_their_answers_end() {
+    let service = Service::new().await;
+    let flags = ["--max-in-flight-without-key=2", "--threads=2"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let get = request("GET", "/slow", &[], "");
+    let (mut clients, mut wires) = (Vec::new(), Vec::new());
+    for _ in 0..2 {
+        let mut client = sidecar.connect().await;
+        client.send(&get).await;
+        let mut wire = service.accept().await;
+        wire.message().await;
+        (clients.push(client), wires.push(wire));
+    }
+    let gauge = "oncegate_requests_without_key_in_flight";
+    assert_eq!(crate::operations::series(&sidecar, gauge).await, Some(2.0));
+    let limit = "oncegate_requests_without_key_in_flight_limit";
+    assert_eq!(crate::operations::series(&sidecar, limit).await, Some(2.0));
+    for _ in 0..3 {
+        is_overloaded(&sidecar.ask(&get).await);
+    }
+    // What has a key is counted for itself.
+    let mut client = sidecar.connect().await;
+    client.send(with_key(1)).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+    // An answer that has begun is under way; a client that hangs up is not.
+    wires[0].send("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\no").await;
+    clients[0].head().await;
+    is_overloaded(&sidecar.ask(&get).await);
+    drop((clients, wires));
+    until("there is room again", async || crate::operations::series(&sidecar, gauge).await == Some(0.0))
+        .await;
+}
+
+#[tokio::test]
+async fn an_upgraded_connection_counts_until_it_ends() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-in-flight-without-key=1", "--threads=1"]).await;
+    let upgrade = request("GET", "/chat", &["Connection: upgrade", "Upgrade: websocket"], "");
+    let mut client = sidecar.connect().await;
+    client.send(&upgrade).await;
+    let mut wire = service.accept().await;
+    assert_eq!(wire.message().await.get("upgrade"), Some("websocket"));
+    wire.send("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n").await;
+    client.head().await;
+    wire.send("hello").await;
+    assert_eq!(client.take(5).await, b"hello");
+    is_overloaded(&sidecar.ask(&request("GET", "/", &[], "")).await);
+    // With a key, too: the key stays free.
+    let keyed = request("POST", "/chat", &["Connection: upgrade", "Upgrade: websocket", KEY], "");
+    is_overloaded(&sidecar.ask(&keyed).await);
+    drop((client, wire));
+    let service = service.answers(OK);
+    until("there is room again", async || sidecar.ask(&request("GET", "/", &[], "")).await.status() == 200)
+        .await;
+    assert!(!sidecar.ask(&keyed).await.has_status(200).is_replay());
+    drop(service);
+}
+
+#[tokio::test]
+async fn connections_to_the_service_are_kept_for_as_long_as_is_configured() {
+    let get = request("GET", "/", &[], "");
+    for (flag, connections) in [("0s", 3), ("1h", 1)] {
+        let service = Service::new().await.answers(OK);
+        let flag = format!("--upstream-idle-timeout={flag}");
+        let sidecar = Sidecar::start(service.address, &[&flag, "--threads=1"]).await;
+        for _ in 0..3 {
+            sidecar.ask(&get).await.has_status(200);
+        }
+        assert_eq!(service.connections(), connections, "{flag}");
+    }
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &["--upstream-idle-timeout=100ms", "--threads=1"]).await;
+    for connections in 1..3 {
+        sidecar.ask(&get).await.has_status(200);
+        assert_eq!(service.connections(), connections);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}

@@ -125,18 +125,42 @@ async fn a_store_takes_as_many_records_as_it_may_and_freed_keys_make_room_soon()
 }
 
 #[tokio::test]
-async fn a_store_that_is_full_is_not_out_of_reach() {
+async fn a_full_store_executes_nothing_new_also_where_an_outage_would() {
     let directory = tempfile::tempdir().unwrap();
-    let store = format!("--store={}", directory.path().join("store").display());
-    let service = Service::new().await.answers(OK);
-    let sidecar = Sidecar::start(service.address, &[&store, "--max-records=2", "--store-outage=open"]).await;
-    for key in ["a", "b"] {
-        sidecar.ask(&post(key)).await.has_status(200);
+    let on_disk = format!("--store={}", directory.path().join("store").display());
+    for store in ["--store=memory:", &*on_disk] {
+        let service = Service::new().await.answers(OK);
+        let flags = [store, "--max-records=2", "--store-outage=open"];
+        let sidecar = Sidecar::start(service.address, &flags).await;
+        for key in ["a", "b"] {
+            sidecar.ask(&post(key)).await.has_status(200);
+        }
+        for key in ["c", "d"] {
+            sidecar.ask(&post(key)).await.is_problem(503, "store-unavailable");
+        }
+        assert!(sidecar.ask(&post("a")).await.has_status(200).is_replay());
+        assert_eq!(service.requests(), 2, "{store}");
     }
-    // Whoever sends many keys must not switch the protection of others off.
-    sidecar.ask(&post("c")).await.is_problem(503, "store-unavailable");
-    assert!(sidecar.ask(&post("a")).await.has_status(200).is_replay());
-    assert_eq!(service.requests(), 2);
+}
+
+#[tokio::test]
+async fn a_store_in_memory_takes_as_many_bytes_as_it_may() {
+    const LARGE: usize = 512 * 1024;
+    let service = Service::new().await;
+    let flags = ["--store=memory:", "--max-store-bytes=1MiB"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    let mut client = sidecar.connect().await;
+    client.send(post("a")).await;
+    let mut wire = service.accept().await;
+    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE}\r\n\r\n{}", "x".repeat(LARGE));
+    for key in ["b", "c"] {
+        wire.message().await;
+        wire.send(&answer).await;
+        client.message().await.has_status(200);
+        client.send(post(key)).await;
+    }
+    client.message().await.is_problem(503, "store-unavailable");
+    assert!(sidecar.ask(&post("b")).await.has_status(200).is_replay());
 }
 
 /// A sidecar whose clock shows what a file says.
