@@ -83,7 +83,8 @@ fn check<B>(request: &Request<B>) -> Result<Option<HeaderValue>, Refused> {
     }
     // RFC 9112, 3.2.3 and 3.2.4. A service may take such a target for `/`, which has a route.
     let path = request.uri().path();
-    if !path.starts_with('/') && !(path == "*" && request.method() == Method::OPTIONS) {
+    let is_of_the_server = path == "*" && request.method() == Method::OPTIONS;
+    if !path.starts_with('/') && !is_of_the_server {
         return Err(malformed("The target of the request is not a path."));
     }
     let headers = request.headers();

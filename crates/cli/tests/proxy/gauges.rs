@@ -148,7 +148,8 @@ async fn bytes_of_answers_that_are_not_read_are_gauged_and_given_back() {
     let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {ANSWER}\r\n\r\n{}", "x".repeat(ANSWER));
     let service = Service::new().await.answers(answer.leak());
     // A little more than three answers: what one thread draws ahead, another one cannot have.
-    let flags = ["--response-budget=3200KiB", "--max-response-body=1MiB", "--write-timeout=1h", "--threads=2"];
+    let flags =
+        ["--response-budget=3200KiB", "--max-response-body=1MiB", "--write-timeout=1h", "--threads=2"];
     let sidecar = Sidecar::start(service.address, &flags).await;
     sidecar.ask(&request("POST", "/", &[KEY], "{}")).await.has_status(200);
     all_is_zero(&sidecar).await;
