@@ -17,7 +17,7 @@ use crate::config::{
     Config, Draft, FrontChoice, ProxyArgs, StoreChoice, StoreUrl, TieredChoice, TlsFiles, duration_text,
     size_text,
 };
-use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, server_config};
+use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, server_config};
 
 mod online;
 
@@ -207,8 +207,14 @@ fn configuration(config: &Config, is_online: bool, report: &mut Report) {
 
 fn tls(files: &TlsFiles, report: &mut Report) {
     match server_config(&files.cert, &files.key) {
-        Ok(_) => {
-            report.ok(format!("TLS: {} and {} fit each other", files.cert.display(), files.key.display()));
+        Ok(tls) => {
+            let (cert, key) = (files.cert.display(), files.key.display());
+            match tls.validity.and_then(|validity| validity.warning(certificate::now())) {
+                Some(what) => {
+                    report.warn(format!("TLS: {cert} and {key} fit each other, but the certificate {what}"))
+                }
+                None => report.ok(format!("TLS: {cert} and {key} fit each other")),
+            }
         }
         Err(error) => report.error(format!("TLS: {error}")),
     }
@@ -232,7 +238,11 @@ pub(crate) fn readable_by_everybody(what: &str, file: &Path) -> Option<String> {
 /// Asks the database what it has; nothing is written.
 fn postgres(url: &StoreUrl, report: &mut Report) {
     match crate::schema::usable(url.reveal()) {
-        Ok(promise) => report.ok(format!("store {url}: can be used; {promise}")),
+        Ok(true) => report.ok(format!("store {url}: can be used; what it commits is flushed")),
+        Ok(false) => report.warn(format!(
+            "store {url}: can be used, but what it commits is NOT flushed (fsync or synchronous_commit is off): a crash of the \
+             server may lose records, and their operations execute again"
+        )),
         Err(error) => report.error(format!("store {error}")),
     }
 }
@@ -376,6 +386,11 @@ fn content(dir: &Path, found: &CheckReport, report: &mut Report) {
     if !found.unreadable_audit.is_empty() {
         let count = found.unreadable_audit.len();
         report.error(format!("store {shown}: {count} entries of the audit trail cannot be read"));
+    }
+    if found.is_disk_low {
+        report.warn(format!(
+            "store {shown}: the disk is nearly full: the sidecar refuses requests with a new key until there is room"
+        ));
     }
     if let Some(skew) = &found.clock {
         report.warn(format!("store {shown}: {skew}"));

@@ -169,8 +169,9 @@ impl fmt::Display for ClockSkew {
         } else {
             write!(
                 f,
-                "the clock of this machine is {seconds} s behind the time of the store, which goes on at its own pace. Set the \
-                 clock right"
+                "the clock of this machine is {seconds} s behind the time of the store, which goes on at its own pace. If \
+                 the clock is wrong, set it right. If it was ahead before and is right now, nothing has to be done: leases and \
+                 retentions last as long as they should"
             )
         }
     }

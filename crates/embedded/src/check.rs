@@ -15,6 +15,8 @@ use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckReport {
+    /// Whether the disk has too little room: the store, once open, refuses new keys until there is more.
+    pub is_disk_low: bool,
     /// The size of the file.
     pub bytes: u64,
     /// How many records are in each state, those past their retention left out.
@@ -57,7 +59,7 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
         Ok(opened)
     })?;
     medium.read_ahead()();
-    let mut report = CheckReport { bytes, ..CheckReport::default() };
+    let mut report = CheckReport { bytes, is_disk_low: medium.is_low(), ..CheckReport::default() };
     let read = |report: &mut CheckReport| {
         read_all(&database, report).map_err(|error| database::error_of(&path, error))
     };

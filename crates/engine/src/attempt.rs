@@ -436,6 +436,13 @@ enum Ending {
 }
 
 impl Ending {
+    /// Logs that this end came after another attempt or an operator had taken the record. What was released did nothing.
+    fn log_fenced(&self, attempt: &Attempt) {
+        if !matches!(self, Self::Release) {
+            attempt.log_fenced();
+        }
+    }
+
     fn park(reason: impl Into<Cow<'static, str>>) -> Self {
         Self::Park(reason.into())
     }
@@ -518,6 +525,7 @@ impl Held {
                 Settled::Done
             }
             Err(Unsettled::Fenced) => {
+                self.log_fenced(&ending);
                 self.fenced();
                 Settled::Fenced
             }
@@ -554,6 +562,10 @@ impl Held {
         }
     }
 
+    fn log_fenced(&self, ending: &Ending) {
+        ending.log_fenced(&self.attempt);
+    }
+
     pub(crate) fn fenced(self) {
         self.inner.keeper.forget(&self.attempt);
         self.attempt.set_lost();
@@ -580,7 +592,10 @@ impl Held {
                 tokio::time::sleep_until(again).await;
                 match self.try_settle(&ending).await {
                     Ok(()) => return self.land(ending),
-                    Err(Unsettled::Fenced) => return self.fenced(),
+                    Err(Unsettled::Fenced) => {
+                        self.log_fenced(&ending);
+                        return self.fenced();
+                    }
                     Err(Unsettled::Failed(error)) if !error.kind().may_pass() || again >= lease_until => {
                         return self.outlast(ending, error).await;
                     }
@@ -671,6 +686,7 @@ impl Inner {
         let kind = match self.end(&unstored.attempt, &unstored.ending).await {
             Ok(()) => unstored.ending.event(),
             Err(Unsettled::Fenced) => {
+                unstored.ending.log_fenced(&unstored.attempt);
                 unstored.attempt.set_lost();
                 EventKind::Fenced
             }

@@ -99,3 +99,19 @@ fn warn(id: RecordId, operation: &str, attempt: u32, reason: &str, duration: Dur
         "the outcome of an operation is unknown; find out what happened, then `oncegate keys resolve`"
     );
 }
+
+impl Attempt {
+    /// Logs that this attempt executed, and that its end was refused because it no longer owned its record.
+    pub(crate) fn log_fenced(&self) {
+        let inner = &self.0;
+        tracing::warn!(
+            record = %self.record_id(),
+            operation = inner.label.operation(),
+            attempt = inner.grant.attempts,
+            token = %self.token(),
+            duration = ?Instant::now().saturating_duration_since(inner.begun),
+            "an attempt executed, but another one or an operator had taken its record meanwhile, so its end was refused: its effect \
+             may have happened next to another one; find out"
+        );
+    }
+}

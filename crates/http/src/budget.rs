@@ -360,7 +360,7 @@ mod tests {
                 usize::try_from((z ^ (z >> 31)) >> 1).unwrap() % below
             };
             let first = Budget::new(limit);
-            let mut copies = vec![first.clone(), first.apart(), first.apart()];
+            let mut copies = [first.clone(), first.apart(), first.apart()];
             let most_ahead = 2 * first.ahead();
             let (mut all, mut sum) = (Vec::new(), 0);
             for _ in 0..20_000 {

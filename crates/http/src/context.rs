@@ -87,6 +87,11 @@ pub struct Unanswered(pub http::StatusCode);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotBegun;
 
+/// Put into the extensions of a response by a proxy that could not reach its upstream: the response is a refusal of its own, and
+/// nothing was executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unreached;
+
 /// Put into the extensions of a response by a proxy: its body ends where its connection does, so that half of it looks like the
 /// whole. It reaches the client and is not kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

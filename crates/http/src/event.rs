@@ -17,6 +17,9 @@ pub enum Disposition {
     Unprotected,
     /// It was executed under its key.
     Executed,
+    /// It was executed under its key, but another attempt or an operator had taken the record when it ended: there may be a
+    /// second effect.
+    Fenced,
     /// It got the stored answer.
     Replayed,
     /// The layer refused it.
@@ -33,6 +36,7 @@ impl Disposition {
             Self::NotCovered => "not-covered",
             Self::Unprotected => "unprotected",
             Self::Executed => "executed",
+            Self::Fenced => "fenced",
             Self::Replayed => "replayed",
             Self::Refused(condition) => condition.slug(),
             Self::FailedOpen => "failed-open",

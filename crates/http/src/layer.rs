@@ -118,8 +118,8 @@ impl IdempotencyLayer {
 
     /// What is done on the routes that the pattern matches, such as `/payments/{id}` or `/v1/{*rest}`. The first route that
     /// matches counts. With `methods`, only those are matched, and they are covered; without, the settings say which
-    /// methods are covered; a method is the same one in any case. Other spellings of a path match, too: see [`Settings::with_trailing_slash`] and
-    /// [`Settings::with_path_case`].
+    /// methods are covered; a method is the same one in any case. Other spellings of a path match, too: see
+    /// [`Settings::with_trailing_slash`] and [`Settings::with_path_case`].
     ///
     /// # Errors
     /// Where the pattern is malformed, the settings contradict each other, or the store cannot do what they say.

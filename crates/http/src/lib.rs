@@ -105,7 +105,7 @@ mod settings;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
-pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered, Unframed};
+pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered, Unframed, Unreached};
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};

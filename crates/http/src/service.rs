@@ -26,8 +26,9 @@ use crate::answer::{Asked, Question, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{Held, NoRoom, TIED_REQUEST, tie};
 use crate::canonical;
+use crate::context::Unreached;
 use crate::event::{Disposition, KeyedEvent, RequestEvent};
-use crate::execute::{Ended, Execution, take_directive};
+use crate::execute::{Ended, Execution, FENCED, take_directive};
 use crate::grpc::GrpcForm;
 use crate::headers::restore;
 use crate::in_flight::Slot;
@@ -405,7 +406,7 @@ impl Keyed {
                 }
                 Ok(_) => {}
                 Err(error) => {
-                    tracing::warn!(record = %id, %error, "the record of another request was not found");
+                    tracing::warn!(record = %id, error = %ErrorChain(&error), "the record of another request was not found");
                     return Refusal::new(Condition::StoreUnavailable).with_retry_after(1);
                 }
             }
@@ -519,7 +520,7 @@ impl Keyed {
             Ok(Executed::Response(mut response)) => {
                 // Only the layer says what was replayed.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
-                self.observe(Disposition::Executed, Some(response.status()));
+                self.observe(executed(&response), Some(response.status()));
                 Ok(self.echoed(response))
             }
             Ok(Executed::Recorded(stored, status)) => {
@@ -702,6 +703,18 @@ const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-stat
 /// Takes off what only the layer says.
 pub(crate) fn take_status<T>(response: &mut Response<T>) {
     response.headers_mut().remove(IDEMPOTENCY_STATUS);
+}
+
+/// What became of a request whose answer is passed on. Its status field is of the layer: that of the handler was taken.
+fn executed<T>(response: &Response<T>) -> Disposition {
+    let is_fenced = || response.headers().get(IDEMPOTENCY_STATUS).is_some_and(|status| status == FENCED);
+    if response.extensions().get::<Unreached>().is_some() {
+        Disposition::Refused(Condition::UpstreamUnreachable)
+    } else if is_fenced() {
+        Disposition::Fenced
+    } else {
+        Disposition::Executed
+    }
 }
 
 /// Tells a client that its answer is not what it would be on an ordinary day.

@@ -173,8 +173,17 @@ impl Store for PostgresStore {
                 return Err(StoreError::unavailable("the database is a standby, which takes no writes"));
             }
             match standing.version {
-                Some(version) if version >= schema::VERSION => Ok(()),
-                _ => Err(StoreError::invalid("the database has not the contract that this program needs")),
+                Some(version) if version >= schema::VERSION => {}
+                _ => {
+                    return Err(StoreError::invalid(
+                        "the database has not the contract that this program needs",
+                    ));
+                }
+            }
+            let rows = shared.call(Call::new(MISSING_RIGHTS, []), Terms::command(Resend::Always)).await?;
+            match maybe::<String>(rows.first().ok_or_else(strange)?, "missing")? {
+                None => Ok(()),
+                Some(missing) => Err(StoreError::invalid(format!("the role may not call {missing}"))),
             }
         })
     }

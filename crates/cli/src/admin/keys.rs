@@ -128,9 +128,12 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer 
     }
     let (parts, key) = request_of(&state, &find)?;
     let id = state.record_id(&parts, &key).ok_or_else(|| {
-        Problem::bad_request(
-            "caller: the layer refuses requests on this route that do not say whose they are.",
-        )
+        let settings = state.settings(&parts.method, parts.uri.path());
+        let names: Vec<_> = settings.caller().parts().map(|part| part_name(&part)).collect();
+        Problem::no_record_of_such(format!(
+            "Requests on this route that do not say whose they are (the {}) are refused, so no such request has a record.",
+            names.join(" and the ")
+        ))
     })?;
     shown(&state, id, if find.body { Detail::Body } else { Detail::Whole }).await
 }

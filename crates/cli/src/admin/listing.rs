@@ -18,6 +18,9 @@ const WALK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most records that cannot be read which one answer names.
 const MAX_UNREADABLE: usize = 100;
 
+/// What stands before a record where a problem names it.
+const RECORD_URN: &str = "urn:oncegate:record:";
+
 /// Fewest digits of an identifier that stand for it.
 pub(super) const MIN_PREFIX: usize = 6;
 
@@ -69,6 +72,9 @@ pub(super) async fn newest(state: &AdminState, mut query: ListQuery) -> Result<R
 
 /// The record with this identifier, or the only one whose identifier begins like this, as logs and listings show it.
 pub(super) async fn find(state: &AdminState, text: &str) -> Result<RecordId, Problem> {
+    let text = text.trim();
+    // As a problem names it to a client.
+    let text = text.strip_prefix(RECORD_URN).unwrap_or(text);
     if let Some(id) = RecordId::from_hex(text) {
         return Ok(id);
     }

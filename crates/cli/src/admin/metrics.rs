@@ -80,6 +80,8 @@ struct Inner {
     breaker_openings: Counter,
     draining: Gauge,
     access_lines_dropped: Counter,
+    /// Without a value where no TLS is spoken.
+    certificate_end: Family<[Label; 0], Gauge>,
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     records: Family<[Label; 1], Gauge>,
     /// Since when the oldest unsettled record waits, by the store's clock in milliseconds; 0 if there is none.
@@ -250,6 +252,13 @@ impl Metrics {
             crate::log::dropped(),
         );
         let reloads = ReloadMetrics::register(r);
+        let certificate_end = Family::default();
+        r.register_with_unit(
+            "tls_certificate_not_after",
+            "When the certificate that clients get ends, in seconds since 1970",
+            Unit::Seconds,
+            certificate_end.clone(),
+        );
         let (records, oldest_unsettled_age) = unsettled_gauges(r);
         let advisories = Family::<[Label; 1], Gauge>::default();
         r.register(
@@ -280,6 +289,7 @@ impl Metrics {
             breaker_openings,
             draining,
             access_lines_dropped,
+            certificate_end,
             reloads,
             records,
             oldest_unsettled: AtomicU64::new(0),
@@ -308,12 +318,29 @@ impl Metrics {
         }
     }
 
+    /// Takes note of a request that was refused before the layer saw it.
+    pub(crate) fn observe_refused(&self, condition: Condition, status: StatusCode) {
+        self.0.requests.with(Disposition::Refused(condition), Some(status), |counter| {
+            counter.inc();
+        });
+    }
+
     /// Takes note of something that was read again, and whether it is in force now.
     pub(crate) fn observe_reload(&self, subject: ReloadSubject, is_applied: bool) {
         if let Some(metrics) = self.0.reloads.get(subject as usize) {
             let counter = if is_applied { &metrics.applied } else { &metrics.refused };
             counter.inc();
             metrics.last_refused.set((!is_applied).into());
+        }
+    }
+
+    /// Takes note of when the certificate in use ends.
+    pub(crate) fn set_certificate_end(&self, not_after: Option<i64>) {
+        match not_after {
+            Some(seconds) => {
+                self.0.certificate_end.get_or_create(&[]).set(seconds);
+            }
+            None => self.0.certificate_end.clear(),
         }
     }
 
@@ -545,10 +572,11 @@ struct RequestCounters {
 const CLASSES: [&str; 6] = ["none", "1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// Those that are no refusal, and all refusals.
-const PLAIN: [Disposition; 5] = [
+const PLAIN: [Disposition; 6] = [
     Disposition::NotCovered,
     Disposition::Unprotected,
     Disposition::Executed,
+    Disposition::Fenced,
     Disposition::Replayed,
     Disposition::FailedOpen,
 ];

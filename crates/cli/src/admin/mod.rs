@@ -15,7 +15,7 @@
 //! | `POST /v1/clock/accept` | the store goes on from the machine's clock, which was set ahead |
 //! | `GET /v1/audit?before=&limit=` | who resolved what, and why, newest first |
 //!
-//! Refusals are problem details. Who may ask is in [`guard`].
+//! Refusals are problem details. Every answer has the field `Oncegate-Admin`. Who may ask is in [`guard`].
 
 mod census;
 mod exposition;
@@ -39,14 +39,14 @@ use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http::header::{self, HeaderMap, HeaderValue};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, StatusCode, Uri};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use oncegate_core::{ErrorChain, IdempotencyKey, RecordId};
+use oncegate_core::{ErrorChain, IdempotencyKey, RecordId, StoreErrorKind};
 use oncegate_engine::{Breaker, BreakerState, Engine};
 use oncegate_http::{IdempotencyLayer, Settings};
 use tokio::net::TcpListener;
@@ -121,6 +121,9 @@ const REQUEST_MAX: usize = 16 * 1024 * 1024;
 /// How long the store may take to say that it is ready. Orchestrators ask every few seconds.
 const READY_PATIENCE: Duration = Duration::from_secs(2);
 
+/// A record that no request has.
+const NO_RECORD: RecordId = RecordId::from_bytes([0; 32]);
+
 /// Most connections at a time.
 const CONNECTIONS_MAX: usize = 128;
 
@@ -129,6 +132,15 @@ const HEAD_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long connections are waited for at the end.
 const CLOSING_PATIENCE: Duration = Duration::from_secs(2);
+
+/// The field of every answer of the admin API, and of no other. Its value is the version of the API.
+pub(crate) const ADMIN_FIELD: HeaderName = HeaderName::from_static("oncegate-admin");
+
+/// So that a program can tell the admin API from a service that answers at a wrong address.
+async fn mark(mut response: Response) -> Response {
+    response.headers_mut().insert(ADMIN_FIELD, HeaderValue::from_static("1"));
+    response
+}
 
 /// The admin API.
 pub(crate) fn router(state: AdminState) -> Router {
@@ -151,6 +163,7 @@ pub(crate) fn router(state: AdminState) -> Router {
         })
         .layer(DefaultBodyLimit::max(REQUEST_MAX))
         .layer(guard)
+        .layer(axum::middleware::map_response(mark))
         .with_state(state)
 }
 
@@ -200,16 +213,26 @@ async fn readyz(State(state): State<AdminState>) -> Response {
     if state.breaker.state() == BreakerState::Open {
         return not_ready("the store is out of reach\n");
     }
-    match tokio::time::timeout(READY_PATIENCE, state.engine.store().check()).await {
+    let store = state.engine.store();
+    let asked = async {
+        store.check().await?;
+        // It may be well and its records out of reach, as where a right was taken away.
+        match store.lookup(NO_RECORD).await {
+            Err(error) if error.kind() != StoreErrorKind::Corrupt => Err(error),
+            _ => Ok(()),
+        }
+    };
+    match tokio::time::timeout(READY_PATIENCE, asked).await {
         Ok(Ok(())) => {
-            let advisories = state.engine.store().advisories();
+            let advisories = store.advisories();
             let lines: String =
                 advisories.iter().map(|advisory| format!("note: {}\n", advisory.text)).collect();
             text(format!("ready\n{lines}"))
         }
         Ok(Err(error)) => {
             tracing::debug!(error = %ErrorChain(&error), "not ready");
-            not_ready("the store would not take a write\n")
+            let why = ErrorChain(&error).to_string().replace(['\r', '\n'], " ");
+            not_ready(format!("the store would not take a write: {why}\n"))
         }
         Err(_) => {
             tracing::debug!(patience = ?READY_PATIENCE, "not ready: the store does not answer");
@@ -244,6 +267,6 @@ fn text(words: impl Into<Body>) -> Response {
     ([(header::CACHE_CONTROL, HeaderValue::from_static("no-store"))], words.into()).into_response()
 }
 
-fn not_ready(why: &'static str) -> Response {
+fn not_ready(why: impl Into<Body>) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, text(why)).into_response()
 }

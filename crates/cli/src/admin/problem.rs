@@ -75,6 +75,11 @@ impl Problem {
         Self { record: Some(id), ..problem }
     }
 
+    /// Requests like this are refused before they get a record.
+    pub(super) fn no_record_of_such(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "no-record", "There is no such record", detail)
+    }
+
     /// No record begins like this.
     pub(super) fn no_record_like(text: &str) -> Self {
         let detail = format!("No record begins with {text}, or its retention is over.");

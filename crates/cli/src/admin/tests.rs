@@ -455,8 +455,9 @@ async fn find_says_what_is_missing() {
     let detail = sidecar.post("/v1/keys/find", hosts).await.refused(400, "bad-request");
     assert!(detail.starts_with("host: each host has keys of its own on this route"), "{detail}");
     let user = json!({"key": "k", "method": "POST", "path": "/user", "caller": "anonymous"});
-    let detail = sidecar.post("/v1/keys/find", user).await.refused(400, "bad-request");
-    assert!(detail.contains("refuses requests on this route that do not say whose they are"), "{detail}");
+    let detail = sidecar.post("/v1/keys/find", user).await.refused(404, "no-record");
+    let expected = "Requests on this route that do not say whose they are (the field x-user) are refused";
+    assert!(detail.starts_with(expected), "{detail}");
 }
 
 #[tokio::test]

@@ -1,5 +1,7 @@
 //! What somebody should know of a configuration that works.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -8,9 +10,9 @@ use oncegate_http::StoreOutage;
 
 use super::assemble::{given, is_loopback};
 use super::problem::{Problem, Source, did_you_mean};
-use super::settings::{Given, Values};
+use super::settings::{Given, Raw, Values};
 use super::units::{StoreChoice, duration_text};
-use super::{Route, RouteConfig, TlsFiles};
+use super::{Entry, Route, RouteConfig, TlsFiles};
 use crate::check::readable_by_everybody;
 
 /// Below this a pause of the machine (a snapshot, a long collection, a full disk) outlasts a lease.
@@ -43,6 +45,33 @@ pub(super) fn on_secrets(token: Option<&PathBuf>, tls: Option<&TlsFiles>) -> Vec
         Some(Problem::warning(None, readable_by_everybody(what, file?)?))
     };
     secrets.into_iter().filter_map(warning).collect()
+}
+
+/// On a password in a file that everybody can read.
+pub(super) fn on_readable_password(entry: &Entry) -> Option<Problem> {
+    let (Source::File(place), Raw::Text(url)) = (&entry.source, &entry.raw) else { return None };
+    if entry.setting.name != "store" || !has_password(url) {
+        return None;
+    }
+    let mode = fs::metadata(&*place.file).ok()?.permissions().mode();
+    (mode & 0o004 != 0).then(|| {
+        let file = &place.file;
+        let what = format!(
+            "there is a password in this URL, and {file} can be read by everybody on this machine; run: chmod o= {file}, or put the \
+             URL into {}",
+            entry.setting.variable()
+        );
+        Problem::warning(entry.source.clone(), what)
+    })
+}
+
+/// Whether a URL in this text has a password: before its host, or as a parameter.
+fn has_password(text: &str) -> bool {
+    text.split("://").skip(1).any(|rest| {
+        let authority = rest.split(['/', '?', '#', ',']).next().unwrap_or_default();
+        let user = authority.rsplit_once('@').map(|(user, _)| user);
+        user.is_some_and(|user| user.split_once(':').is_some_and(|(_, password)| !password.is_empty()))
+    }) || text.contains("password=")
 }
 
 /// On what is done on one route, or on all others.

@@ -334,6 +334,7 @@ impl Draft {
         for entries in layers {
             apply(entries, &mut values, &mut problems);
         }
+        problems.extend(layers.iter().copied().flatten().filter_map(advice::on_readable_password));
         paths::make_absolute(&mut values, path.as_ref().map(|(path, _)| path.as_path()), &mut problems);
         let mut draft = assemble::draft(&values, &content.routes, whole, problems);
         if let Some(config) = &mut draft.config {

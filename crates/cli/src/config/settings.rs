@@ -282,7 +282,7 @@ settings! {
 
     /// The header field that carries the key.
     "key-header" KEYS Route One "NAME" ByProfile("Idempotency-Key");
-    key_header: HeaderName = units::header_name;
+    key_header: HeaderName = units::key_header;
 
     /// Builds the key of this member of JSON bodies, such as `/customer` (a JSON pointer), and of others that are given, in
     /// place of the header field, which is ignored: two requests of one caller with the same values are one operation,

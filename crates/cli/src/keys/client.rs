@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{self, HeaderValue};
 use http::uri::{Authority, Scheme};
-use http::{Method, Request, StatusCode, Uri};
+use http::{Method, Request, StatusCode, Uri, request};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper_rustls::HttpsConnectorBuilder;
 use hyper_util::client::legacy;
@@ -13,8 +13,10 @@ use hyper_util::client::legacy::connect::{Connect, HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use oncegate_core::ErrorChain;
 use serde_json::Value;
+use tokio::sync::OnceCell;
 
 use super::Failure;
+use crate::admin::ADMIN_FIELD;
 
 /// How long the sidecar may take for an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -26,6 +28,16 @@ pub(super) struct Client {
     scheme: Scheme,
     authority: Authority,
     token: Option<HeaderValue>,
+    /// Set once the admin API of a sidecar has answered.
+    is_admin: OnceCell<()>,
+}
+
+/// An answer, read to its end.
+struct Answer {
+    status: StatusCode,
+    /// Whether it says that it is of an admin API.
+    is_admin: bool,
+    body: Bytes,
 }
 
 impl Client {
@@ -51,7 +63,7 @@ impl Client {
             value.set_sensitive(true);
             Ok(value)
         });
-        Ok(Self { scheme, authority, token: token.transpose()? })
+        Ok(Self { scheme, authority, token: token.transpose()?, is_admin: OnceCell::new() })
     }
 
     pub(super) async fn get(&self, path: &str) -> Result<Value, Failure> {
@@ -63,14 +75,37 @@ impl Client {
     }
 
     async fn ask(&self, method: Method, path: &str, body: Bytes) -> Result<Value, Failure> {
-        let url = format!("{}://{}{path}", self.scheme, self.authority);
-        let mut request = Request::builder().method(&method).uri(url);
+        // A slip in the port leads to the service, which must get neither the token nor the command.
+        self.is_admin.get_or_try_init(|| self.probe()).await?;
+        let mut request = self.request(&method, path);
         if method == Method::POST {
             request = request.header(header::CONTENT_TYPE, "application/json");
         }
         if let Some(token) = &self.token {
             request = request.header(header::AUTHORIZATION, token);
         }
+        let answer = self.exchange(request, body).await?;
+        let Answer { status, is_admin: true, body } = answer else { return Err(self.other(&answer)) };
+        match serde_json::from_slice::<Value>(&body) {
+            Ok(body) if !status.is_success() => Err(self.refusal(status, &body)),
+            Ok(body) if body.get(member_of(path)).is_some() => Ok(body),
+            _ => Err(self.unreachable(&format!(
+                "its answer ({status}) is not as this program knows it; does the sidecar have the same version?"
+            ))),
+        }
+    }
+
+    /// Finds out whether an admin API answers at all, with a request that shows no token and does nothing.
+    async fn probe(&self) -> Result<(), Failure> {
+        let answer = self.exchange(self.request(&Method::GET, "/livez"), Bytes::new()).await?;
+        if answer.is_admin { Ok(()) } else { Err(self.other(&answer)) }
+    }
+
+    fn request(&self, method: &Method, path: &str) -> request::Builder {
+        Request::builder().method(method).uri(format!("{}://{}{path}", self.scheme, self.authority))
+    }
+
+    async fn exchange(&self, request: request::Builder, body: Bytes) -> Result<Answer, Failure> {
         let request = request.body(Full::new(body)).map_err(|error| Failure::Usage(error.to_string()))?;
         let answer = async {
             if self.scheme == Scheme::HTTP {
@@ -80,24 +115,12 @@ impl Client {
             let connector = connector.map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
             self.send(connector.https_only().enable_http1().build(), request).await
         };
-        let answer = tokio::time::timeout(PATIENCE, answer).await;
-        let (status, body) = answer
-            .map_err(|_| self.unreachable(&format!("no answer within {} seconds", PATIENCE.as_secs())))??;
-        let body: Option<Value> = serde_json::from_slice(&body).ok();
-        match body {
-            Some(body) if status.is_success() => Ok(body),
-            Some(problem) => Err(Failure::Refused(self.refusal(status, &problem))),
-            None => Err(self.unreachable(&format!(
-                "the answer ({status}) is not that of an admin API; is this the admin address of a sidecar?"
-            ))),
-        }
+        tokio::time::timeout(PATIENCE, answer)
+            .await
+            .map_err(|_| self.unreachable(&format!("no answer within {} seconds", PATIENCE.as_secs())))?
     }
 
-    async fn send<C>(
-        &self,
-        connector: C,
-        request: Request<Full<Bytes>>,
-    ) -> Result<(StatusCode, Bytes), Failure>
+    async fn send<C>(&self, connector: C, request: Request<Full<Bytes>>) -> Result<Answer, Failure>
     where
         C: Connect + Clone + Send + Sync + 'static,
     {
@@ -107,40 +130,44 @@ impl Client {
             .await
             .map_err(|error| self.unreachable(&ErrorChain(&error).to_string()))?;
         let status = response.status();
+        let is_admin = response.headers().contains_key(ADMIN_FIELD);
         let body = Limited::new(response.into_body(), ANSWER_MAX).collect().await;
         let body = body
             .map_err(|error| self.unreachable(&format!("the answer broke off: {}", ErrorChain(&*error))))?;
-        Ok((status, body.to_bytes()))
+        Ok(Answer { status, is_admin, body: body.to_bytes() })
     }
 
     /// The words of a problem, in terms of the command line.
-    fn refusal(&self, status: StatusCode, problem: &Value) -> String {
+    fn refusal(&self, status: StatusCode, problem: &Value) -> Failure {
         let text = |name: &str| problem[name].as_str().unwrap_or_default();
         match (status, text("type").rsplit(':').next().unwrap_or_default()) {
             (StatusCode::UNAUTHORIZED, _) => {
                 let what = if self.token.is_some() { "is wrong" } else { "is missing" };
-                return format!(
+                return Failure::Refused(format!(
                     "the admin token {what}; give it with --token-file FILE or in ONCEGATE_ADMIN_TOKEN"
-                );
+                ));
             }
             (StatusCode::FORBIDDEN, "forbidden") => {
-                return format!(
+                return Failure::Refused(format!(
                     "--admin {}: without an admin token the sidecar answers to 127.0.0.1, [::1] and localhost only",
                     self.authority
-                );
+                ));
             }
             _ => {}
         }
         let detail = text("detail");
         let about = detail.split_once(": ").filter(|(name, _)| *name == text("parameter"));
         if let Some(("caller", _)) = about {
-            return "say whose the request was: --caller-file FILE with the value of the header field that tells callers apart, \
-                    --anonymous if it did not send that field, or --single-tenant if the route does not tell callers apart"
-                .to_owned();
+            let (_, what) = about.unwrap_or_default();
+            return Failure::Usage(format!(
+                "say whose the request was: --caller-file FILE with the value of the header field that tells callers apart, \
+                 --caller-fields FILE if several do, --anonymous if it did not send that field, or --single-tenant if the route \
+                 does not tell callers apart. In terms of the admin API: {what}"
+            ));
         }
         let flag = |name: &str| FLAGS.iter().find(|(other, _)| *other == name).map(|(_, flag)| *flag);
         if let Some((flag, what)) = about.and_then(|(name, what)| Some((flag(name)?, what))) {
-            return format!("{flag}: {what}");
+            return Failure::Usage(format!("{flag}: {what}"));
         }
         let mut words = match (text("title"), detail) {
             ("", "") => status.to_string(),
@@ -149,14 +176,34 @@ impl Client {
         if let Some(record) = problem["record"].as_str() {
             words.push_str(&format!(" (record {record})"));
         }
-        words
+        Failure::Refused(words)
     }
 
     fn unreachable(&self, why: &str) -> Failure {
         Failure::Unreachable(format!(
-            "cannot reach the sidecar at {}://{}: {why}",
+            "cannot reach the sidecar at {}://{} (--admin): {why}",
             self.scheme, self.authority
         ))
+    }
+
+    /// Something answered that is no admin API.
+    fn other(&self, answer: &Answer) -> Failure {
+        Failure::Unreachable(format!(
+            "what answers at {}://{} ({}) is not the admin API of a sidecar; nothing was done. Give --admin the address that the \
+             sidecar prints as `admin` when it starts, and not the one on which it listens for requests",
+            self.scheme, self.authority, answer.status
+        ))
+    }
+}
+
+/// A member that each answer of the admin API to a request for this path has.
+fn member_of(path: &str) -> &'static str {
+    let path = path.split_once('?').map_or(path, |(path, _)| path);
+    match path {
+        "/v1/keys" => "records",
+        "/v1/audit" => "entries",
+        "/v1/clock/accept" => "ahead_seconds",
+        _ => "record",
     }
 }
 

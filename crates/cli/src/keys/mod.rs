@@ -209,7 +209,7 @@ struct Why {
     /// Why; kept in the audit trail
     #[arg(long, value_name = "TEXT")]
     reason: String,
-    /// Who; kept in the audit trail [default: the user's name]
+    /// Who; kept in the audit trail [default: the user's name, or admin where the environment has none]
     #[arg(long, value_name = "NAME")]
     actor: Option<String>,
     /// Does not ask for confirmation, which is asked for on a terminal only

@@ -59,11 +59,13 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
 
 fn rows(page: &Value, out: &mut impl Write) -> Printed {
     let records = page["records"].as_array().map_or(&[][..], Vec::as_slice);
-    let mut rows = vec![["STATE", "AGE", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned)];
+    let mut rows =
+        vec![["STATE", "AGE", "SINCE", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned)];
     rows.extend(records.iter().map(|record| {
         [
             text(&record["state"]),
             age(record),
+            text(&record["changed_at"]),
             text(&record["attempts"]),
             text(&record["caller"]),
             text(&record["operation"]),
@@ -111,7 +113,8 @@ pub(super) fn record(view: &Value, flags: &str, as_json: bool, out: &mut impl Wr
         ("after abandoned", "after_abandoned"),
     ];
     for (name, member) in fields {
-        if !view[member].is_null() {
+        // That it is false goes without saying.
+        if !view[member].is_null() && view[member] != Value::Bool(false) {
             writeln!(out, "{name:<16}{}", text(&view[member]))?;
         }
         if member == "state" && view["by_operator"] == true {

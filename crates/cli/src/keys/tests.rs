@@ -56,12 +56,15 @@ async fn a_listing_is_a_table() {
     assert_eq!(keys(&sidecar, &["ls"]).await.unwrap(), "no records\n");
     let unknown = sidecar.unknown(1, "POST /pay").await.to_string();
     let (busy, _) = sidecar.in_progress(2, "POST /refunds/\u{1b}[31m").await;
+    let listed: Value = serde_json::from_str(&keys(&sidecar, &["ls", "--json"]).await.unwrap()).unwrap();
+    let since = |place: usize| listed["records"][place]["changed_at"].as_str().unwrap();
+    let (busy_since, unknown_since) = (since(0), since(1));
     assert_eq!(
         keys(&sidecar, &["ls"]).await.unwrap(),
         format!(
-            "STATE        AGE  TRIES  CALLER            OPERATION                 RECORD\n\
-             in-progress  0s   1      0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n\
-             unknown      0s   1      0000000000000000  POST /pay                 {unknown}\n\
+            "STATE        AGE  SINCE                     TRIES  CALLER            OPERATION                 RECORD\n\
+             in-progress  0s   {busy_since}  1      0000000000000000  POST /refunds/\\u{{1b}}[31m  {busy}\n\
+             unknown      0s   {unknown_since}  1      0000000000000000  POST /pay                 {unknown}\n\
              2 records (1 in-progress, 1 unknown)\n"
         )
     );
@@ -86,7 +89,7 @@ async fn a_listing_is_a_table() {
     let whole = keys(&sidecar, &["ls", "--order", "record"]).await.unwrap();
     assert!(whole.lines().count() == 3 && !whole.contains("more"), "{whole}");
 
-    let words = refused(keys(&sidecar, &["ls", "--state", "unknwon"]).await);
+    let words = usage(keys(&sidecar, &["ls", "--state", "unknwon"]).await);
     assert!(
         words.starts_with("--state: \"unknwon\" is not one of") && words.contains("did you mean `unknown`?"),
         "{words}"
@@ -130,8 +133,12 @@ async fn a_record_is_shown_by_its_request_and_its_body_on_demand() {
 
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay", "--anonymous"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
-    let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);
-    assert!(words.starts_with("say whose the request was: --caller-file FILE"), "{words}");
+    let words = usage(keys(&sidecar, &["show", "--key", "k", "--path", "/pay"]).await);
+    assert!(
+        words.starts_with("say whose the request was: --caller-file FILE")
+            && words.contains("field authorization"),
+        "{words}"
+    );
     let words = refused(keys(&sidecar, &["show", "--key", "k", "--path", "/tenant"]).await);
     assert!(words.starts_with("There is no such record: "), "{words}");
     let words = refused(keys(&sidecar, &["show", "../audit"]).await);
@@ -280,17 +287,20 @@ async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
     let nobody = socket.local_addr().unwrap().to_string();
     let words = unreachable(run_with(&["ls", "--admin", &nobody], |_| None).await);
     assert!(
-        words.starts_with(&format!("cannot reach the sidecar at http://{nobody}: client error (Connect): tcp connect error: Connection refused")),
+        words.starts_with(&format!("cannot reach the sidecar at http://{nobody} (--admin): client error (Connect): tcp connect error: Connection refused")),
         "{words}"
     );
 
-    // Somebody, but no admin API.
+    // An admin API of which this program knows nothing.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let other = listener.local_addr().unwrap().to_string();
-    let router = axum::Router::new().fallback(async || "hello");
-    tokio::spawn(async move { axum::serve(listener, router).await });
-    let words = unreachable(run_with(&["ls", "--admin", &other], |_| None).await);
-    assert!(words.contains("the answer (200 OK) is not that of an admin API"), "{words}");
+    let router = axum::Router::new().fallback(async || ([("oncegate-admin", "9")], "{\"n\":1}"));
+    let served = tokio::spawn(async move { axum::serve(listener, router).await });
+    for line in [&["ls"][..], &["show", "abcdef"], &["release", "abcdef", "--reason", "r"], &["audit"]] {
+        let words = unreachable(run_with(&[line, &["--admin", &other]].concat(), |_| None).await);
+        assert!(words.contains("its answer (200 OK) is not as this program knows it"), "{line:?}: {words}");
+    }
+    served.abort();
 }
 
 #[tokio::test]
@@ -302,6 +312,8 @@ async fn the_beginning_of_a_record_stands_for_it() {
         let shown = keys(&sidecar, &["show", &record[..8].to_ascii_uppercase()]).await.unwrap();
         assert!(shown.contains(record.as_str()), "{number}: {shown}");
     }
+    let shown = keys(&sidecar, &["show", &format!("urn:oncegate:record:{first}")]).await.unwrap();
+    assert!(shown.contains(first.as_str()) && !shown.contains("after abandoned"), "{shown}");
     let words = refused(keys(&sidecar, &["show", &first[..5]]).await);
     assert!(words.contains("the first 6 or more of them"), "{words}");
     let words = refused(keys(&sidecar, &["show", "abcdef"]).await);

@@ -9,6 +9,7 @@ use oncegate_http::{Condition, GrpcForm, Refusal, Settings};
 use super::body::ProxyBody;
 use super::headers::{Peer, remove_unforwarded};
 use super::{HEAD_MAX, LINES_MAX};
+use crate::admin::Metrics;
 use crate::config::Config;
 
 /// Afterwards there is one valid `Host`, or none where the client need not say any, one line of cookies, and no field that the
@@ -20,6 +21,7 @@ pub(super) fn admit<B>(
     request: &mut Request<B>,
     peer: &Peer,
     config: &Config,
+    metrics: &Metrics,
 ) -> Result<(), Box<Response<ProxyBody>>> {
     match check(request) {
         Ok(host) => {
@@ -35,7 +37,10 @@ pub(super) fn admit<B>(
         Err(refused) => {
             tracing::debug!(detail = refused.detail, "request refused");
             let route = config.route(request.method(), request.uri().path());
-            Err(Box::new(refused.into_response(request, &route.settings)))
+            let condition = refused.condition;
+            let response = refused.into_response(request, &route.settings);
+            metrics.observe_refused(condition, response.status());
+            Err(Box::new(response))
         }
     }
 }
@@ -160,6 +165,8 @@ fn join_cookies(headers: &mut HeaderMap) {
 
 #[cfg(test)]
 mod tests {
+    use oncegate_core::{MemoryStore, Store as _, SystemClock};
+
     use super::*;
 
     fn admitted(
@@ -175,8 +182,9 @@ mod tests {
         let mut request = request.body(()).unwrap();
         let flags = crate::config::parse_flags(&["--to=http://127.0.0.1:3000"]).unwrap();
         let config = Config::load(&flags).unwrap();
+        let metrics = Metrics::new(|| MemoryStore::new(SystemClock::new()).capabilities());
         let peer = Peer::new("192.0.2.7:1234".parse().unwrap(), false, false);
-        match admit(&mut request, &peer, &config) {
+        match admit(&mut request, &peer, &config, &metrics) {
             Ok(()) => Ok(request.headers().clone()),
             Err(response) => Err(response.status().as_u16()),
         }

@@ -19,7 +19,7 @@ use oncegate_core::ErrorChain;
 use oncegate_engine::{Attempt, LeaseError, LogThrottle};
 use oncegate_http::{
     Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
-    StoreDirective, Unanswered, Unframed,
+    StoreDirective, Unanswered, Unframed, Unreached,
 };
 use tokio::sync::OwnedSemaphorePermit;
 use tower_service::Service;
@@ -34,7 +34,7 @@ use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
 use super::listen::SharedLimit;
 use super::tls::ToService;
-use crate::admin::{Metrics, UpstreamResult};
+use crate::admin::{ADMIN_FIELD, Metrics, UpstreamResult};
 use crate::config::Config;
 
 pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<WholeBody>>>;
@@ -227,6 +227,8 @@ impl Forward {
         }
         let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
         keep_one_length(response.headers_mut());
+        // Who finds it trusts the sender with the admin token.
+        response.headers_mut().remove(ADMIN_FIELD);
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
                 tracing::warn!(record, "upstream switched protocols unasked");
@@ -384,6 +386,7 @@ fn unreachable_upstream(settings: &Settings, grpc: Option<GrpcForm>) -> Response
     let refusal = Refusal::new(Condition::UpstreamUnreachable);
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(StoreDirective::Release);
+    response.extensions_mut().insert(Unreached);
     response
 }
 

@@ -1,7 +1,7 @@
 //! Bounds the connections to a service for different hosts.
 //!
-//! In HTTP/2 the address of a request has the host that the client asked for, and the library keeps connections by address. So each
-//! host has a connection of its own, which stays for `upstream-idle-timeout` after its last request. Clients can make up
+//! In HTTP/2 the address of a request has the host that the client asked for, and the library keeps connections by address.
+//! So each host has a connection of its own, which stays for `upstream-idle-timeout` after its last request. Clients can make up
 //! any number of hosts.
 
 use std::collections::HashMap;

@@ -35,6 +35,7 @@ use super::cross_origin::{CrossOrigin, preflight};
 use super::headers::Peer;
 use super::live::{Live, ThreadLive};
 use super::{HEAD_MAX, HEAD_MAX_U32, LINES_MAX};
+use crate::admin::Metrics;
 
 /// How long a client may take for a TLS handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -43,8 +44,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// begun, so nothing is lost with it.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// An address that this process has, and on which it does not take connections yet. A start that fails because an address is taken
-/// has created no store, and while a store is opened, connections are refused instead of kept waiting.
+/// An address that this process has, and on which it does not take connections yet. A start that fails because an address is
+/// taken has created no store, and while a store is opened, connections are refused instead of kept waiting.
 pub(crate) struct BoundAddress {
     pub(crate) address: SocketAddr,
     socket: Socket,
@@ -131,6 +132,7 @@ pub(super) struct Front {
     /// Tells of reloads.
     pub(super) live: watch::Receiver<Live>,
     pub(super) connections: SharedLimit,
+    pub(super) metrics: Metrics,
     /// Limits the log lines that say that none is left.
     pub(super) full_warnings: Arc<LogThrottle>,
 }
@@ -221,13 +223,15 @@ impl Front {
         let service = self.current.service(peer.clone(), state.clone());
         // One connection's requests are taken by one thread: nobody ever waits for this lock.
         let service = Mutex::new(service);
+        let metrics = self.metrics.clone();
         service_fn(move |mut request: Request<Incoming>| {
             begun.store(true, Ordering::Relaxed);
             let mut service = lock(&service);
             let (config, service) = service.up_to_date();
             let delivery = Delivery::of(request.version(), &state);
             let cross_origin = CrossOrigin::of(&request, config);
-            let admitted = admit(&mut request, &peer, config).and_then(|()| preflight(&request, config));
+            let admitted =
+                admit(&mut request, &peer, config, &metrics).and_then(|()| preflight(&request, config));
             let admitted = admitted.map(|()| {
                 let version = request.version();
                 service.call(request.map(|body| WholeBody::new(body, version)))

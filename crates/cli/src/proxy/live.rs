@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use oncegate_http::{Idempotency, IdempotencyLayer};
-use rustls::ServerConfig;
 use tokio_rustls::TlsAcceptor;
 use tower_layer::Layer as _;
 
@@ -16,6 +15,7 @@ use super::forward::{Forward, Upstream};
 use super::headers::Peer;
 use super::hosts::HostLimit;
 use super::listen::SharedLimit;
+use super::tls::ListenerTls;
 use super::{client_of, max_idle_connections};
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
@@ -25,7 +25,7 @@ use crate::config::{Config, UpstreamProtocol};
 pub(crate) struct Live {
     pub(crate) config: Arc<Config>,
     pub(crate) layer: IdempotencyLayer,
-    pub(crate) tls: Option<Arc<ServerConfig>>,
+    pub(crate) tls: Option<ListenerTls>,
 }
 
 /// What one thread serves with.
@@ -91,7 +91,7 @@ impl Current {
     fn of(live: &Live, upstream: Upstream) -> Self {
         // Nothing that every request counts references of is shared between threads: the count would be passed from core to
         // core all the time.
-        let tls = live.tls.clone().map(TlsAcceptor::from);
+        let tls = live.tls.clone().map(|tls| TlsAcceptor::from(tls.config));
         Self { layer: live.layer.unshared(), upstream: Arc::new(upstream), tls }
     }
 }

@@ -5,6 +5,7 @@
 
 mod admit;
 mod body;
+pub(crate) mod certificate;
 mod client;
 mod cross_origin;
 mod forward;
@@ -89,6 +90,7 @@ impl DataPath {
                 current: Arc::new(current),
                 live,
                 connections: self.connections.clone(),
+                metrics: self.metrics.clone(),
                 full_warnings: full_warnings.clone(),
             };
             let (engine, stop) = (self.engine.clone(), stop.clone());

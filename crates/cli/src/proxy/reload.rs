@@ -1,7 +1,8 @@
 //! Reloads: SIGHUP reads the configuration again, and certificate files are read again when they change.
 //!
 //! A configuration that is wrong, or that changes what only a start can change, is refused as a whole: the one before stays in
-//! force. So is a certificate that does not fit its key, as in the middle of a renewal.
+//! force. So is a certificate that does not fit its key, as in the middle of a renewal, or that clients would refuse by its
+//! dates while they accept the one before.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use oncegate_http::IdempotencyLayer;
 use tokio::signal::unix::Signal;
 use tokio::sync::watch;
 
+use super::certificate;
 use super::live::Live;
 use super::reconcile::Questions;
 use super::run::allow_many_files;
@@ -19,6 +21,9 @@ use crate::config::{Config, ProxyArgs, TlsFiles};
 
 /// How often the certificate files are looked at.
 const CERTIFICATE_EVERY: Duration = Duration::from_secs(2);
+
+/// How often the dates of the certificate in use are looked at.
+const DATES_EVERY: Duration = Duration::from_secs(24 * 3600);
 
 /// Replaces the configuration of a sidecar that runs.
 pub(super) struct Reloader {
@@ -38,6 +43,8 @@ struct Certificate {
     tried: Option<Content>,
     /// Seen once. It is tried when it is seen again, because a file may be half written.
     seen: Option<Content>,
+    /// When one that is not valid yet is tried again, in seconds since 1970.
+    retry_at: Option<i64>,
 }
 
 type Content = (Option<Vec<u8>>, Option<Vec<u8>>);
@@ -57,10 +64,12 @@ impl Reloader {
     pub(super) async fn run(mut self, mut hangup: Signal) {
         self.certificate.tried = self.read_certificate().await;
         let mut tick = tokio::time::interval(CERTIFICATE_EVERY);
+        let mut daily = tokio::time::interval(DATES_EVERY);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 Some(()) = hangup.recv() => self.reload().await,
+                _ = daily.tick() => self.note_certificate(),
                 _ = tick.tick() => self.look_at_certificate().await,
             }
         }
@@ -77,7 +86,8 @@ impl Reloader {
                 }
                 tracing::info!(config = config.safe_summary(), "the configuration was reloaded");
                 // The files may have other names now.
-                self.certificate = Certificate { tried: content, seen: None };
+                self.certificate = Certificate { tried: content, ..Certificate::default() };
+                self.note_certificate();
                 if config.tls.is_some() {
                     self.certificate.tried = self.read_certificate().await;
                     self.metrics.observe_reload(ReloadSubject::Certificate, true);
@@ -107,6 +117,9 @@ impl Reloader {
         let one = |error: String| vec![error];
         let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key));
         let tls = tls.transpose().map_err(one)?;
+        if let (Some(tls), Some(files)) = (&tls, &config.tls) {
+            tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map_err(one)?;
+        }
         // The threads make their own connectors and must not fail at it.
         tls::connector(&config.to, config.upstream_protocol, config.connect_timeout).map_err(one)?;
         let questions = Questions::new(config.clone(), self.metrics.clone()).map_err(one)?;
@@ -119,7 +132,8 @@ impl Reloader {
 
     async fn look_at_certificate(&mut self) {
         let Some(content) = self.read_certificate().await else { return };
-        if self.certificate.tried.as_ref() == Some(&content) {
+        let is_due = self.certificate.retry_at.is_some_and(|at| at <= certificate::now());
+        if self.certificate.tried.as_ref() == Some(&content) && !is_due {
             self.certificate.seen = None;
             return;
         }
@@ -127,16 +141,33 @@ impl Reloader {
             self.certificate.seen = Some(content);
             return;
         }
-        self.certificate = Certificate { tried: Some(content), seen: None };
+        self.certificate = Certificate { tried: Some(content), ..Certificate::default() };
         let Some(files) = self.files() else { return };
-        let result = server_config(&files.cert, &files.key);
+        let result = server_config(&files.cert, &files.key).and_then(|tls| {
+            let not_before = tls.validity.map(|validity| validity.not_before);
+            self.certificate.retry_at = not_before.filter(|at| *at > certificate::now());
+            tls.may_replace(self.live.borrow().tls.as_ref(), &files.cert).map(|()| tls)
+        });
         self.metrics.observe_reload(ReloadSubject::Certificate, result.is_ok());
         match result {
             Ok(tls) => {
                 self.live.send_modify(|live| live.tls = Some(tls));
                 tracing::info!(certificate = %files.cert.display(), "the certificate was replaced");
+                self.certificate.retry_at = None;
+                self.note_certificate();
             }
             Err(error) => tracing::error!("{error}; the certificate before stays in use"),
+        }
+    }
+
+    /// Shows the end of the certificate in use in the metrics, and warns if clients refuse it or soon will.
+    fn note_certificate(&self) {
+        let live = self.live.borrow();
+        let validity = live.tls.as_ref().and_then(|tls| tls.validity);
+        self.metrics.set_certificate_end(validity.map(|validity| validity.not_after));
+        let warning = validity.and_then(|validity| validity.warning(certificate::now()));
+        if let (Some(what), Some(files)) = (warning, &live.config.tls) {
+            tracing::warn!("the certificate in {} {what}", files.cert.display());
         }
     }
 

@@ -68,8 +68,8 @@ const RESERVED_FILES: u64 = 64;
 const IDLE_MAX: u64 = 1024;
 const IDLE_PART: u64 = 8;
 
-/// The limits that need open files: one for each connection of a client, and one for each request under way, for its connection to
-/// the service.
+/// The limits that need open files: one for each connection of a client, and one for each request under way, for its connection
+/// to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileUse {
     connections: usize,

@@ -15,11 +15,40 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tower_service::Service;
 
+use super::certificate::{self, Validity};
 use super::headers::rewrite;
 use crate::config::{Upstream, UpstreamProtocol};
 
+/// What the listener speaks TLS with.
+#[derive(Clone)]
+pub(crate) struct ListenerTls {
+    pub(crate) config: Arc<ServerConfig>,
+    /// The dates of the first certificate, which is the listener's own; `None` if they cannot be read.
+    pub(crate) validity: Option<Validity>,
+}
+
+impl ListenerTls {
+    /// Whether it may be used from now on in place of the one before.
+    ///
+    /// # Errors
+    /// Clients would refuse its certificate, and accept the one before.
+    pub(super) fn may_replace(&self, before: Option<&Self>, certificate: &Path) -> Result<(), String> {
+        let now = certificate::now();
+        let refused = self.validity.filter(|validity| !validity.includes(now));
+        match (refused.and_then(|validity| validity.warning(now)), before.and_then(|before| before.validity))
+        {
+            (Some(what), Some(before)) if before.includes(now) => Err(format!(
+                "{}: the certificate {what}; the one in use is valid until {}",
+                certificate.display(),
+                certificate::shown(before.not_after)
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// Reads a certificate chain and its key, in PEM, for the listener. HTTP/2 and HTTP/1.1 are offered.
-pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>, String> {
+pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTls, String> {
     let say = |path: &Path, what: &str, error: &dyn std::error::Error| {
         format!("{}: {what}: {}", path.display(), ErrorChain(error))
     };
@@ -31,6 +60,7 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<Arc<Server
     }
     let private =
         PrivateKeyDer::from_pem_file(key).map_err(|error| say(key, "cannot read the private key", &error))?;
+    let validity = chain.first().and_then(|first| Validity::of(first));
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()
         .map_err(|error| ErrorChain(&error).to_string())?
@@ -38,7 +68,7 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<Arc<Server
         .with_single_cert(chain, private)
         .map_err(|error| say(certificate, "the certificate does not fit the key", &error))?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Ok(Arc::new(config))
+    Ok(ListenerTls { config: Arc::new(config), validity })
 }
 
 /// Connects to the service, whatever host a request asks for.

@@ -91,8 +91,8 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
     }
 }
 
-/// Whether a sidecar can use the PostgreSQL database at this URL, and what it promises then.
-pub(crate) fn usable(url: &str) -> Result<&'static str, String> {
+/// Whether a sidecar can use the PostgreSQL database at this URL, and whether what it commits is flushed then.
+pub(crate) fn usable(url: &str) -> Result<bool, String> {
     let options = options(url)?;
     let durability = block_on(async {
         // What others may have put into it is worse than a version that is too old.
@@ -105,10 +105,7 @@ pub(crate) fn usable(url: &str) -> Result<&'static str, String> {
         store.close().await;
         Ok(durability)
     })?;
-    Ok(match durability {
-        Durability::Synced => "what it commits is flushed",
-        _ => "what it commits is NOT flushed: a crash of the server may lose records",
-    })
+    Ok(durability == Durability::Synced)
 }
 
 /// Of a tiered store, the database that is its back.

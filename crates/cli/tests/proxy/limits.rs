@@ -663,7 +663,8 @@ async fn requests_without_a_key_are_bounded_until_their_answers_end() {
         client.send(&get).await;
         let mut wire = service.accept().await;
         wire.message().await;
-        (clients.push(client), wires.push(wire));
+        clients.push(client);
+        wires.push(wire);
     }
     let gauge = "oncegate_requests_without_key_in_flight";
     assert_eq!(crate::operations::series(&sidecar, gauge).await, Some(2.0));

@@ -16,6 +16,7 @@ mod lifecycle;
 mod limits;
 mod logs;
 mod operations;
+mod operator;
 mod postgres;
 mod protocols;
 mod reconcile;

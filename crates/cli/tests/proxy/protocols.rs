@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::process::Command;
 
 use bytes::Bytes;
@@ -92,12 +93,24 @@ pub(crate) struct Authority {
 
 impl Authority {
     pub(crate) fn new() -> Self {
+        Self::of(|_| ())
+    }
+
+    /// Whose certificate is valid from the start of one day to that of another, counted from 1970.
+    pub(crate) fn valid(from: u64, to: u64) -> Self {
+        let start = |day| rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(86_400 * day);
+        Self::of(|certificate| (certificate.not_before, certificate.not_after) = (start(from), start(to)))
+    }
+
+    fn of(change: impl FnOnce(&mut CertificateParams)) -> Self {
         let mut authority = CertificateParams::new([]).unwrap();
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
         let key = KeyPair::generate().unwrap();
         let names = ["localhost".to_owned(), "127.0.0.1".to_owned()];
-        let certificate = CertificateParams::new(names).unwrap().signed_by(&key, &issuer).unwrap();
+        let mut certificate = CertificateParams::new(names).unwrap();
+        change(&mut certificate);
+        let certificate = certificate.signed_by(&key, &issuer).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
         write("ca.pem", &issuer.pem());

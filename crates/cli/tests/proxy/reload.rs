@@ -1,7 +1,7 @@
 //! SIGHUP, certificates that are renewed, and the time between "not ready" and "closed".
 
 use std::fs;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::process::Signal;
 use rustls::pki_types::ServerName;
@@ -194,6 +194,63 @@ async fn a_certificate_that_is_renewed_is_picked_up() {
     assert_eq!(series(&sidecar, CERTIFICATE).await, Some(0.0));
     open.send(request("GET", "/", &[], "")).await;
     open.message().await.has_status(200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_certificate_is_watched_by_its_dates() {
+    const END: &str = "oncegate_tls_certificate_not_after_seconds";
+    const REFUSED: &str = "oncegate_reload_refused{subject=\"certificate\"}";
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let today = now.as_secs() / 86_400;
+    let day = |days: i64| today.checked_add_signed(days).unwrap();
+    let valid = |from, to| Authority::valid(day(from), day(to));
+    let check = async |authority: &Authority| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["check", "--to=http://127.0.0.1:9", "--store=memory:", "--tls-cert"]);
+        command.arg(authority.file("cert.pem")).arg("--tls-key").arg(authority.file("key.pem"));
+        let said = command.env_clear().output().await.unwrap();
+        assert!(said.status.success(), "{said:?}");
+        let said = String::from_utf8(said.stdout).unwrap();
+        said.lines().find(|line| line.contains("TLS: ")).unwrap().to_owned()
+    };
+    let (good, old, early, ending) = (valid(-5, 90), valid(-60, -30), valid(2, 90), valid(-80, 10));
+    assert!(check(&good).await.starts_with("ok    "));
+    for (authority, word) in [(&old, "expired at"), (&early, "is not valid before"), (&ending, "renew it")] {
+        let line = check(authority).await;
+        assert!(line.starts_with("warn  ") && line.contains(word), "{line}");
+    }
+
+    let (cert, key) = (ending.file("cert.pem"), ending.file("key.pem"));
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = Sidecar::start(service.address, &["--tls-cert", &cert, "--tls-key", &key]).await;
+    sidecar.process.says("in less than 10 days: renew it").await;
+    let end = |days: i64| Some((day(days) * 86_400) as f64);
+    until("the end is shown", async || series(&sidecar, END).await == end(10)).await;
+    for (authority, word) in [(&old, "expired at"), (&early, "is not valid before")] {
+        let refused = sidecar.process.error_lines("the certificate before stays in use").len();
+        fs::copy(authority.file("cert.pem"), &cert).unwrap();
+        fs::copy(authority.file("key.pem"), &key).unwrap();
+        until("it is refused", async || {
+            let lines = sidecar.process.error_lines("the certificate before stays in use");
+            lines.len() > refused && lines.last().unwrap().contains(word)
+        })
+        .await;
+        assert_eq!(series(&sidecar, REFUSED).await, Some(1.0));
+        assert_eq!(series(&sidecar, END).await, end(10));
+        sidecar.process.signal(Signal::HUP);
+        until("the reload is refused", async || {
+            let lines = sidecar.process.error_lines(NOT_RELOADED);
+            lines.len() > usize::from(word != "expired at")
+        })
+        .await;
+    }
+    fs::copy(good.file("cert.pem"), &cert).unwrap();
+    fs::copy(good.file("key.pem"), &key).unwrap();
+    until("the renewed one is used", async || series(&sidecar, END).await == end(90)).await;
+    assert_eq!(series(&sidecar, REFUSED).await, Some(0.0));
+
+    let plain = Sidecar::start(service.address, &[]).await;
+    assert_eq!(series(&plain, END).await, None);
 }
 
 #[tokio::test]

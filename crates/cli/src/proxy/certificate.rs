@@ -1,0 +1,188 @@
+//! How long a certificate is valid. rustls checks the dates of others' certificates, and tells nothing of those in one's own.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use oncegate_core::Timestamp;
+
+use crate::admin::time;
+
+/// A certificate that ends within this time is warned of: time enough to find out why its renewal does not work.
+const ENDS_SOON: i64 = 14 * DAY;
+const DAY: i64 = 24 * 3600;
+
+/// The dates in a certificate, in seconds since 1970. Both are included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Validity {
+    pub(crate) not_before: i64,
+    pub(crate) not_after: i64,
+}
+
+impl Validity {
+    /// Reads the dates in a certificate (RFC 5280, 4.1). `None` if it is no certificate.
+    pub(crate) fn of(mut certificate: &[u8]) -> Option<Self> {
+        let mut certificate = element(&mut certificate, SEQUENCE)?;
+        let mut signed = element(&mut certificate, SEQUENCE)?;
+        if signed.first() == Some(&VERSION) {
+            element(&mut signed, VERSION)?;
+        }
+        element(&mut signed, INTEGER)?; // serial number
+        element(&mut signed, SEQUENCE)?; // algorithm of the signature
+        element(&mut signed, SEQUENCE)?; // issuer
+        let mut validity = element(&mut signed, SEQUENCE)?;
+        Some(Self { not_before: date(&mut validity)?, not_after: date(&mut validity)? })
+    }
+
+    /// Whether clients accept it at this moment.
+    pub(crate) const fn includes(&self, now: i64) -> bool {
+        self.not_before <= now && now <= self.not_after
+    }
+
+    /// What an operator has to know of it at this moment.
+    pub(crate) fn warning(&self, now: i64) -> Option<String> {
+        if now < self.not_before {
+            let from = shown(self.not_before);
+            return Some(format!("is not valid before {from}: clients refuse it (or the clock is wrong)"));
+        }
+        if now > self.not_after {
+            return Some(format!("expired at {}: clients refuse it", shown(self.not_after)));
+        }
+        let left = self.not_after - now;
+        (left < ENDS_SOON).then(|| {
+            let days = left / DAY;
+            format!("ends at {}, in less than {} days: renew it", shown(self.not_after), days + 1)
+        })
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+pub(crate) fn shown(seconds: i64) -> String {
+    time(Timestamp::from_millis(u64::try_from(seconds).unwrap_or_default().saturating_mul(1000)))
+}
+
+// Tags of DER (X.690).
+const INTEGER: u8 = 0x02;
+const UTC_TIME: u8 = 0x17;
+const GENERALIZED_TIME: u8 = 0x18;
+const SEQUENCE: u8 = 0x30;
+/// `[0]`, which is absent in version 1.
+const VERSION: u8 = 0xa0;
+
+/// Takes the next element, which must have this tag, off the input. Returns its content.
+fn element<'a>(input: &mut &'a [u8], tag: u8) -> Option<&'a [u8]> {
+    let (&[found, length], rest) = input.split_first_chunk()?;
+    if found != tag {
+        return None;
+    }
+    let (length, rest) = match usize::from(length) {
+        short @ 0..=0x7f => (short, rest),
+        // A length of more than four bytes is longer than any file.
+        long @ 0x81..=0x84 => {
+            let (digits, rest) = rest.split_at_checked(long - 0x80)?;
+            (digits.iter().fold(0, |length, digit| length << 8 | usize::from(*digit)), rest)
+        }
+        _ => return None,
+    };
+    let (content, rest) = rest.split_at_checked(length)?;
+    *input = rest;
+    Some(content)
+}
+
+/// Takes a date off the input (RFC 5280, 4.1.2.5): `YYMMDDHHMMSSZ` up to 2049, and `YYYYMMDDHHMMSSZ` from then on.
+fn date(input: &mut &[u8]) -> Option<i64> {
+    let tag = *input.first()?;
+    let text = element(input, tag)?;
+    let (year, rest) = match tag {
+        UTC_TIME => {
+            let (year, rest) = text.split_at_checked(2)?;
+            let year = number(year)?;
+            (if year < 50 { 2000 + year } else { 1900 + year }, rest)
+        }
+        GENERALIZED_TIME => {
+            let (year, rest) = text.split_at_checked(4)?;
+            (number(year)?, rest)
+        }
+        _ => return None,
+    };
+    let &[m1, m2, d1, d2, h1, h2, i1, i2, s1, s2, b'Z'] = rest else { return None };
+    let [month, day, hour, minute, second] =
+        [[m1, m2], [d1, d2], [h1, h2], [i1, i2], [s1, s2]].map(|two| number(&two));
+    let (month, day, hour, minute, second) = (month?, day?, hour?, minute?, second?);
+    let is_date = (1..=12).contains(&month) && (1..=31).contains(&day);
+    if !is_date || hour > 23 || minute > 59 || second > 60 {
+        return None;
+    }
+    Some(days(year, month, day) * DAY + hour * 3600 + minute * 60 + second)
+}
+
+fn number(digits: &[u8]) -> Option<i64> {
+    digits
+        .iter()
+        .try_fold(0, |number, digit| digit.is_ascii_digit().then(|| number * 10 + i64::from(digit - b'0')))
+}
+
+/// Days from 1970-01-01 to a date of the Gregorian calendar. A year is counted from March, so that its last day is the leap day.
+const fn days(year: i64, month: i64, day: i64) -> i64 {
+    let year = if month <= 2 { year - 1 } else { year };
+    let month = (month + 9) % 12;
+    365 * year + year / 4 - year / 100 + year / 400 + (month * 306 + 5) / 10 + day - 1 - 719_468
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn certificate(from: (i32, u8, u8), to: (i32, u8, u8)) -> Vec<u8> {
+        let mut certificate = rcgen::CertificateParams::new(["a.test".to_owned()]).unwrap();
+        certificate.not_before = rcgen::date_time_ymd(from.0, from.1, from.2);
+        certificate.not_after = rcgen::date_time_ymd(to.0, to.1, to.2);
+        certificate.self_signed(&rcgen::KeyPair::generate().unwrap()).unwrap().der().to_vec()
+    }
+
+    #[test]
+    fn the_dates_are_read() {
+        for (from, to, not_before, not_after) in [
+            ((1970, 1, 1), (2000, 2, 29), 0, 951_782_400),
+            ((2024, 2, 29), (2049, 12, 31), 1_709_164_800, 2_524_521_600),
+            ((2026, 11, 22), (4096, 3, 1), 1_795_305_600, 67_095_302_400),
+        ] {
+            let validity = Validity::of(&certificate(from, to)).unwrap();
+            assert_eq!(validity, Validity { not_before, not_after }, "{from:?} {to:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_certificate_has_no_dates() {
+        let whole = certificate((2024, 1, 1), (2025, 1, 1));
+        // The dates are in the first part of it.
+        for length in 0..90 {
+            assert_eq!(Validity::of(&whole[..length]), None, "{length}");
+        }
+        for place in 0..whole.len() {
+            let mut other = whole.clone();
+            other[place] ^= 0xff;
+            let _either = Validity::of(&other);
+        }
+        assert_eq!(Validity::of(&[SEQUENCE, 0x85, 0xff, 0xff, 0xff, 0xff, 0xff]), None);
+    }
+
+    #[test]
+    fn it_is_warned_of_before_and_after_it_is_valid_and_near_its_end() {
+        let validity = Validity { not_before: 100 * DAY, not_after: 200 * DAY };
+        let warning = |now| validity.warning(now).unwrap_or_default();
+        assert!(
+            warning(100 * DAY - 1).starts_with("is not valid before 1970-04-11T00:00:00"),
+            "{}",
+            warning(0)
+        );
+        assert_eq!((warning(100 * DAY), warning(186 * DAY)), (String::new(), String::new()));
+        assert!(warning(186 * DAY + 1).ends_with("in less than 14 days: renew it"));
+        assert!(warning(200 * DAY).ends_with("in less than 1 days: renew it"));
+        assert!(warning(200 * DAY + 1).starts_with("expired at 1970-07-20T00:00:00"));
+        assert!(validity.includes(200 * DAY) && !validity.includes(200 * DAY + 1));
+    }
+}

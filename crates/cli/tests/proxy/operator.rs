@@ -1,0 +1,196 @@
+//! What misleads an operator: a wrong address, outcomes under a wrong name, a second effect that leaves no trace, and rights
+//! that were taken away.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Command, Output};
+
+use oncegate_servers::PostgresServer;
+
+use crate::operations::{admin, series};
+use crate::support::{Service, Sidecar, ask, request, sidecar, until};
+use crate::{KEY, OK};
+
+const TOKEN: &str = "a-token-of-an-admin";
+
+async fn oncegate(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(args).env_clear().env("ONCEGATE_ADMIN_TOKEN", TOKEN);
+    tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
+}
+
+fn text(octets: &[u8]) -> String {
+    String::from_utf8(octets.to_vec()).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_port_of_the_service_gets_neither_the_token_nor_the_command() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    let port = sidecar.address.to_string();
+    let record = "14".repeat(32);
+    let commands: [&[&str]; 4] = [
+        &["keys", "ls"],
+        &["keys", "audit"],
+        &["keys", "resolve", &record, "--tombstone", "--reason", "r"],
+        &["clock", "accept"],
+    ];
+    for command in commands {
+        let args = [command, &["--admin", &port]].concat();
+        let answer = async {
+            let (mut wire, asked) = service.next(service.accept().await).await;
+            // The service may say what it likes.
+            let body = "{\"n\":1,\"records\":[],\"entries\":[],\"record\":\"x\",\"ahead_seconds\":null}";
+            let length = body.len();
+            wire.send(format!(
+                "HTTP/1.1 201 Created\r\nOncegate-Admin: 1\r\nContent-Type: application/json\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+            ))
+            .await;
+            asked
+        };
+        let (said, asked) = tokio::join!(oncegate(&args), answer);
+        assert_eq!(said.status.code(), Some(3), "{args:?}: {said:?}");
+        assert_eq!(text(&said.stdout), "", "{args:?}");
+        let words = text(&said.stderr);
+        assert!(words.contains("is not the admin API of a sidecar; nothing was done"), "{words}");
+        assert!(asked.head.line.starts_with("GET /livez "), "{asked:?}");
+        assert_eq!(asked.get("authorization"), None, "{asked:?}");
+    }
+}
+
+#[tokio::test]
+async fn each_answer_of_the_admin_api_says_what_it_is() {
+    let service = Service::new().await.answers(OK);
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    for path in ["/livez", "/readyz", "/metrics", "/v1/keys", "/nowhere"] {
+        assert_eq!(admin(&sidecar, path).await.get("oncegate-admin"), Some("1"), "{path}");
+    }
+    let other_host = request("GET", "/v1/keys", &["Connection: close"], "");
+    let refused = ask(sidecar.admin, &other_host).await;
+    assert_eq!((refused.status(), refused.get("oncegate-admin")), (403, Some("1")));
+}
+
+async fn requests(sidecar: &Sidecar, outcome: &str, class: &str) -> f64 {
+    let name = format!("oncegate_requests_total{{outcome=\"{outcome}\",status=\"{class}\"}}");
+    series(sidecar, &name).await.unwrap_or_default()
+}
+
+#[tokio::test]
+async fn what_never_reached_the_service_is_counted_under_its_own_name() {
+    let service = Service::new().await;
+    let address = service.address;
+    drop(service);
+    let sidecar = Sidecar::start(address, &["--access-log=text"]).await;
+    let away = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
+    away.is_problem(502, "upstream-unreachable");
+    assert_eq!(requests(&sidecar, "upstream-unreachable", "5xx").await, 1.0);
+    assert_eq!(requests(&sidecar, "executed", "5xx").await, 0.0);
+    until("the line is written", async || {
+        sidecar
+            .process
+            .output_lines()
+            .iter()
+            .any(|line| line.contains("POST /orders 502 upstream-unreachable "))
+    })
+    .await;
+
+    for (head, outcome, status) in [
+        ("POST / HTTP/1.1\r\n", "request-malformed", 400),
+        ("POST / HTTP/1.1\r\nHost: a\r\nHost: b\r\n", "request-malformed", 400),
+        ("CONNECT a.test:1 HTTP/1.1\r\nHost: a.test:1\r\n", "request-unsupported", 501),
+    ] {
+        let class = if status < 500 { "4xx" } else { "5xx" };
+        let before = requests(&sidecar, outcome, class).await;
+        let answer = ask(sidecar.address, &format!("{head}Connection: close\r\n\r\n")).await;
+        assert_eq!(answer.status(), status, "{head}");
+        assert_eq!(requests(&sidecar, outcome, class).await, before + 1.0, "{head}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_end_that_came_too_late_is_logged_with_its_record() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--access-log=text"]).await;
+    let mut client = sidecar.connect().await;
+    client.send(request("POST", "/orders", &[KEY], "{}")).await;
+    let (mut wire, _) = service.next(service.accept().await).await;
+    let listed = admin(&sidecar, "/v1/keys").await.json();
+    let record = listed["records"][0]["record"].as_str().unwrap().to_owned();
+    let admin_address = sidecar.admin.to_string();
+    let release = ["keys", "release", &record, "--force", "--reason", "gone", "--admin", &admin_address];
+    let released = oncegate(&release).await;
+    assert!(released.status.success(), "{released:?}");
+    wire.send(OK).await;
+    let answer = client.message().await;
+    assert_eq!((answer.status(), answer.get("idempotency-status")), (200, Some("fenced")));
+
+    let logged = sidecar.process.error_lines("its end was refused");
+    assert_eq!(logged.len(), 1, "{logged:#?}");
+    for part in ["WARN", &format!("record={record}"), "operation=\"POST /orders\"", "attempt=1"] {
+        assert!(logged[0].contains(part), "no {part} in {}", logged[0]);
+    }
+    assert_eq!(requests(&sidecar, "fenced", "2xx").await, 1.0);
+    assert_eq!(requests(&sidecar, "executed", "2xx").await, 0.0);
+    until("the line is written", async || {
+        sidecar.process.output_lines().iter().any(|line| line.contains("POST /orders 200 fenced "))
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_that_was_taken_away_is_seen_before_requests_are_refused() {
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let url = server.url();
+    let applied = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+        .args(["schema", "apply", "postgres"])
+        .env_clear()
+        .env("ONCEGATE_STORE", &url)
+        .output()
+        .unwrap();
+    assert!(applied.status.success(), "{applied:?}");
+    server
+        .sql("CREATE ROLE clerk LOGIN PASSWORD 'clerk-secret'; GRANT USAGE ON SCHEMA oncegate TO clerk; GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO clerk")
+        .unwrap();
+    let clerk = url.replacen("oncegate", "clerk", 1).replacen(server.password(), "clerk-secret", 1);
+    let service = Service::new().await.answers(OK);
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command.env("ONCEGATE_STORE", &clerk).env("ONCEGATE_SERVICE", "tests");
+    let sidecar = Sidecar::run(&mut command).await;
+    let ready = admin(&sidecar, "/readyz").await;
+    assert_eq!(ready.status(), 200, "{ready:?}");
+    server.sql("REVOKE EXECUTE ON FUNCTION oncegate.claim FROM clerk").unwrap();
+    let refused = admin(&sidecar, "/readyz").await;
+    assert_eq!(refused.status(), 503, "{refused:?}");
+    assert!(refused.text().contains("the role may not call oncegate.claim"), "{refused:?}");
+    until("it is degraded", async || series(&sidecar, "oncegate_degraded").await == Some(1.0)).await;
+    server.sql("GRANT EXECUTE ON FUNCTION oncegate.claim TO clerk").unwrap();
+    until("it is ready", async || admin(&sidecar, "/readyz").await.status() == 200).await;
+    until("it is well", async || series(&sidecar, "oncegate_degraded").await == Some(0.0)).await;
+    sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_that_everybody_can_read_is_warned_of() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("oncegate.toml");
+    let settings = "to = \"http://127.0.0.1:9\"\nscope = \"single-tenant\"\nservice = \"tests\"\n";
+    let warned = async |store: &str, mode| {
+        std::fs::write(&file, format!("{settings}store = \"{store}\"\n")).unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+        let said = text(&oncegate(&["check", "--config", file.to_str().unwrap()]).await.stdout);
+        assert!(!said.contains("pass-word"), "{said}");
+        said.lines()
+            .any(|line| line.starts_with("warn  ") && line.contains("there is a password in this URL"))
+    };
+    assert!(warned("redis://:pass-word@127.0.0.1:1", 0o644).await);
+    assert!(warned("tiered(front=memory:1MiB,back=postgres://u:pass-word@127.0.0.1:1/d)", 0o644).await);
+    assert!(!warned("redis://:pass-word@127.0.0.1:1", 0o640).await);
+    assert!(!warned("redis://127.0.0.1:1", 0o644).await);
+
+    for name in ["content-type", "Authorization", "If-Match", "X-Forwarded-For"] {
+        let check = ["check", "--to=http://127.0.0.1:9", "--store=memory:", "--key-header", name];
+        let said = oncegate(&check).await;
+        let words = text(&said.stdout);
+        assert_eq!(said.status.code(), Some(1), "{name}: {words}");
+        assert!(words.contains("has another purpose"), "{name}: {words}");
+    }
+}
