@@ -22,8 +22,9 @@ use crate::refusal::{Condition, Refusal};
 /// `CallerScope::default()` goes by `Authorization`. Requests without any credential share one scope, the anonymous one.
 /// A request that has no `Authorization` and **another** credential is refused with [`Condition::ScopeNotSet`]: two sessions
 /// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields that
-/// [`is_credential`](Self::is_credential) takes for one, the field of the key excepted. A scope that somebody chose refuses nothing of
-/// that kind: `CallerScope::header(AUTHORIZATION)` lets all callers without the field share the anonymous scope, whatever else they send.
+/// [`is_credential`](Self::is_credential) takes for one, the field of the key excepted. A scope that somebody chose refuses
+/// nothing of that kind: `CallerScope::header(AUTHORIZATION)` lets all callers without the field share the anonymous scope,
+/// whatever else they send.
 #[derive(Clone)]
 pub struct CallerScope {
     /// Sorted by kind. A single tenant has none.

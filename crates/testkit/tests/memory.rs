@@ -1,5 +1,6 @@
 //! The memory store, held to the suite that every other store is held to.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
@@ -57,7 +58,7 @@ fn a_full_store_refuses_new_records_and_pushes_none_out() {
 #[test]
 fn a_store_whose_records_have_all_their_bytes_refuses_new_ones_until_some_are_purged() {
     const ANSWER: usize = 10_000;
-    let clock = ManualClock::at_millis(1_000);
+    let clock = Arc::new(ManualClock::at_millis(1_000));
     let store = MemoryStore::new(clock.clone()).with_max_record_bytes(35_000);
     let apply = |number: u8, command| block_on(store.apply(RecordId::from_bytes([number; 32]), command));
     let claim = |number: u8| {

@@ -60,7 +60,8 @@ fn hint(name: &str) -> String {
 }
 
 /// Whether Kubernetes has made this variable: the addresses of a Service called `oncegate`, or `oncegate-admin`, are in the
-/// environment of every pod next to it, as `ONCEGATE_ADMIN_SERVICE_HOST`, `ONCEGATE_ADMIN_PORT` and `ONCEGATE_ADMIN_PORT_80_TCP_ADDR`.
+/// environment of every pod next to it, as `ONCEGATE_ADMIN_SERVICE_HOST`, `ONCEGATE_ADMIN_PORT` and
+/// `ONCEGATE_ADMIN_PORT_80_TCP_ADDR`.
 fn is_service_link(name: &str, value: &OsStr) -> bool {
     let (Some(rest), Some(value)) = (name.strip_prefix(PREFIX), value.to_str()) else { return false };
     // What stands behind the name of the Service.

@@ -95,8 +95,8 @@ pin_project! {
     /// A body from the network whose end counts only if its sender ended it.
     ///
     /// The HTTP library takes a stream of HTTP/2 that is reset with `NO_ERROR` for one that has ended. That is how proxies such
-    /// as Envoy cut it when the client behind them goes away in the middle of an upload: half a request would be executed, and half
-    /// an answer kept.
+    /// as Envoy cut it when the client behind them goes away in the middle of an upload: half a request would be
+    /// executed, and half an answer kept.
     #[derive(Debug)]
     pub(super) struct WholeBody {
         #[pin]
