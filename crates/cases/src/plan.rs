@@ -241,7 +241,7 @@ impl Plan {
             settings = settings.with_required_key(true);
         }
         if let Some(field) = self.key_header {
-            settings = settings.with_key_header(name(field));
+            settings = settings.with_key_header(name(field)).expect("a field for keys");
         }
         if let Some(members) = self.key_json {
             let members =

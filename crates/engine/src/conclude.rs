@@ -134,7 +134,11 @@ impl Held {
 
     fn concluded(mut self, said: Said, (concluded, note): Tried) -> Concluded {
         let (event, landing) = match (&concluded, said) {
-            (Concluded::Fenced | Concluded::Deferred(_), _) => {
+            (Concluded::Fenced | Concluded::Deferred(_), said) => {
+                // A service whose transaction could not commit reports no success.
+                if matches!(said, Said::Answer { success: true, .. }) {
+                    self.attempt.log_fenced();
+                }
                 self.fenced();
                 return concluded;
             }

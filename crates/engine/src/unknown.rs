@@ -101,7 +101,7 @@ fn warn(id: RecordId, operation: &str, attempt: u32, reason: &str, duration: Dur
 }
 
 impl Attempt {
-    /// Logs that this attempt executed, and that its end was refused because it no longer owned its record.
+    /// Logs that this attempt executed and no longer owns its record, so that the store did not take its end.
     pub(crate) fn log_fenced(&self) {
         let inner = &self.0;
         tracing::warn!(
@@ -110,8 +110,8 @@ impl Attempt {
             attempt = inner.grant.attempts,
             token = %self.token(),
             duration = ?Instant::now().saturating_duration_since(inner.begun),
-            "an attempt executed, but another one or an operator had taken its record meanwhile, so its end was refused: its effect \
-             may have happened next to another one; find out"
+            "an attempt executed, but another attempt or an operator had taken its record, so the record does not have its answer: \
+             a second effect is possible; find out"
         );
     }
 }

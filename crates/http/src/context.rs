@@ -6,6 +6,8 @@ use http::Extensions;
 use oncegate_core::IdempotencyKey;
 use oncegate_engine::Attempt;
 
+use crate::refusal::Condition;
+
 /// What a handler may know of the key it runs under: in the extensions of every request that is executed under a key.
 ///
 /// With the feature `axum` it is an extractor: `IdempotencyContext` refuses a request that has no key,
@@ -87,10 +89,10 @@ pub struct Unanswered(pub http::StatusCode);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotBegun;
 
-/// Put into the extensions of a response by a proxy that could not reach its upstream: the response is a refusal of its own, and
-/// nothing was executed.
+/// Put into the extensions of a response by a proxy that did not send the request to its upstream: the response is the proxy's
+/// own refusal, for this reason. The request counts as refused and not as executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unreached;
+pub struct NotForwarded(pub Condition);
 
 /// Put into the extensions of a response by a proxy: its body ends where its connection does, so that half of it looks like the
 /// whole. It reaches the client and is not kept.

@@ -243,6 +243,70 @@ fn is_ulid(key: &str) -> bool {
         })
 }
 
+/// Whether requests have this field for something else than a key: in the least harmful case, all requests of a caller would have
+/// the same one.
+pub(crate) fn has_other_purpose(name: &HeaderName) -> bool {
+    let name = name.as_str();
+    OTHER_FIELDS.contains(&name) || OTHER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+const OTHER_FIELDS: [&str; 42] = [
+    "accept",
+    "authorization",
+    "baggage",
+    "cache-control",
+    "connection",
+    "cookie",
+    "date",
+    "depth",
+    "destination",
+    "digest",
+    "dnt",
+    "dpop",
+    "expect",
+    "forwarded",
+    "from",
+    "host",
+    "http2-settings",
+    "keep-alive",
+    "link",
+    "location",
+    "max-forwards",
+    "origin",
+    "overwrite",
+    "pragma",
+    "prefer",
+    "priority",
+    "range",
+    "referer",
+    "save-data",
+    "set-cookie",
+    "te",
+    "timeout",
+    "traceparent",
+    "tracestate",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "user-agent",
+    "via",
+    "x-http-method-override",
+    "x-real-ip",
+    "x-requested-with",
+];
+
+const OTHER_PREFIXES: [&str; 9] = [
+    "accept-",
+    "access-control-",
+    "content-",
+    "if-",
+    "oncegate-",
+    "proxy-",
+    "sec-",
+    "upgrade-",
+    "x-forwarded-",
+];
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -105,7 +105,9 @@ mod settings;
 mod upstream;
 
 pub use body::{BoxError, RequestBody, ResponseBody};
-pub use context::{IdempotencyContext, NotBegun, Relayed, StoreDirective, Unanswered, Unframed, Unreached};
+pub use context::{
+    IdempotencyContext, NotBegun, NotForwarded, Relayed, StoreDirective, Unanswered, Unframed,
+};
 pub use event::{Disposition, KeyedEvent, RequestEvent, RequestObserver};
 pub use grpc::{GrpcCode, GrpcForm};
 pub use key::{KeyFormat, KeyGrammar, KeyProblem, KeySyntax};

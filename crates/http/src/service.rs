@@ -26,7 +26,7 @@ use crate::answer::{Asked, Question, awaited};
 use crate::body::{BoxError, Read, RequestBody, ResponseBody, join, read_up_to};
 use crate::budget::{Held, NoRoom, TIED_REQUEST, tie};
 use crate::canonical;
-use crate::context::Unreached;
+use crate::context::NotForwarded;
 use crate::event::{Disposition, KeyedEvent, RequestEvent};
 use crate::execute::{Ended, Execution, FENCED, take_directive};
 use crate::grpc::GrpcForm;
@@ -520,7 +520,7 @@ impl Keyed {
             Ok(Executed::Response(mut response)) => {
                 // Only the layer says what was replayed.
                 response.headers_mut().remove(&self.settings.profile.replay_marker);
-                self.observe(executed(&response), Some(response.status()));
+                self.observe(disposition_of(&response), Some(response.status()));
                 Ok(self.echoed(response))
             }
             Ok(Executed::Recorded(stored, status)) => {
@@ -705,15 +705,13 @@ pub(crate) fn take_status<T>(response: &mut Response<T>) {
     response.headers_mut().remove(IDEMPOTENCY_STATUS);
 }
 
-/// What became of a request whose answer is passed on. Its status field is of the layer: that of the handler was taken.
-fn executed<T>(response: &Response<T>) -> Disposition {
+/// The outcome of a request whose answer is passed on. The status field is the layer's own: a handler's is taken off before.
+fn disposition_of<T>(response: &Response<T>) -> Disposition {
     let is_fenced = || response.headers().get(IDEMPOTENCY_STATUS).is_some_and(|status| status == FENCED);
-    if response.extensions().get::<Unreached>().is_some() {
-        Disposition::Refused(Condition::UpstreamUnreachable)
-    } else if is_fenced() {
-        Disposition::Fenced
-    } else {
-        Disposition::Executed
+    match response.extensions().get() {
+        Some(NotForwarded(condition)) => Disposition::Refused(*condition),
+        None if is_fenced() => Disposition::Fenced,
+        None => Disposition::Executed,
     }
 }
 

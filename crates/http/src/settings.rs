@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{self, CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue};
 use http::{HeaderMap, Method, StatusCode};
 use oncegate_core::fingerprint::FingerprintRules;
 use oncegate_core::{Capabilities, JsonPointer, NaturalKey, OnAbandoned, StoredResponse, limits};
@@ -13,7 +13,7 @@ use oncegate_engine::{ConfigError, Policy};
 
 use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
-use crate::key::{KeyFormat, KeyGrammar, KeySyntax};
+use crate::key::{KeyFormat, KeyGrammar, KeySyntax, has_other_purpose};
 use crate::method;
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{KeyScope, Profile, ServerErrors};
@@ -202,10 +202,18 @@ impl Settings {
     }
 
     /// The field that carries the key.
-    #[must_use]
-    pub fn with_key_header(mut self, name: HeaderName) -> Self {
+    ///
+    /// # Errors
+    /// If requests have it for another purpose, such as `Content-Type`.
+    pub fn with_key_header(mut self, name: HeaderName) -> Result<Self, ConfigError> {
+        if has_other_purpose(&name) {
+            return Err(ConfigError::new(format!(
+                "the header field {name} has another purpose, and many requests have the same value there; name the field that \
+                 carries nothing but keys"
+            )));
+        }
         self.profile.key_header = name;
-        self
+        Ok(self)
     }
 
     /// Builds the key of these members of JSON bodies, for all requests, in place of what the header field says: two requests of
@@ -509,12 +517,6 @@ impl Settings {
                 self.profile.key_header
             )));
         }
-        if KEYLESS.contains(&self.profile.key_header) {
-            return Err(ConfigError::new(format!(
-                "the header field {} cannot carry the key: it says something else",
-                self.profile.key_header
-            )));
-        }
         if self.natural_key.is_some() && self.caller.allows_anonymous() {
             return Err(ConfigError::new(ANONYMOUS_NATURAL_KEY));
         }
@@ -524,24 +526,6 @@ impl Settings {
         Ok(())
     }
 }
-
-/// Fields that say something else than a key: in the least harmful case, every request of a caller would have the same one.
-const KEYLESS: [HeaderName; 14] = [
-    header::ACCEPT,
-    header::AUTHORIZATION,
-    header::CONNECTION,
-    header::CONTENT_ENCODING,
-    header::CONTENT_LENGTH,
-    header::CONTENT_TYPE,
-    header::COOKIE,
-    header::EXPECT,
-    header::HOST,
-    header::ORIGIN,
-    header::PROXY_AUTHORIZATION,
-    header::TE,
-    header::TRANSFER_ENCODING,
-    header::USER_AGENT,
-];
 
 /// Nobody has to guess a key that is built of the body: two carts are enough.
 const ANONYMOUS_NATURAL_KEY: &str = "the key is built of members of the body (key.json), and callers that are not told apart would \
@@ -599,18 +583,21 @@ mod tests {
             marked("x-replayed")
                 .unwrap()
                 .with_key_header(HeaderName::from_static("x-replayed"))
+                .unwrap()
                 .check(&promises(false))
                 .is_err()
         );
     }
 
     #[test]
-    fn a_field_that_says_something_else_carries_no_key() {
-        let carried = |name| Settings::default().with_key_header(name).check(&promises(false));
-        for name in [header::CONTENT_TYPE, header::AUTHORIZATION, header::COOKIE, header::HOST] {
-            assert!(carried(name.clone()).is_err(), "{name}");
+    fn a_field_with_another_purpose_carries_no_key() {
+        let carried = |name| Settings::default().with_key_header(HeaderName::from_static(name));
+        for name in ["content-type", "authorization", "cookie", "host", "if-match", "x-forwarded-for", "te"] {
+            assert!(carried(name).is_err(), "{name}");
         }
-        assert_eq!(carried(HeaderName::from_static("x-request-token")), Ok(()));
+        for name in ["x-request-token", "idempotency-key", "paypal-request-id", "x-idempotency-key", "if"] {
+            assert!(carried(name).is_ok(), "{name}");
+        }
     }
 
     #[test]
@@ -649,6 +636,7 @@ mod tests {
         let settings = Settings::default()
             .with_caller(CallerScope::header(name("x-tenant")).and(CallerScope::cookie("sid").unwrap()))
             .with_key_header(name("x-key"))
+            .unwrap()
             .with_fingerprint_headers(vec![name("x-version")]);
         for own in ["x-tenant", "cookie", "x-key", "x-version", "content-type", "content-encoding"] {
             assert!(settings.goes_by(&name(own)), "{own}");

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
@@ -80,8 +80,7 @@ struct Inner {
     breaker_openings: Counter,
     draining: Gauge,
     access_lines_dropped: Counter,
-    /// Without a value where no TLS is spoken.
-    certificate_end: Family<[Label; 0], Gauge>,
+    certificate_end: CertificateEnd,
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
     records: Family<[Label; 1], Gauge>,
     /// Since when the oldest unsettled record waits, by the store's clock in milliseconds; 0 if there is none.
@@ -252,13 +251,8 @@ impl Metrics {
             crate::log::dropped(),
         );
         let reloads = ReloadMetrics::register(r);
-        let certificate_end = Family::default();
-        r.register_with_unit(
-            "tls_certificate_not_after",
-            "When the certificate that clients get ends, in seconds since 1970",
-            Unit::Seconds,
-            certificate_end.clone(),
-        );
+        let certificate_end = CertificateEnd::default();
+        r.register_collector(Box::new(certificate_end.clone()));
         let (records, oldest_unsettled_age) = unsettled_gauges(r);
         let advisories = Family::<[Label; 1], Gauge>::default();
         r.register(
@@ -336,12 +330,7 @@ impl Metrics {
 
     /// Takes note of when the certificate in use ends.
     pub(crate) fn set_certificate_end(&self, not_after: Option<i64>) {
-        match not_after {
-            Some(seconds) => {
-                self.0.certificate_end.get_or_create(&[]).set(seconds);
-            }
-            None => self.0.certificate_end.clear(),
-        }
+        self.0.certificate_end.0.store(not_after.unwrap_or(NO_END), Ordering::Relaxed);
     }
 
     /// Counts the lines that did not get into the access log.
@@ -557,6 +546,35 @@ fn upstream_histogram() -> Histogram {
     Histogram::new(UPSTREAM_BUCKETS)
 }
 
+/// When the listener's certificate ends, in seconds since 1970. Without TLS there is no such series.
+#[derive(Clone, Debug)]
+struct CertificateEnd(Arc<AtomicI64>);
+
+const NO_END: i64 = i64::MIN;
+
+impl Default for CertificateEnd {
+    fn default() -> Self {
+        Self(Arc::new(AtomicI64::new(NO_END)))
+    }
+}
+
+impl Collector for CertificateEnd {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let end = self.0.load(Ordering::Relaxed);
+        if end == NO_END {
+            return Ok(());
+        }
+        let help = "When the certificate that clients get ends, in seconds since 1970";
+        let gauge = encoder.encode_descriptor(
+            "tls_certificate_not_after",
+            help,
+            Some(&Unit::Seconds),
+            MetricType::Gauge,
+        )?;
+        ConstGauge::new(end).encode(gauge)
+    }
+}
+
 impl fmt::Debug for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Metrics").finish_non_exhaustive()
@@ -580,12 +598,17 @@ const PLAIN: [Disposition; 6] = [
     Disposition::Replayed,
     Disposition::FailedOpen,
 ];
+/// What a client may read in an answer, and no request counts as: with a key these requests were executed, or their outcome is
+/// unknown, and without one they were passed on. A series that stays 0 would be an alert that never fires.
+const NO_OUTCOMES: [Condition; 3] =
+    [Condition::UpstreamUnanswered, Condition::UpstreamHeadTooLarge, Condition::UpstreamUnsupported];
 const DISPOSITIONS: usize = PLAIN.len() + Condition::ALL.len();
 
 impl RequestCounters {
     fn new(family: Family<[Label; 2], Counter>) -> Self {
         let counters = Self { family, cells: Default::default() };
-        for disposition in PLAIN.into_iter().chain(Condition::ALL.map(Disposition::Refused)) {
+        let refused = Condition::ALL.into_iter().filter(|condition| !NO_OUTCOMES.contains(condition));
+        for disposition in PLAIN.into_iter().chain(refused.map(Disposition::Refused)) {
             counters.with(disposition, usual_status(disposition), |_| ());
         }
         counters

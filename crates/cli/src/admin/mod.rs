@@ -61,7 +61,7 @@ pub(crate) use self::census::{LeftBehind, run as count_records};
 pub(crate) use self::front::FrontCollector;
 pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
-pub(crate) use self::view::time;
+pub(crate) use self::view::{days_to, time};
 
 /// What the admin API speaks about.
 #[derive(Clone, Debug)]

@@ -129,6 +129,55 @@ pub(crate) fn time(at: Timestamp) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{:02}.{millis:03}Z", second % 60)
 }
 
+/// Days from 1970-01-01 to a date of the Gregorian calendar. A year is counted from March, so that its last day is the leap day.
+pub(crate) const fn days_to(year: i64, month: i64, day: i64) -> i64 {
+    let year = if month <= 2 { year - 1 } else { year };
+    let month = (month + 9) % 12;
+    365 * year + year / 4 - year / 100 + year / 400 + (month * 306 + 5) / 10 + day - 1 - 719_468
+}
+
+/// Reads a time in the form of RFC 3339. The time of day, its seconds and the zone may be left out; without a zone it is UTC.
+pub(super) fn parse_time(text: &str) -> Option<Timestamp> {
+    let (date, time) = text.split_once(['T', 't', ' ']).unwrap_or((text, "00:00"));
+    let [year, month, day] = numbers(date, '-')?;
+    let time = time.strip_suffix(['Z', 'z']).unwrap_or(time);
+    let (time, ahead) = match time.find(['+', '-']) {
+        Some(at) => {
+            let (time, zone) = time.split_at(at);
+            let [hours, minutes] = numbers(zone.get(1..)?, ':')?;
+            let minutes = hours * 60 + minutes;
+            (time, if zone.starts_with('-') { -minutes } else { minutes })
+        }
+        None => (time, 0),
+    };
+    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
+    let [hour, minute, second] = match numbers(time, ':') {
+        Some(whole) => whole,
+        None => {
+            let [hour, minute] = numbers(time, ':')?;
+            [hour, minute, 0]
+        }
+    };
+    let fits =
+        (1..=12).contains(&month) && (1..=31).contains(&day) && hour < 24 && minute < 60 && second < 61;
+    if !fits || !fraction.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    let millis: i64 = format!("{fraction:0<3}").get(..3)?.parse().ok()?;
+    let minutes = days_to(year, month, day) * 1440 + hour * 60 + minute - ahead;
+    u64::try_from(minutes * 60_000 + second * 1000 + millis).ok().map(Timestamp::from_millis)
+}
+
+/// So many numbers of one to four digits.
+fn numbers<const N: usize>(text: &str, separator: char) -> Option<[i64; N]> {
+    let number = |digits: &str| {
+        let is_number = (1..=4).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit());
+        if is_number { digits.parse().ok() } else { None }
+    };
+    let numbers: Option<Vec<i64>> = text.split(separator).map(number).collect();
+    numbers?.try_into().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,6 +194,41 @@ mod tests {
             (4_107_542_400_000, "2100-03-01T00:00:00.000Z"),
         ] {
             assert_eq!(time(Timestamp::from_millis(millis)), text);
+            assert_eq!(parse_time(text), Some(Timestamp::from_millis(millis)));
+        }
+    }
+
+    #[test]
+    fn times_are_read_as_people_write_them() {
+        for (text, whole) in [
+            ("2024-02-29", "2024-02-29T00:00:00.000Z"),
+            ("2024-02-29T12:34", "2024-02-29T12:34:00.000Z"),
+            ("2024-02-29 12:34:56", "2024-02-29T12:34:56.000Z"),
+            ("2024-02-29t12:34:56.5z", "2024-02-29T12:34:56.500Z"),
+            ("2024-02-29T00:34:56.123456+01:00", "2024-02-28T23:34:56.123Z"),
+            ("2024-02-28T22:00-02:30", "2024-02-29T00:30:00.000Z"),
+        ] {
+            assert_eq!(parse_time(text).map(time).as_deref(), Some(whole), "{text}");
+        }
+        for text in [
+            "",
+            "12:34",
+            "2024-02",
+            "2024-13-01",
+            "2024-00-01",
+            "2024-01-32",
+            "2024-01-01T24:00",
+            "2024-01-01T1",
+            "2024-01-01T12:60",
+            "2024-01-01T12:00:00.x",
+            "2024-01-01T12:00+1",
+            "2024-01-01T12:00+",
+            "1969-12-31",
+            "20240-01-01",
+            "yesterday",
+            "2024-01-01T12:00Ü",
+        ] {
+            assert_eq!(parse_time(text), None, "{text}");
         }
     }
 }

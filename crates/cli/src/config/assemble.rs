@@ -350,7 +350,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
         settings = settings.with_required_key(required.value);
     }
     if let Some(name) = &values.key_header {
-        settings = settings.with_key_header(name.value.clone());
+        settings = settings.with_key_header(name.value.clone())?;
     }
     if let Some(members) = &values.key_json {
         let key = NaturalKey::new(members.value.clone()).ok_or_else(|| {

@@ -138,6 +138,7 @@ const SAMPLES: &[(&str, &str)] = &[
     ("response-budget", "64MiB"),
     ("max-in-flight", "100"),
     ("max-in-flight-per-caller", "10"),
+    ("max-in-flight-without-key", "10"),
     ("max-connections", "100"),
     ("write-timeout", "5s"),
     ("trusted-proxies", "10.0.0.0/8"),

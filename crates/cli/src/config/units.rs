@@ -590,76 +590,11 @@ pub(crate) fn header_name(text: &str) -> Read<HeaderName> {
     })
 }
 
-/// A field that may carry keys.
 pub(crate) fn key_header(text: &str) -> Read<HeaderName> {
     let name = header_name(text)?;
-    let usual = name.as_str();
-    if USUAL_FIELDS.contains(&usual) || USUAL_PREFIXES.iter().any(|prefix| usual.starts_with(prefix)) {
-        return Err(format!(
-            "{text:?} has another purpose, and many requests have the same value there; name the field that carries nothing but keys"
-        ));
-    }
+    Settings::default().with_key_header(name.clone()).map_err(|error| error.to_string())?;
     Ok(name)
 }
-
-/// Fields of requests that cannot carry keys, because each of them says something else.
-const USUAL_FIELDS: [&str; 42] = [
-    "accept",
-    "authorization",
-    "baggage",
-    "cache-control",
-    "connection",
-    "cookie",
-    "date",
-    "depth",
-    "destination",
-    "digest",
-    "dnt",
-    "dpop",
-    "expect",
-    "forwarded",
-    "from",
-    "host",
-    "http2-settings",
-    "keep-alive",
-    "link",
-    "location",
-    "max-forwards",
-    "origin",
-    "overwrite",
-    "pragma",
-    "prefer",
-    "priority",
-    "range",
-    "referer",
-    "save-data",
-    "set-cookie",
-    "te",
-    "timeout",
-    "traceparent",
-    "tracestate",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "user-agent",
-    "via",
-    "x-http-method-override",
-    "x-real-ip",
-    "x-requested-with",
-];
-
-/// The same, by how the name starts.
-const USUAL_PREFIXES: [&str; 9] = [
-    "accept-",
-    "access-control-",
-    "content-",
-    "if-",
-    "oncegate-",
-    "proxy-",
-    "sec-",
-    "upgrade-",
-    "x-forwarded-",
-];
 
 pub(crate) fn stored_header(text: &str) -> Read<HeaderName> {
     let name = header_name(text)?;

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use oncegate_core::Timestamp;
 
-use crate::admin::time;
+use crate::admin::{days_to, time};
 
 /// A certificate that ends within this time is warned of: time enough to find out why its renewal does not work.
 const ENDS_SOON: i64 = 14 * DAY;
@@ -48,8 +48,11 @@ impl Validity {
         }
         let left = self.not_after - now;
         (left < ENDS_SOON).then(|| {
-            let days = left / DAY;
-            format!("ends at {}, in less than {} days: renew it", shown(self.not_after), days + 1)
+            let within = match left / DAY {
+                0 => "a day".to_owned(),
+                days => format!("{} days", days + 1),
+            };
+            format!("ends at {}, in less than {within}: renew it", shown(self.not_after))
         })
     }
 }
@@ -116,20 +119,13 @@ fn date(input: &mut &[u8]) -> Option<i64> {
     if !is_date || hour > 23 || minute > 59 || second > 60 {
         return None;
     }
-    Some(days(year, month, day) * DAY + hour * 3600 + minute * 60 + second)
+    Some(days_to(year, month, day) * DAY + hour * 3600 + minute * 60 + second)
 }
 
 fn number(digits: &[u8]) -> Option<i64> {
     digits
         .iter()
         .try_fold(0, |number, digit| digit.is_ascii_digit().then(|| number * 10 + i64::from(digit - b'0')))
-}
-
-/// Days from 1970-01-01 to a date of the Gregorian calendar. A year is counted from March, so that its last day is the leap day.
-const fn days(year: i64, month: i64, day: i64) -> i64 {
-    let year = if month <= 2 { year - 1 } else { year };
-    let month = (month + 9) % 12;
-    365 * year + year / 4 - year / 100 + year / 400 + (month * 306 + 5) / 10 + day - 1 - 719_468
 }
 
 #[cfg(test)]
@@ -181,7 +177,7 @@ mod tests {
         );
         assert_eq!((warning(100 * DAY), warning(186 * DAY)), (String::new(), String::new()));
         assert!(warning(186 * DAY + 1).ends_with("in less than 14 days: renew it"));
-        assert!(warning(200 * DAY).ends_with("in less than 1 days: renew it"));
+        assert!(warning(200 * DAY).ends_with("in less than a day: renew it"));
         assert!(warning(200 * DAY + 1).starts_with("expired at 1970-07-20T00:00:00"));
         assert!(validity.includes(200 * DAY) && !validity.includes(200 * DAY + 1));
     }

@@ -18,8 +18,8 @@ use hyper_util::rt::TokioIo;
 use oncegate_core::ErrorChain;
 use oncegate_engine::{Attempt, LeaseError, LogThrottle};
 use oncegate_http::{
-    Condition, GrpcForm, IdempotencyContext, NotBegun, Refusal, Relayed, RequestBody, Settings,
-    StoreDirective, Unanswered, Unframed, Unreached,
+    Condition, GrpcForm, IdempotencyContext, NotBegun, NotForwarded, Refusal, Relayed, RequestBody, Settings,
+    StoreDirective, Unanswered, Unframed,
 };
 use tokio::sync::OwnedSemaphorePermit;
 use tower_service::Service;
@@ -34,7 +34,7 @@ use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
 use super::listen::SharedLimit;
 use super::tls::ToService;
-use crate::admin::{ADMIN_FIELD, Metrics, UpstreamResult};
+use crate::admin::{Metrics, UpstreamResult};
 use crate::config::Config;
 
 pub(super) type UpstreamClient = Client<ToService, NotedBody<RequestBody<WholeBody>>>;
@@ -227,8 +227,6 @@ impl Forward {
         }
         let protocol = remove_hop_by_hop(response.headers_mut(), |_| false);
         keep_one_length(response.headers_mut());
-        // Who finds it trusts the sender with the admin token.
-        response.headers_mut().remove(ADMIN_FIELD);
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
                 tracing::warn!(record, "upstream switched protocols unasked");
@@ -376,17 +374,19 @@ fn too_many(settings: &Settings, grpc: Option<GrpcForm>, limit: &str) -> Respons
             "Nothing was sent to the service: too many requests are under way. Send the same request later.",
         )
         .with_retry_after(1);
-    let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
-    response.extensions_mut().insert(StoreDirective::Release);
-    response
+    not_forwarded(refusal, settings, grpc)
 }
 
-/// Nothing was sent.
 fn unreachable_upstream(settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
-    let refusal = Refusal::new(Condition::UpstreamUnreachable);
+    not_forwarded(Refusal::new(Condition::UpstreamUnreachable), settings, grpc)
+}
+
+/// Nothing was sent, so the key is free again.
+fn not_forwarded(refusal: Refusal, settings: &Settings, grpc: Option<GrpcForm>) -> Response<ProxyBody> {
+    let condition = refusal.condition;
     let mut response = refusal.into_response(settings, grpc).map(ProxyBody::own);
     response.extensions_mut().insert(StoreDirective::Release);
-    response.extensions_mut().insert(Unreached);
+    response.extensions_mut().insert(NotForwarded(condition));
     response
 }
 

@@ -35,7 +35,7 @@ use super::cross_origin::{CrossOrigin, preflight};
 use super::headers::Peer;
 use super::live::{Live, ThreadLive};
 use super::{HEAD_MAX, HEAD_MAX_U32, LINES_MAX};
-use crate::admin::Metrics;
+use crate::admin::{ADMIN_FIELD, Metrics};
 
 /// How long a client may take for a TLS handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -137,16 +137,24 @@ pub(super) struct Front {
     pub(super) full_warnings: Arc<LogThrottle>,
 }
 
+/// How a thread stopped serving.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Drained {
+    /// When the drain time-out is over.
+    pub(super) until: Instant,
+    /// Whether all its connections were closed before that.
+    pub(super) is_closed: bool,
+}
+
 type Builder = auto::Builder<StreamExecutor>;
 
 impl Front {
     /// Serves until `stop` turns true; then stops accepting and finishes what runs, for the drain time-out at the longest.
-    /// Returns when that time is over.
     pub(super) async fn serve(
         mut self,
         socket: std::net::TcpListener,
         mut stop: watch::Receiver<bool>,
-    ) -> io::Result<Instant> {
+    ) -> io::Result<Drained> {
         let listener = TcpListener::from_std(socket)?;
         let mut builders = self.builders();
         let graceful = GracefulShutdown::new();
@@ -192,10 +200,8 @@ impl Front {
         drop(listener);
         let drain = self.live.borrow().config.drain_timeout;
         let until = Instant::now() + drain;
-        if tokio::time::timeout_at(until.into(), graceful.shutdown()).await.is_err() {
-            tracing::warn!(?drain, "connections are still open");
-        }
-        Ok(until)
+        let is_closed = tokio::time::timeout_at(until.into(), graceful.shutdown()).await.is_ok();
+        Ok(Drained { until, is_closed })
     }
 
     /// How connections are served in the clear and over TLS. In the clear an HTTP/1.1 client may end its side and still gets its
@@ -244,6 +250,8 @@ impl Front {
                 if let Some(cross_origin) = cross_origin {
                     cross_origin.write(response.headers_mut());
                 }
+                // `oncegate keys` sends the admin token to the sender of this field.
+                response.headers_mut().remove(ADMIN_FIELD);
                 Ok::<_, Infallible>(response.map(|body| delivery.begin(body)))
             }
         })

@@ -39,7 +39,7 @@ pub(crate) use tls::{connector, server_config};
 use crate::admin::Metrics;
 use crate::config::{Config, UpstreamProtocol};
 use forward::UpstreamClient;
-use listen::Front;
+use listen::{Drained, Front};
 use live::{Live, ThreadLive};
 
 /// Most field lines in the head of a request or an answer, whatever the protocol. Services that are verbose have a hundred.
@@ -72,7 +72,15 @@ pub(crate) struct DataPath {
 }
 
 /// The threads that serve.
-pub(crate) struct Serving(Vec<JoinHandle<io::Result<()>>>);
+pub(crate) struct Serving(Vec<JoinHandle<io::Result<Unfinished>>>);
+
+/// What was still running when the drain time-out was over.
+#[derive(Clone, Copy, Debug, Default)]
+struct Unfinished {
+    /// Of all threads: each of them waits for the requests of all.
+    requests: usize,
+    has_connections: bool,
+}
 
 impl DataPath {
     /// Serves on these sockets, one thread each, until `stop` turns true.
@@ -97,13 +105,10 @@ impl DataPath {
             let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
                 runtime.block_on(async {
-                    let until = front.serve(socket, stop).await?;
+                    let Drained { until, is_closed } = front.serve(socket, stop).await?;
                     // Handlers whose clients have gone run on the threads that took them.
-                    let left = engine.drain(until.saturating_duration_since(Instant::now())).await;
-                    if left > 0 {
-                        tracing::warn!(left, "requests were still running; their outcome will be unknown");
-                    }
-                    Ok(())
+                    let requests = engine.drain(until.saturating_duration_since(Instant::now())).await;
+                    Ok(Unfinished { requests, has_connections: !is_closed })
                 })
             });
             threads.push(thread.map_err(|error| format!("cannot start a thread: {error}"))?);
@@ -133,12 +138,25 @@ fn client_of(config: &Config, protocol: UpstreamProtocol) -> Result<UpstreamClie
 impl Serving {
     /// Waits until all have stopped.
     pub(crate) fn join(self) -> Result<(), String> {
+        let mut all = Unfinished::default();
         for thread in self.0 {
             match thread.join() {
-                Ok(Ok(())) => {}
+                Ok(Ok(unfinished)) => {
+                    all.requests = all.requests.max(unfinished.requests);
+                    all.has_connections |= unfinished.has_connections;
+                }
                 Ok(Err(error)) => return Err(format!("cannot serve: {error}")),
                 Err(_) => return Err("a serving thread panicked".into()),
             }
+        }
+        if all.has_connections {
+            tracing::warn!("connections were still open when drain-timeout was over");
+        }
+        if all.requests > 0 {
+            tracing::warn!(
+                left = all.requests,
+                "requests were still running when drain-timeout was over; their outcome will be unknown"
+            );
         }
         Ok(())
     }

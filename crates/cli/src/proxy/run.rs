@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
@@ -27,6 +27,17 @@ use crate::config::{Config, ProxyArgs, StoreChoice, StoreUrl};
 
 /// Runs the sidecar until it is told to stop.
 pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
+    let control = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("control")
+        .enable_all()
+        .build()
+        .map_err(|error| format!("cannot start a runtime: {error}"))?;
+    // First of all: until then, SIGHUP ends the process.
+    let hangup = {
+        let _context = control.enter();
+        signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?
+    };
     let mut config = Config::load(args).map_err(|problems| problems.to_string())?;
     crate::log::start()?;
     for warning in &config.warnings {
@@ -40,13 +51,7 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
         tracing::info!("{HOSTS_COMPARED}");
     }
     allow_many_files(&mut config);
-    let control = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .thread_name("control")
-        .enable_all()
-        .build()
-        .map_err(|error| format!("cannot start a runtime: {error}"))?;
-    let result = control.block_on(serve(config, args));
+    let result = control.block_on(serve(config, args, hangup));
     control.shutdown_timeout(Duration::from_secs(1));
     result
 }
@@ -156,12 +161,10 @@ fn cannot_listen(flag: &str, address: SocketAddr, error: &std::io::Error) -> Str
 /// How long a stopping sidecar waits for what is just being put into the front of its store.
 const FRONT_PATIENCE: Duration = Duration::from_secs(1);
 
-async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
+async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), String> {
     let config = Arc::new(config);
-    // First of all: until then, each of them ends the process.
+    // Until then, each of them ends the process.
     let mut signals = Signals::new().map_err(|error| format!("cannot listen for signals: {error}"))?;
-    let hangup =
-        signal(SignalKind::hangup()).map_err(|error| format!("cannot listen for signals: {error}"))?;
     let tls = config.tls.as_ref().map(|files| server_config(&files.cert, &files.key)).transpose()?;
     let threads = config.threads.unwrap_or_else(cores);
     // Before a store is created: a start that fails leaves nothing behind.
@@ -275,22 +278,35 @@ async fn serve(config: Config, args: &ProxyArgs) -> Result<(), String> {
 
 const SECOND_SIGNAL: &str = "stopped at once, by a second signal";
 
+/// Signals so soon after the first one are the same: `timeout`, shells and supervisors send one to the process and one to its
+/// group.
+const SAME_SIGNAL: Duration = Duration::from_millis(250);
+
 /// The signals that stop the sidecar.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    first: Option<Instant>,
 }
 
 impl Signals {
     fn new() -> std::io::Result<Self> {
         let (terminate, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        Ok(Self { terminate, interrupt })
+        Ok(Self { terminate, interrupt, first: None })
     }
 
+    /// Waits for the first signal, and then for the one after it.
     async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => {}
+                _ = self.interrupt.recv() => {}
+            }
+            let now = Instant::now();
+            if self.first.is_none_or(|first| now.duration_since(first) >= SAME_SIGNAL) {
+                self.first = Some(now);
+                return;
+            }
         }
     }
 }

@@ -163,17 +163,19 @@ async fn a_call_without_a_key_ends_when_its_client_hangs_up() {
 
 #[tokio::test]
 async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
-    let flags = ["--drain-timeout=6s", "--lease=1s"];
+    let flags = ["--drain-timeout=6s", "--lease=1s", "--threads=2"];
     let mut world = World::start(&flags).await;
     let (mut client, mut wire) = world.ask().await;
     let begun = Instant::now();
     world.terminate().await;
     // Nothing comes from the service. The time-out is the whole time, whatever there is to wait for.
-    world.sidecar.process.ended().await;
+    assert_eq!(world.sidecar.process.ended().await.code(), Some(0));
     let took = begun.elapsed();
     assert!(took >= Duration::from_secs(6) && took < Duration::from_millis(11_500), "{took:?}");
     assert_eq!(client.rest().await, b"");
     wire.ends().await;
+    let errors = world.sidecar.process.errors().await;
+    assert_eq!(errors.matches("requests were still running").count(), 1, "{errors}");
     world.restart(&flags).await;
     let mut answer = Message::default();
     until("the lease ends", async || {
@@ -190,10 +192,26 @@ async fn a_second_signal_ends_it_at_once() {
     let mut world = World::start(&["--drain-timeout=10m"]).await;
     let (mut client, _wire) = world.ask().await;
     world.terminate().await;
+    // One that comes within a quarter of a second is the same one.
+    tokio::time::sleep(Duration::from_millis(300)).await;
     world.sidecar.process.signal(Signal::TERM);
     assert_eq!(world.sidecar.process.ended().await.code(), Some(1));
     assert_eq!(client.rest().await, b"");
     assert!(world.sidecar.process.errors().await.contains("second signal"));
+}
+
+#[tokio::test]
+async fn two_signals_at_the_same_time_are_one() {
+    let mut world = World::start(&["--drain-timeout=10m"]).await;
+    let (mut client, mut wire) = world.ask().await;
+    // As `timeout` does, which signals its child and then the group.
+    world.sidecar.process.signal(Signal::TERM);
+    world.sidecar.process.signal(Signal::INT);
+    world.sidecar.process.says("running requests are finished").await;
+    wire.send(OK).await;
+    client.message().await.has_status(200);
+    drop(client);
+    assert_eq!(world.sidecar.process.ended().await.code(), Some(0));
 }
 
 #[tokio::test]

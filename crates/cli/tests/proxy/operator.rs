@@ -106,10 +106,40 @@ async fn what_never_reached_the_service_is_counted_under_its_own_name() {
     }
 }
 
+#[tokio::test]
+async fn a_request_that_was_turned_away_on_its_way_is_no_execution() {
+    let service = Service::new().await;
+    let sidecar = Sidecar::start(service.address, &["--max-in-flight-without-key=1"]).await;
+    let mut first = sidecar.connect().await;
+    first.send(request("GET", "/", &[], "")).await;
+    let mut wire = service.accept().await;
+    wire.message().await;
+    // An upgraded connection outlives its request, so it counts as one without a key.
+    let upgrade = request("POST", "/orders", &[KEY, "Connection: Upgrade", "Upgrade: tunnel"], "");
+    sidecar.ask(&upgrade).await.is_problem(503, "overloaded");
+    assert_eq!(requests(&sidecar, "overloaded", "5xx").await, 1.0);
+    assert_eq!(requests(&sidecar, "executed", "5xx").await, 0.0);
+    service.stays_alone().await;
+    // There is no series that can never count.
+    let metrics = admin(&sidecar, "/metrics").await;
+    assert!(!metrics.text().contains("outcome=\"upstream-unanswered\""), "{metrics:?}");
+}
+
+#[tokio::test]
+async fn no_answer_of_the_service_passes_for_one_of_the_admin_api() {
+    const MARKED: &str = "HTTP/1.1 200 OK\r\nOncegate-Admin: 1\r\nContent-Length: 2\r\n\r\nok";
+    let service = Service::new().await.answers(MARKED);
+    let sidecar = Sidecar::start(service.address, &[]).await;
+    for fields in [&[][..], &[KEY], &[KEY]] {
+        let answer = sidecar.ask(&request("POST", "/orders", fields, "{}")).await;
+        assert_eq!((answer.status(), answer.get("oncegate-admin")), (200, None), "{answer:?}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_end_that_came_too_late_is_logged_with_its_record() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &["--access-log=text"]).await;
+    let mut sidecar = Sidecar::start(service.address, &["--access-log=text"]).await;
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/orders", &[KEY], "{}")).await;
     let (mut wire, _) = service.next(service.accept().await).await;
@@ -119,11 +149,19 @@ async fn an_end_that_came_too_late_is_logged_with_its_record() {
     let release = ["keys", "release", &record, "--force", "--reason", "gone", "--admin", &admin_address];
     let released = oncegate(&release).await;
     assert!(released.status.success(), "{released:?}");
+    sidecar.process.says("an operator changed a record").await;
+    let changed = sidecar.process.error_lines("an operator changed a record");
+    for part in
+        [&*format!("record={record}"), "from=in-progress", "to=released", "forced=true", "reason=\"gone\""]
+    {
+        assert!(changed.len() == 1 && changed[0].contains(part), "no {part} in {changed:?}");
+    }
     wire.send(OK).await;
     let answer = client.message().await;
     assert_eq!((answer.status(), answer.get("idempotency-status")), (200, Some("fenced")));
 
-    let logged = sidecar.process.error_lines("its end was refused");
+    sidecar.process.says("a second effect is possible").await;
+    let logged = sidecar.process.error_lines("a second effect is possible");
     assert_eq!(logged.len(), 1, "{logged:#?}");
     for part in ["WARN", &format!("record={record}"), "operation=\"POST /orders\"", "attempt=1"] {
         assert!(logged[0].contains(part), "no {part} in {}", logged[0]);
@@ -151,6 +189,14 @@ async fn a_right_that_was_taken_away_is_seen_before_requests_are_refused() {
         .sql("CREATE ROLE clerk LOGIN PASSWORD 'clerk-secret'; GRANT USAGE ON SCHEMA oncegate TO clerk; GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO clerk")
         .unwrap();
     let clerk = url.replacen("oncegate", "clerk", 1).replacen(server.password(), "clerk-secret", 1);
+    let check = ["check", "--to=http://127.0.0.1:9", "--service=tests", "--store", &clerk];
+    let checked = oncegate(&check).await;
+    let words = text(&checked.stdout);
+    // This server runs without fsync.
+    let is_warned = words
+        .lines()
+        .any(|line| line.starts_with("warn  ") && line.contains("what it commits is NOT flushed"));
+    assert!(checked.status.success() && is_warned, "{words}");
     let service = Service::new().await.answers(OK);
     let mut command = sidecar(&format!("http://{}", service.address));
     command.env("ONCEGATE_STORE", &clerk).env("ONCEGATE_SERVICE", "tests");
@@ -192,5 +238,25 @@ async fn a_password_that_everybody_can_read_is_warned_of() {
         let words = text(&said.stdout);
         assert_eq!(said.status.code(), Some(1), "{name}: {words}");
         assert!(words.contains("has another purpose"), "{name}: {words}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_knows_in_every_profile_that_it_is_done_and_that_it_was_turned_away() {
+    // What is streamed is not kept.
+    const STREAM: &str =
+        "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9\r\n\r\ndata: 1\n\n";
+    for profile in ["ietf", "seed", "stripe"] {
+        let service = Service::new().await.answers(STREAM);
+        let sidecar = Sidecar::start(service.address, &["--profile", profile]).await;
+        let url = format!("http://{}/orders", sidecar.address);
+        let call = ["call", "POST", &url, "--intent=payout-7", "--json=1"];
+        let cases: [(&[&str], i32); 3] = [(&[], 0), (&[], 5), (&["-H", "Cookie: sid=1"], 7)];
+        for (flags, code) in cases {
+            let said = oncegate(&[&call, flags].concat()).await;
+            assert_eq!(said.status.code(), Some(code), "{profile} {flags:?}: {said:?}");
+            assert_eq!(text(&said.stderr).contains("it was processed"), code == 5, "{profile}: {said:?}");
+        }
+        assert_eq!(service.requests(), 1, "{profile}");
     }
 }

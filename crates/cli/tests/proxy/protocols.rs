@@ -96,10 +96,10 @@ impl Authority {
         Self::of(|_| ())
     }
 
-    /// Whose certificate is valid from the start of one day to that of another, counted from 1970.
+    /// An authority whose certificate is valid between these times, in seconds since 1970.
     pub(crate) fn valid(from: u64, to: u64) -> Self {
-        let start = |day| rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(86_400 * day);
-        Self::of(|certificate| (certificate.not_before, certificate.not_after) = (start(from), start(to)))
+        let at = |seconds| rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(seconds);
+        Self::of(|certificate| (certificate.not_before, certificate.not_after) = (at(from), at(to)))
     }
 
     fn of(change: impl FnOnce(&mut CertificateParams)) -> Self {

@@ -1,6 +1,7 @@
 //! SIGHUP, certificates that are renewed, and the time between "not ready" and "closed".
 
 use std::fs;
+use std::io::Write as _;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::process::Signal;
@@ -86,6 +87,33 @@ async fn a_hangup_changes_routes_also_for_connections_that_are_open() {
 
     world.reload("", RELOADED).await;
     until("the route is gone", async || world.sidecar.ask(&plain).await.status() == 200).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hangup_during_the_start_ends_nothing() {
+    let service = Service::new().await.answers(OK);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("oncegate.toml");
+    let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+    assert!(made.success());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--config"]).arg(&path);
+    let mut process = crate::support::Process::start(&mut command);
+    let text = config(service.address, "");
+    // Opened as soon as the sidecar reads its configuration.
+    let open = async |path: &std::path::Path| {
+        let path = path.to_owned();
+        let open = tokio::task::spawn_blocking(move || fs::File::create(path).unwrap());
+        crate::support::within("somebody who reads the configuration", open).await.unwrap()
+    };
+    let mut file = open(&path).await;
+    process.signal(Signal::HUP);
+    file.write_all(text.as_bytes()).unwrap();
+    drop(file);
+    assert!(process.first_line().await.contains("listening on"));
+    // The signal counts: the configuration is read again.
+    open(&path).await.write_all(text.as_bytes()).unwrap();
+    process.says(RELOADED).await;
 }
 
 #[tokio::test]
@@ -200,9 +228,9 @@ async fn a_certificate_that_is_renewed_is_picked_up() {
 async fn a_certificate_is_watched_by_its_dates() {
     const END: &str = "oncegate_tls_certificate_not_after_seconds";
     const REFUSED: &str = "oncegate_reload_refused{subject=\"certificate\"}";
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
-    let today = now.as_secs() / 86_400;
-    let day = |days: i64| today.checked_add_signed(days).unwrap();
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    let today = now();
+    let day = |days: i64| today.checked_add_signed(days * 86_400).unwrap();
     let valid = |from, to| Authority::valid(day(from), day(to));
     let check = async |authority: &Authority| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
@@ -213,7 +241,8 @@ async fn a_certificate_is_watched_by_its_dates() {
         let said = String::from_utf8(said.stdout).unwrap();
         said.lines().find(|line| line.contains("TLS: ")).unwrap().to_owned()
     };
-    let (good, old, early, ending) = (valid(-5, 90), valid(-60, -30), valid(2, 90), valid(-80, 10));
+    let (good, old, early) = (valid(-5, 90), valid(-60, -30), valid(2, 90));
+    let ending = Authority::valid(day(-80), day(10) - 60);
     assert!(check(&good).await.starts_with("ok    "));
     for (authority, word) in [(&old, "expired at"), (&early, "is not valid before"), (&ending, "renew it")] {
         let line = check(authority).await;
@@ -224,8 +253,9 @@ async fn a_certificate_is_watched_by_its_dates() {
     let service = Service::new().await.answers(OK);
     let mut sidecar = Sidecar::start(service.address, &["--tls-cert", &cert, "--tls-key", &key]).await;
     sidecar.process.says("in less than 10 days: renew it").await;
-    let end = |days: i64| Some((day(days) * 86_400) as f64);
-    until("the end is shown", async || series(&sidecar, END).await == end(10)).await;
+    let end = |days: i64| Some(day(days) as f64);
+    let first_end = Some((day(10) - 60) as f64);
+    until("the end is shown", async || series(&sidecar, END).await == first_end).await;
     for (authority, word) in [(&old, "expired at"), (&early, "is not valid before")] {
         let refused = sidecar.process.error_lines("the certificate before stays in use").len();
         fs::copy(authority.file("cert.pem"), &cert).unwrap();
@@ -236,7 +266,7 @@ async fn a_certificate_is_watched_by_its_dates() {
         })
         .await;
         assert_eq!(series(&sidecar, REFUSED).await, Some(1.0));
-        assert_eq!(series(&sidecar, END).await, end(10));
+        assert_eq!(series(&sidecar, END).await, first_end);
         sidecar.process.signal(Signal::HUP);
         until("the reload is refused", async || {
             let lines = sidecar.process.error_lines(NOT_RELOADED);
@@ -247,6 +277,14 @@ async fn a_certificate_is_watched_by_its_dates() {
     fs::copy(good.file("cert.pem"), &cert).unwrap();
     fs::copy(good.file("key.pem"), &key).unwrap();
     until("the renewed one is used", async || series(&sidecar, END).await == end(90)).await;
+    assert_eq!(series(&sidecar, REFUSED).await, Some(0.0));
+
+    // It is taken up as soon as it is valid, without another change of the files.
+    let soon = Authority::valid(now() + 8, day(80));
+    fs::copy(soon.file("cert.pem"), &cert).unwrap();
+    fs::copy(soon.file("key.pem"), &key).unwrap();
+    until("it is refused", async || series(&sidecar, REFUSED).await == Some(1.0)).await;
+    until("it is valid and used", async || series(&sidecar, END).await == end(80)).await;
     assert_eq!(series(&sidecar, REFUSED).await, Some(0.0));
 
     let plain = Sidecar::start(service.address, &[]).await;

@@ -80,6 +80,9 @@ async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_a
         let refused = sidecar.ask(&post("new")).await;
         refused.has_status(503);
         assert!(refused.text().contains("no room for new ones"), "{}", refused.text());
+        let not_ready = ready(&sidecar).await;
+        let why = not_ready.has_status(503).text();
+        assert!(why.contains("the disk is nearly full") || why.contains("No space left on device"), "{why}");
         assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
         sidecar.ask(&request("POST", "/orders", &[], "{}")).await.has_status(200);
         sidecar.process.kill().await;
@@ -93,6 +96,29 @@ async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_a
     assert_eq!(service.requests(), served + 1);
     sidecar.process.signal(Signal::TERM);
     assert!(sidecar.process.ended().await.success());
+}
+
+#[tokio::test]
+async fn a_check_of_a_store_on_a_full_disk_warns_of_it() {
+    let disk = Disk::new("64m");
+    let service = Service::new().await.answers(OK);
+    let mut sidecar = on(&disk, &service).await;
+    sidecar.ask(&post("done")).await.has_status(200);
+    sidecar.process.signal(Signal::TERM);
+    assert!(sidecar.process.ended().await.success());
+    let store = disk.path().join("store").display().to_string();
+    let check = async || {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["check", "--to=http://127.0.0.1:9", "--store", &store]);
+        let output = command.output().await.unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("sound; "), "{text}");
+        text.lines().any(|line| line.starts_with("warn  ") && line.contains("the disk is nearly full"))
+    };
+    assert!(!check().await);
+    disk.fill();
+    assert!(check().await);
 }
 
 #[tokio::test]
