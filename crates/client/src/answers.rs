@@ -158,6 +158,8 @@ pub(crate) const ROWS: &[Row] = {
         row(NotExecuted, Name("urn:oncegate:problem:upstream-unreachable"), "Oncegate", ONCEGATE),
         row(ScopeUnavailable, Name("scope-unavailable"), "Oncegate", ONCEGATE),
         row(ScopeUnavailable, Name("scope-not-set"), "Oncegate", ONCEGATE),
+        row(ScopeUnavailable, Name("idempotency_scope_unavailable"), "Oncegate, profile `stripe`", ONCEGATE),
+        row(ScopeUnavailable, Name("idempotency_scope_not_set"), "Oncegate, profile `stripe`", ONCEGATE),
     ]
 };
 

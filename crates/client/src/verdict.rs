@@ -179,6 +179,7 @@ fn read(asked: Asked, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> R
         Some(Says::InProgress | Says::Again) if keyed => return Plain(Again(doubt)),
         Some(Says::ReplayUnavailable) if keyed => return Plain(Definite(Verdict::Processed)),
         Some(Says::KeyReused) if keyed && code < 500 => return Before(Verdict::Refused(Advice::NewKey)),
+        Some(Says::ScopeUnavailable) if keyed && code < 500 => return Before(Verdict::TurnedAway),
         Some(Says::OutcomeUnknown) => return Plain(Meaning::Unknown),
         _ => {}
     }
@@ -438,6 +439,16 @@ mod tests {
             (409, r#"{"error":"Conflict","message":"Request is being processed"}"#, Again(InProgress)),
             (409, r#"{"type":"about:blank","title":"Conflict"}"#, Again(InProgress)),
             (429, r#"{"code":"idempotency_key_in_use"}"#, Again(InProgress)),
+            (
+                400,
+                r#"{"error":{"type":"invalid_request_error","code":"idempotency_scope_unavailable"}}"#,
+                Definite(TurnedAway),
+            ),
+            (
+                400,
+                r#"{"error":{"type":"invalid_request_error","code":"idempotency_scope_not_set"}}"#,
+                Definite(TurnedAway),
+            ),
             (429, r#"{"code":"rate_limit"}"#, Again(Doubt::None)),
             (423, "", Again(InProgress)),
             (422, r#"{"status":422,"errorCode":"704","errorType":"validation"}"#, Again(InProgress)),

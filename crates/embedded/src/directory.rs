@@ -37,7 +37,7 @@ impl Directory {
         create_dir(path).map_err(OpenError::io(format!("create the directory {}", path.display())))?;
         let lock_path = path.join(LOCK);
         let io = |source| OpenError::Io { what: format!("lock {}", lock_path.display()), source };
-        let mut lock = private().create(true).truncate(false).read(true).open(&lock_path).map_err(io)?;
+        let mut lock = open_lock(path, &lock_path).map_err(io)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -121,6 +121,39 @@ fn create_dir(path: &Path) -> io::Result<()> {
 /// Makes the names in a directory durable. On systems where a directory cannot be opened they are so by themselves.
 fn sync_dir(path: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
+}
+
+/// Opens the lock, which is made if it is missing: in a backup that was restored, say. If root makes it, it is for the owner of
+/// the records: a check by root must not keep their process from the store.
+fn open_lock(dir: &Path, path: &Path) -> io::Result<File> {
+    match private().read(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        opened => return opened,
+    }
+    // A new one and no other: what a link leads to must not be given away.
+    match private().read(true).create_new(true).open(path) {
+        Ok(lock) => {
+            #[cfg(unix)]
+            give_to_owner(dir, &lock);
+            Ok(lock)
+        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            private().create(true).truncate(false).read(true).open(path)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(unix)]
+fn give_to_owner(dir: &Path, file: &File) {
+    use std::os::unix::fs::{MetadataExt as _, fchown};
+    let owner = fs::metadata(dir.join(RECORDS)).or_else(|_| fs::metadata(dir));
+    if let (Ok(owner), Ok(own)) = (owner, file.metadata())
+        && (owner.uid(), owner.gid()) != (own.uid(), own.gid())
+    {
+        // Only root may, and only there is it needed.
+        let _refused = fchown(file, Some(owner.uid()), Some(owner.gid()));
+    }
 }
 
 fn private() -> OpenOptions {

@@ -83,6 +83,36 @@ fn is_made_for_its_owner_only_and_opens_again() {
     assert!(block_on(store.lookup(RecordId::from_bytes([1; 32]))).unwrap().is_some());
 }
 
+/// A restored backup has no lock. The check of it by root must not make one that only root can open.
+#[cfg(unix)]
+#[test]
+fn a_lock_that_is_made_anew_is_for_the_owner_of_the_records() {
+    use std::os::unix::fs::{MetadataExt as _, chown};
+    let dir = tempfile::tempdir().unwrap();
+    drop(open(dir.path()).unwrap());
+    let (records, lock) = (dir.path().join("records.redb"), dir.path().join("lock"));
+    let owner = |path: &Path| {
+        let metadata = fs::metadata(path).unwrap();
+        (metadata.uid(), metadata.gid())
+    };
+    // Only root can give files away; for anybody else all of them have one owner anyway.
+    let is_root = owner(&records).0 == 0;
+    if is_root {
+        chown(&records, Some(65_534), Some(65_534)).unwrap();
+    }
+    fs::remove_file(&lock).unwrap();
+    check(&EmbeddedOptions::new(dir.path())).unwrap();
+    assert_eq!(owner(&lock), owner(&records));
+
+    // Nothing that was there is given away, and nothing that a link leads to.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let target = elsewhere.path().join("target");
+    fs::remove_file(&lock).unwrap();
+    std::os::unix::fs::symlink(&target, &lock).unwrap();
+    check(&EmbeddedOptions::new(dir.path())).unwrap();
+    assert_eq!(owner(&target), owner(elsewhere.path()));
+}
+
 #[test]
 fn is_refused_while_it_is_open_and_free_when_it_is_closed() {
     let dir = tempfile::tempdir().unwrap();

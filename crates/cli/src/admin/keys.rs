@@ -18,6 +18,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use super::listing::Period;
 use super::problem::Problem;
 use super::view::{self, Detail};
 use super::{AdminState, listing};
@@ -29,8 +30,11 @@ type Body = Result<Bytes, BytesRejection>;
 
 pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answer {
     let mut filter = ListQuery::default();
-    let names = ["state", "caller", "key_tag", "operation", "min_age", "limit", "order", "cursor"];
+    let names =
+        ["state", "caller", "key_tag", "operation", "min_age", "since", "until", "limit", "order", "cursor"];
     let mut is_newest_first = false;
+    let mut period = Period::default();
+    let store = state.engine.store();
     for (name, text) in pairs(query, &names)? {
         let bad = |what: String| Problem::bad_request(format!("{name}: {text:?} {what}"));
         match name.as_str() {
@@ -50,6 +54,8 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
                 filter.min_age =
                     duration(&text).map_err(|what| Problem::bad_request(format!("{name}: {what}")))?;
             }
+            "since" => period.since = Some(listing::moment(&text, store.now()).map_err(bad)?),
+            "until" => period.until = Some(listing::moment(&text, store.now()).map_err(bad)?),
             "limit" => filter.limit = limit(&name, &text)?,
             "order" => {
                 is_newest_first = match text.as_str() {
@@ -68,12 +74,12 @@ pub(super) async fn list(State(state): State<AdminState>, query: Pairs) -> Answe
         if filter.after.is_some() {
             return Err(Problem::bad_request("cursor: only the order \"record\" has pages."));
         }
-        return listing::newest(&state, filter).await;
+        return listing::newest(&state, filter, period).await;
     }
-    let store = state.engine.store();
-    let page = store.list(filter).await.map_err(|error| Problem::store(&error))?;
+    let page = store.list(filter).await.map_err(|error| Problem::store_read(&error))?;
     let now = store.now();
-    let records = page.records.iter().map(|(id, record)| view::record(*id, record, now, Detail::Line));
+    let records = page.records.iter().filter(|(_, record)| period.includes(record.changed_at));
+    let records = records.map(|(id, record)| view::record(*id, record, now, Detail::Line));
     Ok(view::json(&json!({
         "records": records.collect::<Vec<_>>(),
         "unreadable": page.unreadable.iter().map(RecordId::to_string).collect::<Vec<_>>(),
@@ -135,7 +141,33 @@ pub(super) async fn find(State(state): State<AdminState>, body: Body) -> Answer 
             names.join(" and the ")
         ))
     })?;
-    shown(&state, id, if find.body { Detail::Body } else { Detail::Whole }).await
+    let record = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
+    let Some(record) = record else {
+        let hint = spelling_hint(&state.settings(&parts.method, parts.uri.path()), find.caller.as_ref());
+        return Err(Problem::no_record_of_such(format!(
+            "No request with this key, method, path and caller was seen, or its retention is over.{hint} The key alone finds the \
+             records of every caller."
+        )));
+    };
+    let detail = if find.body { Detail::Body } else { Detail::Whole };
+    Ok(view::json(&view::record(id, &record, state.engine.store().now(), detail)))
+}
+
+/// What to try if the value of the caller has the name of its field or cookie before it.
+fn spelling_hint(settings: &Settings, caller: Option<&Caller>) -> String {
+    let Some(Caller::Value(text)) = caller else { return String::new() };
+    let parts: Vec<_> = settings.caller().parts().collect();
+    let (name, separator) = match &parts[..] {
+        [CallerPart::Header(name)] => (name.as_str(), ':'),
+        [CallerPart::Cookie(name)] => (*name, '='),
+        _ => return String::new(),
+    };
+    match text.split_once(separator) {
+        Some((before, _)) if before.trim().eq_ignore_ascii_case(name) => {
+            format!(" The value of the caller begins with \"{name}{separator}\": give only what follows it.")
+        }
+        _ => String::new(),
+    }
 }
 
 /// All records of a key, of whatever operation and caller, the newest first.
@@ -149,7 +181,7 @@ async fn find_by_key(state: &AdminState, find: &Find) -> Answer {
     let mut filter = ListQuery::default();
     filter.key = Some(KeyTag::of(&key));
     filter.limit = limits::PAGE_MAX;
-    listing::newest(state, filter).await
+    listing::newest(state, filter, Period::default()).await
 }
 
 /// The key that a person means who has nothing else: as a header field spells it, or as a program did that has no fields.
@@ -370,7 +402,8 @@ pub(super) async fn audit(State(state): State<AdminState>, query: Pairs) -> Answ
             }
         }
     }
-    let entries = state.engine.store().audit(before, most).await.map_err(|error| Problem::store(&error))?;
+    let entries = state.engine.store().audit(before, most).await;
+    let entries = entries.map_err(|error| Problem::store_read(&error))?;
     let more = entries.last().filter(|last| entries.len() == most && last.number > 1);
     Ok(view::json(&json!({
         "entries": entries.iter().map(view::audit_entry).collect::<Vec<_>>(),
@@ -384,7 +417,7 @@ async fn shown(state: &AdminState, id: RecordId, detail: Detail) -> Answer {
 }
 
 async fn lookup(state: &AdminState, id: RecordId) -> Result<Record, Problem> {
-    let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store(&error))?;
+    let found = state.engine.store().lookup(id).await.map_err(|error| Problem::store_read(&error))?;
     found.ok_or_else(|| Problem::no_record(id))
 }
 
@@ -395,13 +428,25 @@ async fn settle(state: &AdminState, id: RecordId, verdict: Verdict, actor: Strin
     let settings = state.settings(&method.parse().unwrap_or_default(), path);
     let retention = settings.policy().retention();
     let Verdict { resolution, force, amend } = verdict.clone();
-    let command = Resolve { resolution, retention, force, amend, actor: actor.clone(), reason };
+    let command =
+        Resolve { resolution, retention, force, amend, actor: actor.clone(), reason: reason.clone() };
     let store = state.engine.store();
     match state.engine.resolve(id, command).await.map_err(|error| Problem::store(&error))? {
         Outcome::Resolved { from } => {
-            let record = lookup(state, id).await?;
+            // It is done, so an error must not say that nothing was changed.
+            let record = store.lookup(id).await.map_err(|error| Problem::store(&error))?;
+            let record = record.ok_or_else(|| Problem::no_record(id))?;
             let to = record.state_name(store.now());
-            tracing::info!(record = %id, %from, %to, amended = amend, actor, "record resolved");
+            tracing::info!(
+                record = %id,
+                %from,
+                %to,
+                amended = amend,
+                forced = force,
+                actor,
+                reason,
+                "an operator changed a record"
+            );
             let mut view = view::record(id, &record, store.now(), Detail::Whole);
             if let Value::Object(members) = &mut view {
                 members.insert("from".to_owned(), from.as_str().into());

@@ -24,9 +24,43 @@ const RECORD_URN: &str = "urn:oncegate:record:";
 /// Fewest digits of an identifier that stand for it.
 pub(super) const MIN_PREFIX: usize = 6;
 
+/// The time in which records came into the state that they have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Period {
+    pub(super) since: Option<Timestamp>,
+    /// Not included.
+    pub(super) until: Option<Timestamp>,
+}
+
+impl Period {
+    pub(super) fn includes(&self, at: Timestamp) -> bool {
+        self.since.is_none_or(|since| since <= at) && self.until.is_none_or(|until| at < until)
+    }
+}
+
+/// A time, or how long ago it was.
+pub(super) fn moment(text: &str, now: Timestamp) -> Result<Timestamp, String> {
+    let ago = || {
+        let ago = crate::config::duration(text).ok()?;
+        let ago = u64::try_from(ago.as_millis()).ok()?;
+        Some(Timestamp::from_millis(now.as_millis().saturating_sub(ago)))
+    };
+    view::parse_time(text).or_else(ago).ok_or_else(|| {
+        format!(
+            "is no time; write one in UTC, such as 2026-02-28T12:34 or 2026-02-28, or how long ago it was, such as 30m (now it \
+             is {})",
+            view::time(now)
+        )
+    })
+}
+
 /// The newest records first, and how many there are in each state. On a store that cannot be read in [`WALK_TIMEOUT`] the
 /// answer is about what was read, and says so.
-pub(super) async fn newest(state: &AdminState, mut query: ListQuery) -> Result<Response, Problem> {
+pub(super) async fn newest(
+    state: &AdminState,
+    mut query: ListQuery,
+    period: Period,
+) -> Result<Response, Problem> {
     let most = query.bounded_limit();
     query.limit = limits::PAGE_MAX;
     query.after = None;
@@ -36,9 +70,10 @@ pub(super) async fn newest(state: &AdminState, mut query: ListQuery) -> Result<R
     let mut totals: BTreeMap<&'static str, u64> = BTreeMap::new();
     let (mut unreadable, mut is_complete) = (Vec::new(), true);
     let now = loop {
-        let page = store.list(query.clone()).await.map_err(|error| Problem::store(&error))?;
+        let page = store.list(query.clone()).await.map_err(|error| Problem::store_read(&error))?;
         let now = store.now();
-        for (id, record) in page.records {
+        for (id, record) in page.records.into_iter().filter(|(_, record)| period.includes(record.changed_at))
+        {
             *totals.entry(record.state_name(now).as_str()).or_default() += 1;
             let at = (record.changed_at, id);
             if newest.len() < most || newest.first_key_value().is_some_and(|(oldest, _)| *oldest < at) {
@@ -109,7 +144,7 @@ async fn in_order(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Prob
     query.after = before(prefix);
     let mut found = Vec::new();
     loop {
-        let page = store.list(query.clone()).await.map_err(|error| Problem::store(&error))?;
+        let page = store.list(query.clone()).await.map_err(|error| Problem::store_read(&error))?;
         let ids = page.records.iter().map(|(id, _)| *id).chain(page.unreadable);
         let (those, others): (Vec<_>, Vec<_>) = ids.partition(|id| id.to_string().starts_with(prefix));
         found.extend(those);
@@ -130,7 +165,7 @@ async fn by_walking(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Pr
     let until = Instant::now() + WALK_TIMEOUT;
     let mut found = Vec::new();
     loop {
-        let page = store.list(query.clone()).await.map_err(|error| Problem::store(&error))?;
+        let page = store.list(query.clone()).await.map_err(|error| Problem::store_read(&error))?;
         let ids = page.records.iter().map(|(id, _)| *id).chain(page.unreadable);
         found.extend(ids.filter(|id| id.to_string().starts_with(prefix)));
         query.after = page.next;

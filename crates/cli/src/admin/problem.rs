@@ -128,6 +128,17 @@ impl Problem {
         }
     }
 
+    /// The store did not answer a question, which changes nothing.
+    pub(super) fn store_read(error: &StoreError) -> Self {
+        let problem = Self::store(error);
+        match error.kind() {
+            StoreErrorKind::Unavailable => {
+                Self { detail: format!("{}. Nothing was changed.", ErrorChain(error)), ..problem }
+            }
+            _ => problem,
+        }
+    }
+
     pub(super) fn internal(detail: impl Into<String>) -> Self {
         Self::new(
             StatusCode::INTERNAL_SERVER_ERROR,
@@ -184,5 +195,14 @@ mod tests {
         let problem = Problem::store(&error);
         let start = "the record cannot be read: its checksum is wrong. It is never executed.";
         assert!(problem.detail.starts_with(start), "{}", problem.detail);
+    }
+
+    #[test]
+    fn a_question_that_the_store_did_not_answer_changed_nothing() {
+        let away = StoreError::unavailable("it is away");
+        assert_eq!(Problem::store_read(&away).detail, "it is away. Nothing was changed.");
+        assert!(Problem::store(&away).detail.contains("it is not known whether it did"));
+        let corrupt = StoreError::corrupt("it is torn");
+        assert_eq!(Problem::store_read(&corrupt).detail, Problem::store(&corrupt).detail);
     }
 }

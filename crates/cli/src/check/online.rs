@@ -16,6 +16,10 @@ use crate::proxy::{HEAD_MAX, LIBRARY_HEAD_MAX, LINES_MAX, connector};
 /// How long the service may take for one answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// What to do about a certificate that no authority of the system has signed.
+const UNKNOWN_ISSUER: &str = "; if the service has a certificate authority of its own, name it in the environment: \
+     SSL_CERT_FILE=ca.pem, for the sidecar, too";
+
 /// Connects as the sidecar does, with TLS if the address has it, and sends one `GET /` without a key.
 pub(super) fn service(config: &Config, report: &mut Report) {
     let to = &config.to;
@@ -34,7 +38,10 @@ pub(super) fn service(config: &Config, report: &mut Report) {
         Ok((status, version)) => {
             report.ok(format!("service {to}: reached; it answers GET / with {status} ({version:?})"));
         }
-        Err(why) => report.error(format!("service {to}: {why}")),
+        Err(why) => {
+            let hint = if why.contains("UnknownIssuer") { UNKNOWN_ISSUER } else { "" };
+            report.error(format!("service {to}: {why}{hint}"));
+        }
     }
 }
 

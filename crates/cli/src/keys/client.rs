@@ -85,7 +85,12 @@ impl Client {
             request = request.header(header::AUTHORIZATION, token);
         }
         let answer = self.exchange(request, body).await?;
-        let Answer { status, is_admin: true, body } = answer else { return Err(self.other(&answer)) };
+        let Answer { status, is_admin: true, body } = answer else {
+            return Err(self.unreachable(&format!(
+                "an admin API answered before, and something else did now ({}); if this was to change something, look whether it did",
+                answer.status
+            )));
+        };
         match serde_json::from_slice::<Value>(&body) {
             Ok(body) if !status.is_success() => Err(self.refusal(status, &body)),
             Ok(body) if body.get(member_of(path)).is_some() => Ok(body),
@@ -98,7 +103,7 @@ impl Client {
     /// Finds out whether an admin API answers at all, with a request that shows no token and does nothing.
     async fn probe(&self) -> Result<(), Failure> {
         let answer = self.exchange(self.request(&Method::GET, "/livez"), Bytes::new()).await?;
-        if answer.is_admin { Ok(()) } else { Err(self.other(&answer)) }
+        if answer.is_admin { Ok(()) } else { Err(self.not_admin(answer.status)) }
     }
 
     fn request(&self, method: &Method, path: &str) -> request::Builder {
@@ -186,12 +191,12 @@ impl Client {
         ))
     }
 
-    /// Something answered that is no admin API.
-    fn other(&self, answer: &Answer) -> Failure {
+    /// Something answered that is no admin API, and got neither the token nor the command.
+    fn not_admin(&self, status: StatusCode) -> Failure {
         Failure::Unreachable(format!(
             "what answers at {}://{} ({}) is not the admin API of a sidecar; nothing was done. Give --admin the address that the \
              sidecar prints as `admin` when it starts, and not the one on which it listens for requests",
-            self.scheme, self.authority, answer.status
+            self.scheme, self.authority, status
         ))
     }
 }
@@ -208,11 +213,13 @@ fn member_of(path: &str) -> &'static str {
 }
 
 /// The flags that set the members and parameters of requests.
-const FLAGS: [(&str, &str); 15] = [
+const FLAGS: [(&str, &str); 17] = [
     ("state", "--state"),
     ("key_tag", "--key"),
     ("operation", "--operation"),
     ("min_age", "--min-age"),
+    ("since", "--since"),
+    ("until", "--until"),
     ("limit", "--limit"),
     ("order", "--order"),
     ("cursor", "--cursor"),

@@ -84,6 +84,13 @@ struct Ls {
     /// Only records that have been in their state for so long, such as 30s, 5m, 24h
     #[arg(long, value_name = "DURATION")]
     min_age: Option<String>,
+    /// Only records that came into their state at this time or later: in UTC, such as 2026-02-28T12:34 or 2026-02-28, or how
+    /// long ago it was, such as 30m
+    #[arg(long, value_name = "TIME")]
+    since: Option<String>,
+    /// Only records that came into their state before this time, which is written in the same way
+    #[arg(long, value_name = "TIME")]
+    until: Option<String>,
     /// How many, from 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 100)]
     limit: u32,
@@ -418,6 +425,8 @@ impl Ls {
             ("key_tag", tag.as_deref()),
             ("operation", self.operation.as_deref()),
             ("min_age", self.min_age.as_deref()),
+            ("since", self.since.as_deref()),
+            ("until", self.until.as_deref()),
         ];
         let limit = self.limit as usize;
         if self.order == Order::Newest && self.cursor.is_none() {

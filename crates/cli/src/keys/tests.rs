@@ -301,6 +301,17 @@ async fn a_sidecar_that_is_not_there_is_told_from_one_that_says_no() {
         assert!(words.contains("its answer (200 OK) is not as this program knows it"), "{line:?}: {words}");
     }
     served.abort();
+
+    // Behind one address, another program than a moment ago.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let other = listener.local_addr().unwrap().to_string();
+    let livez = axum::routing::get(async || [("oncegate-admin", "1")]);
+    let router = axum::Router::new().route("/livez", livez).fallback(async || "{\"records\":[]}");
+    let served = tokio::spawn(async move { axum::serve(listener, router).await });
+    let words =
+        unreachable(run_with(&["release", "abcdef", "--reason", "r", "--admin", &other], |_| None).await);
+    assert!(words.contains("something else did now (200 OK); if this was to change something"), "{words}");
+    served.abort();
 }
 
 #[tokio::test]
