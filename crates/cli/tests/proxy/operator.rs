@@ -13,8 +13,12 @@ use crate::{KEY, OK};
 const TOKEN: &str = "a-token-of-an-admin";
 
 async fn oncegate(args: &[&str]) -> Output {
+    oncegate_with(args, &[]).await
+}
+
+async fn oncegate_with(args: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
-    command.args(args).env_clear().env("ONCEGATE_ADMIN_TOKEN", TOKEN);
+    command.args(args).env_clear().env("ONCEGATE_ADMIN_TOKEN", TOKEN).envs(variables.iter().copied());
     tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
 }
 
@@ -174,16 +178,47 @@ async fn an_end_that_came_too_late_is_logged_with_its_record() {
     .await;
 }
 
+/// Where the service completes its record in its own transaction, an attempt that lost its record cannot commit. One that says
+/// that it did has no such transaction.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_success_without_a_commit_is_logged_with_its_record() {
+    let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
+    let url = server.url();
+    let applied = oncegate_with(&["schema", "apply", "postgres"], &[("ONCEGATE_STORE", &url)]).await;
+    assert!(applied.status.success(), "{applied:?}");
+    let service = Service::new().await;
+    let mut command = sidecar(&format!("http://{}", service.address));
+    command.args(["--completion=upstream", "--on-abandoned=reexecute"]).env("ONCEGATE_STORE", &url);
+    let mut sidecar = Sidecar::run(&mut command).await;
+    let admin_address = sidecar.admin.to_string();
+    for (answer, is_logged) in [(FAILED, false), (OK, true)] {
+        let mut client = sidecar.connect().await;
+        client.send(request("POST", "/orders", &[KEY], "{}")).await;
+        let (mut wire, _) = service.next(service.accept().await).await;
+        let listed = admin(&sidecar, "/v1/keys?state=in-progress").await.json();
+        let record = listed["records"][0]["record"].as_str().unwrap().to_owned();
+        let release = ["keys", "release", &record, "--force", "--reason", "gone", "--admin", &admin_address];
+        let released = oncegate(&release).await;
+        assert!(released.status.success(), "{released:?}");
+        wire.send(answer).await;
+        client.message().await;
+        if is_logged {
+            sidecar.process.says("a second effect is possible").await;
+        }
+        let logged = sidecar.process.error_lines("a second effect is possible");
+        assert_eq!(logged.len(), usize::from(is_logged), "{logged:?}");
+        assert!(logged.iter().all(|line| line.contains(&format!("record={record}"))), "{logged:?}");
+    }
+    assert_eq!(requests(&sidecar, "fenced", "2xx").await, 1.0);
+}
+
+const FAILED: &str = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\nno";
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_right_that_was_taken_away_is_seen_before_requests_are_refused() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let url = server.url();
-    let applied = Command::new(env!("CARGO_BIN_EXE_oncegate"))
-        .args(["schema", "apply", "postgres"])
-        .env_clear()
-        .env("ONCEGATE_STORE", &url)
-        .output()
-        .unwrap();
+    let applied = oncegate_with(&["schema", "apply", "postgres"], &[("ONCEGATE_STORE", &url)]).await;
     assert!(applied.status.success(), "{applied:?}");
     server
         .sql("CREATE ROLE clerk LOGIN PASSWORD 'clerk-secret'; GRANT USAGE ON SCHEMA oncegate TO clerk; GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO clerk")

@@ -103,15 +103,18 @@ impl Authority {
     }
 
     fn of(change: impl FnOnce(&mut CertificateParams)) -> Self {
+        let directory = tempfile::tempdir().unwrap();
         let mut authority = CertificateParams::new([]).unwrap();
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        // Each has a name of its own.
+        let name = directory.path().display().to_string();
+        authority.distinguished_name.push(rcgen::DnType::CommonName, name);
         let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
         let key = KeyPair::generate().unwrap();
         let names = ["localhost".to_owned(), "127.0.0.1".to_owned()];
         let mut certificate = CertificateParams::new(names).unwrap();
         change(&mut certificate);
         let certificate = certificate.signed_by(&key, &issuer).unwrap();
-        let directory = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
         write("ca.pem", &issuer.pem());
         write("cert.pem", &certificate.pem());
@@ -349,6 +352,32 @@ async fn certificates_are_needed_by_whom_they_are_for() {
     assert!(!process.ended().await.success());
     let errors = process.errors().await;
     assert!(errors.contains("cannot read the system's certificates"), "{errors}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_check_says_how_the_authority_of_a_service_becomes_known() {
+    let (authority, other) = (Authority::new(), Authority::new());
+    let service = Service::new().await;
+    let to = format!("https://localhost:{}", service.address.port());
+    let (listener, acceptor) = (service.into_listener(), authority.server(&[b"http/1.1"]));
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            // One that does not trust it ends the handshake.
+            if let Ok(stream) = acceptor.accept(stream).await {
+                let mut wire = Wire::new(stream);
+                wire.message().await;
+                wire.send(OK).await;
+            }
+        }
+    });
+    for (trusted, is_known) in [(&other, false), (&authority, true)] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+        command.args(["check", "--online", "--store=memory:", "--to", &to]).env_clear();
+        let checked = command.env("SSL_CERT_FILE", trusted.file("ca.pem")).output().await.unwrap();
+        let words = String::from_utf8(checked.stdout).unwrap();
+        assert_eq!(checked.status.success(), is_known, "{words}");
+        assert_eq!(words.contains("name it in the environment: SSL_CERT_FILE=ca.pem"), !is_known, "{words}");
+    }
 }
 
 #[tokio::test]

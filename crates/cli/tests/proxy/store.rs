@@ -269,3 +269,26 @@ async fn a_clock_that_was_behind_at_the_start_and_is_set_right_ends_nothing() {
     }
     assert_eq!(service.requests(), 2);
 }
+
+#[tokio::test]
+async fn a_clock_that_was_ahead_at_the_start_and_is_set_right_asks_for_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = directory.path().join("clock");
+    set(&clock, "+3d");
+    let service = Service::new().await.answers(OK);
+    let sidecar = timed(directory.path(), &service, &clock).await;
+    sidecar.ask(&post("before")).await.has_status(200);
+    set(&clock, "+0");
+    let note = "s behind the time of the store";
+    until("the correction is seen", async || ready(&sidecar).await.has_status(200).text().contains(note))
+        .await;
+    let words = ready(&sidecar).await;
+    assert!(
+        words.text().contains("If it was ahead before and is right now, nothing has to be done"),
+        "{words:?}"
+    );
+    assert!(sidecar.ask(&post("before")).await.has_status(200).is_replay());
+    sidecar.ask(&post("meanwhile")).await.has_status(200);
+    assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
+    assert_eq!(service.requests(), 2);
+}
