@@ -13,6 +13,7 @@ use oncegate_core::{
 
 use crate::budget::{Held, NoRoom};
 use crate::method;
+use crate::overrides::overrides;
 use crate::profile::KeyScope;
 use crate::settings::{AuthorityRole, Settings};
 
@@ -94,6 +95,7 @@ pub(crate) fn fingerprint(settings: &Settings, parts: &Parts, body: &DecodedBody
         .fingerprint_headers
         .iter()
         .flat_map(|name| parts.headers.get_all(name).iter().map(|value| (name.as_str(), value.as_bytes())))
+        .chain(overrides(&parts.headers))
         .collect();
     let fingerprint = settings.fingerprint.fingerprint(&FingerprintInput {
         method: &method::canonical(&parts.method),

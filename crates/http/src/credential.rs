@@ -9,6 +9,9 @@ use std::borrow::Cow;
 /// field that is wrongly taken for a credential costs a refusal that names it; one that is not known gives one caller the
 /// answer to another.
 pub(crate) fn is_credential(name: &str) -> bool {
+    if is_usual(name) {
+        return false;
+    }
     let name = hyphenated(name);
     LISTED.contains(&&*name) || (looks_like_one(&name) && !is_known_as_none(&name))
 }
@@ -18,13 +21,65 @@ pub(crate) fn changes_each_time(name: &str) -> bool {
     ["signature", "dpop", "hmac"].iter().any(|part| name.contains(part))
 }
 
+/// Whether the credential in a field `Authorization` is another one each time that a request is sent: it signs the request, the
+/// time, or a number that counts. Then a retry has another one than the first request.
+pub(crate) fn is_new_each_time(authorization: &[u8]) -> bool {
+    const SCHEMES: [&str; 11] = [
+        "digest",
+        "signature",
+        "hawk",
+        "mac",
+        "aws",
+        "sharedkey",
+        "sharedkeylite",
+        "negotiate",
+        "ntlm",
+        "hoba",
+        "mutual",
+    ];
+    let end = authorization.iter().position(|byte| *byte == b' ').unwrap_or(authorization.len());
+    let (scheme, rest) = authorization.split_at(end);
+    let scheme = scheme.to_ascii_lowercase();
+    let contains = |text: &[u8], part: &[u8]| text.windows(part.len()).any(|window| window == part);
+    SCHEMES.iter().any(|known| known.as_bytes() == scheme)
+        || (!rest.is_empty() && (contains(&scheme, b"hmac") || scheme.starts_with(b"scram-")))
+        // OAuth 1.0. Others use the name for tokens that stay.
+        || (scheme == b"oauth" && contains(rest, b"oauth_nonce"))
+}
+
 /// Whether two names are one to a service that takes `_` for `-`, and are not equal.
 pub(crate) fn is_other_spelling(one: &str, other: &str) -> bool {
     one.len() == other.len() && one != other && hyphenated(one) == hyphenated(other)
 }
 
-fn hyphenated(name: &str) -> Cow<'_, str> {
+pub(crate) fn hyphenated(name: &str) -> Cow<'_, str> {
     if name.contains('_') { Cow::Owned(name.replace('_', "-")) } else { Cow::Borrowed(name) }
+}
+
+/// The fields of nearly all requests, which need not be looked through.
+fn is_usual(name: &str) -> bool {
+    matches!(
+        name,
+        "accept"
+            | "accept-encoding"
+            | "accept-language"
+            | "connection"
+            | "content-encoding"
+            | "content-length"
+            | "content-type"
+            | "forwarded"
+            | "host"
+            | "idempotency-key"
+            | "origin"
+            | "referer"
+            | "traceparent"
+            | "user-agent"
+            | "via"
+            | "x-forwarded-for"
+            | "x-forwarded-host"
+            | "x-forwarded-proto"
+            | "x-request-id"
+    )
 }
 
 /// Fields that identify a caller and have none of the usual parts in their names.
@@ -203,6 +258,29 @@ mod tests {
             "x_csrf_token",
         ] {
             assert!(!is_credential(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn credentials_that_sign_a_request_are_new_each_time() {
+        for new in [
+            "Digest username=\"ada\", nc=00000001",
+            "AWS4-HMAC-SHA256 Credential=AKID/20261122/eu/s3/aws4_request, Signature=0",
+            "AWS AKID:signature",
+            "HMAC-SHA256 id:signature",
+            "Hawk id=\"a\", ts=\"1\", nonce=\"b\", mac=\"c\"",
+            "OAuth oauth_consumer_key=\"a\", oauth_nonce=\"b\"",
+            "signature keyId=\"a\"",
+            "SharedKey account:signature",
+            "Negotiate YII=",
+            "SCRAM-SHA-256 data=biws",
+        ] {
+            assert!(is_new_each_time(new.as_bytes()), "{new}");
+        }
+        for same in
+            ["Bearer a", "Basic YTpi", "DPoP a", "OAuth token", "token hmac", "hmac", "secret", "", "Token a"]
+        {
+            assert!(!is_new_each_time(same.as_bytes()), "{same}");
         }
     }
 

@@ -19,7 +19,7 @@ use crate::event::RequestObserver;
 use crate::in_flight::InFlight;
 use crate::method;
 use crate::path::PathPattern;
-use crate::scope::NoCaller;
+use crate::scope::{CallerDoubt, NoCaller};
 use crate::service::Idempotency;
 use crate::settings::{AuthorityRole, Settings};
 
@@ -273,9 +273,12 @@ impl Shared {
     }
 
     /// Tells operators, once a minute, that requests are refused because it is not configured how callers are told apart.
-    pub(crate) fn warn_of_missing_scope(&self, credential: &HeaderName) {
+    pub(crate) fn warn_of_missing_scope(&self, credential: &HeaderName, doubt: CallerDoubt) {
         let Some(others) = self.scope_warnings.pass() else { return };
         let meant = match credential.as_str() {
+            "authorization" => {
+                "required-header:NAME, with a field that a retry has with the same value".to_owned()
+            }
             "cookie" => "required-cookie:NAME, with the name of the session's cookie".to_owned(),
             name if credential::changes_each_time(name) => format!(
                 "required-header:NAME, with a field that a retry has with the same value, which {name} is not"
@@ -284,9 +287,10 @@ impl Shared {
         };
         tracing::warn!(
             others,
-            "requests with the header field {credential} and without Authorization are refused, because it is not configured how \
-             callers are told apart: set `scope` (Settings::with_caller), for example to {meant}; or to header:authorization if \
-             all callers without Authorization may get each other's answers"
+            "requests with {} are refused, because it is not configured how callers are told apart: set `scope` \
+             (Settings::with_caller), for example to {meant}; or to header:authorization if that alone tells callers apart, and \
+             all callers without it may get each other's answers",
+            doubt.describe(credential)
         );
     }
 }

@@ -95,6 +95,7 @@ mod in_flight;
 mod key;
 mod layer;
 mod method;
+mod overrides;
 mod path;
 mod profile;
 mod reconcile;

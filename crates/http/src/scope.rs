@@ -22,9 +22,15 @@ use crate::refusal::{Condition, Refusal};
 /// `CallerScope::default()` goes by `Authorization`. Requests without any credential share one scope, the anonymous one.
 /// A request that has no `Authorization` and **another** credential is refused with [`Condition::ScopeNotSet`]: two sessions
 /// must not get each other's answers. Those credentials are `Cookie`, `X-Api-Key` and the other fields that
-/// [`is_credential`](Self::is_credential) takes for one, the field of the key excepted. A scope that somebody chose refuses
-/// nothing of that kind: `CallerScope::header(AUTHORIZATION)` lets all callers without the field share the anonymous scope,
-/// whatever else they send.
+/// [`is_credential`](Self::is_credential) takes for one, the field of the key excepted.
+///
+/// A request that has one of them **besides** `Authorization` is refused, too: `Authorization` may be that of a gateway, and
+/// the same for all callers. Two kinds of fields are no reason: `Cookie`, unless the scheme is `Basic`, because browsers and
+/// load balancers add cookies to everything; and signatures, which are new with each request. A request whose `Authorization`
+/// is itself new each time (`Digest`, AWS signatures and the like) is refused, because a retry would be another caller's.
+///
+/// A scope that somebody chose refuses nothing of that kind: `CallerScope::header(AUTHORIZATION)` goes by `Authorization`
+/// whatever else is there, and lets all callers without the field share the anonymous scope.
 #[derive(Clone)]
 pub struct CallerScope {
     /// Sorted by kind. A single tenant has none.
@@ -69,8 +75,32 @@ pub(crate) enum NoCaller {
     Missing { part: String, is_authorization: bool },
     /// A part is there several times.
     Repeated { part: String },
-    /// The scope is the default one, and the request has this credential and no `Authorization`.
-    NotSet { credential: HeaderName },
+    /// The scope is the default one, and who the caller is, is in doubt because of this field.
+    NotSet { credential: HeaderName, doubt: CallerDoubt },
+}
+
+/// Why `Authorization` alone does not tell who the caller is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CallerDoubt {
+    /// There is another credential, and no `Authorization`.
+    NoAuthorization,
+    /// There is another credential as well.
+    TwoCredentials,
+    /// It is new with each request.
+    NewEachTime,
+}
+
+impl CallerDoubt {
+    /// What requests have that are refused for it, because of this field.
+    pub(crate) fn describe(self, credential: &HeaderName) -> String {
+        match self {
+            Self::NoAuthorization => format!("the header field {credential} and no Authorization"),
+            Self::TwoCredentials => format!("the header field {credential} besides Authorization"),
+            Self::NewEachTime => {
+                "an Authorization that is new each time, so that a retry would be another caller's".to_owned()
+            }
+        }
+    }
 }
 
 impl Default for CallerScope {
@@ -209,12 +239,10 @@ impl CallerScope {
                 None => {}
             }
         }
+        if !self.chosen {
+            doubt_of(request, key_header, !identities.is_empty())?;
+        }
         if identities.is_empty() && !self.is_single_tenant() {
-            if !self.chosen
-                && let Some(credential) = other_credential(request, key_header)
-            {
-                return Err(NoCaller::NotSet { credential });
-            }
             identities.push((ANONYMOUS, Cow::Borrowed(&[])));
         }
         if let Some(authority) = authority {
@@ -233,10 +261,31 @@ const AUTHORITY: &str = "authority";
 /// Schemes of `Authorization`. A field with a scheme and nothing after it has no credential: a client's variable was empty.
 const SCHEMES: [&str; 8] = ["bearer", "basic", "digest", "token", "apikey", "dpop", "hmac", "negotiate"];
 
-/// A credential other than `Authorization` that the request has.
-fn other_credential(request: &Parts, key_header: &HeaderName) -> Option<HeaderName> {
-    let mut fields = request.headers.iter().filter(|(name, value)| *name != key_header && has_value(value));
-    fields.find(|(name, _)| CallerScope::is_credential(name)).map(|(name, _)| name.clone())
+/// Refuses a request of which it is in doubt whether `Authorization` says who the caller is.
+fn doubt_of(request: &Parts, key_header: &HeaderName, is_authorized: bool) -> Result<(), NoCaller> {
+    let authorization = request.headers.get(header::AUTHORIZATION).filter(|_| is_authorized);
+    let authorization = authorization.map(|value| value.as_bytes().trim_ascii());
+    if authorization.is_some_and(credential::is_new_each_time) {
+        let credential = header::AUTHORIZATION;
+        return Err(NoCaller::NotSet { credential, doubt: CallerDoubt::NewEachTime });
+    }
+    let doubt = if is_authorized { CallerDoubt::TwoCredentials } else { CallerDoubt::NoAuthorization };
+    // A browser sends the same `Basic` for all users of a gate, and a cookie for each.
+    let is_gate = || {
+        let scheme = authorization.and_then(|value| value.first_chunk::<6>());
+        scheme.is_some_and(|scheme| scheme.eq_ignore_ascii_case(b"basic "))
+    };
+    let is_in_doubt = |(name, value): &(&HeaderName, &HeaderValue)| {
+        *name != key_header
+            && has_value(value)
+            && CallerScope::is_credential(name)
+            && (!is_authorized
+                || (!credential::changes_each_time(name.as_str()) && (*name != header::COOKIE || is_gate())))
+    };
+    match request.headers.iter().find(is_in_doubt) {
+        Some((name, _)) => Err(NoCaller::NotSet { credential: name.clone(), doubt }),
+        None => Ok(()),
+    }
 }
 
 fn has_value(value: &HeaderValue) -> bool {
@@ -324,9 +373,10 @@ impl NoCaller {
                 "{part} is there more than once, or with a `_` for a `-` in its name, and the service tells callers apart by it. \
                  Nothing was executed."
             )),
-            Self::NotSet { credential } => Refusal::new(Condition::ScopeNotSet).with_detail(format!(
-                "The request has the header field {credential} and no Authorization, and it is not configured that \
-                 {credential} tells callers apart: the setting `scope` is missing. Nothing was executed."
+            Self::NotSet { credential, doubt } => Refusal::new(Condition::ScopeNotSet).with_detail(format!(
+                "The request has {}, and it is not configured what tells callers apart: the setting `scope` is missing. Nothing \
+                 was executed.",
+                doubt.describe(credential)
             )),
         }
     }
@@ -385,18 +435,34 @@ mod tests {
             ["cookie", "x-api-key", "x_api_key", "x-forwarded-user", "x-shopify-access-token", "signature"]
         {
             let credential = HeaderName::from_static(name);
-            let not_set = Err(NoCaller::NotSet { credential });
-            assert_eq!(of(&scope, &[(name, "a=1")]), not_set, "{name}");
-            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "")]), not_set, "{name}");
-            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "Bearer")]), not_set, "{name}");
-            // Empty is absent, and Authorization decides if it is there.
+            let not_set = |doubt| Err(NoCaller::NotSet { credential: credential.clone(), doubt });
+            let alone = not_set(CallerDoubt::NoAuthorization);
+            assert_eq!(of(&scope, &[(name, "a=1")]), alone, "{name}");
+            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "")]), alone, "{name}");
+            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "Bearer")]), alone, "{name}");
+            // Empty is absent.
             assert_eq!(of(&scope, &[(name, " ")]), Ok(anonymous()), "{name}");
-            assert_eq!(of(&scope, &[(name, "a=1"), ("authorization", "Bearer a")]), Ok(caller), "{name}");
+            assert_eq!(of(&scope, &[(name, " "), ("authorization", "Bearer a")]), Ok(caller), "{name}");
+            // Authorization may be that of a gateway.
+            let two = [(name, "a=1"), ("authorization", "Bearer a")];
+            let expected = match name {
+                "cookie" | "signature" => Ok(caller),
+                _ => not_set(CallerDoubt::TwoCredentials),
+            };
+            assert_eq!(of(&scope, &two), expected, "{name}");
             // What was chosen is not doubted.
             let chosen = CallerScope::header(AUTHORIZATION);
             assert_eq!(of(&chosen, &[(name, "a=1")]), Ok(anonymous()), "{name}");
+            assert_eq!(of(&chosen, &two), Ok(caller), "{name}");
             assert_eq!(of(&CallerScope::single_tenant(), &[(name, "a=1")]), Ok(Scope::single_tenant()));
         }
+        let gate = [("cookie", "sid=1"), ("authorization", "bASIC YTpi")];
+        assert!(matches!(
+            of(&scope, &gate),
+            Err(NoCaller::NotSet { doubt: CallerDoubt::TwoCredentials, .. })
+        ));
+        let signed = of(&scope, &[("authorization", "AWS4-HMAC-SHA256 Credential=a, Signature=b")]);
+        assert!(matches!(signed, Err(NoCaller::NotSet { doubt: CallerDoubt::NewEachTime, .. })));
         assert!(!CallerScope::is_credential(&AUTHORIZATION));
         // The field of the key is none, whatever its name.
         let request = request(&[("x-request-token", "k")]);

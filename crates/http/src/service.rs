@@ -321,8 +321,8 @@ impl Keyed {
             self.echo = Some((*field).clone());
         }
         let scope = self.shared.scope(settings, parts).map_err(|no_caller| {
-            if let NoCaller::NotSet { credential } = &no_caller {
-                self.shared.warn_of_missing_scope(credential);
+            if let NoCaller::NotSet { credential, doubt } = &no_caller {
+                self.shared.warn_of_missing_scope(credential, *doubt);
             }
             no_caller.refusal()
         })?;

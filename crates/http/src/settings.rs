@@ -15,6 +15,7 @@ use crate::execute::cannot_be_stored;
 use crate::headers::{KeptHeaders, is_reserved, kept_trailers};
 use crate::key::{KeyFormat, KeyGrammar, KeySyntax, has_other_purpose};
 use crate::method;
+use crate::overrides::is_override;
 use crate::path::{self, PathCase, PathPattern, TrailingSlash};
 use crate::profile::{KeyScope, Profile, ServerErrors};
 use crate::reconcile::Reconcile;
@@ -191,6 +192,7 @@ impl Settings {
         *name == self.profile.key_header
             || self.fingerprint_headers.contains(name)
             || self.caller.parts().any(identifies)
+            || is_override(name.as_str())
             || [CONTENT_TYPE, CONTENT_ENCODING].contains(name)
     }
 
@@ -307,7 +309,8 @@ impl Settings {
         Self { fingerprint, ..self }
     }
 
-    /// Header fields that make two requests different.
+    /// Header fields that make two requests different. Those that name another method or path (`X-HTTP-Method-Override`,
+    /// `X-Original-URL` and the like) always do.
     #[must_use]
     pub fn with_fingerprint_headers(mut self, mut names: Vec<HeaderName>) -> Self {
         names.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
@@ -638,7 +641,9 @@ mod tests {
             .with_key_header(name("x-key"))
             .unwrap()
             .with_fingerprint_headers(vec![name("x-version")]);
-        for own in ["x-tenant", "cookie", "x-key", "x-version", "content-type", "content-encoding"] {
+        for own in
+            ["x-tenant", "cookie", "x-key", "x-version", "content-type", "content-encoding", "x-http-method"]
+        {
             assert!(settings.goes_by(&name(own)), "{own}");
         }
         for other in ["authorization", "idempotency-key", "x-other"] {

@@ -126,6 +126,38 @@ pub(super) fn cases() -> Vec<Case> {
             ]
         })
         .given(Plan { fingerprint_exclude: Some("/amount"), ..Plan::default() }),
+        Case::steps(
+            "json-names-that-fold",
+            "members whose names differ only in case keep their order: some frameworks take them for one",
+            || {
+                let pay = |body: &str| Request::post("/payments").key("a").json(body);
+                vec![
+                    executes(pay(r#"{"amount":1,"Amount":2,"to":"a"}"#)),
+                    refused(REUSED, pay(r#"{"Amount":2,"amount":1,"to":"a"}"#)),
+                    replays(0, pay(r#"{"amount":1,"Amount":2,"to":"a"}"#)),
+                ]
+            },
+        ),
+        Case::steps(
+            "fields-that-rewrite-the-request",
+            "a field that names another method or path makes another request, because many services go by it",
+            || {
+                let with = |name: &str, value: &str| pay_as("a").field(name, value);
+                vec![
+                    executes(pay_as("a")),
+                    refused(REUSED, with("X-HTTP-Method-Override", "DELETE")),
+                    refused(REUSED, with("X_HTTP_Method_Override", "DELETE")),
+                    refused(REUSED, with("X-HTTP-Method", "PUT")),
+                    refused(REUSED, with("X-Method-Override", "PUT")),
+                    refused(REUSED, with("X-Original-URL", "/admin")),
+                    refused(REUSED, with("X-Rewrite-URL", "/admin")),
+                    executes(pay_as("b").field("X-HTTP-Method-Override", "DELETE")),
+                    replays(7, pay_as("b").field("X-HTTP-Method-Override", "DELETE")),
+                    refused(REUSED, pay_as("b").field("X-HTTP-Method-Override", "PUT")),
+                    refused(REUSED, pay_as("b")),
+                ]
+            },
+        ),
         Case::steps("form-names-that-fold", "pairs whose names a framework folds keep their order", || {
             let form = |body: &'static str| {
                 Request::post("/payments").key("a").body("application/x-www-form-urlencoded", body)

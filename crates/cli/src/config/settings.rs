@@ -242,9 +242,9 @@ settings! {
     "upstream-protocol" SERVICE Live One "auto|http1|http2" Value("auto");
     upstream_protocol: UpstreamProtocol = units::upstream_protocol;
 
-    /// The hops in front whose X-Forwarded-*, X-Real-IP and Forwarded are passed on: `loopback` (this machine), `private`
-    /// (networks that the internet does not route, and this machine), an address, a network such as `10.0.0.0/8`, `any` or
-    /// `none`; give it several times or with commas. Of everybody else these fields are taken off.
+    /// The hops in front whose X-Forwarded-*, X-Real-IP, Forwarded, X-Original-URL and the like are passed on: `loopback` (this
+    /// machine), `private` (networks that the internet does not route, and this machine), an address, a network such as
+    /// `10.0.0.0/8`, `any` or `none`; give it several times or with commas. Of everybody else these fields are taken off.
     "trusted-proxies" SERVICE Service Many "HOP,…" Value("loopback");
     trusted_proxies: TrustedProxies = trusted::trusted_proxies;
 

@@ -16,7 +16,7 @@ use pin_project_lite::pin_project;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
 
-use super::headers::remove_from_trailers;
+use super::headers::HeadFields;
 
 /// When something last moved towards the upstream.
 #[derive(Clone, Debug)]
@@ -143,18 +143,19 @@ impl Body for WholeBody {
 }
 
 pin_project! {
-    /// A request's body that notes when it moves, and whose trailers say nothing that only this proxy says.
+    /// A request's body that notes when it moves, and whose trailers have no field that belongs into the head.
     #[derive(Debug)]
     pub(super) struct NotedBody<B> {
         #[pin]
         body: B,
         activity: Activity,
+        head_fields: Arc<HeadFields>,
     }
 }
 
 impl<B> NotedBody<B> {
-    pub(super) const fn new(body: B, activity: Activity) -> Self {
-        Self { body, activity }
+    pub(super) const fn new(body: B, activity: Activity, head_fields: Arc<HeadFields>) -> Self {
+        Self { body, activity, head_fields }
     }
 }
 
@@ -172,7 +173,7 @@ impl<B: Body> Body for NotedBody<B> {
         match &mut frame {
             Some(Ok(frame)) => {
                 if let Some(trailers) = frame.trailers_mut() {
-                    remove_from_trailers(trailers);
+                    this.head_fields.remove_from(trailers);
                 }
             }
             Some(Err(_)) => this.activity.broken.store(true, Ordering::Relaxed),

@@ -30,7 +30,7 @@ use super::admit::is_too_large;
 use super::body::{Activity, NotedBody, PatientTimer, ProxyBody, WholeBody};
 use super::client::ConnectionState;
 use super::framing::{has_other_coding, is_unframed};
-use super::headers::{Peer, prepare, remove_hop_by_hop, rewrite};
+use super::headers::{HeadFields, Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
 use super::listen::SharedLimit;
 use super::tls::ToService;
@@ -49,6 +49,8 @@ pub(super) struct Upstream {
     /// The requests without a key, and the connections that were upgraded.
     pub(super) without_key: SharedLimit,
     pub(super) config: Arc<Config>,
+    /// Of this thread alone: each request takes a reference.
+    pub(super) head_fields: Arc<HeadFields>,
     pub(super) metrics: Metrics,
 }
 
@@ -134,7 +136,8 @@ impl Forward {
         *request.uri_mut() = rewrite(&config.to, request.uri(), host);
         *request.version_mut() = Version::HTTP_11;
         let activity = Activity::new();
-        let mut request = request.map(|body| NotedBody::new(body, activity.clone()));
+        let head_fields = self.upstream.head_fields.clone();
+        let mut request = request.map(|body| NotedBody::new(body, activity.clone(), head_fields));
         let asked = Instant::now();
         let sending = async {
             match attempt {
@@ -229,7 +232,9 @@ impl Forward {
         keep_one_length(response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let (Some(protocol), Some(client_side)) = (protocol, client_side) else {
-                tracing::warn!(record, "upstream switched protocols unasked");
+                if let Some(suppressed) = may_warn(record.is_some()) {
+                    tracing::warn!(record, suppressed, "upstream switched protocols unasked");
+                }
                 return (UpstreamResult::Broken, unanswered(settings, StatusCode::BAD_GATEWAY, grpc));
             };
             ask_upgrade(response.headers_mut(), protocol);

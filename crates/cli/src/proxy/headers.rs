@@ -2,12 +2,12 @@
 
 use std::cell::LazyCell;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
 use http::{Request, Uri, Version};
-use oncegate_http::IdempotencyContext;
+use oncegate_http::{CallerScope, IdempotencyContext};
 
 use crate::config::{Config, Upstream};
 
@@ -190,9 +190,35 @@ pub(crate) fn remove_ours(headers: &mut HeaderMap) {
     }
 }
 
-/// What a trailer must not say: whatever concerns a connection, the length or the way of a message, who asks, or which attempt it
-/// is (RFC 9110, 6.5.1). Some services merge trailers into the head.
-pub(super) fn remove_from_trailers(trailers: &mut HeaderMap) {
+/// The fields that no trailer may have: those of a connection, of the length or the way of a message, of its caller or of its
+/// attempt, and those that a request is compared by (RFC 9110, 6.5.1). Some services merge trailers into the head.
+#[derive(Debug)]
+pub(super) struct HeadFields(Arc<Config>);
+
+impl HeadFields {
+    pub(super) const fn new(config: Arc<Config>) -> Self {
+        Self(config)
+    }
+
+    /// Removes them. The fields of all routes count: the layer looked at the head alone.
+    pub(super) fn remove_from(&self, trailers: &mut HeaderMap) {
+        remove_from_trailers(trailers);
+        let goes_by = |name: &HeaderName| {
+            let routes = self.0.routes.iter().map(|route| &route.config);
+            routes.chain([&self.0.default]).any(|route| route.settings.goes_by(name))
+        };
+        let is_of_head = |name: &HeaderName| {
+            let hyphenated = name.as_str().contains('_').then(|| name.as_str().replace('_', "-"));
+            let hyphenated = hyphenated.and_then(|name| HeaderName::try_from(name).ok());
+            CallerScope::is_credential(name) || goes_by(name) || hyphenated.is_some_and(|name| goes_by(&name))
+        };
+        while let Some(name) = trailers.keys().find(|name| is_of_head(name)).cloned() {
+            trailers.remove(name);
+        }
+    }
+}
+
+fn remove_from_trailers(trailers: &mut HeaderMap) {
     const OF_THE_HEAD: [HeaderName; 10] = [
         header::CONTENT_LENGTH,
         header::CONTENT_TYPE,
@@ -212,13 +238,22 @@ pub(super) fn remove_from_trailers(trailers: &mut HeaderMap) {
     }
 }
 
-/// Takes off what says where a request comes from. Many services do not tell `_` from `-`.
+/// Takes off what a proxy says of the request that it got: where it comes from, and which address it was for. Many services do
+/// not tell `_` from `-`.
 fn remove_forwarded(headers: &mut HeaderMap) {
     const FORWARDED: &[u8] = b"x-forwarded";
+    const OTHERS: [&str; 6] = [
+        "x-real-ip",
+        "x-original-url",
+        "x-original-uri",
+        "x-original-host",
+        "x-original-method",
+        "x-rewrite-url",
+    ];
     let is_forwarded = |name: &HeaderName| {
         let spelled = name.as_str().bytes().map(|byte| if byte == b'_' { b'-' } else { byte });
         spelled.clone().take(FORWARDED.len()).eq(FORWARDED.iter().copied())
-            || spelled.clone().eq(*b"x-real-ip")
+            || OTHERS.iter().any(|other| spelled.clone().eq(other.bytes()))
             || name == header::FORWARDED
     };
     while let Some(name) = headers.keys().find(|name| is_forwarded(name)).cloned() {
@@ -397,6 +432,8 @@ mod tests {
             ("x-forwarded-for", "198.51.100.1"),
             ("x_forwarded_for", "198.51.100.1"),
             ("x-forwarded-port", "1"),
+            ("x-original-url", "/admin"),
+            ("x_rewrite_url", "/admin"),
             ("x-forwarded-proto", "https"),
             ("x-forwarded-host", "outer"),
             ("x-real-ip", "198.51.100.1"),
@@ -430,8 +467,17 @@ mod tests {
             ("transfer-encoding", "chunked"),
             ("authorization", "a"),
             ("x-sum", "1"),
+            ("x-tenant", "2"),
+            ("x_tenant", "2"),
+            ("x-version", "2"),
+            ("x-api-key", "2"),
+            ("x-http-method-override", "DELETE"),
+            ("x-rewrite-url", "/admin"),
         ]);
-        remove_from_trailers(trailers.headers_mut());
+        let flags =
+            ["--to=http://127.0.0.1:3000", "--fingerprint-headers=x-version", "--scope=header:x-tenant"];
+        let config = Config::load(&crate::config::parse_flags(&flags).unwrap()).unwrap();
+        HeadFields::new(Arc::new(config)).remove_from(trailers.headers_mut());
         assert_eq!(trailers.headers().keys().collect::<Vec<_>>(), ["x-sum"]);
     }
 

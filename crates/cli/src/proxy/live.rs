@@ -12,7 +12,7 @@ use tower_layer::Layer as _;
 
 use super::client::ConnectionState;
 use super::forward::{Forward, Upstream};
-use super::headers::Peer;
+use super::headers::{HeadFields, Peer};
 use super::hosts::HostLimit;
 use super::listen::SharedLimit;
 use super::tls::ListenerTls;
@@ -105,17 +105,18 @@ fn upstream_of(
 ) -> Result<Upstream, String> {
     let config = live.config.clone();
     let (metrics, without_key) = (metrics.clone(), without_key.clone());
+    let head_fields = Arc::new(HeadFields::new(config.clone()));
     let is_same = |before: &&Upstream| before.config.reaches_the_same_upstream(&config);
     if let Some(Upstream { client, http1, hosts, .. }) = before.filter(is_same) {
         let (client, http1, hosts) = (client.clone(), http1.clone(), hosts.clone());
-        return Ok(Upstream { client, http1, hosts, without_key, config, metrics });
+        return Ok(Upstream { client, http1, hosts, without_key, config, head_fields, metrics });
     }
     let protocol = config.upstream_protocol;
     let client = client_of(&config, protocol)?;
     let http1 = (protocol == UpstreamProtocol::Auto && config.may_speak_http2())
         .then(|| client_of(&config, UpstreamProtocol::Http1));
     let hosts = Arc::new(HostLimit::new(max_idle_connections(&config), config.upstream_idle_timeout));
-    Ok(Upstream { client, http1: http1.transpose()?, hosts, without_key, config, metrics })
+    Ok(Upstream { client, http1: http1.transpose()?, hosts, without_key, config, head_fields, metrics })
 }
 
 /// The service of one connection, which takes up a reload with the next request.

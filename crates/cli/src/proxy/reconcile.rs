@@ -302,8 +302,8 @@ fn take_store_directive(headers: &mut HeaderMap) -> Result<Option<StoreDirective
 /// Fields of the retry that are none of the question: of its body, those that would make the question conditional, and
 /// what only this proxy could say of where it comes from and does not, because it asks for itself.
 fn is_unwanted(name: &HeaderName) -> bool {
-    const PREFIXES: [&str; 4] = ["content-", "if-", "x-forwarded-", "x-http-method"];
-    const NAMES: [&str; 9] = [
+    const PREFIXES: [&str; 5] = ["content-", "if-", "x-forwarded-", "x-http-method", "x-original-"];
+    const NAMES: [&str; 10] = [
         "expect",
         "range",
         "te",
@@ -311,10 +311,12 @@ fn is_unwanted(name: &HeaderName) -> bool {
         "forwarded",
         "x-real-ip",
         "x-method-override",
+        "x-rewrite-url",
         "digest",
         "pragma",
     ];
-    NAMES.contains(&name.as_str()) || PREFIXES.iter().any(|prefix| name.as_str().starts_with(prefix))
+    let name = name.as_str().replace('_', "-");
+    NAMES.contains(&&*name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 #[cfg(test)]

@@ -549,15 +549,16 @@ async fn a_length_that_is_there_twice_is_refused_in_http_2_as_well() {
 #[tokio::test]
 async fn trailers_cannot_say_what_only_the_sidecar_says() {
     let service = Service::new().await;
-    let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
-    for fields in [&[][..], &[KEY]] {
+    let flags = ["--threads=1", "--scope=header:x-tenant", "--fingerprint-headers=x-version"];
+    let sidecar = Sidecar::start(service.address, &flags).await;
+    for fields in [&[][..], &[KEY, "X-Tenant: 1"]] {
         let mut client = sidecar.connect().await;
-        let named =
-            "Trailer: X-Sum, Oncegate-Token, oncegate_record, X-Forwarded-For, Forwarded, Content-Length";
+        let named = "Trailer: X-Sum, Oncegate-Token, oncegate_record, X-Forwarded-For, Forwarded, Content-Length, X-Tenant";
         let ask = ["TE: trailers", "Connection: TE", "Transfer-Encoding: chunked", named];
         let head = request("POST", "/", &[&ask[..], fields].concat(), "");
         let trailers = "Oncegate-Token: 9\r\noncegate_record: x\r\nX-Forwarded-For: 192.0.2.1\r\nForwarded: for=192.0.2.1\r\n\
-                        Content-Length: 3\r\nX-Sum: 1\r\n";
+                        Content-Length: 3\r\nX-Tenant: 2\r\nX_Tenant: 2\r\nX-Version: 2\r\nX-Api-Key: 2\r\n\
+                        X-HTTP-Method-Override: DELETE\r\nX-Sum: 1\r\n";
         client.send(format!("{head}3\r\nabc\r\n0\r\n{trailers}\r\n")).await;
         let mut wire = service.accept().await;
         let seen = wire.message().await;

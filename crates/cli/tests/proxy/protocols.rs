@@ -20,7 +20,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::support::{Process, Service, Sidecar, Stream, Wire, request, sidecar, within};
+use crate::support::{Process, Service, Sidecar, Stream, Wire, request, sidecar, until, within};
 use crate::{KEY, OK};
 
 type Body = BoxBody<Bytes, Infallible>;
@@ -276,6 +276,50 @@ async fn the_service_hears_that_tls_was_spoken() {
 
 fn said(parts: &http::response::Parts, name: &str) -> String {
     parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap()).collect::<Vec<_>>().join(", ")
+}
+
+/// Each host has a connection of its own over HTTP/2, and clients can make up any number of hosts.
+#[tokio::test]
+async fn hosts_that_clients_make_up_do_not_take_all_connections() {
+    let service = Service::new().await;
+    let mut command = tokio::process::Command::new("sh");
+    command.args(["-c", "ulimit -n 160; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
+    command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
+    command.args(["--threads=1", "--upstream-protocol=http2", &format!("--to=http://{}", service.address)]);
+    let sidecar = Sidecar::run(&mut command).await;
+    let listener = service.into_listener();
+    let connections = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let counter = connections.clone();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            tokio::spawn(serve_http2(stream));
+        }
+    });
+    let mut client = sidecar.connect().await;
+    let mut get = async |host: &str| {
+        client.send(format!("GET /large HTTP/1.1\r\nHost: {host}\r\n\r\n")).await;
+        client.message().await
+    };
+    let mut refused = 0;
+    for number in 0..100 {
+        let answer = get(&format!("host-{number}.test")).await;
+        if answer.status() != 200 {
+            answer.is_problem(503, "overloaded");
+            refused += 1;
+        }
+    }
+    // An eighth of the open files.
+    assert!(connections.load(std::sync::atomic::Ordering::Relaxed) <= 20, "{refused} refused");
+    assert!(refused >= 80);
+    // A host that has a connection is served all the same, and others are after a while.
+    get("host-0.test").await.has_status(200);
+    let mut other = sidecar.connect().await;
+    until("a further host is served", async || {
+        other.send("GET / HTTP/1.1\r\nHost: late.test\r\n\r\n").await;
+        other.message().await.status() == 200
+    })
+    .await;
 }
 
 #[tokio::test]

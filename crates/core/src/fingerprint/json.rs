@@ -28,23 +28,27 @@ pub(super) struct Scratch {
     out: Vec<u8>,
     sorted: Vec<u8>,
     members: Vec<Member>,
+    folded: Vec<u64>,
 }
 
 impl Scratch {
     /// Bytes held on to.
     pub(super) fn capacity(&self) -> usize {
-        self.out.capacity() + self.sorted.capacity() + self.members.capacity() * size_of::<Member>()
+        self.out.capacity()
+            + self.sorted.capacity()
+            + self.members.capacity() * size_of::<Member>()
+            + self.folded.capacity() * size_of::<u64>()
     }
 }
 
 /// The canonical form of `body`, or `None` where there is none that tells it from every other body.
 pub(super) fn canonicalize<'a>(body: &'a [u8], scratch: &'a mut Scratch) -> Option<&'a [u8]> {
     let text = std::str::from_utf8(body).ok()?;
-    let Scratch { out, sorted, members } = scratch;
+    let Scratch { out, sorted, members, folded } = scratch;
     out.clear();
     members.clear();
     let basic = text.is_ascii() || !has_astral(body);
-    let mut writer = Writer { text, source: body, copied: 0, basic, out, sorted, members };
+    let mut writer = Writer { text, source: body, copied: 0, basic, out, sorted, members, folded };
     let start = writer.skip_space(0);
     let end = writer.value(start, MAX_DEPTH)?;
     if writer.skip_space(end) < body.len() {
@@ -99,6 +103,8 @@ struct Writer<'s, 'b> {
     sorted: &'b mut Vec<u8>,
     /// The members of all objects that are open; each object owns the tail it pushed.
     members: &'b mut Vec<Member>,
+    /// The hashes of an object's names without their case.
+    folded: &'b mut Vec<u64>,
 }
 
 impl Writer<'_, '_> {
@@ -208,12 +214,45 @@ impl Writer<'_, '_> {
                 _ => return None,
             }
         }
+        if self.has_names_in_two_cases(first) {
+            return None;
+        }
         if !in_order {
             self.flush(at)?;
             self.sort(first)?;
         }
         self.members.truncate(first);
         Some(at + 1)
+    }
+
+    /// Whether two names of the members from `first` on are equal but for their case. Programs that do not look at the case
+    /// take them for one member, and which of the two counts depends on their order.
+    fn has_names_in_two_cases(&mut self, first: usize) -> bool {
+        let members = self.members.get(first..).unwrap_or_default();
+        if members.len() < 2 {
+            return false;
+        }
+        let mut folded = std::mem::take(self.folded);
+        folded.clear();
+        folded.extend(members.iter().map(|member| self.folded_hash(&member.name)));
+        folded.sort_unstable();
+        let has_equal = folded.windows(2).any(|pair| matches!(pair, [a, b] if a == b));
+        *self.folded = folded;
+        has_equal
+    }
+
+    /// A hash that all names have in common which are equal but for case. Others may have the same one: then a body that has a
+    /// canonical form is compared as it is, which is never wrong.
+    fn folded_hash(&self, name: &Name) -> u64 {
+        let raw = self.source.get(name.start..name.end).unwrap_or_default();
+        if name.plain && raw.is_ascii() {
+            return hash_of(raw);
+        }
+        let units =
+            char::decode_utf16(self.units(name)).map(|unit| unit.unwrap_or(char::REPLACEMENT_CHARACTER));
+        // Both ways: `ſ` is an `S` only in upper case, and the sign of the kelvin a `k` only in lower case.
+        let folded: String = units.flat_map(char::to_uppercase).flat_map(char::to_lowercase).collect();
+        hash_of(folded.as_bytes())
     }
 
     /// Rewrites the members from `first` on, which end the output, in the order of their names.
@@ -425,6 +464,33 @@ fn short_head(chunk: Option<&[u8; 8]>, name: &[u8]) -> u64 {
             name.iter().fold(0, |head, byte| head << 8 | u64::from(*byte)) << (64 - 8 * len.min(8))
         }
     }
+}
+
+/// A hash of a text in UTF-8, without the case of its ASCII letters.
+#[inline]
+fn hash_of(text: &[u8]) -> u64 {
+    // Two numbers without a pattern. The length keeps texts apart that are equal but for NULs in front.
+    const OF_LENGTH: u64 = 0x9e37_79b9_7f4a_7c15;
+    const OF_WORD: u64 = 0x517c_c1b7_2722_0a95;
+    text.chunks(8).fold((text.len() as u64).wrapping_mul(OF_LENGTH), |hash, chunk| {
+        let word = match chunk.first_chunk() {
+            Some(chunk) => u64::from_be_bytes(*chunk),
+            None => chunk.iter().fold(0, |word, byte| word << 8 | u64::from(*byte)),
+        };
+        (hash.rotate_left(5) ^ lower_case(word)).wrapping_mul(OF_WORD)
+    })
+}
+
+/// Eight bytes with their ASCII letters in lower case.
+#[inline]
+fn lower_case(word: u64) -> u64 {
+    const ONES: u64 = 0x0101_0101_0101_0101;
+    const HIGHS: u64 = 0x8080_8080_8080_8080;
+    // The high bit of each byte says whether the rest of it is at least `A`, and whether it is beyond `Z`.
+    let rest = word & !HIGHS;
+    let from_a = rest + ONES * (0x80 - b'A' as u64);
+    let beyond_z = rest + ONES * (0x7f - b'Z' as u64);
+    word | ((from_a ^ beyond_z) & !word & HIGHS) >> 2
 }
 
 /// `digits` × 10^`scale`, where `digits` has `len` decimal digits, the last one not 0.

@@ -54,7 +54,9 @@
 //! 1. it is not valid UTF-8, or not JSON by RFC 8259 (a byte order mark, `NaN`, a trailing comma, anything
 //!    behind the value);
 //! 2. arrays and objects are nested more than 128 deep;
-//! 3. an object has two members of one name, compared after escapes are undone;
+//! 3. an object has two members of one name, compared after escapes are undone and without regard to case (Unicode's
+//!    simple mappings): programs that do not look at the case take `amount` and `Amount` for one member, and which of the two
+//!    counts depends on their order;
 //! 4. a string holds half a surrogate pair;
 //! 5. a number, read as an exact decimal, is neither 0 nor
 //!    - an integer with a magnitude of at most 2^53 − 1, nor

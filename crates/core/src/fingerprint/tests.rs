@@ -85,6 +85,18 @@ fn json_bodies_of_different_meaning_are_different() {
         (r#"{"a":1,"a":2}"#, r#"{"a":2}"#),
         (r#"{"a":1,"a":2}"#, r#"{"a":2,"a":1}"#),
         (r#"{"a":1,"\u0061":2}"#, r#"{"a":1,"a":2}"#),
+        // Programs that do not look at the case take them for one, and the last of them counts.
+        (r#"{"amount":1,"Amount":2}"#, r#"{"Amount":2,"amount":1}"#),
+        (r#"{"amount":1,"z":0,"Amount":2}"#, r#"{"Amount":2,"z":0,"amount":1}"#),
+        (
+            r#"[{"b":[{"currencyCode":1,"currencycode":2}]}]"#,
+            r#"[{"b":[{"currencycode":2,"currencyCode":1}]}]"#,
+        ),
+        (r#"{"a":1,"\u0041":2}"#, r#"{"\u0041":2,"a":1}"#),
+        (r#"{"é":1,"É":2}"#, r#"{"É":2,"é":1}"#),
+        // The sign of the kelvin and the long s.
+        (r#"{"k":1,"\u212a":2}"#, r#"{"\u212a":2,"k":1}"#),
+        (r#"{"s":1,"ſ":2}"#, r#"{"ſ":2,"s":1}"#),
         ("[9007199254740992]", "[9007199254740993]"),
         ("[9007199254740991]", "[9007199254740992]"),
         ("[0.1]", "[0.1000000000000000055]"),
@@ -101,6 +113,39 @@ fn json_bodies_of_different_meaning_are_different() {
     for (a, b) in table {
         assert_ne!(of(JSON, a), of(JSON, b), "{a} and {b}");
     }
+}
+
+#[test]
+fn names_that_differ_in_case_only_have_no_canonical_form() {
+    for body in [
+        r#"{"Amount":2,"amount":1}"#,
+        r#"{"a":[{"orderIdentification":1,"x":0,"OrderIdentification":2}]}"#,
+        r#"{"a":1,"b":2,"c":3,"B":4}"#,
+        r#"{"ÄÖ":1,"äö":2}"#,
+    ] {
+        assert_eq!(canonical(body), None, "{body}");
+    }
+    // In different objects, or with other differences, they are different names.
+    for body in [
+        r#"{"Amount":{"amount":1}}"#,
+        r#"[{"Amount":1},{"amount":1}]"#,
+        r#"{"amount":1,"amounts":2}"#,
+        r#"{"amount1":1,"amount2":2}"#,
+        r#"{"customer_id":1,"customer_name":2}"#,
+        r#"{"a":1,"aa":2,"aaa":3,"aaaaaaaa":4,"aaaaaaaaa":5,"aaaaaaaaaaaaaaaa":6}"#,
+        r#"{"":1," ":2}"#,
+        // These have the bit of a letter's case as their only difference.
+        r#"{"一":1,"丠":2}"#,
+        r#"{"ÿ":1,"ß":2}"#,
+    ] {
+        assert!(canonical(body).is_some(), "{body}");
+    }
+    let many = |last: &str| {
+        let members: String = (0..2000).map(|n| format!("\"member{n}\":{n},")).collect();
+        format!("{{{members}\"{last}\":0}}")
+    };
+    assert!(canonical(many("Other1999")).is_some());
+    assert_eq!(canonical(many("MEMBER1234")), None);
 }
 
 #[test]
@@ -1138,12 +1183,31 @@ fn nearly(value: &Value, choices: &mut Choices) -> Value {
     }
 }
 
+/// Whether an object in it has two names that differ in case only.
+fn has_names_in_two_cases(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.iter().any(has_names_in_two_cases),
+        Value::Object(members) => {
+            let fold = |name: &String| -> String {
+                name.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase).collect()
+            };
+            let names: std::collections::BTreeSet<_> = members.keys().map(fold).collect();
+            names.len() < members.len() || members.values().any(has_names_in_two_cases)
+        }
+        _ => false,
+    }
+}
+
 proptest! {
     #[test]
     fn every_spelling_of_a_value_has_the_canonical_form(value in any_value(), seed in any::<u64>()) {
         let (mut body, mut expected) = (String::new(), String::new());
         spell(&value, &mut Choices(seed), &mut body);
         oracle(&value, &mut expected);
+        if has_names_in_two_cases(&value) {
+            prop_assert_eq!(canonical(&body), None, "{}", body);
+            return Ok(());
+        }
         prop_assert_eq!(canonical(&body), Some(expected.clone()), "{}", body);
         prop_assert_eq!(canonical(&expected), Some(expected.clone()));
         prop_assert_eq!(of(JSON, &body), of(JSON, &expected));
@@ -1155,8 +1219,13 @@ proptest! {
         let (mut a, mut b) = (String::new(), String::new());
         spell(&value, &mut Choices(seeds[1]), &mut a);
         spell(&other, &mut Choices(seeds[2]), &mut b);
+        let is_equal = of(JSON, &a) == of(JSON, &b);
+        if has_names_in_two_cases(&value) || has_names_in_two_cases(&other) {
+            prop_assert!(!is_equal || value == other, "{} and {}", a, b);
+            return Ok(());
+        }
         prop_assert!(canonical(&a).is_some() && canonical(&b).is_some());
-        prop_assert_eq!(of(JSON, &a) == of(JSON, &b), value == other, "{} and {}", a, b);
+        prop_assert_eq!(is_equal, value == other, "{} and {}", a, b);
     }
 
     #[test]
