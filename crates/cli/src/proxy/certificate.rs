@@ -6,7 +6,8 @@ use oncegate_core::Timestamp;
 
 use crate::admin::{days_to, time};
 
-/// A certificate that ends within this time is warned of: time enough to find out why its renewal does not work.
+/// A certificate that ends within this time, or within a quarter of the time for which it is valid, is warned of: its renewal is
+/// late, which is usually due when a third is left, and there is time to find out why.
 const ENDS_SOON: i64 = 14 * DAY;
 const DAY: i64 = 24 * 3600;
 
@@ -47,7 +48,8 @@ impl Validity {
             return Some(format!("expired at {}: clients refuse it", shown(self.not_after)));
         }
         let left = self.not_after - now;
-        (left < ENDS_SOON).then(|| {
+        let ends_soon = ENDS_SOON.min(self.not_after.saturating_sub(self.not_before) / 4);
+        (left < ends_soon).then(|| {
             let within = match left / DAY {
                 0 => "a day".to_owned(),
                 days => format!("{} days", days + 1),
@@ -179,6 +181,9 @@ mod tests {
         assert!(warning(186 * DAY + 1).ends_with("in less than 14 days: renew it"));
         assert!(warning(200 * DAY).ends_with("in less than a day: renew it"));
         assert!(warning(200 * DAY + 1).starts_with("expired at 1970-07-20T00:00:00"));
+        let short = Validity { not_before: 0, not_after: 4 * DAY };
+        assert_eq!(short.warning(3 * DAY), None);
+        assert!(short.warning(3 * DAY + 1).unwrap().ends_with("in less than a day: renew it"));
         assert!(validity.includes(200 * DAY) && !validity.includes(200 * DAY + 1));
     }
 }

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use oncegate_engine::LogThrottle;
 use oncegate_http::IdempotencyLayer;
 use tokio::signal::unix::Signal;
 use tokio::sync::watch;
@@ -22,8 +23,9 @@ use crate::config::{Config, ProxyArgs, TlsFiles};
 /// How often the certificate files are looked at.
 const CERTIFICATE_EVERY: Duration = Duration::from_secs(2);
 
-/// How often the dates of the certificate in use are looked at.
-const DATES_EVERY: Duration = Duration::from_secs(24 * 3600);
+/// How often the dates of the certificate in use are looked at, and how often the log warns of the same one.
+const DATES_EVERY: Duration = Duration::from_secs(3600);
+const WARNING_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 /// Replaces the configuration of a sidecar that runs.
 pub(super) struct Reloader {
@@ -34,6 +36,8 @@ pub(super) struct Reloader {
     live: watch::Sender<Live>,
     admin: watch::Sender<AdminLive>,
     certificate: Certificate,
+    /// Limits the warnings about the certificate in use.
+    date_warnings: LogThrottle,
 }
 
 /// The certificate files as they were last seen. `None` is a file that cannot be read.
@@ -57,19 +61,21 @@ impl Reloader {
         live: watch::Sender<Live>,
         admin: watch::Sender<AdminLive>,
     ) -> Self {
-        Self { args, metrics, base, live, admin, certificate: Certificate::default() }
+        let certificate = Certificate::default();
+        let date_warnings = LogThrottle::new(WARNING_INTERVAL);
+        Self { args, metrics, base, live, admin, certificate, date_warnings }
     }
 
     /// Reloads on each hangup, and when the certificate files change.
     pub(super) async fn run(mut self, mut hangup: Signal) {
         self.certificate.tried = self.read_certificate().await;
         let mut tick = tokio::time::interval(CERTIFICATE_EVERY);
-        let mut daily = tokio::time::interval(DATES_EVERY);
+        let mut dates = tokio::time::interval(DATES_EVERY);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 Some(()) = hangup.recv() => self.reload().await,
-                _ = daily.tick() => self.note_certificate(),
+                _ = dates.tick() => self.note_certificate(),
                 _ = tick.tick() => self.look_at_certificate().await,
             }
         }
@@ -87,6 +93,7 @@ impl Reloader {
                 tracing::info!(config = config.safe_summary(), "the configuration was reloaded");
                 // The files may have other names now.
                 self.certificate = Certificate { tried: content, ..Certificate::default() };
+                self.date_warnings = LogThrottle::new(WARNING_INTERVAL);
                 self.note_certificate();
                 if config.tls.is_some() {
                     self.certificate.tried = self.read_certificate().await;
@@ -154,6 +161,7 @@ impl Reloader {
                 self.live.send_modify(|live| live.tls = Some(tls));
                 tracing::info!(certificate = %files.cert.display(), "the certificate was replaced");
                 self.certificate.retry_at = None;
+                self.date_warnings = LogThrottle::new(WARNING_INTERVAL);
                 self.note_certificate();
             }
             Err(error) => tracing::error!("{error}; the certificate before stays in use"),
@@ -166,7 +174,9 @@ impl Reloader {
         let validity = live.tls.as_ref().and_then(|tls| tls.validity);
         self.metrics.set_certificate_end(validity.map(|validity| validity.not_after));
         let warning = validity.and_then(|validity| validity.warning(certificate::now()));
-        if let (Some(what), Some(files)) = (warning, &live.config.tls) {
+        if let (Some(what), Some(files)) = (warning, &live.config.tls)
+            && self.date_warnings.pass().is_some()
+        {
             tracing::warn!("the certificate in {} {what}", files.cert.display());
         }
     }
