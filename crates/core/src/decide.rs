@@ -42,6 +42,7 @@ use std::time::Duration;
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
 use crate::id::{AttemptId, FencingToken};
+use crate::limits;
 use crate::record::{Answer, Label, Record, State, StateName};
 use crate::response::StoredResponse;
 use crate::step::{Step, Steps};
@@ -318,7 +319,7 @@ fn decide_claim(
             same_claim_again(record, claim, now)
         }
         State::InProgress { lease_until, .. } if now < *lease_until => {
-            Decision::keep(Outcome::InProgress { lease_left: lease_until.since(now) })
+            in_progress(record, *lease_until, claim, now)
         }
         State::InProgress { .. } => match claim.on_abandoned {
             OnAbandoned::Park => Decision::put(
@@ -337,6 +338,30 @@ fn decide_claim(
         State::Completed(Answer::Replayable(response)) => Decision::keep(Outcome::Replay(response.clone())),
         State::Completed(Answer::Awaited | Answer::Tombstone) => Decision::keep(Outcome::Unreplayable),
     }
+}
+
+/// Answers a claim while the lease of another attempt lasts.
+///
+/// If more than the longest lease is left, the lease was given before the store's clock was set back, and its owner may be dead.
+/// The attempt then keeps the record for as long as its lease can have been, from now on: its owner may also be alive, and
+/// renews within that time. A lease is no longer than the time from the claim to its end.
+fn in_progress(record: &Record, lease_until: Timestamp, claim: &Claim, now: Timestamp) -> Decision {
+    let lease_left = lease_until.since(now);
+    let bound = lease_until.since(record.changed_at).max(claim.lease);
+    let State::InProgress { attempt, after_abandoned, .. } = record.state else {
+        return Decision::keep(Outcome::InProgress { lease_left });
+    };
+    if lease_left <= limits::LEASE_MAX.max(bound) {
+        return Decision::keep(Outcome::InProgress { lease_left });
+    }
+    let shortened = now.after(bound);
+    let record = Record {
+        state: State::InProgress { attempt, lease_until: shortened, after_abandoned },
+        changed_at: now,
+        expires_at: shortened.after(record.expires_at.since(lease_until)),
+        ..record.clone()
+    };
+    Decision::put(Outcome::InProgress { lease_left: bound }, record)
 }
 
 /// Gives ownership under a token greater than every one before (I6).

@@ -27,6 +27,10 @@ pub struct StoredResponse {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResponseError {
+    /// The status is not from 200 to 999, so that no client could get the answer as the last one to its request.
+    NotFinal,
+    /// A field's name is not ASCII.
+    NotAscii,
     /// More than [`limits::FIELDS_MAX`] header or trailer fields.
     TooManyFields,
     /// A field's name is longer than 65 535 octets.
@@ -38,6 +42,8 @@ pub enum ResponseError {
 impl fmt::Display for ResponseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::NotFinal => f.write_str("a status that is not from 200 to 999"),
+            Self::NotAscii => f.write_str("a field name that is not ASCII"),
             Self::TooManyFields => write!(f, "more than {} header or trailer fields", limits::FIELDS_MAX),
             Self::FieldTooLong => f.write_str("a field name is longer than 65535 octets"),
             Self::TooLarge => write!(f, "larger than {} octets", limits::RESPONSE_MAX),
@@ -51,6 +57,9 @@ const VERSION: u8 = 1;
 const HEAD: usize = 1 + 2 + 2 + 2;
 const FIELD_HEAD: usize = 2 + 4;
 
+/// What 1xx announce is still to come, and a status has three digits.
+const STATUSES: std::ops::RangeInclusive<u16> = 200..=999;
+
 impl StoredResponse {
     /// Copies an answer into one allocation. `body` is a list of chunks in their order.
     ///
@@ -62,12 +71,18 @@ impl StoredResponse {
         body: &[Bytes],
         trailers: &[(&str, &[u8])],
     ) -> Result<Self, ResponseError> {
+        if !STATUSES.contains(&status) {
+            return Err(ResponseError::NotFinal);
+        }
         if headers.len() > limits::FIELDS_MAX || trailers.len() > limits::FIELDS_MAX {
             return Err(ResponseError::TooManyFields);
         }
         let fields = || headers.iter().chain(trailers);
         if fields().any(|(name, _)| name.len() > usize::from(u16::MAX)) {
             return Err(ResponseError::FieldTooLong);
+        }
+        if !fields().all(|(name, _)| name.is_ascii()) {
+            return Err(ResponseError::NotAscii);
         }
         let fields_len: usize = fields().map(|(name, value)| FIELD_HEAD + name.len() + value.len()).sum();
         let body_len: usize = body.iter().map(Bytes::len).sum();
@@ -99,6 +114,9 @@ impl StoredResponse {
         if *encoded.first()? != VERSION || encoded.len() > limits::RESPONSE_MAX {
             return None;
         }
+        if !STATUSES.contains(&u16_at(&encoded, 1)?) {
+            return None;
+        }
         let fields = usize::from(u16_at(&encoded, 3)?) + usize::from(u16_at(&encoded, 5)?);
         if fields > 2 * limits::FIELDS_MAX {
             return None;
@@ -117,7 +135,7 @@ impl StoredResponse {
         &self.encoded
     }
 
-    /// The status code. Doors that are not HTTP give it their own meaning.
+    /// The status code, from 200 to 999. Entry points that are not HTTP give it their own meaning.
     #[must_use]
     pub fn status(&self) -> u16 {
         u16_at(&self.encoded, 1).unwrap_or_default()
@@ -174,7 +192,8 @@ fn field_at(bytes: &[u8], at: usize) -> Option<(&str, &[u8], usize)> {
     let name_at = at.checked_add(FIELD_HEAD)?;
     let value_at = name_at.checked_add(name_len)?;
     let end = value_at.checked_add(usize::try_from(value_len).ok()?)?;
-    let name = std::str::from_utf8(bytes.get(name_at..value_at)?).ok()?;
+    let name = bytes.get(name_at..value_at).filter(|name| name.is_ascii())?;
+    let name = std::str::from_utf8(name).ok()?;
     Some((name, bytes.get(value_at..end)?, end))
 }
 
@@ -216,6 +235,22 @@ mod tests {
         let mut other = whole.to_vec();
         other[0] = 2;
         assert_eq!(StoredResponse::decode(other.into()), None);
+    }
+
+    /// Each store checks the same, so that none takes what another one cannot read.
+    #[test]
+    fn refuses_what_no_client_could_get() {
+        for status in [0, 99, 100, 103, 199, 1000, 51456] {
+            assert_eq!(StoredResponse::new(status, &[], &[], &[]), Err(ResponseError::NotFinal), "{status}");
+            let mut octets = response().encoded.to_vec();
+            octets[1..3].copy_from_slice(&status.to_be_bytes());
+            assert_eq!(StoredResponse::decode(octets.into()), None, "{status}");
+        }
+        assert!([200, 999].into_iter().all(|status| StoredResponse::new(status, &[], &[], &[]).is_ok()));
+        assert_eq!(StoredResponse::new(200, &[("ü", b"")], &[], &[]), Err(ResponseError::NotAscii));
+        assert_eq!(StoredResponse::new(200, &[], &[], &[("ü", b"")]), Err(ResponseError::NotAscii));
+        let octets = b"\x01\x00\xc8\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\xc3\xbc";
+        assert_eq!(StoredResponse::decode(Bytes::from_static(octets)), None);
     }
 
     #[test]

@@ -219,7 +219,9 @@ impl Condition {
             Self::OutcomeUnknown => {
                 "The first request with this key was not seen to end. It may have taken effect, so it is not processed again. Find out what happened before you send a new request."
             }
-            Self::RecordCorrupt => "Nothing was executed. The operator of the service has to look at it.",
+            Self::RecordCorrupt => {
+                "Nothing was executed for this request. Whether an earlier one with this key took effect stands in its record, which cannot be read: the operator of the service has to look at it. With a new key it may take effect twice."
+            }
             Self::HandlerFailed => {
                 "The service did not complete the request. The key is free to be used again for it."
             }

@@ -190,7 +190,16 @@ elseif live.state == 'in-progress' then
     keep_until(lease_until + retention)
     return {'execute', text(now), text(live.token), text(live.attempts), text(lease_until), live.after_abandoned}
   elseif now < live.lease_until then
-    return {'in-progress', text(now), text(live.lease_until - now)}
+    local left, bound = live.lease_until - now, math.max(live.lease_until - live.changed_at, lease)
+    if left > 3600000 and left > bound then
+      -- The lease was given before the clock was set back: its owner keeps the record for as long as it can have been, from
+      -- now on.
+      local expires_at = live.expires_at - left + bound
+      redis.call('HSET', key, 'lease_until', text(now + bound), 'changed_at', text(now), 'expires_at', text(expires_at))
+      keep_until(expires_at)
+      left = bound
+    end
+    return {'in-progress', text(now), text(left)}
   elseif on_abandoned == 'park' then
     ended('unknown', retention, false)
     return {'unknown', text(now)}

@@ -128,10 +128,39 @@ local function ended(state, retention, by_operator, ...)
 end
 -- [/ended]
 
+-- [response] The same in both scripts that take a response: whether a store can read it back as one in the published
+-- encoding, with a final status, and whole fields whose names are ASCII.
+local function is_response(octets)
+  if #octets < 7 or #octets > 67108864 then
+    return false
+  end
+  local version, s1, s2, h1, h2, t1, t2 = string.byte(octets, 1, 7)
+  local status, fields = s1 * 256 + s2, (h1 + t1) * 256 + h2 + t2
+  if version ~= 1 or status < 200 or status > 999 or fields > 256 then
+    return false
+  end
+  -- Where the next field begins.
+  local at = 8
+  for _ = 1, fields do
+    local n1, n2, v1, v2, v3, v4 = string.byte(octets, at, at + 5)
+    if not v4 then
+      return false
+    end
+    local name_at = at + 6
+    local value_at = name_at + n1 * 256 + n2
+    at = value_at + ((v1 * 256 + v2) * 256 + v3) * 256 + v4
+    if at > #octets + 1 or string.find(string.sub(octets, name_at, value_at - 1), '[\128-\255]') then
+      return false
+    end
+  end
+  return true
+end
+-- [/response]
+
 local TARGETS = {replayable = 'completed', awaited = 'awaited', tombstone = 'tombstone', unknown = 'unknown'}
 local token, target, retention, response = ARGV[1], TARGETS[ARGV[2] or ''], duration(ARGV[3]), ARGV[4]
 
-if not (token and target and retention and (target ~= 'completed' or response and #response >= 7)) then
+if not (token and target and retention and (target ~= 'completed' or response and is_response(response))) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 

@@ -143,11 +143,41 @@ local function add_audit(trail, at, id, from, to, actor, reason, ...)
 end
 -- [/audit]
 
+-- [response] The same in both scripts that take a response: whether a store can read it back as one in the published
+-- encoding, with a final status, and whole fields whose names are ASCII.
+local function is_response(octets)
+  if #octets < 7 or #octets > 67108864 then
+    return false
+  end
+  local version, s1, s2, h1, h2, t1, t2 = string.byte(octets, 1, 7)
+  local status, fields = s1 * 256 + s2, (h1 + t1) * 256 + h2 + t2
+  if version ~= 1 or status < 200 or status > 999 or fields > 256 then
+    return false
+  end
+  -- Where the next field begins.
+  local at = 8
+  for _ = 1, fields do
+    local n1, n2, v1, v2, v3, v4 = string.byte(octets, at, at + 5)
+    if not v4 then
+      return false
+    end
+    local name_at = at + 6
+    local value_at = name_at + n1 * 256 + n2
+    at = value_at + ((v1 * 256 + v2) * 256 + v3) * 256 + v4
+    if at > #octets + 1 or string.find(string.sub(octets, name_at, value_at - 1), '[\128-\255]') then
+      return false
+    end
+  end
+  return true
+end
+-- [/response]
+
 local resolution, retention, force = ARGV[1], duration(ARGV[2]), ARGV[3]
 local actor, reason, response, amend = ARGV[4], ARGV[5], ARGV[6] or '', ARGV[7] or '0'
 
 if not ((resolution == 'complete' or resolution == 'release' or resolution == 'park') and retention
-  and (force == '0' or force == '1') and (amend == '0' or amend == '1') and actor and reason and #actor <= 1000 and #reason <= 1000 and (response == '' or #response >= 7)) then
+  and (force == '0' or force == '1') and (amend == '0' or amend == '1') and actor and reason and #actor <= 1000 and #reason <= 1000 
+  and (response == '' or is_response(response))) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 

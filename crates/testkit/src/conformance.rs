@@ -30,6 +30,7 @@ use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 use crate::block_on;
 use crate::clock::ManualClock;
+pub use crate::clock_set_back::check_clock_set_back;
 pub use crate::operators::check_operators;
 
 /// How a store is held to the protocol.

@@ -17,6 +17,7 @@
 //! ```
 
 mod clock;
+mod clock_set_back;
 pub mod conformance;
 mod faulty;
 mod operators;

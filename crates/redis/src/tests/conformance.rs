@@ -10,7 +10,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use oncegate_core::{Clock, Store as _, Timestamp};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
+use oncegate_testkit::conformance::{
+    Suite, check_clock_set_back, check_concurrent_claims, check_operators, check_steps,
+};
 use tokio::runtime::Runtime;
 
 use crate::contract::Scripts;
@@ -117,6 +119,17 @@ fn an_operator_takes_back_what_an_operator_said() {
 #[test]
 fn an_operator_takes_back_what_an_operator_said_on_a_cluster() {
     operators(&cluster().url());
+}
+
+#[test]
+fn a_clock_that_is_set_back_blocks_no_key() {
+    let server = RedisServer::start(ServerOptions::new()).unwrap();
+    let runtime = Runtime::new().unwrap();
+    let clock = Arc::new(ManualClock::at_millis(real_now().as_millis() as u64));
+    let options = RedisOptions::from_url(&server.url()).unwrap();
+    let store = runtime.block_on(RedisStore::open_with(options, scripts_with_time())).unwrap();
+    let ahead = Ahead { clock: clock.clone(), by: Duration::ZERO };
+    check_clock_set_back(&store.with_test_clock(Arc::new(ahead)), &clock);
 }
 
 fn operators(url: &str) {
