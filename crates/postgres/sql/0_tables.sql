@@ -1,4 +1,4 @@
--- Oncegate, contract version 5 for PostgreSQL 14 and later. One key, one effect.
+-- Oncegate, contract version 6 for PostgreSQL 14 and later. One key, one effect.
 --
 -- This SQL brings a database to this version: an empty one, one of any earlier version, and one of this version, whose
 -- functions it makes again. It may be run at any time and as often as one likes, as the owner of the schema, in one
@@ -8,8 +8,17 @@
 -- Before anything else. What follows binds to the server's own functions, operators and types. In the search path of a
 -- session, a function that another role has put into `public` may match the types of the arguments better, and it would run
 -- with the rights of the owner for ever after.
+-- With quote_all_identifiers, the server would write this very setting down in quotation marks.
+SET LOCAL quote_all_identifiers = off;
 SET LOCAL search_path = pg_catalog, pg_temp;
+-- Other settings of the role or of the database that would change what this SQL makes, or stop it. None is needed for strings:
+-- this SQL has no backslash, so that standard_conforming_strings changes nothing, neither here nor in a session that calls a
+-- function.
 SET LOCAL client_min_messages = warning;
+SET LOCAL statement_timeout = 0;
+SET LOCAL check_function_bodies = on;
+SET LOCAL plpgsql.extra_errors = 'none';
+SET LOCAL oncegate.adds_marks = 'off';
 
 DO $$
 DECLARE
@@ -67,8 +76,8 @@ BEGIN
         RETURN;
     END IF;
     SELECT max(c.version) INTO latest FROM oncegate.contract AS c;
-    IF latest > 5 THEN
-        RAISE EXCEPTION 'oncegate: the database has version % of the contract, and this SQL makes version 5', latest
+    IF latest > 6 THEN
+        RAISE EXCEPTION 'oncegate: the database has version % of the contract, and this SQL makes version 6', latest
             USING ERRCODE = '55000', HINT = 'Take the SQL of a newer program.';
     END IF;
 END

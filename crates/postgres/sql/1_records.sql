@@ -51,11 +51,6 @@ CREATE OR REPLACE FUNCTION oncegate.watch_key(id bytea) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN hashtextextended(encode(id, 'hex'), 2003788899);
 
--- What costs nothing to see of a response in the published encoding, version 1: a status and two counts, 64 MiB at most.
-CREATE OR REPLACE FUNCTION oncegate.may_be_response(response bytea) RETURNS boolean
-LANGUAGE sql IMMUTABLE PARALLEL SAFE
-RETURN CASE WHEN octet_length(response) BETWEEN 7 AND 67108864 THEN get_byte(response, 0) = 1 ELSE false END;
-
 -- Tells whoever watches. Never waits: the lock is tried, and let go of in the same expression, so that nothing stays
 -- behind. Says nothing where the database does not want it (oncegate.notify = 'off', for transactions that are to be
 -- prepared), or where listeners leave notifications lie: a full queue would fail the transaction.
@@ -100,7 +95,7 @@ CREATE OR REPLACE FUNCTION oncegate.claim(
     lease_ms bigint,
     retention_ms bigint,
     on_abandoned text DEFAULT 'park',
-    caller bytea DEFAULT '\x0000000000000000',
+    caller bytea DEFAULT decode('0000000000000000', 'hex'),
     operation text DEFAULT '',
     OUT outcome text,
     OUT token bigint,
@@ -119,6 +114,11 @@ DECLARE
     is_live boolean;
     to_lock boolean := false;
     may_insert boolean := false;
+    -- No lease is longer.
+    longest CONSTANT bigint := 3600000;
+    -- How long the lease of another attempt can have been, where more than the longest one is left of it, because it was given
+    -- before the clock of the server was set back.
+    bound bigint;
 BEGIN
     IF claim.id IS NULL OR octet_length(claim.id) <> 32 THEN
         RAISE EXCEPTION 'oncegate: id must have 32 octets' USING ERRCODE = '22023';
@@ -187,9 +187,12 @@ BEGIN
                 RETURN;
             ELSIF r.state = 'in-progress' THEN
                 IF r.attempt <> claim.attempt AND clock < r.lease_until THEN
-                    outcome := 'in-progress';
-                    lease_left_ms := r.lease_until - clock;
-                    RETURN;
+                    bound := greatest(r.lease_until - r.changed_at, claim.lease_ms);
+                    IF r.lease_until - clock <= greatest(longest, bound) THEN
+                        outcome := 'in-progress';
+                        lease_left_ms := r.lease_until - clock;
+                        RETURN;
+                    END IF;
                 END IF;
             ELSIF r.state <> 'released' THEN
                 RAISE EXCEPTION 'oncegate: a record has a state that this contract does not know' USING ERRCODE = 'OG003';
@@ -238,6 +241,18 @@ BEGIN
                     lease_until = claim.lease_until,
                     expires_at = claim.lease_until + claim.retention_ms,
                     purge_at = oncegate.purge_at(t.purge_at, claim.lease_until + claim.retention_ms, clock)
+                WHERE t.id = claim.id;
+            RETURN;
+        END IF;
+        IF is_live AND r.state = 'in-progress' AND clock < r.lease_until THEN
+            -- Its owner may be alive: it keeps the record for as long as its lease can have been, from now on.
+            outcome := 'in-progress';
+            lease_left_ms := bound;
+            UPDATE oncegate.records AS t SET
+                    lease_until = clock + claim.lease_left_ms,
+                    changed_at = clock,
+                    expires_at = t.expires_at - t.lease_until + clock + claim.lease_left_ms,
+                    purge_at = oncegate.purge_at(t.purge_at, t.expires_at - t.lease_until + clock + claim.lease_left_ms, clock)
                 WHERE t.id = claim.id;
             RETURN;
         END IF;
@@ -614,7 +629,7 @@ LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     r oncegate.records;
-    last_id bytea := coalesce(list_records.after, '\x');
+    last_id bytea := coalesce(list_records.after, '');
     seen integer := 0;
     given integer := 0;
     octets bigint := 0;
@@ -891,70 +906,3 @@ BEGIN
     END LOOP;
 END
 $$;
-
--- A response in the published encoding, version 1, for callers that have no library for it:
--- u8 version | u16 status | u16 header fields | u16 trailer fields | (u16 name length, u32 value length, name, value)* | body
-CREATE OR REPLACE FUNCTION oncegate.response(status integer, header_names text[], header_values text[], body bytea) RETURNS bytea
-LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    fields integer := coalesce(array_length(header_names, 1), 0);
-    encoded bytea;
-    field_name bytea;
-    field_value bytea;
-BEGIN
-    IF status IS NULL OR status NOT BETWEEN 100 AND 999 OR fields > 128
-        OR fields <> coalesce(array_length(header_values, 1), 0)
-    THEN
-        RAISE EXCEPTION 'oncegate: a response has a status, and at most 128 header names with as many values'
-            USING ERRCODE = '22023';
-    END IF;
-    encoded := '\x01'::bytea || int2send(status::smallint) || int2send(fields::smallint) || int2send(0::smallint);
-    FOR n IN 1..fields LOOP
-        field_name := convert_to(lower(header_names[n]), 'UTF8');
-        field_value := convert_to(header_values[n], 'UTF8');
-        IF field_name IS NULL OR field_value IS NULL OR octet_length(field_name) > 32767 THEN
-            RAISE EXCEPTION 'oncegate: a header field has a name and a value' USING ERRCODE = '22023';
-        END IF;
-        encoded := encoded || int2send(octet_length(field_name)::smallint) || int4send(octet_length(field_value))
-            || field_name || field_value;
-    END LOOP;
-    RETURN encoded || coalesce(body, '\x'::bytea);
-END
-$$;
-
--- Whether octets are a response in the published encoding.
-CREATE OR REPLACE FUNCTION oncegate.is_response(response bytea) RETURNS boolean
-LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    size integer := octet_length(response);
-    fields integer;
-    place bigint := 7;
-    name_size integer;
-    value_size bigint;
-BEGIN
-    IF size < 7 OR size > 67108864 OR get_byte(response, 0) <> 1 THEN
-        RETURN false;
-    END IF;
-    fields := get_byte(response, 3) * 256 + get_byte(response, 4) + get_byte(response, 5) * 256 + get_byte(response, 6);
-    IF fields > 256 THEN
-        RETURN false;
-    END IF;
-    FOR n IN 1..fields LOOP
-        IF place + 6 > size THEN
-            RETURN false;
-        END IF;
-        name_size := get_byte(response, place::integer) * 256 + get_byte(response, place::integer + 1);
-        value_size := get_byte(response, place::integer + 2)::bigint * 16777216
-            + get_byte(response, place::integer + 3) * 65536
-            + get_byte(response, place::integer + 4) * 256 + get_byte(response, place::integer + 5);
-        place := place + 6 + name_size + value_size;
-        IF place > size THEN
-            RETURN false;
-        END IF;
-    END LOOP;
-    RETURN true;
-END
-$$;
-

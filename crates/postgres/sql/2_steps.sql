@@ -135,7 +135,7 @@ CREATE OR REPLACE FUNCTION oncegate.reserve_or_claim(
     lease_ms bigint,
     retention_ms bigint,
     on_abandoned text DEFAULT 'park',
-    caller bytea DEFAULT '\x0000000000000000',
+    caller bytea DEFAULT decode('0000000000000000', 'hex'),
     operation text DEFAULT '',
     OUT transaction bigint,
     OUT outcome text,

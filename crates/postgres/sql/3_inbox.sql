@@ -24,15 +24,16 @@ AS $$
 DECLARE
     key bytea := convert_to(message_record.message, 'UTF8');
     part bytea;
-    parts text[] := ARRAY['message', message_record.consumer] || message_record.kind;
-    said bytea := '\x';
+    parts text[];
+    said bytea := '';
 BEGIN
-    IF (message_record.consumer ~ '^[!-~]{1,100}$' AND octet_length(key) > 0 AND cardinality(message_record.kind) > 0
+    IF (message_record.consumer ~ '^[!-~]{1,100}$' COLLATE "C" AND octet_length(key) > 0 AND array_ndims(message_record.kind) = 1
         AND array_position(message_record.kind, NULL) IS NULL AND message_record.topic IS NOT NULL) IS NOT TRUE
     THEN
         RAISE EXCEPTION 'oncegate: a consumer has a name of 1 to 100 characters of ASCII without spaces, and a message an identity'
             USING ERRCODE = '22023';
     END IF;
+    parts := ARRAY['message', message_record.consumer] || message_record.kind;
     IF octet_length(key) > 255 THEN
         key := convert_to(encode(sha256(key), 'hex'), 'UTF8');
         parts := parts || 'sha256'::text;
@@ -51,7 +52,7 @@ CREATE OR REPLACE FUNCTION oncegate.check_messages(ids bytea[], retention_ms big
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    IF (cardinality(ids) <= 1000 AND array_position(ids, NULL) IS NULL) IS NOT TRUE
+    IF (cardinality(ids) <= 1000 AND coalesce(array_ndims(ids), 1) = 1 AND array_position(ids, NULL) IS NULL) IS NOT TRUE
         OR EXISTS (SELECT FROM unnest(ids) AS a (id) WHERE octet_length(a.id) <> 32)
     THEN
         RAISE EXCEPTION 'oncegate: a message is told by 32 octets, and a batch has 1000 messages at most' USING ERRCODE = '22023';
@@ -75,14 +76,14 @@ AS $$
 #variable_conflict use_column
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
-    ends CONSTANT bigint := clock + receive_many.retention_ms;
+    ends CONSTANT bigint := clock + least(receive_many.retention_ms, 34560000000);
     inserted bytea[];
     taken bytea[];
     taken_attempts integer[];
     buried bytea[];
 BEGIN
     PERFORM oncegate.check_messages(receive_many.ids, receive_many.retention_ms);
-    IF cardinality(receive_many.digests) <> cardinality(receive_many.ids) THEN
+    IF cardinality(receive_many.digests) <> cardinality(receive_many.ids) OR array_ndims(receive_many.digests) > 1 THEN
         RAISE EXCEPTION 'oncegate: there are as many digests as messages, or none' USING ERRCODE = '22023';
     END IF;
     WITH put AS (
@@ -171,7 +172,7 @@ AS $$
 #variable_conflict use_column
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
-    ends CONSTANT bigint := clock + begin_messages.retention_ms;
+    ends CONSTANT bigint := clock + least(begin_messages.retention_ms, 34560000000);
     inserted bytea[];
     taken bytea[];
     taken_attempts integer[];
@@ -252,7 +253,7 @@ LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
-    ends CONSTANT bigint := clock + message_failed.retention_ms;
+    ends CONSTANT bigint := clock + least(message_failed.retention_ms, 34560000000);
     r oncegate.processed;
 BEGIN
     PERFORM oncegate.check_messages(ARRAY[message_failed.id], message_failed.retention_ms);
@@ -333,7 +334,7 @@ LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     clock CONSTANT bigint := oncegate.now_ms();
-    ends CONSTANT bigint := clock + message_dead.retention_ms;
+    ends CONSTANT bigint := clock + least(message_dead.retention_ms, 34560000000);
     r oncegate.processed;
 BEGIN
     PERFORM oncegate.check_messages(ARRAY[message_dead.id], message_dead.retention_ms);

@@ -12,7 +12,7 @@
 CREATE OR REPLACE FUNCTION oncegate.message_id(clock bigint) RETURNS text
 LANGUAGE sql VOLATILE PARALLEL SAFE
 RETURN encode(overlay(uuid_send(gen_random_uuid()) PLACING substring(int8send(message_id.clock) FROM 3)
-    || set_byte('\x00', 0, floor(random() * 16)::integer + 112) FROM 1), 'hex')::uuid::text;
+    || set_byte(decode('00', 'hex'), 0, floor(random() * 16)::integer + 112) FROM 1), 'hex')::uuid::text;
 
 CREATE OR REPLACE FUNCTION oncegate.outbox_line(topic text, order_key bytea, seq bigint) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -50,7 +50,7 @@ DECLARE
     names CONSTANT text[] := coalesce(send.header_names, '{}');
     contents CONSTANT bytea[] := coalesce(send.header_values, '{}');
 BEGIN
-    IF (octet_length(send.topic) BETWEEN 1 AND 1024 AND send.topic !~ '[[:cntrl:]]') IS NOT TRUE THEN
+    IF (octet_length(send.topic) BETWEEN 1 AND 1024 AND send.topic !~ '[[:cntrl:]]' COLLATE "C") IS NOT TRUE THEN
         RAISE EXCEPTION 'oncegate: topic must have 1 to 1024 octets, and no control characters' USING ERRCODE = '22023';
     END IF;
     IF (octet_length(send.payload) <= 67108864) IS NOT TRUE THEN
@@ -60,7 +60,7 @@ BEGIN
         RAISE EXCEPTION 'oncegate: order_key must have 1024 octets at most' USING ERRCODE = '22023';
     END IF;
     IF octet_length(message_id) NOT BETWEEN 1 AND 255 OR octet_length(message_id) <> length(message_id)
-        OR message_id ~ '[[:cntrl:]]'
+        OR message_id ~ '[[:cntrl:]]' COLLATE "C"
     THEN
         RAISE EXCEPTION 'oncegate: id must have 1 to 255 octets of printable ASCII' USING ERRCODE = '22023';
     END IF;
@@ -138,7 +138,7 @@ DECLARE
     -- Nothing is held for longer: what seems to be was held before the clock was set back.
     longest CONSTANT bigint := clock + 3600000;
     -- Where the next line is looked for.
-    place bigint := coalesce(outbox_take.after + 1, (-9223372036854775808)::bigint);
+    place bigint := coalesce(nullif(outbox_take.after, 9223372036854775807) + 1, (-9223372036854775808)::bigint);
     looked integer := 0;
     rows_left integer := outbox_take.most_rows;
     octets_left bigint := outbox_take.most_octets;
@@ -153,9 +153,11 @@ DECLARE
     first bigint;
     upto bigint;
 BEGIN
-    IF (outbox_take.most_rows BETWEEN 1 AND 10000 AND outbox_take.run BETWEEN 1 AND 10000 AND outbox_take.most_octets > 0) IS NOT TRUE
+    IF (outbox_take.most_rows BETWEEN 1 AND 10000 AND outbox_take.run BETWEEN 1 AND 10000 AND outbox_take.most_octets > 0
+        AND coalesce(outbox_take.after, 0) < 9223372036854775807) IS NOT TRUE
     THEN
-        RAISE EXCEPTION 'oncegate: most_rows and run must be from 1 to 10000, and most_octets more than 0' USING ERRCODE = '22023';
+        RAISE EXCEPTION 'oncegate: most_rows and run must be from 1 to 10000, most_octets more than 0, and after no line behind all others'
+            USING ERRCODE = '22023';
     END IF;
     PERFORM oncegate.check_duration('lease_ms', outbox_take.lease_ms, 3600000);
 

@@ -62,4 +62,4 @@ BEGIN
 END
 $$;
 
-INSERT INTO oncegate.contract (version) SELECT v FROM generate_series(1, 5) AS v ON CONFLICT DO NOTHING;
+INSERT INTO oncegate.contract (version) SELECT v FROM generate_series(1, 6) AS v ON CONFLICT DO NOTHING;

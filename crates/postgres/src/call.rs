@@ -67,9 +67,13 @@ impl Call {
 
     /// Sends it as one message of the simple protocol, in one round trip, with nothing that outlives the transaction. All of
     /// the message is one transaction, at READ COMMITTED whatever the default of the role or the database is: above it, a call
-    /// fails or sees what was there before others committed.
+    /// fails or sees what was there before others committed. Answers of this protocol are text, and octets in it are hexadecimal
+    /// whatever that default is.
     pub(crate) async fn in_one_message(self, connection: &mut PgConnection) -> Result<Vec<PgRow>, Error> {
-        let sql = format!("SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {}", self.written_out());
+        let sql = format!(
+            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL bytea_output = hex; {}",
+            self.written_out()
+        );
         // Whatever came from outside is in here as hexadecimal digits only.
         sqlx::raw_sql(AssertSqlSafe(sql)).fetch_all(connection).await
     }

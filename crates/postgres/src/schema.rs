@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use sqlx::postgres::{PgConnectOptions, PgConnection};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgDatabaseError};
 use sqlx::{ConnectOptions as _, Connection as _, Error, Row as _};
 
 use crate::error::{OpenError, in_words};
@@ -14,12 +14,13 @@ use crate::options::PostgresOptions;
 use crate::pause::Pause;
 
 /// The version of the contract that this program needs.
-pub const VERSION: i32 = 5;
+pub const VERSION: i32 = 6;
 
 /// The parts of the text, in their order.
-const SQL: [&str; 6] = [
+const SQL: [&str; 7] = [
     include_str!("../sql/0_tables.sql"),
     include_str!("../sql/1_records.sql"),
+    include_str!("../sql/1_responses.sql"),
     include_str!("../sql/2_steps.sql"),
     include_str!("../sql/3_inbox.sql"),
     include_str!("../sql/4_outbox.sql"),
@@ -90,7 +91,7 @@ pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
     let [first, longest] = LOCK_PAUSES;
     let mut pause = Pause::new(first, longest);
     while let Err(error) = migrate(&mut connection).await {
-        if !is_locked(&error) {
+        if !is_in_the_way(&error) {
             return Err(not_applied(options, &error, &before));
         }
         if Instant::now() >= until {
@@ -132,9 +133,17 @@ async fn migrate(connection: &mut PgConnection) -> Result<(), Error> {
 }
 
 /// Another transaction was in the way; nothing was changed.
-fn is_locked(error: &Error) -> bool {
-    let code = error.as_database_error().and_then(|error| error.code());
-    matches!(code.as_deref(), Some("55P03" | "40P01"))
+fn is_in_the_way(error: &Error) -> bool {
+    let Some(error) = error.as_database_error() else { return false };
+    match error.code().as_deref() {
+        Some("55P03" | "40P01" | "40001") => true,
+        // A `GRANT` or `REVOKE` that commits at the same moment. The server has no code of its own for it, and says it in the
+        // language of `lc_messages`: which file it comes from is the same in all of them.
+        Some("XX000") => error.try_downcast_ref::<PgDatabaseError>().is_some_and(|error| {
+            error.routine() == Some("simple_heap_update") || error.routine() == Some("simple_heap_delete")
+        }),
+        _ => false,
+    }
 }
 
 /// Which sessions hold a table of the contract, as far as this role may know.
@@ -189,8 +198,10 @@ async fn look(connection: &mut PgConnection, options: &PostgresOptions) -> Resul
 /// `None` if there is a schema by this name that is not Oncegate's.
 async fn read_status(connection: &mut PgConnection) -> Result<Option<Status>, Error> {
     let mut transaction = connection.begin().await?;
-    // Operators cannot be named as functions can. With the transaction it is over: behind a pooler, too.
-    sqlx::raw_sql("SET LOCAL search_path = pg_catalog, pg_temp").execute(&mut *transaction).await?;
+    // Operators cannot be named as functions can, and a role may have a bound on its statements that is made for others. With the
+    // transaction both are over: behind a pooler, too.
+    let settings = "SET LOCAL statement_timeout = '60s'; SET LOCAL search_path = pg_catalog, pg_temp";
+    sqlx::raw_sql(settings).execute(&mut *transaction).await?;
     let mut status = Status { found: None, needed: VERSION, foreign_bindings: Vec::new() };
     // Read from the tables: what a session remembers of a schema that was not there may be old.
     let rows = sqlx::raw_sql(IS_THERE).fetch_all(&mut *transaction).await?;

@@ -37,9 +37,9 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(!ok && text.contains("error store postgres://oncegate@127.0.0.1:"), "{text}");
     assert!(!run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("now has version 5"), "{text}");
+    assert!(ok && text.contains("now has version 6"), "{text}");
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("has version 5 already"), "{text}");
+    assert!(ok && text.contains("has version 6 already"), "{text}");
     assert!(run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&check);
     assert!(ok && text.contains("can be used"), "{text}");
@@ -116,7 +116,7 @@ async fn a_database_that_is_bound_to_what_others_own_is_told_and_repaired() {
     }
     let (ok, text) = run(&["schema", "apply", "postgres"]);
     assert!(
-        ok && text.contains("from version 4 to 5") && text.contains(&format!("repaired: {binding}")),
+        ok && text.contains("from version 4 to 6") && text.contains(&format!("repaired: {binding}")),
         "{text}"
     );
     for command in [&check[..], &["schema", "status", "postgres"]] {

@@ -131,7 +131,7 @@ async function main(url) {
   await assert.rejects(claim(db, randomBytes(32), { onAbandoned: HOSTILE }), { code: '22023' })
   await assert.rejects(claim(db, randomBytes(32), { leaseMs: -1 }), { code: '22023' })
   await assert.rejects(db.query('SELECT oncegate.complete($1, $2, $3)', [record, '1', body]), { code: /^(22023|OG001)$/ })
-  assert.equal((await db.query('SELECT oncegate.contract_version() AS version')).rows[0].version, 5)
+  assert.equal((await db.query('SELECT oncegate.contract_version() AS version')).rows[0].version, 6)
 
   await Promise.all([db.end(), app.end()])
   console.log('ok')

@@ -7,16 +7,18 @@ use oncegate_core::{
     AuditEntry, Capabilities, Claim, Clock as _, Command, Durability, FencingToken, Grant, ListPage,
     ListQuery, OnAbandoned, Outcome, Record, RecordId, Store, StoreFuture, StoredResponse, Timestamp,
 };
-use oncegate_postgres::PostgresStore;
+use oncegate_postgres::{PostgresStore, schema};
 use oncegate_testkit::ManualClock;
-use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators, check_steps};
+use oncegate_testkit::conformance::{
+    Suite, check_clock_set_back, check_concurrent_claims, check_operators, check_steps,
+};
 use sqlx::Row as _;
 use sqlx::postgres::PgConnection;
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
 
-use crate::pooler;
 use crate::support::{Database, run};
+use crate::{pooler, settings};
 
 const TEST_CLOCK: &str = "
     CREATE TABLE oncegate.test_clock (millis bigint NOT NULL);
@@ -146,14 +148,18 @@ impl Store for Clocked {
 
 fn conforms(cases: u32, pooler: bool, batched: bool) {
     let runtime = Runtime::new().unwrap();
-    let (database, control) = runtime.block_on(async {
-        let database = Database::fresh().await;
+    let database = runtime.block_on(Database::fresh());
+    conforms_in(&runtime, &database, cases, pooler, batched);
+}
+
+fn conforms_in(runtime: &Runtime, database: &Database, cases: u32, pooler: bool, batched: bool) {
+    let control = runtime.block_on(async {
         let mut control = database.connect().await;
         run(&mut control, TEST_CLOCK).await;
-        (database, Arc::new(Mutex::new((control, Timestamp::default()))))
+        Arc::new(Mutex::new((control, Timestamp::default())))
     });
-    let bouncer = pooler.then(|| runtime.block_on(pooler::bouncer(&database, 2)));
-    let options = bouncer.as_ref().map_or_else(|| database.options(), |it| pooler::options(it, &database));
+    let bouncer = pooler.then(|| runtime.block_on(pooler::bouncer(database, 2)));
+    let options = bouncer.as_ref().map_or_else(|| database.options(), |it| pooler::options(it, database));
     let options = options.with_pool_size(2).unwrap();
     let empty = "TRUNCATE oncegate.records, oncegate.audit RESTART IDENTITY; UPDATE oncegate.purge_marks SET place = 0";
     Suite::new().with_cases(cases).check(|| {
@@ -173,6 +179,41 @@ fn the_postgres_store_conforms() {
 #[test]
 fn it_conforms_behind_pgbouncer() {
     conforms(8, true, false);
+}
+
+/// Through a pooler no setting is sent, so that those of the database count.
+#[test]
+fn it_conforms_under_settings_of_the_database() {
+    let runtime = Runtime::new().unwrap();
+    let database = runtime.block_on(async {
+        let database = Database::empty().await;
+        settings::set_all(&database).await;
+        schema::apply(&database.options()).await.unwrap();
+        // A store that may only read takes no write.
+        let mut owner = database.connect().await;
+        run(&mut owner, "SET default_transaction_read_only = off").await;
+        let reset = format!("ALTER DATABASE {} RESET default_transaction_read_only", database.name);
+        run(&mut owner, &reset).await;
+        database
+    });
+    conforms_in(&runtime, &database, 8, true, false);
+}
+
+#[test]
+fn a_clock_that_is_set_back_blocks_no_key() {
+    for batched in [false, true] {
+        let runtime = Runtime::new().unwrap();
+        let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
+        let (_database, store) = runtime.block_on(async {
+            let database = Database::fresh().await;
+            let mut control = database.connect().await;
+            run(&mut control, TEST_CLOCK).await;
+            let control = Arc::new(Mutex::new((control, Timestamp::default())));
+            let store = database.store().await;
+            (database, Clocked { store, clock: clock.clone(), control, batched })
+        });
+        check_clock_set_back(&store, &clock);
+    }
 }
 
 #[test]

@@ -500,6 +500,17 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
     run(&mut app, &format!("SELECT oncegate.complete({}, {owner})", sql_id(id(1)))).await;
     let record = store.lookup(id(1)).await.unwrap().unwrap();
     assert_eq!(record.state, State::Completed(Answer::Awaited));
+    // A service encodes its answer in the same statement.
+    let owner = token(&store.apply(id(3), claims(1)).await.unwrap());
+    let response = "oncegate.response(201, ARRAY['Content-Type'], ARRAY['text/plain'], 'paid')";
+    run(&mut app, &format!("SELECT oncegate.complete({}, {owner}, {response})", sql_id(id(3)))).await;
+    let record = store.lookup(id(3)).await.unwrap().unwrap();
+    assert!(
+        matches!(&record.state, State::Completed(Answer::Replayable(it)) if it.status() == 201),
+        "{record:?}"
+    );
+    run(&mut admin, &format!("GRANT EXECUTE ON FUNCTION oncegate.is_response TO {name}")).await;
+    run(&mut app, &format!("SELECT oncegate.is_response({response})")).await;
     // The store's own role needs no more than the functions.
     run(&mut admin, &format!("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO {name}")).await;
     let url =

@@ -13,6 +13,7 @@ mod python;
 mod reserved;
 mod rows;
 mod schema;
+mod settings;
 mod support;
 mod transact;
 mod transactions;

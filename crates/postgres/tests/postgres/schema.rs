@@ -223,8 +223,34 @@ async fn a_database_without_marks_gets_them_and_the_right_to_read_them() {
     assert_eq!(store.apply(id, Command::Resolve(park)).await.unwrap(), refused);
 }
 
+/// What version 5 had: functions that read a string by the settings of the session that calls them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_of_version_5_is_refused_and_gets_functions_that_settings_do_not_change() {
+    let database = Database::fresh().await;
+    let mut owner = database.connect().await;
+    let clean = bindings(&database).await;
+    run(
+        &mut owner,
+        r"CREATE OR REPLACE FUNCTION oncegate.may_be_response(response bytea) RETURNS boolean
+            LANGUAGE sql IMMUTABLE PARALLEL SAFE
+            RETURN CASE WHEN octet_length(response) BETWEEN 7 AND 67108864 THEN get_byte(response, 0) = 1 ELSE false END;
+        CREATE OR REPLACE FUNCTION oncegate.message_record(consumer text, message text, kind text[] DEFAULT ARRAY['own'],
+            topic text DEFAULT '') RETURNS bytea
+            LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+            AS $$ DECLARE said bytea := '\x'; BEGIN RETURN said; END $$;
+        DROP FUNCTION oncegate.is_field;
+        DELETE FROM oncegate.contract WHERE version > 5",
+    )
+    .await;
+    let error = PostgresStore::open(database.options()).await.unwrap_err();
+    assert!(matches!(error, OpenError::NoContract { found: Some(5), .. }), "{error}");
+    assert_eq!(schema::apply(&database.options()).await.unwrap().found, Some(5));
+    PostgresStore::open(database.options()).await.unwrap();
+    assert_eq!(bindings(&database).await, clean);
+}
+
 /// Everything in the schema, what it depends on, and how the server wrote it down.
-async fn bindings(database: &Database) -> Vec<String> {
+pub(crate) async fn bindings(database: &Database) -> Vec<String> {
     let sql = "SET search_path = pg_catalog; \
         WITH RECURSIVE parts AS ( \
             SELECT d.classid, d.objid FROM pg_depend AS d WHERE d.refclassid = 'pg_namespace'::regclass \
