@@ -89,7 +89,17 @@ async fn a_change_of_the_servers_configuration_is_told() {
     server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
     until("it is ready again", async || admin("/readyz").await.0 == 200).await;
     until("new keys are executed again", async || sidecar.ask(&post("order-2")).await.status() == 201).await;
-    assert_eq!(service.requests(), 2);
+    // A right that is taken away, too.
+    server.command(&["ACL", "SETUSER", "app", "-hset"]).unwrap();
+    sidecar.ask(&post("order-3")).await.is_problem(503, "store-unavailable");
+    let (status, why) = admin("/readyz").await;
+    assert!(status == 503 && why.contains("does not allow the user HSET on oncegate:*"), "{status} {why}");
+    until("it is degraded", async || admin("/metrics").await.1.contains("\noncegate_degraded 1")).await;
+    assert!(sidecar.ask(&post("order-1")).await.has_status(201).is_replay());
+    server.command(&["ACL", "SETUSER", "app", "+hset"]).unwrap();
+    until("it is ready again", async || admin("/readyz").await.0 == 200).await;
+    until("new keys are executed again", async || sidecar.ask(&post("order-3")).await.status() == 201).await;
+    assert_eq!(service.requests(), 3);
     sidecar.process.signal(Signal::TERM);
     let log = sidecar.process.errors().await;
     for said in ["appendfsync everysec", "maxmemory-policy is allkeys-lru", "new keys are executed again"] {
@@ -147,7 +157,12 @@ async fn check_says_what_the_server_can_lose() {
     assert!(text.lines().all(|line| line.starts_with("ok    ")), "{text}");
     let (code, text) = check(&good.url().replace("hunter2", "hunter22")).await;
     assert!(code == Some(1) && text.contains("does not accept the user and the password"), "{text}");
+    good.command(&["ACL", "SETUSER", "app", "-hset"]).unwrap();
+    let (code, text) = check(&good.url()).await;
+    assert!(code == Some(1) && text.contains("does not allow the user HSET on oncegate:*"), "{text}");
     let weak = RedisServer::start(RedisOptions::new()).unwrap();
+    let (code, text) = check(&format!("{}?wait-replicas=1", weak.url())).await;
+    assert!(code == Some(1) && text.contains("wait-replicas is 1, and the server has 0 replicas"), "{text}");
     let (code, text) = check(&weak.url()).await;
     assert!(code == Some(0) && text.contains("appendonly no: a server that stops loses"), "{text}");
     weak.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();

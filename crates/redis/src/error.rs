@@ -46,6 +46,8 @@ pub(crate) enum Failure {
     Lost(&'static str),
     /// The server said no, with this code.
     Refused(String),
+    /// A script found a record that cannot be read, for this reason.
+    Corrupt(String),
     /// The server said something that makes no sense.
     Senseless,
     /// The server cannot do what it is there for.
@@ -75,7 +77,13 @@ impl Failure {
     pub(crate) fn of(error: &RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) | ErrorKind::Extension => {
-                Self::Refused(code_of(error.code().unwrap_or_default()))
+                let (code, words) = (error.code().unwrap_or_default(), error.detail().unwrap_or_default());
+                match code {
+                    // What a command of a script is refused with has no code of its own.
+                    "ERR" if is_about_rights(words) => Self::Refused("NOPERM".to_owned()),
+                    "CORRUPT" => Self::Corrupt(damage_of(words)),
+                    _ => Self::Refused(code_of(code)),
+                }
             }
             ErrorKind::AuthenticationFailed => Self::Refused("WRONGPASS".to_owned()),
             ErrorKind::Parse | ErrorKind::UnexpectedReturnType => Self::Senseless,
@@ -94,12 +102,28 @@ impl Failure {
             Self::Refused(code) => {
                 matches!(code.as_str(), "READONLY" | "MASTERDOWN" | "LOADING" | "NOAUTH" | "WRONGPASS")
             }
-            Self::NotSent(_) | Self::Unfit(_) => false,
+            Self::NotSent(_) | Self::Unfit(_) | Self::Corrupt(_) => false,
         }
     }
 
     pub(crate) fn is(&self, code: &str) -> bool {
         matches!(self, Self::Refused(found) if found == code)
+    }
+}
+
+/// Redis 7.0 says the one, later ones and Valkey the other.
+fn is_about_rights(words: &str) -> bool {
+    words.contains("The user executing the script can't ") || words.contains("ACL failure in script")
+}
+
+/// What a script of the contract says of a record. It holds nothing of the record, but a server may say anything.
+fn damage_of(words: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || " ,-".contains(c);
+    let words = words.trim();
+    if !words.is_empty() && words.len() <= 100 && words.chars().all(is_plain) {
+        words.to_owned()
+    } else {
+        "the server does not say why".to_owned()
     }
 }
 
@@ -122,6 +146,7 @@ impl fmt::Display for Failure {
                 Some((_, words)) => write!(f, "{words} ({code})"),
                 None => write!(f, "the server refused the command ({code})"),
             },
+            Self::Corrupt(why) => write!(f, "the record in Redis cannot be read: {why}"),
             Self::Senseless => f.write_str("the server's answer makes no sense"),
         }
     }
@@ -130,9 +155,10 @@ impl fmt::Display for Failure {
 impl From<Failure> for StoreError {
     fn from(failure: Failure) -> Self {
         match &failure {
-            Failure::Refused(code) if code == "CORRUPT" || code == "WRONGTYPE" => {
-                Self::corrupt("the record in Redis cannot be read; nothing was changed")
-            }
+            Failure::Corrupt(_) => Self::corrupt(format!("{failure}; nothing was changed")),
+            Failure::Refused(code) if code == "WRONGTYPE" => Self::corrupt(
+                "the record in Redis cannot be read: its key holds no hash; nothing was changed",
+            ),
             Failure::Refused(code) if code == "INVALID" => {
                 Self::invalid("an argument is beyond what the contract of the Redis store allows")
             }

@@ -63,6 +63,7 @@ mod list;
 mod options;
 mod probe;
 mod replicas;
+mod rights;
 mod slots;
 mod store;
 mod watch;

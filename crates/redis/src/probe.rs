@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::time::Duration;
 
 use oncegate_core::{Capabilities, Durability, Fencing};
 use redis::{Value, cmd};
@@ -10,6 +11,7 @@ use crate::contract::AUDIT_KEY;
 use crate::error::{Failure, OpenError};
 use crate::link::{Wire, ask_all};
 use crate::options::{RedisOptions, Topology, Wait};
+use crate::rights::{Refused, refused};
 
 /// How bad a [`Finding`] is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +48,10 @@ pub(crate) struct Server {
     /// Whether it does not flush while it rewrites its append-only file.
     pub(crate) pauses: bool,
     pub(crate) replicas: Option<u64>,
+    /// How many replicas are connected and have acknowledged something lately: the fewest and the most of one primary.
+    pub(crate) live_replicas: Option<(u64, u64)>,
+    /// What the user of this store may not call.
+    pub(crate) refused: Refused,
     /// Whether the default user may write records. Redis loads its append-only file in that user's name.
     pub(crate) default_writes: Option<bool>,
     pub(crate) fails_over: bool,
@@ -65,7 +71,30 @@ pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Serve
             Some(other) => other.or_worse(server),
         });
     }
-    worst.ok_or_else(|| OpenError::Unreachable("the Cluster has no primary".to_owned()))
+    let mut worst = worst.ok_or_else(|| OpenError::Unreachable("the Cluster has no primary".to_owned()))?;
+    // A part of a Cluster that is down says nothing about rights; other questions find that out.
+    worst.refused = refused(wire, options.timeout).await.unwrap_or_default();
+    Ok(worst)
+}
+
+/// A replica that has said nothing for longer is not counted. The same as the server's own `min-replicas-max-lag` by default.
+const LAG_MAX: Duration = Duration::from_secs(10);
+
+/// How many replicas a primary has that could acknowledge a write in time. `None` if it does not say.
+fn live_replicas(node: &Node, wait: Option<Wait>) -> Option<u64> {
+    node.get("connected_slaves")?;
+    let most = wait.map_or(LAG_MAX, |wait| wait.timeout.max(LAG_MAX)).as_secs();
+    let is_live = |about: &str| {
+        let get = |name: &str| about.split(',').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
+        let lag = get("lag").and_then(|lag| lag.parse::<u64>().ok());
+        get("state") == Some("online") && lag.is_none_or(|lag| lag <= most)
+    };
+    let is_number = |name: &str| {
+        let digits = name.strip_prefix("slave").unwrap_or_default();
+        !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit())
+    };
+    let count = node.iter().filter(|(name, about)| is_number(name) && is_live(about)).count();
+    u64::try_from(count).ok()
 }
 
 /// Refuses a server whose configuration would lose records although the options do not accept that.
@@ -249,6 +278,8 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
         fsync: get("appendfsync"),
         pauses: get(PAUSES).is_some(),
         replicas: get("connected_slaves").and_then(|count| count.parse().ok()),
+        live_replicas: live_replicas(node, options.wait).map(|count| (count, count)),
+        refused: Refused::default(),
         default_writes: node.get(DEFAULT_WRITES).map(|writes| writes == "true"),
         fails_over: options.topology != Topology::Single,
         wait: options.wait,
@@ -271,6 +302,8 @@ impl Server {
             self.fsync = other.fsync;
         }
         self.replicas = self.replicas.zip(other.replicas).map(|(one, two)| one.max(two));
+        let live = self.live_replicas.zip(other.live_replicas);
+        self.live_replicas = live.map(|(one, two)| (one.0.min(two.0), one.1.max(two.1)));
         self
     }
 
@@ -283,6 +316,24 @@ impl Server {
             && !self.fails_over
             && !self.evicts
             && self.policy.is_some()
+    }
+
+    /// Why no request with a new key can be executed at the moment, if that is known.
+    pub(crate) fn stopped(&self) -> Option<String> {
+        let refused = &self.refused.of_requests;
+        if !refused.is_empty() {
+            let names = refused.join(", ");
+            return Some(format!(
+                "the server's ACL does not allow the user {names} on oncegate:*, and no request with a key can be executed; \
+                 grant it (docs/reference/store-contract-redis.md has all that is needed)"
+            ));
+        }
+        let wanted = self.wait.map_or(0, |wait| wait.replicas);
+        let (_, most) = self.live_replicas.filter(|(_, most)| *most < u64::from(wanted))?;
+        Some(format!(
+            "wait-replicas is {wanted}, and the server has {most} replicas that are connected and keep up: no request with a new \
+             key can be executed until there are enough"
+        ))
     }
 
     /// What the store may promise on this server.
@@ -365,6 +416,23 @@ impl Server {
                  their keys execute again"
             }));
         }
+        if let Some(why) = self.stopped() {
+            found.push(warning(&why));
+        } else if let (Some(wait), Some((fewest, _))) = (self.wait, self.live_replicas)
+            && fewest < u64::from(wait.replicas)
+        {
+            found.push(warning(&format!(
+                "wait-replicas is {}, and a primary of the Cluster has {fewest} replicas that are connected and keep up: no request \
+                 with a new key of its part can be executed until there are enough",
+                wait.replicas
+            )));
+        }
+        if !self.refused.of_operators.is_empty() {
+            let names = self.refused.of_operators.join(", ");
+            found.push(warning(&format!(
+                "the server's ACL does not allow the user {names} on oncegate:{{audit}}: operators can resolve no record"
+            )));
+        }
         if self.replicas.is_none() {
             found.push(warning("whether there are replicas could not be read (INFO is not allowed)"));
         }
@@ -383,6 +451,7 @@ mod tests {
             aof: Some(true),
             fsync: Some("always".to_owned()),
             replicas: Some(0),
+            live_replicas: Some((0, 0)),
             default_writes: Some(true),
             waitaof: true,
             ..Server::default()

@@ -385,7 +385,11 @@ impl Shared {
         self.link.inspect(&connection).await.map_err(|error| match error {
             OpenError::Unreachable(what) => StoreError::unavailable(format!("Redis: {what}")),
             OpenError::Unfit(what) => StoreError::invalid(what),
-        })
+        })?;
+        match self.link.server().stopped() {
+            Some(why) => Err(StoreError::unavailable(format!("Redis: {why}")).with_extent(Extent::Writes)),
+            None => Ok(()),
+        }
     }
 
     fn now(&self) -> Timestamp {

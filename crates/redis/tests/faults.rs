@@ -429,6 +429,66 @@ async fn what_may_not_be_asked_is_said_and_promised_for() {
     assert_eq!(store.list(ListQuery::default()).await.unwrap().records.len(), 1);
 }
 
+/// Rights may be taken away while everything runs. A sidecar whose claims are all refused is of no use to a load balancer.
+#[tokio::test]
+async fn a_command_that_the_acl_takes_away_is_named() {
+    let rules = "~oncegate:* &oncegate:* -@all +eval +evalsha +time +type +hmget +hget +hset +hdel +hstrlen +del +pexpireat \
+        +spublish +xadd +xrevrange +ping +scan +set +info +config|get +acl|dryrun +hello +ssubscribe +sunsubscribe +client|setinfo";
+    let page = include_str!("../../../docs/reference/store-contract-redis.md");
+    for rule in rules.split_whitespace().filter(|rule| *rule != "+client|setinfo") {
+        assert!(page.contains(rule), "the page lacks {rule}");
+    }
+    let rules =
+        if server_version() < (7, 2) { rules.replace(" +client|setinfo", "") } else { rules.to_owned() };
+    let options = ServerOptions::new().with_user("app", "secret", &rules);
+    let server = start(options.with("user admin on >secret ~* &* +@all"));
+    let admin = redis::Client::open(format!("redis://admin:secret@127.0.0.1:{}", server.port())).unwrap();
+    let mut admin = admin.get_connection().unwrap();
+    let mut acl = |rule: &str| {
+        redis::cmd("ACL").arg("SETUSER").arg("app").arg(rule).exec(&mut admin).unwrap();
+    };
+    let store = open(&server.url()).await;
+    store.check().await.unwrap();
+    assert!(
+        store.findings().iter().all(|f| !f.text.contains("ACL does not allow")),
+        "{:?}",
+        store.findings()
+    );
+    for command in ["time", "type", "hmget", "hget", "hset", "hdel", "hstrlen", "del", "pexpireat", "eval"] {
+        acl(&format!("-{command}"));
+        let error = store.check().await.unwrap_err();
+        assert_eq!((error.kind(), error.extent()), (StoreErrorKind::Unavailable, Extent::Writes), "{error}");
+        let named = format!("does not allow the user {} on oncegate:*", command.to_uppercase());
+        assert!(error.to_string().contains(&named), "{command}: {error}");
+        assert!(store.findings().iter().any(|f| f.gravity == Gravity::Warning && f.text.contains(&named)));
+        if command == "hset" {
+            let error = try_claim(&store, 1, 1).await.unwrap_err().to_string();
+            assert!(error.contains("the server's ACL does not allow the command"), "{error}");
+        }
+        acl(&format!("+{command}"));
+        store.check().await.unwrap();
+    }
+    // What only operators need keeps no request from being executed.
+    acl("-xadd");
+    store.check().await.unwrap();
+    assert!(
+        store.findings().iter().any(|f| f.text.contains("XADD on oncegate:{audit}")),
+        "{:?}",
+        store.findings()
+    );
+    granted(&store, 1, 1).await;
+    let left = redis::cmd("KEYS").arg("*check}?*").query::<Vec<String>>(&mut admin).unwrap();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+fn server_version() -> (u32, u32) {
+    let said = std::process::Command::new("redis-server").arg("--version").output().unwrap().stdout;
+    let said = String::from_utf8(said).unwrap();
+    let (_, version) = said.split_once("v=").unwrap();
+    let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
+    (numbers.next().unwrap(), numbers.next().unwrap())
+}
+
 #[tokio::test]
 async fn a_default_user_without_rights_is_pointed_out_because_of_what_a_restart_then_skips() {
     let options = ServerOptions::new().with_appendfsync("always").with_user("app", "secret", "~* &* +@all");

@@ -38,7 +38,7 @@ impl World {
     }
 
     fn signal(&self, signal: &str) {
-        let pid = self.replica.pid().unwrap().to_string();
+        let Some(pid) = self.replica.pid().map(|pid| pid.to_string()) else { return };
         assert!(Process::new("kill").args([signal, &pid]).status().unwrap().success());
     }
 
@@ -116,6 +116,36 @@ async fn what_too_few_replicas_have_does_not_count_and_may_be_sent_again() {
     assert!(matches!(again, Outcome::Execute(_)), "{again:?}");
     let again = until_ok(|| store.apply(id(1), completion(done.token, 1))).await;
     assert_eq!(again, Outcome::Completed);
+}
+
+/// Nothing can be executed then, so whoever asks whether the store would take a write has to be told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn replicas_that_are_not_there_are_told_by_a_check() {
+    let mut world = World::start();
+    let more = world.url(Duration::from_secs(1)).replace("wait-replicas=1", "wait-replicas=2");
+    let error = open(&more).await.check().await.unwrap_err();
+    too_few(&error);
+    assert!(error.to_string().contains("wait-replicas is 2, and the server has 1 replicas"), "{error}");
+    let store = open(&world.url(Duration::from_secs(1))).await;
+    until_ok(|| store.check()).await;
+    world.replica.kill();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let error = loop {
+        match store.check().await {
+            Err(error) => break error,
+            Ok(()) => assert!(Instant::now() < deadline, "nobody says that the replica is away"),
+        }
+    };
+    too_few(&error);
+    let said = "wait-replicas is 1, and the server has 0 replicas";
+    assert!(error.to_string().contains(said), "{error}");
+    assert!(store.findings().iter().any(|finding| finding.text.contains(said)), "{:?}", store.findings());
+    // What needs no write is still answered.
+    assert!(store.lookup(id(1)).await.unwrap().is_none());
+    world.replica.restart().unwrap();
+    until_ok(|| store.check()).await;
+    let granted = until_ok(|| try_claim(&store, 1, 1)).await;
+    assert!(matches!(granted, Outcome::Execute(_)), "{granted:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,0 +1,73 @@
+//! Whether the user may call what the scripts call.
+//!
+//! Asked of the server by a script that calls each command once, on keys that are gone at once. `ACL DRYRUN` would say the
+//! same of the user, if the user may call it, but not of commands that the server was told to rename.
+
+use std::time::Duration;
+
+use redis::cmd;
+
+use crate::error::Failure;
+use crate::link::{Wire, ask_one};
+
+/// In one slot of a Cluster with what a check writes.
+const KEYS: [&str; 2] = ["oncegate:{check}hash", "oncegate:{check}stream"];
+
+/// Answers with the commands that are refused. The first ones are those of a request, the others those of the audit trail.
+const SCRIPT: &str = "\
+local refused = {}
+local function try(name, ...)
+  local answer = redis.pcall(name, ...)
+  local why = type(answer) == 'table' and answer.err and string.lower(answer.err)
+  -- Another error, such as that memory is used up, is not about rights.
+  if why and (string.find(why, 'acl failure', 1, true) or string.find(why, 'no permissions', 1, true)
+    or string.find(why, 'executing the script can', 1, true) or string.find(why, 'unknown redis command', 1, true)
+    or string.find(why, 'unknown command', 1, true)) then
+    table.insert(refused, name)
+  end
+end
+local hash, stream = KEYS[1], KEYS[2]
+try('TIME')
+try('TYPE', hash)
+try('HSET', hash, 'a', '1')
+try('PEXPIREAT', hash, ARGV[1])
+try('HGET', hash, 'a')
+try('HMGET', hash, 'a')
+try('HSTRLEN', hash, 'a')
+try('HDEL', hash, 'a')
+try('DEL', hash)
+try('XADD', stream, 'MAXLEN', '0', '*', 'a', '1')
+try('XREVRANGE', stream, '+', '-', 'COUNT', '1')
+redis.pcall('DEL', stream)
+return refused
+";
+
+/// Which of them only the audit trail needs.
+const OF_OPERATORS: [&str; 2] = ["XADD", "XREVRANGE"];
+
+/// Commands that the server refuses to the user.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Refused {
+    /// Those without which no request with a key can be executed.
+    pub(crate) of_requests: Vec<String>,
+    /// Those without which no operator can resolve a record.
+    pub(crate) of_operators: Vec<String>,
+}
+
+/// Asks the server, or the node of a Cluster that has the keys.
+///
+/// # Errors
+/// If the server does not answer, or cannot run a script now.
+pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<Refused, Failure> {
+    let mut command = cmd("EVAL");
+    // Long ago, so that the key is gone at once even if it cannot be deleted.
+    command.arg(SCRIPT).arg(KEYS.len()).arg(&KEYS).arg(1);
+    let names = match ask_one(wire, &command, limit).await {
+        Ok(answer) => redis::from_redis_value::<Vec<String>>(answer).map_err(|_| Failure::Senseless)?,
+        Err(failure) if failure.is("NOPERM") => vec!["EVAL".to_owned()],
+        Err(failure) => return Err(failure),
+    };
+    let (of_operators, of_requests) =
+        names.into_iter().partition(|name| OF_OPERATORS.contains(&name.as_str()));
+    Ok(Refused { of_requests, of_operators })
+}
