@@ -44,12 +44,15 @@ pub(crate) fn strange() -> StoreError {
     StoreError::invalid("PostgreSQL gave an answer that is not that of the contract")
 }
 
-fn corrupt() -> StoreError {
-    StoreError::corrupt("a record in PostgreSQL is damaged, or was written by a newer program")
+/// Names the column and nothing that is in it.
+fn corrupt(column: &str) -> StoreError {
+    StoreError::corrupt(format!(
+        "the record in PostgreSQL is damaged, or was written by a newer program: its {column} cannot be read"
+    ))
 }
 
 pub(crate) fn number(row: &PgRow, name: &str) -> Result<u64, StoreError> {
-    u64::try_from(column::<i64>(row, name)?).map_err(|_| corrupt())
+    u64::try_from(column::<i64>(row, name)?).map_err(|_| corrupt(name))
 }
 
 fn time(row: &PgRow, name: &str) -> Result<Timestamp, StoreError> {
@@ -57,7 +60,7 @@ fn time(row: &PgRow, name: &str) -> Result<Timestamp, StoreError> {
 }
 
 fn octets<const N: usize>(row: &PgRow, name: &str) -> Result<[u8; N], StoreError> {
-    column::<Vec<u8>>(row, name)?.try_into().map_err(|_| corrupt())
+    column::<Vec<u8>>(row, name)?.try_into().map_err(|_| corrupt(name))
 }
 
 fn response(row: &PgRow) -> Result<StoredResponse, StoreError> {
@@ -65,7 +68,7 @@ fn response(row: &PgRow) -> Result<StoredResponse, StoreError> {
 }
 
 fn decode(octets: Vec<u8>) -> Result<StoredResponse, StoreError> {
-    StoredResponse::decode(Bytes::from(octets)).ok_or_else(corrupt)
+    StoredResponse::decode(Bytes::from(octets)).ok_or_else(|| corrupt("response"))
 }
 
 /// What an outcome by this name is, with the rest of its row.
@@ -122,11 +125,11 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
         "awaited" => State::Completed(Answer::Awaited),
         "tombstone" => State::Completed(Answer::Tombstone),
         "released" => State::Released,
-        _ => return Err(corrupt()),
+        _ => return Err(corrupt("state")),
     };
     let [version, digest @ ..] = octets::<33>(row, "fingerprint")?;
     let label = Label::new(CallerTag::from_bytes(octets(row, "caller")?), column(row, "operation")?);
-    let fingerprint = Fingerprint::from_parts(version, digest).ok_or_else(corrupt)?;
+    let fingerprint = Fingerprint::from_parts(version, digest).ok_or_else(|| corrupt("fingerprint"))?;
     let token = FencingToken::new(number(row, "token")?);
     let mut record = Record::new(fingerprint, token, state, label, time(row, "created_at")?);
     record.attempts = u32::try_from(number(row, "attempts")?).unwrap_or(u32::MAX);
@@ -139,14 +142,16 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
 pub(crate) fn whole_record(row: &PgRow) -> Result<Record, StoreError> {
     let mut record = record(row)?;
     record.by_operator = column(row, "by_operator")?;
-    let key = maybe::<Vec<u8>>(row, "key_tag")?.map(|tag| tag.try_into().map_err(|_| corrupt()));
+    let key = maybe::<Vec<u8>>(row, "key_tag")?.map(|tag| tag.try_into().map_err(|_| corrupt("key_tag")));
     record.label = record.label.with_key(key.transpose()?.map(KeyTag::from_bytes));
     if let Some(names) = maybe::<Vec<String>>(row, "names")? {
         let results = column::<Vec<Vec<u8>>>(row, "results")?;
         if names.len() != results.len() {
-            return Err(corrupt());
+            return Err(corrupt("step_results"));
         }
-        let step = |(name, result): (String, Vec<u8>)| Step::new(&name, result.into()).map_err(|_| corrupt());
+        let step = |(name, result): (String, Vec<u8>)| {
+            Step::new(&name, result.into()).map_err(|_| corrupt("step_names"))
+        };
         record.steps = names.into_iter().zip(results).map(step).collect::<Result<_, _>>()?;
     }
     Ok(record)

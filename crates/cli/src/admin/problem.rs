@@ -108,7 +108,10 @@ impl Problem {
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "record-corrupt",
                 "The record cannot be read",
-                format!("{words}. It is never executed. Keep a copy of the store and run `oncegate check`."),
+                format!(
+                    "{words}. Its key is refused, and never executed, for as long as it is there. How to look at it, and how to free the \
+                     key, is in docs/reference/admin.md under \"A record that cannot be read\"."
+                ),
             ),
             StoreErrorKind::Unavailable => Self::new(
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -193,7 +196,8 @@ mod tests {
     fn the_detail_of_a_store_error_has_its_causes() {
         let error = StoreError::corrupt("the record cannot be read").with_source("its checksum is wrong");
         let problem = Problem::store(&error);
-        let start = "the record cannot be read: its checksum is wrong. It is never executed.";
+        let start =
+            "the record cannot be read: its checksum is wrong. Its key is refused, and never executed";
         assert!(problem.detail.starts_with(start), "{}", problem.detail);
     }
 

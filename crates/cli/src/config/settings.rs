@@ -209,8 +209,8 @@ settings! {
     store_must_exist: bool = units::boolean;
 
     /// The name of the service that is protected, 1 to 100 ASCII characters without spaces. Sidecars with the same name share
-    /// keys; sidecars with other names on the same store never see them. A store on a server needs a name, because other
-    /// services may use it as well.
+    /// keys; those of sidecars with other names on the same store are other keys, though operators see the records of all. A
+    /// store on a server needs a name, because other services may use it as well.
     "service" SERVICE Service One "NAME" Nothing("none, for a store that one process owns");
     service: ServiceName = units::service;
 
