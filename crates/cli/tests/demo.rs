@@ -220,7 +220,7 @@ fn what_cannot_be_done_is_said() {
     assert_eq!((failed.status.code(), text(&failed.stdout)), (Some(1), String::new()));
     let stderr = text(&failed.stderr);
     let said = format!("error: --store: redis://{nobody}/0 cannot be used now: the store is out of reach");
-    assert!(stderr.starts_with(&said), "{stderr}");
+    assert!(stderr.starts_with(&said) && stderr.contains("Connection refused"), "{stderr}");
     for intents in ["0", "10001", "many"] {
         let failed = output(directory.path(), &["--intents", intents]);
         assert_eq!(failed.status.code(), Some(2), "{intents}");

@@ -30,7 +30,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use super::AdminState;
 use super::census::Counts;
-use crate::proxy::SharedLimit;
+use crate::proxy::{ConnectionLimit, RequestLimit};
 
 /// What the store promises at the moment: a server's configuration may change, and with it what can be relied on.
 struct StorePromises(Box<dyn Fn() -> Capabilities + Send + Sync>);
@@ -454,7 +454,7 @@ impl LimitGauges {
         ])
     }
 
-    fn set(&self, layer: &LimitUsage, connections: &SharedLimit, without_key: &SharedLimit) {
+    fn set(&self, layer: &LimitUsage, connections: &ConnectionLimit, without_key: &RequestLimit) {
         let values = [
             (layer.in_flight, layer.max_in_flight),
             (connections.used(), connections.max()),

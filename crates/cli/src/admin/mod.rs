@@ -55,7 +55,7 @@ use tokio::sync::{Semaphore, watch};
 use self::exposition::Exposition;
 use self::problem::Problem;
 use crate::config::AdminToken;
-use crate::proxy::SharedLimit;
+use crate::proxy::{ConnectionLimit, RequestLimit};
 
 pub(crate) use self::census::{LeftBehind, run as count_records};
 pub(crate) use self::front::FrontCollector;
@@ -73,9 +73,9 @@ pub(crate) struct AdminState {
     pub(crate) metrics: Metrics,
     pub(crate) draining: Draining,
     /// The connections of clients, to see how many are open.
-    pub(crate) connections: SharedLimit,
+    pub(crate) connections: ConnectionLimit,
     /// The requests without a key, to see how many are under way.
-    pub(crate) without_key: SharedLimit,
+    pub(crate) without_key: RequestLimit,
     pub(crate) live: watch::Receiver<AdminLive>,
 }
 

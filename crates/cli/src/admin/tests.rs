@@ -176,8 +176,8 @@ impl Sidecar {
             breaker,
             metrics: metrics.clone(),
             draining: draining.clone(),
-            connections: SharedLimit::new(100),
-            without_key: SharedLimit::new(100),
+            connections: ConnectionLimit::new(100),
+            without_key: RequestLimit::new(100),
             live: watch::channel(live).1,
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -125,7 +125,8 @@ pub(super) async fn try_store(dir: &Path, shared: &Shared) -> Result<(), String>
     let patience = tokio::time::Instant::now() + STORE_PATIENCE;
     while let Err(why) = readiness(sidecar.admin).await {
         if tokio::time::Instant::now() >= patience {
-            return Err(format!("--store: {} cannot be used now: {why}", shared.shown));
+            let reason = first_error(&sidecar.home).map_or(String::new(), |reason| format!(" ({reason})"));
+            return Err(format!("--store: {} cannot be used now: {why}{reason}", shared.shown));
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -244,6 +245,15 @@ fn failed(what: &str, home: &Home) -> String {
     }
     let last = lines.get(lines.len().saturating_sub(LOG_LINES)..).unwrap_or_default();
     format!("{what}; it wrote:\n  {}", last.join("\n  "))
+}
+
+/// The first error that the sidecar logged, without its time and place.
+fn first_error(home: &Home) -> Option<String> {
+    let log = std::fs::read_to_string(home.log()).ok()?;
+    let error = log.lines().find_map(|line| line.split_once(" ERROR "))?.1;
+    let error = error.split_once(": ").map_or(error, |(_, error)| error);
+    // A sidecar that serves goes on without its store; the demonstration does not.
+    Some(error.split("; starting without").next().unwrap_or(error).to_owned())
 }
 
 /// Two free ports below those that systems hand out to outgoing connections: the same ones are needed again after the

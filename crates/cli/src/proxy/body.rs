@@ -13,10 +13,10 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use oncegate_http::BoxError;
 use pin_project_lite::pin_project;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
 
 use super::headers::HeadFields;
+use super::request_limit::RequestPermit;
 
 /// When something last moved towards the upstream.
 #[derive(Clone, Debug)]
@@ -207,7 +207,7 @@ pin_project! {
             body: WholeBody,
             idle: Option<Duration>,
             timer: Option<PatientTimer>,
-            _permit: Option<OwnedSemaphorePermit>,
+            _permit: Option<RequestPermit>,
         },
         Own { body: Option<Bytes> },
     }
@@ -218,7 +218,7 @@ impl ProxyBody {
     pub(super) const fn upstream(
         body: WholeBody,
         idle: Option<Duration>,
-        permit: Option<OwnedSemaphorePermit>,
+        permit: Option<RequestPermit>,
     ) -> Self {
         Self { inner: Inner::Upstream { body, idle, timer: None, _permit: permit } }
     }

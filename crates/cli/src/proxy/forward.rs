@@ -21,7 +21,6 @@ use oncegate_http::{
     Condition, GrpcForm, IdempotencyContext, NotBegun, NotForwarded, Refusal, Relayed, RequestBody, Settings,
     StoreDirective, Unanswered, Unframed,
 };
-use tokio::sync::OwnedSemaphorePermit;
 use tower_service::Service;
 use tracing::field::display;
 
@@ -32,7 +31,7 @@ use super::client::ConnectionState;
 use super::framing::{has_other_coding, is_unframed};
 use super::headers::{HeadFields, Peer, prepare, remove_hop_by_hop, rewrite};
 use super::hosts::HostLimit;
-use super::listen::SharedLimit;
+use super::request_limit::{RequestLimit, RequestPermit};
 use super::tls::ToService;
 use crate::admin::{Metrics, UpstreamResult};
 use crate::config::Config;
@@ -47,7 +46,7 @@ pub(super) struct Upstream {
     /// The hosts that `client` has connections for.
     pub(super) hosts: Arc<HostLimit>,
     /// The requests without a key, and the connections that were upgraded.
-    pub(super) without_key: SharedLimit,
+    pub(super) without_key: RequestLimit,
     pub(super) config: Arc<Config>,
     /// Of this thread alone: each request takes a reference.
     pub(super) head_fields: Arc<HeadFields>,
@@ -206,7 +205,7 @@ impl Forward {
     fn bring_back(
         &self,
         mut response: Response<Incoming>,
-        (client_side, mut permit): (Option<OnUpgrade>, Option<OwnedSemaphorePermit>),
+        (client_side, mut permit): (Option<OnUpgrade>, Option<RequestPermit>),
         timeout: Option<Duration>,
         (settings, grpc): (&Settings, Option<GrpcForm>),
         record: Option<impl tracing::Value>,
@@ -285,7 +284,7 @@ fn ask_upgrade(headers: &mut http::HeaderMap, protocol: HeaderValue) {
 }
 
 /// Carries octets both ways until both sides are done.
-async fn tunnel(client: OnUpgrade, upstream: OnUpgrade, _permit: Option<OwnedSemaphorePermit>) {
+async fn tunnel(client: OnUpgrade, upstream: OnUpgrade, _permit: Option<RequestPermit>) {
     match tokio::try_join!(client, upstream) {
         Ok((client, upstream)) => {
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));

@@ -97,16 +97,15 @@ fn bound(address: SocketAddr, shared: bool) -> io::Result<Socket> {
 /// Requests that one client of HTTP/2 may have under way on a connection.
 const STREAMS_MAX: u32 = 100;
 
-/// How many connections of clients may be open, or requests without a key under way, of all threads together. All clones are
-/// one.
+/// How many connections of clients may be open, of all threads together. All clones are one.
 #[derive(Clone, Debug)]
-pub(crate) struct SharedLimit {
-    /// One for each that there may be.
+pub(crate) struct ConnectionLimit {
+    /// One for each connection that may be open.
     permits: Arc<Semaphore>,
     max: usize,
 }
 
-impl SharedLimit {
+impl ConnectionLimit {
     pub(crate) fn new(max: usize) -> Self {
         Self { permits: Arc::new(Semaphore::new(max)), max }
     }
@@ -115,14 +114,9 @@ impl SharedLimit {
         self.max
     }
 
-    /// How many there are now.
+    /// How many are open now.
     pub(crate) fn used(&self) -> usize {
         self.max.saturating_sub(self.permits.available_permits())
-    }
-
-    /// One more, until the permit is dropped. `None` if there are as many as may be.
-    pub(super) fn try_enter(&self) -> Option<OwnedSemaphorePermit> {
-        self.permits.clone().try_acquire_owned().ok()
     }
 }
 
@@ -131,7 +125,7 @@ pub(super) struct Front {
     pub(super) current: Arc<ThreadLive>,
     /// Tells of reloads.
     pub(super) live: watch::Receiver<Live>,
-    pub(super) connections: SharedLimit,
+    pub(super) connections: ConnectionLimit,
     pub(super) metrics: Metrics,
     /// Limits the log lines that say that none is left.
     pub(super) full_warnings: Arc<LogThrottle>,
@@ -282,7 +276,7 @@ static UNACCEPTED: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(Dur
 /// The next connection, as soon as one more may be open.
 async fn accept(
     listener: &TcpListener,
-    connections: &SharedLimit,
+    connections: &ConnectionLimit,
     full_warnings: &LogThrottle,
 ) -> Option<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     match listener.accept().await {

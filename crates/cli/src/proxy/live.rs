@@ -14,7 +14,7 @@ use super::client::ConnectionState;
 use super::forward::{Forward, Upstream};
 use super::headers::{HeadFields, Peer};
 use super::hosts::HostLimit;
-use super::listen::SharedLimit;
+use super::request_limit::RequestLimit;
 use super::tls::ListenerTls;
 use super::{client_of, max_idle_connections};
 use crate::admin::Metrics;
@@ -42,7 +42,7 @@ struct Current {
 }
 
 impl ThreadLive {
-    pub(super) fn new(live: &Live, metrics: &Metrics, without_key: &SharedLimit) -> Result<Self, String> {
+    pub(super) fn new(live: &Live, metrics: &Metrics, without_key: &RequestLimit) -> Result<Self, String> {
         let upstream = upstream_of(live, metrics, without_key, None)?;
         Ok(Self { generation: AtomicU64::new(0), current: Mutex::new(Current::of(live, upstream)) })
     }
@@ -100,7 +100,7 @@ impl Current {
 fn upstream_of(
     live: &Live,
     metrics: &Metrics,
-    without_key: &SharedLimit,
+    without_key: &RequestLimit,
     before: Option<&Upstream>,
 ) -> Result<Upstream, String> {
     let config = live.config.clone();

@@ -17,6 +17,7 @@ mod listen;
 mod live;
 mod reconcile;
 mod reload;
+mod request_limit;
 mod run;
 mod tiered;
 pub(crate) mod tls;
@@ -31,7 +32,8 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
-pub(crate) use listen::{BoundAddress, SharedLimit};
+pub(crate) use listen::{BoundAddress, ConnectionLimit};
+pub(crate) use request_limit::RequestLimit;
 use run::max_idle_connections;
 pub(crate) use run::{DEFAULT_SCOPE, HOSTS_COMPARED, run};
 pub(crate) use tls::{connector, server_config};
@@ -66,8 +68,8 @@ pub(crate) struct DataPath {
     pub(crate) engine: Engine,
     pub(crate) metrics: Metrics,
     /// Of all threads together.
-    pub(crate) connections: SharedLimit,
-    pub(crate) without_key: SharedLimit,
+    pub(crate) connections: ConnectionLimit,
+    pub(crate) without_key: RequestLimit,
     pub(crate) live: watch::Receiver<Live>,
 }
 

@@ -19,7 +19,7 @@ use super::late::{self, NotOpened};
 use super::live::Live;
 use super::reconcile::Questions;
 use super::reload::Reloader;
-use super::{BoundAddress, DataPath, SharedLimit, server_config, tiered};
+use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, server_config, tiered};
 use crate::access_log::AccessLog;
 use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
 use crate::check::{existing, has_other_things};
@@ -214,8 +214,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let (live, live_changes) = watch::channel(Live { config: config.clone(), layer: layer.clone(), tls });
     let admin_live = AdminLive { layer: layer.clone(), token: config.admin_token.clone() };
     let (admin_live, admin_changes) = watch::channel(admin_live);
-    let connections = SharedLimit::new(config.max_connections);
-    let without_key = SharedLimit::new(config.max_in_flight_without_key.unwrap_or(config.max_connections));
+    let connections = ConnectionLimit::new(config.max_connections);
+    let without_key = RequestLimit::new(config.max_in_flight_without_key.unwrap_or(config.max_connections));
     let state = AdminState {
         engine: engine.clone(),
         breaker,
