@@ -490,7 +490,7 @@ settings! {
     "upstream-timeout" LIMITS Route One "DURATION" Value("30s");
     upstream_timeout: Option<Duration> = units::upstream_timeout;
 
-    /// How long a connection to the service may take to be made.
+    /// How long a connection to the service may take to be made, TLS included. Nothing was sent then, and the key is free.
     "connect-timeout" LIMITS Live One "DURATION" Value("5s");
     connect_timeout: Duration = units::connect_timeout;
 

@@ -118,31 +118,18 @@ impl Forward {
         let Some(permit) = permit.map_or(Some(None), |permit| permit.map(Some)) else {
             return too_many(settings, grpc, "max-in-flight-without-key");
         };
-        let mut client = &self.upstream.client;
-        let mut host = None;
-        if let (Some(protocol), Some(_)) = (upgrade, &client_side) {
-            ask_upgrade(request.headers_mut(), protocol);
-            client = self.upstream.http1.as_ref().unwrap_or(client);
-        } else if config.may_speak_http2() {
-            host = take_host(request.headers_mut());
-            if host.as_ref().is_some_and(|host| !self.upstream.hosts.admit(host, Instant::now())) {
-                return too_many(settings, grpc, "connections for different hosts");
-            }
-        } else if request.headers().contains_key(header::TE) {
-            // RFC 9110, 10.1.4. HTTP/2 has no such field.
-            request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("te"));
-        }
-        *request.uri_mut() = rewrite(&config.to, request.uri(), host);
-        *request.version_mut() = Version::HTTP_11;
+        let Some(client) = self.address(&mut request, upgrade.filter(|_| client_side.is_some())) else {
+            return too_many(settings, grpc, "connections for different hosts");
+        };
         let activity = Activity::new();
         let head_fields = self.upstream.head_fields.clone();
         let mut request = request.map(|body| NotedBody::new(body, activity.clone(), head_fields));
         let asked = Instant::now();
+        let attempt = attempt.map(|attempt| (attempt, capture_connection(&mut request)));
         let sending = async {
-            match attempt {
-                Some(attempt) => {
-                    let connection = capture_connection(&mut request);
-                    under_lease(&attempt, &connection, client.request(request)).await
+            match &attempt {
+                Some((attempt, connection)) => {
+                    under_lease(attempt, connection, client.request(request)).await
                 }
                 None => Ok(client.request(request).await),
             }
@@ -167,13 +154,19 @@ impl Forward {
             Some(Ok(response)) => {
                 self.bring_back(response, (client_side, permit), timeout, (settings, grpc), record)
             }
+            // No request was sent without a connection.
+            None if attempt.is_some_and(|(_, connection)| connection.connection_metadata().is_none()) => {
+                if let Some(suppressed) = AWAY.pass() {
+                    tracing::warn!(record, suppressed, ?timeout, "no connection to the upstream in time");
+                }
+                (UpstreamResult::Unreached, unreachable_upstream(settings, grpc))
+            }
             None => {
                 if let Some(suppressed) = may_warn(record.is_some()) {
                     tracing::warn!(record, suppressed, ?timeout, "upstream did not answer in time");
                 }
                 (UpstreamResult::TimedOut, unanswered(settings, StatusCode::GATEWAY_TIMEOUT, grpc))
             }
-            // No request was sent without a connection.
             Some(Err(error)) if error.is_connect() => {
                 if let Some(suppressed) = AWAY.pass() {
                     tracing::warn!(record, suppressed, error = %ErrorChain(&error), "upstream is unreachable");
@@ -199,6 +192,29 @@ impl Forward {
         };
         self.upstream.metrics.observe_upstream(result, asked.elapsed());
         response
+    }
+
+    /// Gives a request the address of the service, and returns the client that sends it. `None` if as many hosts have
+    /// connections of their own as may.
+    fn address<B>(&self, request: &mut Request<B>, upgrade: Option<HeaderValue>) -> Option<&UpstreamClient> {
+        let config = &self.upstream.config;
+        let mut client = &self.upstream.client;
+        let mut host = None;
+        if let Some(protocol) = upgrade {
+            ask_upgrade(request.headers_mut(), protocol);
+            client = self.upstream.http1.as_ref().unwrap_or(client);
+        } else if config.may_speak_http2() {
+            host = take_host(request.headers_mut());
+            if host.as_ref().is_some_and(|host| !self.upstream.hosts.admit(host, Instant::now())) {
+                return None;
+            }
+        } else if request.headers().contains_key(header::TE) {
+            // RFC 9110, 10.1.4. HTTP/2 has no such field.
+            request.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("te"));
+        }
+        *request.uri_mut() = rewrite(&config.to, request.uri(), host);
+        *request.version_mut() = Version::HTTP_11;
+        Some(client)
     }
 
     /// The upstream's answer as the client gets it, or what is said in its place.

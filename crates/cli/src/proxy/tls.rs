@@ -1,6 +1,8 @@
 //! TLS on both sides, by rustls.
 
+use std::io;
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -13,6 +15,7 @@ use oncegate_core::ErrorChain;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::time::timeout;
 use tower_service::Service;
 
 use super::certificate::{self, Validity};
@@ -76,19 +79,30 @@ pub(crate) fn server_config(certificate: &Path, key: &Path) -> Result<ListenerTl
 pub(crate) struct ToService {
     connector: HttpsConnector<HttpConnector>,
     to: Uri,
+    connect_timeout: Duration,
 }
+
+type HttpsFuture = <HttpsConnector<HttpConnector> as Service<Uri>>::Future;
 
 impl Service<Uri> for ToService {
     type Response = <HttpsConnector<HttpConnector> as Service<Uri>>::Response;
     type Error = <HttpsConnector<HttpConnector> as Service<Uri>>::Error;
-    type Future = <HttpsConnector<HttpConnector> as Service<Uri>>::Future;
+    type Future = Pin<Box<dyn Future<Output = <HttpsFuture as Future>::Output> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         Service::poll_ready(&mut self.connector, cx)
     }
 
     fn call(&mut self, _: Uri) -> Self::Future {
-        Service::call(&mut self.connector, self.to.clone())
+        let connecting = Service::call(&mut self.connector, self.to.clone());
+        let connect_timeout = self.connect_timeout;
+        // The timeout of the inner connector does not count the handshake of TLS.
+        Box::pin(async move {
+            timeout(connect_timeout, connecting).await.unwrap_or_else(|_| {
+                let what = "the connection was not made within connect-timeout";
+                Err(io::Error::new(io::ErrorKind::TimedOut, what).into())
+            })
+        })
     }
 }
 
@@ -109,7 +123,7 @@ pub(crate) fn connector(
         UpstreamProtocol::Http1 => builder.enable_http1().wrap_connector(http),
         UpstreamProtocol::Http2 => builder.enable_http2().wrap_connector(http),
     };
-    Ok(ToService { connector, to: rewrite(to, &Uri::default(), None) })
+    Ok(ToService { connector, to: rewrite(to, &Uri::default(), None), connect_timeout })
 }
 
 /// A client that trusts the system's certificates, which take milliseconds to read and need not be there: where no address

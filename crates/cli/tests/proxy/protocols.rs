@@ -463,6 +463,37 @@ async fn a_service_may_speak_tls_with_either_version() {
     }
 }
 
+/// A load balancer that is overloaded, or a wrong port: nothing is sent, so the key stays free.
+#[tokio::test]
+async fn a_service_that_does_not_speak_tls_was_not_reached() {
+    let authority = Authority::new();
+    let trusted = authority.file("ca.pem");
+    for flags in [
+        ["--connect-timeout=300ms", "--upstream-timeout=1h"],
+        ["--connect-timeout=1m", "--upstream-timeout=300ms"],
+    ] {
+        let service = Service::new().await;
+        let sidecar = before_tls(service.address.port(), Path::new(&trusted), &flags).await;
+        for _ in 0..2 {
+            let mut client = sidecar.connect().await;
+            client.send(request("POST", "/orders", &[KEY], "abc")).await;
+            // It takes the connection, and says nothing.
+            let _silent = service.accept().await;
+            client.message().await.is_problem(502, "upstream-unreachable");
+        }
+        let acceptor = authority.server(&[b"http/1.1"]);
+        let answering = tokio::spawn(async move {
+            let (stream, _) = service.into_listener().accept().await.unwrap();
+            let mut wire = Wire::new(acceptor.accept(stream).await.unwrap());
+            wire.message().await;
+            wire.send(OK).await;
+            wire
+        });
+        sidecar.ask(&request("POST", "/orders", &[KEY], "abc")).await.has_status(200);
+        within("the service", answering).await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn an_upgrade_is_asked_for_in_http_1_though_tls_would_agree_on_2() {
     let authority = Authority::new();
