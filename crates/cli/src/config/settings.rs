@@ -473,7 +473,7 @@ settings! {
 
     /// The most requests without a key that are under way at the same time, until their answers have ended; and upgraded
     /// connections, such as WebSockets, until they end. One more is refused with 503.
-    "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, or what the system's limit of open files leaves");
+    "max-in-flight-without-key" LIMITS Service One "N" Nothing("as max-connections, but at least 1024; fewer if the system's limit of open files leaves fewer");
     max_in_flight_without_key: usize = units::max_in_flight;
 
     /// The most connections of clients that are open at the same time. One more waits until another one ends.

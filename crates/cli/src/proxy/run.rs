@@ -73,13 +73,17 @@ const RESERVED_FILES: u64 = 64;
 const IDLE_MAX: u64 = 1024;
 const IDLE_PART: u64 = 8;
 
+/// At least so many requests without a key may be under way if nothing is configured and files are left: a load balancer may send
+/// them all over a few connections of HTTP/2.
+const WITHOUT_KEY_MIN: usize = 1024;
+
 /// The limits that need open files: one for each connection of a client, and one for each request under way, for its connection
 /// to the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileUse {
     connections: usize,
     in_flight: usize,
-    /// `None` is as many as `connections`, or as many as there are files left for.
+    /// `None` is as many as `connections` but at least [`WITHOUT_KEY_MIN`], or as many as there are files left for.
     without_key: Option<usize>,
 }
 
@@ -91,7 +95,7 @@ pub(super) fn allow_many_files(config: &mut Config) {
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
         tracing::debug!(error = %ErrorChain(&error), "the limit of open files stays");
     }
-    let Some(allowed) = getrlimit(Resource::Nofile).current else { return };
+    let allowed = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let wanted = FileUse {
         connections: config.max_connections,
         in_flight: config.max_in_flight,
@@ -122,7 +126,10 @@ impl FileUse {
         let available = usize::try_from(allowed.saturating_sub(other)).unwrap_or(usize::MAX);
         let requests_max = (available / 4).max(1);
         let left = available.saturating_sub(self.connections).saturating_sub(self.in_flight);
-        let without_key = self.without_key.unwrap_or(self.connections.min(left.max(requests_max)));
+        let without_key = self.without_key.unwrap_or_else(|| {
+            let wanted = self.connections.max(WITHOUT_KEY_MIN);
+            wanted.min(left.max(requests_max))
+        });
         let needed = self.connections.saturating_add(self.in_flight).saturating_add(without_key);
         if needed <= available {
             return Self { without_key: Some(without_key), ..self };
@@ -417,7 +424,9 @@ mod tests {
         assert_eq!(within(20_000, 10_000, 2048, Some(6_865)), (10_000, 2048, 4_728));
         assert_eq!(within(1024, 10_000, 2048, None), (416, 208, 208));
         assert_eq!(within(64, 10_000, 2048, None), (12, 6, 6));
-        assert_eq!(within(64, 10, 1, None), (10, 1, 10));
+        assert_eq!(within(64, 10, 1, None), (10, 1, 13));
+        assert_eq!(within(1 << 20, 10, 1, None), (10, 1, 1024));
+        assert_eq!(within(1 << 20, 10, 1, Some(20)), (10, 1, 20));
         assert_eq!(within(2, 10, 1, None), (1, 1, 1));
         for allowed in [64, 100, 1024, 4096, 20_000, 65_536] {
             for without_key in [None, Some(1), Some(5_000), Some(1_000_000)] {
