@@ -1,9 +1,11 @@
 //! `oncegate proxy`: from the configuration to a process that serves, and back out of it.
 
+use std::future::poll_fn;
 use std::io::{ErrorKind, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
@@ -249,7 +251,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
     let mut ended = tokio::task::spawn_blocking(move || serving.join());
     tokio::select! {
         result = &mut ended => return flatten(result),
-        () = signals.next() => {}
+        () = signals.first() => {}
     }
     draining.begin();
     let (delay, drain) = {
@@ -261,7 +263,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         tokio::select! {
             result = &mut ended => return flatten(result),
             () = tokio::time::sleep(delay) => {}
-            () = signals.next() => return Err(SECOND_SIGNAL.into()),
+            () = signals.second() => return Err(SECOND_SIGNAL.into()),
         }
     }
     tracing::info!(?drain, "stopping; running requests are finished");
@@ -279,7 +281,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
             }
             flatten(result)
         }
-        () = signals.next() => Err(SECOND_SIGNAL.into()),
+        () = signals.second() => Err(SECOND_SIGNAL.into()),
     }
 }
 
@@ -293,28 +295,37 @@ const SAME_SIGNAL: Duration = Duration::from_millis(250);
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    first: Option<Instant>,
+    /// Until when signals are the first one again, if it has come and this is not over.
+    repeats_until: Option<Instant>,
 }
 
 impl Signals {
     fn new() -> std::io::Result<Self> {
         let (terminate, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        Ok(Self { terminate, interrupt, first: None })
+        Ok(Self { terminate, interrupt, repeats_until: None })
     }
 
-    /// Waits for the first signal, and then for the one after it.
-    async fn next(&mut self) {
-        loop {
-            tokio::select! {
-                _ = self.terminate.recv() => {}
-                _ = self.interrupt.recv() => {}
-            }
-            let now = Instant::now();
-            if self.first.is_none_or(|first| now.duration_since(first) >= SAME_SIGNAL) {
-                self.first = Some(now);
-                return;
-            }
+    /// Waits for the first signal.
+    async fn first(&mut self) {
+        poll_fn(|cx| self.poll(cx)).await;
+        self.repeats_until = Some(Instant::now() + SAME_SIGNAL);
+    }
+
+    /// Waits for one after the first. May be cancelled and called again.
+    async fn second(&mut self) {
+        if let Some(until) = self.repeats_until {
+            // What has come is looked at afterwards: on a busy machine nothing tells when it came.
+            tokio::time::sleep_until(until.into()).await;
+            poll_fn(|cx| Poll::Ready(self.poll(cx))).await;
+            self.repeats_until = None;
         }
+        poll_fn(|cx| self.poll(cx)).await;
+    }
+
+    /// Ready if one or both have come, which are taken.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let is_there = self.terminate.poll_recv(cx).is_ready() | self.interrupt.poll_recv(cx).is_ready();
+        if is_there { Poll::Ready(()) } else { Poll::Pending }
     }
 }
 

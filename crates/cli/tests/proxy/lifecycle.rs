@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use tokio::net::TcpStream;
 
 use crate::protocols::Authority;
-use crate::support::{Message, Service, Sidecar, Wire, request, sidecar, until};
+use crate::support::{Message, PATIENCE, Service, Sidecar, Wire, request, sidecar, until};
 use crate::{KEY, OK};
 
 /// A sidecar with a durable store, and the service that the test plays.
@@ -193,9 +193,16 @@ async fn a_second_signal_ends_it_at_once() {
     let (mut client, _wire) = world.ask().await;
     world.terminate().await;
     // One that comes within a quarter of a second is the same one.
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    world.sidecar.process.signal(Signal::TERM);
-    assert_eq!(world.sidecar.process.ended().await.code(), Some(1));
+    let begun = Instant::now();
+    let ended = loop {
+        world.sidecar.process.signal(Signal::TERM);
+        let ended = world.sidecar.process.ended();
+        if let Ok(ended) = tokio::time::timeout(Duration::from_millis(300), ended).await {
+            break ended;
+        }
+        assert!(begun.elapsed() < PATIENCE, "it goes on");
+    };
+    assert_eq!(ended.code(), Some(1));
     assert_eq!(client.rest().await, b"");
     assert!(world.sidecar.process.errors().await.contains("second signal"));
 }
