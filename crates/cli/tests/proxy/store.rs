@@ -80,9 +80,13 @@ async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_a
         let refused = sidecar.ask(&post("new")).await;
         refused.has_status(503);
         assert!(refused.text().contains("no room for new ones"), "{}", refused.text());
-        let not_ready = ready(&sidecar).await;
-        let why = not_ready.has_status(503).text();
-        assert!(why.contains("the disk is nearly full") || why.contains("No space left on device"), "{why}");
+        until("it is not ready, and says why", async || {
+            let refused = ready(&sidecar).await;
+            let why = refused.text();
+            let is_full = why.contains("the disk is nearly full") || why.contains("No space left on device");
+            refused.status() == 503 && is_full
+        })
+        .await;
         assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
         sidecar.ask(&request("POST", "/orders", &[], "{}")).await.has_status(200);
         sidecar.process.kill().await;
@@ -279,14 +283,14 @@ async fn a_clock_that_was_ahead_at_the_start_and_is_set_right_asks_for_nothing()
     let sidecar = timed(directory.path(), &service, &clock).await;
     sidecar.ask(&post("before")).await.has_status(200);
     set(&clock, "+0");
-    let note = "s behind the time of the store";
-    until("the correction is seen", async || ready(&sidecar).await.has_status(200).text().contains(note))
-        .await;
-    let words = ready(&sidecar).await;
-    assert!(
-        words.text().contains("If it was ahead before and is right now, nothing has to be done"),
-        "{words:?}"
-    );
+    until("the correction is seen", async || {
+        let ready = ready(&sidecar).await;
+        let words = ready.text();
+        ready.status() == 200
+            && words.contains("s behind the time of the store")
+            && words.contains("If it was ahead before and is right now, nothing has to be done")
+    })
+    .await;
     assert!(sidecar.ask(&post("before")).await.has_status(200).is_replay());
     sidecar.ask(&post("meanwhile")).await.has_status(200);
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
