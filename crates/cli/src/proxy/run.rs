@@ -59,8 +59,9 @@ pub(crate) fn run(args: &ProxyArgs) -> Result<(), String> {
 }
 
 /// What holds while nobody has said how callers are told apart.
-pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, requests without any credential share \
-     one scope (under one key they get each other's answers), and requests with another credential, such as a cookie, are refused";
+pub(crate) const DEFAULT_SCOPE: &str = "`scope` is not set: callers are told apart by Authorization, so a retry with a renewed token is \
+     another caller's and executes again; requests without any credential share one scope (under one key they get each other's \
+     answers); and requests with another credential, such as a cookie, are refused";
 
 /// What holds for sidecars that share keys while hosts are compared.
 pub(crate) const HOSTS_COMPARED: &str = "the host and port of a request are compared: if clients send one request to several names or ports \
