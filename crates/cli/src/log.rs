@@ -63,6 +63,7 @@ pub(crate) fn dropped() -> Counter {
 /// What a value of `ONCEGATE_LOG` lets through: a level, or `PART=LEVEL`, or several of them with commas between. What is
 /// not named has the level `info`.
 pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
+    let mut directives = vec!["info"];
     for directive in value.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
         // A word that is no level would be taken for a part of the program, and switch everything else off.
         let level = directive.rsplit_once('=').map_or(directive, |(_, level)| level);
@@ -73,8 +74,9 @@ pub(crate) fn filter(value: &str) -> Result<EnvFilter, String> {
                  (oncegate_engine=debug)"
             ));
         }
+        directives.push(directive);
     }
-    EnvFilter::builder().parse(format!("info,{value}")).map_err(|error| error.to_string())
+    EnvFilter::builder().parse(directives.join(",")).map_err(|error| error.to_string())
 }
 
 /// Takes one event, which is one or more whole lines.

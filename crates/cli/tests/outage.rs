@@ -363,6 +363,37 @@ async fn postgres_that_hangs_beyond_the_lease_executes_nothing_twice() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn postgres_whose_standby_is_away_is_out_of_reach() {
+    let server = block_in_place(|| prepared(PostgresOptions::default()));
+    let (ledger, to) = Ledger::start().await;
+    let sidecar = start(to, &server.url(), &[]).await;
+    let load = Load::start(sidecar.address, &ledger, "standby");
+    load.goes_on(30).await;
+    let mut operator = session(&server);
+    run(&mut operator, "SET synchronous_commit = local;");
+    run(&mut operator, "ALTER SYSTEM SET synchronous_standby_names = 'nobody';");
+    run(&mut operator, "SELECT pg_reload_conf();");
+    is_degraded(&sidecar).await;
+    load.is_refused(100).await;
+    // It stays so for as long as nothing commits, and costs the server no more sessions.
+    let sessions = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep';";
+    let waiting = run(&mut operator, sessions);
+    for _ in 0..40 {
+        assert_eq!(probe(&sidecar, "/readyz").await, 503);
+        assert_eq!(series(&sidecar, "oncegate_degraded").await, 1.0);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    beyond_the_lease().await;
+    assert_eq!(run(&mut operator, sessions), waiting);
+    assert_eq!(openings(&sidecar).await, 1.0);
+    run(&mut operator, "ALTER SYSTEM RESET synchronous_standby_names;");
+    run(&mut operator, "SELECT pg_reload_conf();");
+    load.goes_on(30).await;
+    is_well_again(&sidecar).await;
+    load.ends("PostgreSQL, whose standby was away", &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn postgres_that_ends_sessions_or_has_none_left_executes_nothing_twice() {
     let mut options = PostgresOptions::default();
     options.settings = vec!["max_connections=20".to_owned()];

@@ -10,6 +10,8 @@
 //!                                          one command at a time          the store says yes
 //! ```
 //!
+//! Where writes fail, only a write shows that they succeed again: a store that reads and commits nothing is of no use.
+//!
 //! What opens it is never one failure alone: a connection that was cut fails a hundred commands at once, on a store that is
 //! well. A record that is damaged or held by somebody else ([`Extent::Record`]) says nothing about the store, and a store
 //! that is full ([`Extent::Writes`]) still answers what needs no room; neither opens it.
@@ -114,6 +116,29 @@ const CALM: Duration = Duration::from_secs(5);
 /// A record that nobody has, to see whether records can be read.
 const NOBODY: RecordId = RecordId::from_bytes([0; 32]);
 
+/// What a command does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Reads,
+    Writes,
+    /// Writes, if there is anything to purge.
+    Purges,
+}
+
+/// Whether what was answered had to be written first.
+const fn is_written(outcome: &Outcome) -> bool {
+    matches!(
+        outcome,
+        Outcome::Execute(_)
+            | Outcome::Renewed { .. }
+            | Outcome::StepRecorded
+            | Outcome::Completed
+            | Outcome::Released
+            | Outcome::Resolved { .. }
+            | Outcome::Purged
+    )
+}
+
 struct Shared {
     store: Arc<dyn Store>,
     patience: Duration,
@@ -137,6 +162,8 @@ struct Watch {
     /// Whether the store said that it is well, and no command failed since.
     excused: bool,
     strikes: u32,
+    /// Whether a write failed, and none succeeded since.
+    writes_fail: bool,
     /// Whether the one command that passes while half-open is on its way.
     trying: bool,
     /// When a command failed last.
@@ -244,24 +271,24 @@ impl fmt::Debug for Breaker {
 
 impl Store for Breaker {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
-        Box::pin(self.0.pass(true, move |store| store.apply(id, command)))
+        Box::pin(self.0.pass(Kind::Writes, is_written, move |store| store.apply(id, command)))
     }
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
-        Box::pin(self.0.pass(true, move |store| store.lookup(id)))
+        Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.lookup(id)))
     }
 
     fn list(&self, query: ListQuery) -> StoreFuture<'_, ListPage> {
-        Box::pin(self.0.pass(true, move |store| store.list(query)))
+        Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.list(query)))
     }
 
     /// As the others; but that it went well says nothing, because a store may have nothing to do for it.
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
-        Box::pin(self.0.pass(false, move |store| store.purge(limit)))
+        Box::pin(self.0.pass(Kind::Purges, |_| false, move |store| store.purge(limit)))
     }
 
     fn audit(&self, before: Option<u64>, limit: usize) -> StoreFuture<'_, Vec<AuditEntry>> {
-        Box::pin(self.0.pass(true, move |store| store.audit(before, limit)))
+        Box::pin(self.0.pass(Kind::Reads, |_| false, move |store| store.audit(before, limit)))
     }
 
     /// Refused at once while open; otherwise the store's own answer.
@@ -320,30 +347,35 @@ impl Shared {
             .with_nothing_sent()
     }
 
-    /// Sends a command, if it may pass. `proves` says whether its success tells that the store is well.
+    /// Sends a command, if it may pass. `is_written` says whether an answer had to be written first.
     async fn pass<'a, T>(
         self: &'a Arc<Self>,
-        proves: bool,
+        kind: Kind,
+        is_written: impl Fn(&T) -> bool,
         call: impl FnOnce(&'a dyn Store) -> StoreFuture<'a, T>,
     ) -> Result<T, StoreError> {
         let trial = match self.state() {
             BreakerState::Closed => None,
-            BreakerState::HalfOpen if proves => Some(Trial::begin(self).ok_or_else(|| self.refusal())?),
+            BreakerState::HalfOpen if kind != Kind::Purges => {
+                Some(Trial::begin(self).ok_or_else(|| self.refusal())?)
+            }
             _ => return Err(self.refusal()),
         };
         let answer = self.bounded(call(&*self.store), trial.is_some()).await;
         match &answer {
-            Ok(_) if proves => self.succeeded(trial),
-            Ok(_) => {}
+            Ok(_) if kind == Kind::Purges => {}
+            Ok(answer) => self.succeeded(is_written(answer), trial),
             // It was read and refused.
-            Err(error) if error.kind() != StoreErrorKind::Unavailable => self.succeeded(trial),
+            Err(error) if error.kind() != StoreErrorKind::Unavailable => {
+                self.succeeded(kind == Kind::Writes, trial);
+            }
             Err(error) => match error.extent() {
                 Extent::Record => {}
                 Extent::Writes => {
                     self.refused_a_write(error);
-                    self.succeeded(trial);
+                    self.succeeded(true, trial);
                 }
-                _ => self.failed(error, trial),
+                _ => self.failed(error, kind, trial),
             },
         }
         answer
@@ -378,13 +410,19 @@ impl Shared {
         }
     }
 
-    fn succeeded(&self, trial: Option<Trial<'_>>) {
+    /// A command succeeded, or was refused for a reason of its own. `tells_of_writes` says whether writes do as well.
+    fn succeeded(&self, tells_of_writes: bool, trial: Option<Trial<'_>>) {
         // Read first: a line of memory that all threads only read is not passed around between them.
         if !self.is_suspected.load(Ordering::Relaxed) {
             return;
         }
         let mut watch = lock(&self.watch);
+        if tells_of_writes || watch.failed_at.is_none_or(|at| at.elapsed() >= CALM) {
+            watch.writes_fail = false;
+        }
         match self.state() {
+            // Reads do not show that writes succeed again.
+            _ if watch.writes_fail => {}
             BreakerState::Closed => {
                 watch.strikes = 0;
                 watch.excused = false;
@@ -398,10 +436,11 @@ impl Shared {
         drop(trial);
     }
 
-    fn failed(self: &Arc<Self>, error: &StoreError, trial: Option<Trial<'_>>) {
+    fn failed(self: &Arc<Self>, error: &StoreError, kind: Kind, trial: Option<Trial<'_>>) {
         {
             let mut watch = lock(&self.watch);
             watch.failed_at = Some(Instant::now());
+            watch.writes_fail |= kind != Kind::Reads;
             match self.state() {
                 BreakerState::HalfOpen if trial.is_some() => self.open(&mut watch, error),
                 BreakerState::Closed if watch.excused => {
@@ -444,6 +483,7 @@ impl Shared {
         self.set_state(BreakerState::Closed);
         watch.strikes = 0;
         watch.excused = false;
+        watch.writes_fail = false;
         if watch.refused_at.is_none() {
             self.restore(watch);
         }

@@ -211,6 +211,49 @@ async fn a_store_that_is_well_and_fails_every_command_is_found_out() {
     assert_eq!((breaker.state(), breaker.is_degraded()), (BreakerState::Closed, false));
 }
 
+/// Replays and questions are answered all the time, and no claim is.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_reads_and_writes_nothing_is_found_out() {
+    let (breaker, faults) = breaker();
+    claims(&breaker, 1).await.unwrap();
+    faults.always(Operation::Claim, Fault::Refuse);
+    faults.always(Operation::Complete, Fault::Refuse);
+    let refused = async |seconds: u32| {
+        let mut answered = 0;
+        for _ in 0..seconds * 10 {
+            claims(&breaker, 2).await.unwrap_err();
+            answered += u32::from(breaker.lookup(id(1)).await.is_ok());
+            sleep(Duration::from_millis(100)).await;
+        }
+        answered
+    };
+    assert!(refused(5).await > 0);
+    assert_eq!((breaker.openings(), breaker.is_degraded()), (1, true));
+    // A question that is answered does not close it.
+    refused(60).await;
+    assert_eq!((breaker.openings(), breaker.is_degraded()), (1, true));
+    assert_ne!(breaker.state(), BreakerState::Closed);
+    faults.heal();
+    until(&breaker, BreakerState::HalfOpen).await;
+    breaker.lookup(id(1)).await.unwrap();
+    assert_eq!(breaker.state(), BreakerState::HalfOpen);
+    claims(&breaker, 2).await.unwrap();
+    assert_eq!((breaker.state(), breaker.is_degraded()), (BreakerState::Closed, false));
+}
+
+/// Writes that fail now and then, with nothing between them but questions, say nothing.
+#[tokio::test(start_paused = true)]
+async fn single_writes_that_fail_do_not_open_it() {
+    let (breaker, faults) = breaker();
+    for _ in 0..10 {
+        faults.next(1, Operation::Claim, Fault::Refuse);
+        claims(&breaker, 1).await.unwrap_err();
+        sleep(Duration::from_secs(6)).await;
+        breaker.lookup(id(1)).await.unwrap();
+    }
+    assert_eq!((breaker.openings(), breaker.is_degraded()), (0, false));
+}
+
 #[tokio::test(start_paused = true)]
 async fn of_a_crowd_that_comes_when_it_is_half_open_one_passes() {
     let (breaker, faults) = breaker();

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{
-    Clock, Command, Complete, Completion, IdempotencyKey, KeyTag, ListQuery, MemoryStore, OnAbandoned,
-    Outcome, Store, StoredResponse, Timestamp,
+    Clock, Command, Complete, Completion, ErrorChain, IdempotencyKey, KeyTag, ListQuery, MemoryStore,
+    OnAbandoned, Outcome, Store, StoredResponse, Timestamp,
 };
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
@@ -1020,7 +1020,8 @@ async fn settings_that_do_not_fit_are_refused_before_anything_is_consumed() {
         let inbox = world.inbox(OnAbandoned::Park).with_lease(lease).unwrap();
         let refused = world.consumer(inbox, fine).run(std::future::pending()).await.unwrap_err();
         assert!(matches!(refused, ConsumerError::Config(_)));
-        assert!(refused.to_string().contains("make the lease shorter"), "{refused}");
+        let why = ErrorChain(&refused).to_string();
+        assert!(why.contains("make the lease shorter"), "{why}");
     }
     assert_eq!(world.broker.deliveries(), [0]);
     assert!(world.inbox(OnAbandoned::Park).with_lease(Duration::ZERO).is_err());
@@ -1048,10 +1049,8 @@ async fn an_identity_that_the_source_cannot_have_is_refused_before_anything_is_c
         (Identity::header("event id"), true, "can have a header named \"event id\""),
     ] {
         let refused = consumer(identity, has_broker_ids).run(std::future::pending()).await.unwrap_err();
-        assert!(
-            matches!(refused, ConsumerError::Config(_)) && refused.to_string().contains(said),
-            "{refused}"
-        );
+        let why = ErrorChain(&refused).to_string();
+        assert!(matches!(refused, ConsumerError::Config(_)) && why.contains(said), "{why}");
     }
     assert_eq!(world.broker.deliveries(), [0]);
     for identity in
@@ -1159,7 +1158,7 @@ async fn a_source_that_fails_is_asked_again_and_one_that_is_gone_ends_the_consum
     }));
     let ended = timeout(PATIENCE, consumer.task).await.unwrap().unwrap().unwrap_err();
     assert!(matches!(&ended, ConsumerError::Source(error) if error.is_fatal()), "{ended}");
-    assert!(ended.to_string().contains("the queue is deleted"));
+    assert!(ErrorChain(&ended).to_string().contains("the queue is deleted"));
     assert_eq!(world.seen(EventKind::SourceFailed), 6);
     assert_eq!(world.broker.acknowledged(), 1, "what ran was ended and acknowledged");
 }

@@ -180,6 +180,13 @@ impl Store for PostgresStore {
                     ));
                 }
             }
+            let waits = Call::new(WAITING_COMMIT, [Arg::Big(record::millis(shared.command_timeout / 2))]);
+            let rows = shared.call(waits, Terms::command(Resend::Always)).await?;
+            if !rows.is_empty() {
+                return Err(StoreError::unavailable(
+                    "commits wait for a synchronous standby of PostgreSQL that does not confirm them",
+                ));
+            }
             let rows = shared.call(Call::new(MISSING_RIGHTS, []), Terms::command(Resend::Always)).await?;
             match maybe::<String>(rows.first().ok_or_else(strange)?, "missing")? {
                 None => Ok(()),
@@ -647,6 +654,11 @@ const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.pronam
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
      'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup_record', \
      'list_records', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
+
+/// Whether a session of this role has waited for a standby for so long. Such a session stays, also when nobody waits for it any
+/// more, until the standby is back. So nothing has to be written to find out, and no further session is lost to it.
+const WAITING_COMMIT: &str = "SELECT 1 FROM pg_stat_activity WHERE usename = session_user AND wait_event = 'SyncRep' \
+     AND query_start < clock_timestamp() - $1 * interval '1 millisecond' LIMIT 1";
 
 struct Standing {
     version: Option<i32>,

@@ -210,8 +210,10 @@ async fn readyz(State(state): State<AdminState>) -> Response {
         return not_ready("stopping\n");
     }
     // The log has a line for each change, from the breaker; not one for each time that somebody asks.
-    if state.breaker.state() == BreakerState::Open {
-        return not_ready("the store is out of reach\n");
+    match state.breaker.state() {
+        BreakerState::Open => return not_ready("the store is out of reach\n"),
+        BreakerState::Closed => {}
+        _ => return not_ready("the store was out of reach; it is not known yet whether it is well\n"),
     }
     let store = state.engine.store();
     let asked = async {

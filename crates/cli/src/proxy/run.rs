@@ -317,7 +317,7 @@ impl Signals {
         if let Some(until) = self.repeats_until {
             // What has come is looked at afterwards: on a busy machine nothing tells when it came.
             tokio::time::sleep_until(until.into()).await;
-            poll_fn(|cx| Poll::Ready(self.poll(cx))).await;
+            let _ = poll_fn(|cx| Poll::Ready(self.poll(cx))).await;
             self.repeats_until = None;
         }
         poll_fn(|cx| self.poll(cx)).await;
