@@ -410,7 +410,7 @@ settings! {
 
     /// A header field that makes two requests different; give it several times or with commas.
     "fingerprint.headers" REQUESTS Route Many "NAME" Nothing("");
-    fingerprint_headers: HeaderName = units::header_name;
+    fingerprint_headers: HeaderName = units::seen_header;
 
     /// Lets pages of this origin, such as `https://shop.example`, or of every origin (`*`), read answers: the fields
     /// Access-Control-* are written on replays, on refusals and on answers of the service that have none, and preflight

@@ -22,6 +22,7 @@ use oncegate_postgres::PostgresOptions;
 use oncegate_redis::RedisOptions;
 
 use crate::access_log::AccessLogFormat;
+use crate::proxy::is_always_removed;
 
 use super::problem::{did_you_mean, nearest};
 pub(crate) use super::store_url::{StoreUrl, safe_url};
@@ -546,8 +547,8 @@ pub(crate) fn scope(text: &str) -> Read<CallerScope> {
     let error = |error: ConfigError| error.to_string();
     match text.split_once(':') {
         None if text == "single-tenant" => Ok(CallerScope::single_tenant()),
-        Some(("header", name)) => header_name(name).map(CallerScope::header),
-        Some(("required-header", name)) => header_name(name).map(CallerScope::required_header),
+        Some(("header", name)) => seen_header(name).map(CallerScope::header),
+        Some(("required-header", name)) => seen_header(name).map(CallerScope::required_header),
         Some(("cookie", name)) => CallerScope::cookie(name).map_err(error),
         Some(("required-cookie", name)) => CallerScope::required_cookie(name).map_err(error),
         _ => {
@@ -590,8 +591,20 @@ pub(crate) fn header_name(text: &str) -> Read<HeaderName> {
     })
 }
 
-pub(crate) fn key_header(text: &str) -> Read<HeaderName> {
+/// The name of a field that requests are told apart by, which the sidecar has to see.
+pub(crate) fn seen_header(text: &str) -> Read<HeaderName> {
     let name = header_name(text)?;
+    if is_always_removed(&name) {
+        return Err(format!(
+            "the sidecar removes the header field {name} from every request, because it belongs to one connection or only the \
+             sidecar sends it; name another field"
+        ));
+    }
+    Ok(name)
+}
+
+pub(crate) fn key_header(text: &str) -> Read<HeaderName> {
+    let name = seen_header(text)?;
     Settings::default().with_key_header(name.clone()).map_err(|error| error.to_string())?;
     Ok(name)
 }
@@ -955,7 +968,7 @@ mod tests {
 
     #[test]
     fn words_are_checked_and_the_nearest_is_suggested() {
-        let table: [(&str, String); 13] = [
+        let table: [(&str, String); 15] = [
             ("\"ietff\" is not one of ietf, seed, stripe; did you mean `ietf`?", error(profile("ietff"))),
             (
                 "\"reexecut\" is not one of park, reexecute, reconcile; did you mean `reexecute`?",
@@ -978,6 +991,14 @@ mod tests {
             (
                 "\"X-Api-Key\" does not say how callers are told apart; write \"header:NAME\", \"required-header:NAME\", \"cookie:NAME\", \"required-cookie:NAME\" or \"single-tenant\"; did you mean `required-header:X-Api-Key`?",
                 error(scope("X-Api-Key")),
+            ),
+            (
+                "the sidecar removes the header field proxy-authorization from every request, because it belongs to one connection or only the sidecar sends it; name another field",
+                error(scope("header:Proxy-Authorization")),
+            ),
+            (
+                "the sidecar removes the header field oncegate-key from every request, because it belongs to one connection or only the sidecar sends it; name another field",
+                error(key_header("Oncegate-Key")),
             ),
             (
                 "the header field set-cookie must not be stored and replayed",

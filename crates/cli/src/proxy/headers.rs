@@ -2,14 +2,19 @@
 
 use std::cell::LazyCell;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
 use http::{Request, Uri, Version};
+use oncegate_engine::LogThrottle;
 use oncegate_http::{CallerScope, IdempotencyContext};
 
+use super::FULL_WARNING_INTERVAL;
 use crate::config::{Config, Upstream};
+
+/// Limits the log lines about fields that were removed and are needed.
+static UNTRUSTED: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(FULL_WARNING_INTERVAL));
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
@@ -151,7 +156,18 @@ pub(crate) fn remove_unforwarded<B>(request: &mut Request<B>, peer: &Peer, confi
     headers.remove(header::EXPECT);
     remove_ours(&mut headers);
     if !peer.is_trusted {
-        remove_forwarded(&mut headers);
+        remove_forwarded(&mut headers, |name| {
+            if settings.goes_by(name)
+                && let Some(suppressed) = UNTRUSTED.pass()
+            {
+                let client = peer.address.to_str().unwrap_or_default();
+                tracing::warn!(
+                    suppressed,
+                    client,
+                    "the header field {name}, by which requests are told apart, was removed: the client is not one of trusted-proxies"
+                );
+            }
+        });
     }
     *request.headers_mut() = headers;
     if let Some(upgrade) = upgrade {
@@ -178,13 +194,19 @@ pub(crate) fn prepare<B>(request: &mut Request<B>, peer: &Peer) -> Option<Header
     upgrade
 }
 
+/// Whether a field of this name is removed from every request before anything looks at it, whoever sent it.
+pub(crate) fn is_always_removed(name: &HeaderName) -> bool {
+    HOP_BY_HOP.contains(name) || name == header::EXPECT || is_ours(name)
+}
+
+fn is_ours(name: &HeaderName) -> bool {
+    const OURS: &[u8] = b"oncegate";
+    let name = name.as_str().as_bytes();
+    name.starts_with(OURS) && matches!(name.get(OURS.len()), Some(b'-' | b'_'))
+}
+
 /// Only this proxy says which attempt it is. Many services do not tell `_` from `-`.
 pub(crate) fn remove_ours(headers: &mut HeaderMap) {
-    const OURS: &[u8] = b"oncegate";
-    let is_ours = |name: &HeaderName| {
-        let name = name.as_str().as_bytes();
-        name.starts_with(OURS) && matches!(name.get(OURS.len()), Some(b'-' | b'_'))
-    };
     while let Some(name) = headers.keys().find(|name| is_ours(name)).cloned() {
         headers.remove(name);
     }
@@ -232,7 +254,7 @@ fn remove_from_trailers(trailers: &mut HeaderMap) {
         HeaderName::from_static("idempotency-key"),
     ];
     remove_ours(trailers);
-    remove_forwarded(trailers);
+    remove_forwarded(trailers, |_| ());
     for name in HOP_BY_HOP.iter().chain(&OF_THE_HEAD) {
         trailers.remove(name);
     }
@@ -240,7 +262,7 @@ fn remove_from_trailers(trailers: &mut HeaderMap) {
 
 /// Takes off what a proxy says of the request that it got: where it comes from, and which address it was for. Many services do
 /// not tell `_` from `-`.
-fn remove_forwarded(headers: &mut HeaderMap) {
+fn remove_forwarded(headers: &mut HeaderMap, removed: impl Fn(&HeaderName)) {
     const FORWARDED: &[u8] = b"x-forwarded";
     const OTHERS: [&str; 6] = [
         "x-real-ip",
@@ -257,6 +279,7 @@ fn remove_forwarded(headers: &mut HeaderMap) {
             || name == header::FORWARDED
     };
     while let Some(name) = headers.keys().find(|name| is_forwarded(name)).cloned() {
+        removed(&name);
         headers.remove(name);
     }
 }

@@ -32,6 +32,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use oncegate_engine::{Engine, LogThrottle};
 use tokio::sync::watch;
 
+pub(crate) use headers::is_always_removed;
 pub(crate) use listen::{BoundAddress, ConnectionLimit};
 pub(crate) use request_limit::RequestLimit;
 use run::max_idle_connections;
