@@ -33,7 +33,7 @@ impl Observer for Failpoint {
             _ => return,
         };
         if self.point.as_deref() == Some(point) {
-            eprintln!("failpoint {point}");
+            complain!("failpoint {point}");
             if self.stops.swap(false, Ordering::SeqCst) {
                 // It is continued by whoever waited until it stands still.
                 let _sent =

@@ -1,5 +1,15 @@
 //! `oncegate`: the sidecar and the tools of Oncegate.
 
+/// Prints a line on the standard error, if it can still be written: the exit code holds without it.
+macro_rules! complain {
+    ($($words:tt)*) => {{
+        let _unread = ::std::io::Write::write_all(
+            &mut ::std::io::stderr(),
+            format!("{}\n", format_args!($($words)*)).as_bytes(),
+        );
+    }};
+}
+
 mod access_log;
 mod admin;
 mod call;
@@ -14,7 +24,6 @@ mod log;
 mod proxy;
 mod schema;
 
-use std::io::Write as _;
 use std::process::ExitCode;
 
 use call::CallArgs;
@@ -98,7 +107,7 @@ fn run(command: Command) -> ExitCode {
             // Behind what was logged; and the exit code holds whether or not the standard error is still there.
             log::flush();
             for line in error.lines() {
-                let _gone = writeln!(std::io::stderr(), "error: {line}");
+                complain!("error: {line}");
             }
             ExitCode::FAILURE
         }

@@ -524,6 +524,37 @@ async fn flags_are_those_that_people_know() {
     assert_eq!(within("the end of a call", child.wait()).await.unwrap().code(), Some(6));
 }
 
+/// A cron job whose log is on a full disk goes by the exit code.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn exit_codes_hold_where_nothing_can_be_written() {
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let code = async |mut command: Command| {
+        let mut child = command.stdout(Stdio::null()).stderr(full()).spawn().unwrap();
+        within("the end of a command", child.wait()).await.unwrap().code()
+    };
+    let (address, _) = service(|number| match number {
+        0 => Some(answer("400 Bad Request", "", "")),
+        1 | 2 => None,
+        _ => Some(answer("201 Created", "", "paid")),
+    })
+    .await;
+    let url = format!("http://{address}/payouts");
+    let dir = tempfile::tempdir().unwrap();
+    let journal = format!("--journal={}", dir.path().join("journal").display());
+    assert_eq!(code(call(&["POST", &url, "--json=1", "--attempts=1"])).await, Some(1));
+    let doubt = ["POST", &url, &journal, "--intent=7", "--json=1", "--attempts=1", "-v"];
+    assert_eq!(code(call(&doubt)).await, Some(4));
+    assert_eq!(code(call(&["--resume", &journal, "--attempts=1"])).await, Some(4));
+    assert_eq!(code(call(&["--list", "--journal=/nowhere"])).await, Some(2));
+    let mut list = call(&["--list", &journal]);
+    let mut child = list.stdout(full()).stderr(full()).spawn().unwrap();
+    assert_eq!(within("the end of a list", child.wait()).await.unwrap().code(), Some(6));
+    assert_eq!(code(call(&["--resume", &journal])).await, Some(0));
+    let mut keys = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    keys.args(["keys", "ls", "--admin=127.0.0.1:1"]);
+    assert_eq!(code(keys).await, Some(3));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() {
     let (address, seen) = service(|number| match number {

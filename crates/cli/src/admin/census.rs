@@ -5,6 +5,9 @@
 //! hour and one per cent of one core. Between the pages, the unsettled records that are known are read again, together with
 //! those that this process left behind. So the gauges follow what this process leaves unsettled, and what operators settle,
 //! within seconds. They follow what other processes leave, and what a crash left, when the walk comes there.
+//!
+//! A record whose retention ends is removed, also while it waits for an operator, and its key executes again. The log tells of
+//! it before that and when it has happened.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -12,7 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use oncegate_core::{
-    ErrorChain, ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp, limits,
+    ErrorChain, Label, ListQuery, Record, RecordId, State, StateName, StateSet, Store, StoreError, Timestamp,
+    limits,
 };
 use oncegate_engine::{Event, EventKind, Observer};
 use tokio::time::Instant;
@@ -30,6 +34,9 @@ const MAX_KNOWN: usize = 10_000;
 
 /// Most known records that are read again at a time.
 const MAX_REREAD: usize = 200;
+
+/// How long before the end of its retention the log tells of an unsettled record; at most a quarter of the time that it has.
+const LAST_CALL: Duration = Duration::from_secs(24 * 3600);
 
 /// The records that this process left without an outcome. All clones are one.
 #[derive(Clone, Debug, Default)]
@@ -64,18 +71,21 @@ pub(crate) struct Counts {
     pub(crate) unknown: u64,
     /// Since when the oldest unsettled record waits for an operator.
     pub(crate) oldest: Option<Timestamp>,
+    /// When the first retention of an unsettled record ends.
+    pub(crate) first_end: Option<Timestamp>,
 }
 
 impl Counts {
-    fn add(&mut self, state: StateName, since: Timestamp) {
-        match state {
+    fn add(&mut self, record: &Counted) {
+        match record.state {
             StateName::InProgress => self.in_progress += 1,
             StateName::Abandoned => self.abandoned += 1,
             StateName::Unknown => self.unknown += 1,
             _ => return,
         }
-        if StateSet::UNSETTLED.contains(state) {
-            self.oldest = Some(self.oldest.map_or(since, |oldest| oldest.min(since)));
+        if record.is_unsettled() {
+            self.oldest = Some(self.oldest.map_or(record.since, |oldest| oldest.min(record.since)));
+            self.first_end = Some(self.first_end.map_or(record.end, |end| end.min(record.end)));
         }
     }
 
@@ -84,13 +94,51 @@ impl Counts {
     }
 }
 
-/// The state of a record, and since when it is in it.
-fn state_of(record: &Record, now: Timestamp) -> (StateName, Timestamp) {
-    let since = match record.state {
-        State::InProgress { lease_until, .. } if lease_until <= now => lease_until,
-        _ => record.changed_at,
-    };
-    (record.state_name(now), since)
+/// What is remembered of a record.
+struct Counted {
+    state: StateName,
+    /// Since when it is in this state.
+    since: Timestamp,
+    /// When its retention ends.
+    end: Timestamp,
+    label: Label,
+    /// Whether the log has told that its retention ends soon.
+    is_last_call_made: bool,
+}
+
+impl Counted {
+    fn of(record: &Record, now: Timestamp) -> Self {
+        let since = match record.state {
+            State::InProgress { lease_until, .. } if lease_until <= now => lease_until,
+            _ => record.changed_at,
+        };
+        Self {
+            state: record.state_name(now),
+            since,
+            end: record.expires_at,
+            label: record.label.clone(),
+            is_last_call_made: false,
+        }
+    }
+
+    fn is_unsettled(&self) -> bool {
+        StateSet::UNSETTLED.contains(self.state)
+    }
+
+    fn is_last_call(&self, now: Timestamp) -> bool {
+        self.end.since(now) <= LAST_CALL.min(self.end.since(self.since) / 4)
+    }
+}
+
+/// Says that nobody settled a record in time. The last line about it: it cannot be looked up any more.
+fn log_expired(id: RecordId, record: &Counted) {
+    tracing::warn!(
+        record = %id,
+        operation = record.label.operation(),
+        state = record.state.as_str(),
+        since = record.since.as_millis(),
+        "a record was removed at the end of its retention, and nobody had settled it: what happened is unknown, and its key executes again"
+    );
 }
 
 /// Counts until it is dropped.
@@ -119,7 +167,7 @@ struct Census {
     left: LeftBehind,
     metrics: Metrics,
     /// The unsettled records that are known.
-    known: BTreeMap<RecordId, (StateName, Timestamp)>,
+    known: BTreeMap<RecordId, Counted>,
     /// The last known record that was read again.
     reread_after: Option<RecordId>,
     /// Whether there are more unsettled records than are remembered.
@@ -143,12 +191,12 @@ impl Census {
             let page = self.store.list(query.clone()).await?;
             let now = self.store.now();
             for (id, record) in &page.records {
-                let (state, since) = state_of(record, now);
-                counts.add(state, since);
-                if StateSet::UNSETTLED.contains(state) {
+                let counted = Counted::of(record, now);
+                counts.add(&counted);
+                if counted.is_unsettled() {
                     is_partial |= found.len() >= MAX_KNOWN;
                     if !is_partial {
-                        found.insert(*id, (state, since));
+                        found.insert(*id, counted);
                     }
                 }
             }
@@ -165,7 +213,15 @@ impl Census {
                 }
             }
         }
-        (self.known, self.is_partial) = (found, is_partial);
+        let earlier = std::mem::replace(&mut self.known, found);
+        for (id, record) in earlier {
+            match self.known.get_mut(&id) {
+                Some(found) => found.is_last_call_made = record.is_last_call_made,
+                // What was settled is gone, too. It is only what had to go that is told of.
+                None => self.is_gone(id, &record),
+            }
+        }
+        self.is_partial = is_partial;
         self.in_progress = Some(counts.in_progress);
         self.metrics.set_counts(counts);
         self.report(counts);
@@ -186,25 +242,55 @@ impl Census {
             // What cannot be read now is read again the next time.
             let Ok(record) = self.store.lookup(id).await else { return };
             let now = self.store.now();
-            let (state, since) = match &record {
-                Some(record) => state_of(record, now),
-                None => (StateName::Released, now),
-            };
-            if state != StateName::InProgress {
+            let counted = record.as_ref().map(|record| Counted::of(record, now));
+            if counted.as_ref().is_none_or(|record| record.state != StateName::InProgress) {
                 self.left.lock().remove(&id);
             }
-            if StateSet::UNSETTLED.contains(state) {
-                self.known.insert(id, (state, since));
-            } else {
-                self.known.remove(&id);
+            match (counted.filter(Counted::is_unsettled), self.known.remove(&id)) {
+                (Some(mut counted), known) => {
+                    counted.is_last_call_made = known.is_some_and(|known| known.is_last_call_made);
+                    self.known.insert(id, counted);
+                }
+                (None, Some(known)) if record.is_none() => self.is_gone(id, &known),
+                _ => {}
             }
         }
+        self.call_last();
         let Some(in_progress) = self.in_progress.filter(|_| !self.is_partial) else { return };
         let mut counts = Counts { in_progress, ..Counts::default() };
-        for (state, since) in self.known.values() {
-            counts.add(*state, *since);
+        for record in self.known.values() {
+            counts.add(record);
         }
         self.metrics.set_counts(counts);
+    }
+
+    /// An unsettled record is not there any more.
+    fn is_gone(&self, id: RecordId, record: &Counted) {
+        if record.end <= self.store.now() {
+            self.metrics.count_expired_unsettled();
+            log_expired(id, record);
+        }
+    }
+
+    /// Tells the log of records that are removed soon. Once for each, in one line for all that are found at a time.
+    fn call_last(&mut self) {
+        let now = self.store.now();
+        let (mut records, mut first) = (0_usize, None);
+        for record in self.known.values_mut() {
+            if !record.is_last_call_made && record.is_last_call(now) {
+                record.is_last_call_made = true;
+                records += 1;
+                first = first.min(Some(record.end)).or(Some(record.end));
+            }
+        }
+        if let Some(first) = first {
+            tracing::warn!(
+                records,
+                first_in = ?first.since(now),
+                "records that wait for an operator are removed soon, at the end of their retention, and their keys execute again; see \
+                 `oncegate keys ls --state unsettled`"
+            );
+        }
     }
 
     /// Tells the log of records that were left by others, or before the start.

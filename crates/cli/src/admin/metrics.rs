@@ -7,7 +7,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
@@ -82,10 +82,7 @@ struct Inner {
     access_lines_dropped: Counter,
     certificate_end: CertificateEnd,
     reloads: [ReloadMetrics; ReloadSubject::ALL.len()],
-    records: Family<[Label; 1], Gauge>,
-    /// Since when the oldest unsettled record waits, by the store's clock in milliseconds; 0 if there is none.
-    oldest_unsettled: AtomicU64,
-    oldest_unsettled_age: Gauge<f64, AtomicU64>,
+    unsettled: UnsettledMetrics,
     advisories: Family<[Label; 1], Gauge>,
 }
 
@@ -253,7 +250,7 @@ impl Metrics {
         let reloads = ReloadMetrics::register(r);
         let certificate_end = CertificateEnd::default();
         r.register_collector(Box::new(certificate_end.clone()));
-        let (records, oldest_unsettled_age) = unsettled_gauges(r);
+        let unsettled = UnsettledMetrics::register(r);
         let advisories = Family::<[Label; 1], Gauge>::default();
         r.register(
             "store_advisory",
@@ -285,9 +282,7 @@ impl Metrics {
             access_lines_dropped,
             certificate_end,
             reloads,
-            records,
-            oldest_unsettled: AtomicU64::new(0),
-            oldest_unsettled_age,
+            unsettled,
             advisories,
             registry,
         }))
@@ -346,21 +341,15 @@ impl Metrics {
             (StateName::Unknown, counts.unknown),
         ];
         for (state, count) in states {
-            let gauge = self.0.records.get_or_create_owned(&[("state", state.as_str())]);
+            let gauge = self.0.unsettled.records.get_or_create_owned(&[("state", state.as_str())]);
             gauge.set(gauged(count));
         }
-        let oldest = counts.oldest.map_or(0, Timestamp::as_millis);
-        self.0.oldest_unsettled.store(oldest, Ordering::Relaxed);
-        self.0.oldest_unsettled_age.set(0.0);
+        *self.0.unsettled.lock() = Some(counts);
     }
 
-    /// The age is that of the moment. Before the first count it is not a number.
-    fn set_oldest_age(&self, now: Timestamp) {
-        let oldest = self.0.oldest_unsettled.load(Ordering::Relaxed);
-        if oldest > 0 {
-            let age = now.since(Timestamp::from_millis(oldest));
-            self.0.oldest_unsettled_age.set(age.as_secs_f64());
-        }
+    /// Counts a record that nobody settled before its retention ended.
+    pub(super) fn count_expired_unsettled(&self) {
+        self.0.unsettled.expired.inc();
     }
 
     /// Everything, in the text format of OpenMetrics, which Prometheus reads.
@@ -375,7 +364,7 @@ impl Metrics {
         self.0.records_in_flight.set(gauged(engine.in_flight()));
         self.0.limits.set(&state.live.borrow().layer.limit_usage(), &state.connections, &state.without_key);
         self.0.draining.set(state.draining.is_set().into());
-        self.set_oldest_age(engine.store().now());
+        self.0.unsettled.set_times(engine.store().now());
         self.0.advisories.clear();
         for advisory in engine.store().advisories() {
             self.0.advisories.get_or_create(&[("name", advisory.name)]).set(1);
@@ -520,22 +509,62 @@ impl ReloadMetrics {
     }
 }
 
-fn unsettled_gauges(registry: &mut Registry) -> (Family<[Label; 1], Gauge>, Gauge<f64, AtomicU64>) {
-    let records = Family::default();
-    registry.register(
-        "records",
-        "Records that are not settled, by state; counted by a slow walk through the store",
-        records.clone(),
-    );
-    let oldest = Gauge::default();
-    oldest.set(f64::NAN);
-    registry.register_with_unit(
-        "oldest_unsettled",
-        "How long the oldest record whose outcome is unknown has waited for an operator; 0 if there is none",
-        Unit::Seconds,
-        oldest.clone(),
-    );
-    (records, oldest)
+/// What waits for an operator.
+struct UnsettledMetrics {
+    records: Family<[Label; 1], Gauge>,
+    /// As they were counted last.
+    counts: Mutex<Option<Counts>>,
+    oldest: Gauge<f64, AtomicU64>,
+    retention_left: Gauge<f64, AtomicU64>,
+    expired: Counter,
+}
+
+impl UnsettledMetrics {
+    fn register(registry: &mut Registry) -> Self {
+        let unsettled = Self {
+            records: Family::default(),
+            counts: Mutex::default(),
+            oldest: Gauge::default(),
+            retention_left: Gauge::default(),
+            expired: Counter::default(),
+        };
+        registry.register(
+            "records",
+            "Records that are not settled, by state; counted by a slow walk through the store",
+            unsettled.records.clone(),
+        );
+        registry.register_with_unit(
+            "oldest_unsettled",
+            "How long the oldest record whose outcome is unknown has waited for an operator; 0 if there is none",
+            Unit::Seconds,
+            unsettled.oldest.clone(),
+        );
+        registry.register_with_unit(
+            "unsettled_retention_left",
+            "How long until the first record whose outcome is unknown is removed; infinite if there is none",
+            Unit::Seconds,
+            unsettled.retention_left.clone(),
+        );
+        registry.register(
+            "unsettled_expired",
+            "Records that were removed at the end of their retention, and nobody had settled them",
+            unsettled.expired.clone(),
+        );
+        unsettled
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Counts>> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The times are those of the moment. Before the first count they are not numbers.
+    fn set_times(&self, now: Timestamp) {
+        let counts = *self.lock();
+        let age = |oldest: Option<Timestamp>| oldest.map_or(0.0, |oldest| now.since(oldest).as_secs_f64());
+        let left = |end: Option<Timestamp>| end.map_or(f64::INFINITY, |end| end.since(now).as_secs_f64());
+        self.oldest.set(counts.map_or(f64::NAN, |counts| age(counts.oldest)));
+        self.retention_left.set(counts.map_or(f64::NAN, |counts| left(counts.first_end)));
+    }
 }
 
 fn store_histogram() -> Histogram {

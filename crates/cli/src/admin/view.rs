@@ -33,6 +33,7 @@ pub(super) fn record(id: RecordId, record: &Record, now: Timestamp, detail: Deta
         "changed_at": time(record.changed_at),
         "age_seconds": now.since(record.changed_at).as_secs(),
         "expires_at": time(record.expires_at),
+        "expires_in_seconds": record.expires_at.since(now).as_secs(),
     });
     if let Value::Object(members) = &mut view {
         match &record.state {

@@ -25,20 +25,20 @@ pub(crate) fn run(args: &CallArgs) -> ExitCode {
     if std::env::var_os(crate::log::VARIABLE).is_some()
         && let Err(error) = crate::log::start()
     {
-        eprintln!("error: {error}");
+        complain!("error: {error}");
         return End::Usage.into();
     }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("error: cannot start a runtime: {error}");
+            complain!("error: cannot start a runtime: {error}");
             return End::Nothing.into();
         }
     };
     match runtime.block_on(execute(args)) {
         Ok(end) => end.into(),
         Err(words) => {
-            eprintln!("error: {words}");
+            complain!("error: {words}");
             End::Usage.into()
         }
     }
@@ -83,14 +83,14 @@ async fn call(args: &CallArgs) -> Result<End, String> {
     let key = request.intent.key().as_str().to_owned();
     let say_key = || {
         let keeps = if has_journal { "; the journal keeps it" } else { ", to give it again with --key" };
-        eprintln!("key: {key}{keeps}");
+        complain!("key: {key}{keeps}");
     };
     let is_said = request.is_new_key && !args.plain;
     if is_said && !args.silent {
         say_key();
     }
     if args.verbose {
-        eprintln!("> {} {}", request.intent.method(), request.intent.uri());
+        complain!("> {} {}", request.intent.method(), request.intent.uri());
     }
     let sent = client.send(&request.intent).await;
     let end = outcome::say(args, &mut sink, sent);
@@ -114,7 +114,7 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
     while let Some(end) = resume.next().await {
         let end = match end {
             Err(damaged) => {
-                eprintln!("error: {damaged}; nothing is known of what it was");
+                complain!("error: {damaged}; nothing is known of what it was");
                 // When the file can be read, the next --resume brings certainty.
                 if damaged.is_unreadable { End::Open } else { End::Unknown }
             }
@@ -125,7 +125,7 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
                     Err(NotResumed::Gone) => End::Done,
                     Err(NotResumed::Unfinished(open)) => {
                         let end = outcome::end_of(&open);
-                        eprintln!("{name}: {}{}", end.words(), outcome::why(&open));
+                        complain!("{name}: {}{}", end.words(), outcome::why(&open));
                         end
                     }
                     Err(error) => {
@@ -133,7 +133,7 @@ async fn resume(args: &CallArgs, path: &Path) -> Result<End, String> {
                             NotResumed::OtherCredentials => outcome::OLD_CREDENTIALS,
                             _ => "",
                         };
-                        eprintln!("{name}: {}{hint}", ErrorChain(&error));
+                        complain!("{name}: {}{hint}", ErrorChain(&error));
                         if resumed.pending.maybe_sent { End::Open } else { End::Nothing }
                     }
                 }
@@ -148,7 +148,7 @@ fn resumed_line(args: &CallArgs, name: &str, answer: &Answer) -> End {
     let end = outcome::verdict(answer.verdict);
     if !args.silent {
         let replayed = if answer.replayed { ", replayed" } else { "" };
-        eprintln!("{name}: {} ({}{replayed})", end.words(), answer.response.status());
+        complain!("{name}: {} ({}{replayed})", end.words(), answer.response.status());
     }
     end
 }
@@ -158,14 +158,14 @@ async fn list(journal: &JournalDir) -> End {
     let found = match journal.pending().await {
         Ok(found) => found,
         Err(error) => {
-            eprintln!("error: --journal {}: {}", journal.path().display(), ErrorChain(&error));
+            complain!("error: --journal {}: {}", journal.path().display(), ErrorChain(&error));
             return End::Usage;
         }
     };
     let mut out = io::stdout().lock();
     let mut end = End::Done;
     for one in found {
-        match one {
+        let printed = match one {
             Ok(pending) => {
                 let state = match (pending.in_flight, pending.maybe_sent) {
                     (true, _) => "in flight",
@@ -173,11 +173,20 @@ async fn list(journal: &JournalDir) -> End {
                     // Also where it was sent, and turned away before the operation.
                     (false, false) => "nothing happened",
                 };
-                let _closed = writeln!(out, "{}, {state}, {}", name(&pending), pending.path.display());
+                writeln!(out, "{}, {state}, {}", name(&pending), pending.path.display())
             }
             Err(damaged) => {
-                let _closed = writeln!(out, "cannot be read, {damaged}");
                 end = End::Unknown;
+                writeln!(out, "cannot be read, {damaged}")
+            }
+        };
+        match printed {
+            Ok(()) => {}
+            // `oncegate call --list | head` is no failure of ours.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return end,
+            Err(error) => {
+                complain!("error: the list could not be written: {error}");
+                return end.max(End::Output);
             }
         }
     }

@@ -221,9 +221,9 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinis
         }
     };
     if end != End::Done && !(args.silent && end == End::Refused) {
-        eprintln!("oncegate: {words}");
+        complain!("oncegate: {words}");
     } else if args.verbose {
-        eprintln!("* {words}");
+        complain!("* {words}");
     }
     let Some(response) = response else { return end };
     let mut head = Vec::new();
@@ -246,12 +246,12 @@ pub(super) fn say(args: &CallArgs, sink: &mut Sink, sent: Result<Answer, Unfinis
     }
     if args.verbose {
         for line in String::from_utf8_lossy(&head).lines().filter(|line| !line.is_empty()) {
-            eprintln!("< {line}");
+            complain!("< {line}");
         }
     }
     let head = if args.include { head.as_slice() } else { &[] };
     if let Err(error) = sink.write(head, response.body()) {
-        eprintln!("oncegate: {}, and the answer could not be written: {error}", end.words());
+        complain!("oncegate: {}, and the answer could not be written: {error}", end.words());
         // Whoever reads the exit code alone must not believe that the answer was handed on.
         return if end == End::Done { End::Output } else { end };
     }

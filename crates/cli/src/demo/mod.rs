@@ -70,7 +70,7 @@ pub(crate) fn run(args: &DemoArgs) -> ExitCode {
         Ok(Some(false)) => ExitCode::FAILURE,
         Ok(None) => ExitCode::from(130),
         Err(error) => {
-            eprintln!("error: {error}");
+            complain!("error: {error}");
             ExitCode::FAILURE
         }
     }

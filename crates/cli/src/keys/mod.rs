@@ -276,7 +276,7 @@ fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) ->
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("error: cannot start a runtime: {error}");
+            complain!("error: cannot start a runtime: {error}");
             return ExitCode::FAILURE;
         }
     };
@@ -294,7 +294,7 @@ fn ask(command: impl AsyncFnOnce(&mut StdoutLock<'_>) -> Result<(), Failure>) ->
                 }
                 Failure::Output(error) => (format!("cannot write the answer: {error}"), 1),
             };
-            eprintln!("error: {words}");
+            complain!("error: {words}");
             ExitCode::from(code)
         }
     }

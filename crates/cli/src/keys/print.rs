@@ -59,13 +59,15 @@ pub(super) fn newest(page: &Value, as_json: bool, out: &mut impl Write) -> Print
 
 fn rows(page: &Value, out: &mut impl Write) -> Printed {
     let records = page["records"].as_array().map_or(&[][..], Vec::as_slice);
-    let mut rows =
-        vec![["STATE", "AGE", "SINCE", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned)];
+    let mut rows = vec![
+        ["STATE", "AGE", "SINCE", "EXPIRES IN", "TRIES", "CALLER", "OPERATION", "RECORD"].map(str::to_owned),
+    ];
     rows.extend(records.iter().map(|record| {
         [
             text(&record["state"]),
             age(record),
             text(&record["changed_at"]),
+            rough(Duration::from_secs(record["expires_in_seconds"].as_u64().unwrap_or_default())),
             text(&record["attempts"]),
             text(&record["caller"]),
             text(&record["operation"]),

@@ -59,6 +59,39 @@ async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_answer() {
 }
 
 #[tokio::test]
+async fn an_unknown_outcome_whose_retention_ends_is_told_of_before_and_after() {
+    for store in ["memory:", "directory"] {
+        let directory = tempfile::tempdir().unwrap();
+        let store = match store {
+            "directory" => format!("--store={}", directory.path().join("store").display()),
+            _ => format!("--store={store}"),
+        };
+        let service = Service::new().await;
+        let flags = [&*store, "--upstream-timeout=200ms", "--retention=20s"];
+        let mut sidecar = Sidecar::start(service.address, &flags).await;
+        until("nothing waits", async || {
+            series(&sidecar, "oncegate_unsettled_retention_left_seconds").await == Some(f64::INFINITY)
+        })
+        .await;
+        let answer = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
+        let record = record_of(&answer);
+        until("its end is shown", async || {
+            series(&sidecar, "oncegate_unsettled_retention_left_seconds").await.unwrap() <= 20.0
+        })
+        .await;
+        let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
+        assert!(listed["records"][0]["expires_in_seconds"].as_u64().unwrap() <= 20, "{listed}");
+        sidecar.process.says("are removed soon").await;
+        sidecar.process.says("nobody had settled it").await;
+        let logged = sidecar.process.error_lines("nobody had settled it");
+        assert!(logged.len() == 1 && logged[0].contains(&record), "{logged:#?}");
+        assert!(logged[0].contains("operation=\"POST /orders\""), "{logged:#?}");
+        assert_eq!(sidecar.process.error_lines("are removed soon").len(), 1);
+        assert_eq!(series(&sidecar, "oncegate_unsettled_expired_total").await, Some(1.0));
+    }
+}
+
+#[tokio::test]
 async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
     let directory = tempfile::tempdir().unwrap();
     let store = format!("--store={}", directory.path().join("store").display());
