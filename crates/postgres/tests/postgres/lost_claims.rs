@@ -110,10 +110,14 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
         let world = world.clone();
         tokio::spawn(async move { world.store.apply(id(number), claims(number.into())).await })
     };
-    let first: Vec<_> = (10..12).map(claim).collect();
     let give_up = Instant::now() + LONG;
-    while block_in_place(|| world.waiting_commits()) < before + first.len() {
-        assert!(Instant::now() < give_up);
+    let mut first = Vec::new();
+    // One after the other: what comes at once may go in one batch.
+    for number in 10..12 {
+        first.push(claim(number));
+        while block_in_place(|| world.waiting_commits()) < before + first.len() {
+            assert!(Instant::now() < give_up);
+        }
     }
     let gathered: Vec<_> = (20..40).map(claim).collect();
     world.way.cut();
