@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_engine::ConfigError;
-use oncegate_inbox::postgres::TransactionalInbox;
 use oncegate_inbox::{
     Consumer, ConsumerName, Delivery, Failure, Handled, Identity, Message, Processor, Source, SourceError,
 };
+use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::{PostgresOptions, schema};
 use oncegate_servers::PostgresServer;
 use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions};

@@ -19,21 +19,33 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-tiered", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
-    ("oncegate-inbox", &["oncegate-core", "oncegate-engine", "oncegate-postgres"]),
+    ("oncegate-inbox", &["oncegate-core", "oncegate-engine"]),
+    ("oncegate-inbox-postgres", &["oncegate-core", "oncegate-engine", "oncegate-inbox", "oncegate-postgres"]),
+    ("oncegate-amqp", &["oncegate-core", "oncegate-engine", "oncegate-inbox"]),
+    ("oncegate-kafka", &["oncegate-core", "oncegate-engine", "oncegate-inbox"]),
+    ("oncegate-nats", &["oncegate-engine", "oncegate-inbox"]),
+    ("oncegate-sqs", &["oncegate-core", "oncegate-engine", "oncegate-inbox"]),
+    ("oncegate-webhook", &["oncegate-core", "oncegate-engine", "oncegate-inbox"]),
     ("oncegate-macros", &["oncegate-core"]),
     (
         "oncegate",
         &[
+            "oncegate-amqp",
             "oncegate-client",
             "oncegate-core",
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
             "oncegate-inbox",
+            "oncegate-inbox-postgres",
+            "oncegate-kafka",
             "oncegate-macros",
+            "oncegate-nats",
             "oncegate-postgres",
             "oncegate-redis",
+            "oncegate-sqs",
             "oncegate-tiered",
+            "oncegate-webhook",
         ],
     ),
     (
@@ -66,6 +78,17 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("oncegate-servers", &[]),
     (
+        "oncegate-broker-tests",
+        &[
+            "oncegate-core",
+            "oncegate-engine",
+            "oncegate-inbox",
+            "oncegate-inbox-postgres",
+            "oncegate-postgres",
+            "oncegate-servers",
+        ],
+    ),
+    (
         "oncegate-benches",
         &[
             "oncegate-client",
@@ -74,13 +97,14 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-embedded",
             "oncegate-http",
             "oncegate-inbox",
+            "oncegate-inbox-postgres",
             "oncegate-postgres",
             "oncegate-redis",
             "oncegate-servers",
         ],
     ),
     ("axum-payments", &["oncegate"]),
-    ("order-pipeline", &["oncegate", "oncegate-inbox"]),
+    ("order-pipeline", &["oncegate"]),
     ("order-saga", &["oncegate"]),
     ("xtask", &[]),
 ];
@@ -96,7 +120,46 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-tiered", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
     ("oncegate-macros", &["tokio", "http", "hyper", "redb", "tracing"]),
+    (
+        "oncegate-inbox",
+        &["async-nats", "aws-sdk-sqs", "axum", "http", "hyper", "lapin", "rdkafka", "redb", "redis", "sqlx"],
+    ),
+    (
+        "oncegate-inbox-postgres",
+        &["async-nats", "aws-sdk-sqs", "axum", "http", "hyper", "lapin", "rdkafka", "redb", "redis"],
+    ),
+    ("oncegate-amqp", &["async-nats", "aws-sdk-sqs", "axum", "rdkafka", "redb", "redis", "sqlx"]),
+    ("oncegate-kafka", &["async-nats", "aws-sdk-sqs", "axum", "hyper", "lapin", "redb", "redis", "sqlx"]),
+    ("oncegate-nats", &["aws-sdk-sqs", "axum", "lapin", "rdkafka", "redb", "redis", "sqlx"]),
+    ("oncegate-sqs", &["async-nats", "axum", "lapin", "rdkafka", "redb", "redis", "sqlx"]),
+    ("oncegate-webhook", &["async-nats", "aws-sdk-sqs", "lapin", "rdkafka", "redb", "redis", "sqlx"]),
 ];
+
+/// Libraries that must not panic: each denies the lints of [`rust`].
+const LIBRARIES: &[&str] = &[
+    "amqp",
+    "client",
+    "core",
+    "embedded",
+    "engine",
+    "http",
+    "inbox",
+    "inbox-postgres",
+    "kafka",
+    "nats",
+    "postgres",
+    "redis",
+    "servers",
+    "sqs",
+    "tiered",
+    "webhook",
+];
+
+/// Brokers and stores that the code of a crate must not name, because it works with all of them. Comments may.
+const NAMES_NONE_OF: &[(&str, &[&str])] = &[(
+    "crates/inbox/src/",
+    &["kafka", "rabbitmq", "amqp", "jetstream", "nats", "sqs", "postgres", "redis", "valkey", "redb", "sqlx"],
+)];
 
 /// Words that finished work does not have, and why.
 const WORDS: &[(&str, &str)] = &[
@@ -197,6 +260,12 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
                 faults.push(format!("{name}:{}: {word}: {why}", number + 1));
             }
         }
+        let code = if line.trim_start().starts_with("//") { String::new() } else { line.to_lowercase() };
+        for (folder, words) in NAMES_NONE_OF.iter().filter(|(folder, _)| name.starts_with(folder)) {
+            for word in words.iter().filter(|word| code.contains(**word)) {
+                faults.push(format!("{name}:{}: {folder} must not name {word}", number + 1));
+            }
+        }
         if line.chars().count() > 130 && !line.contains("http") && !line.contains('"') {
             faults.push(format!("{name}:{}: longer than 130 characters", number + 1));
         }
@@ -207,10 +276,7 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
         }
         let denies =
             ["clippy::unwrap_used", "clippy::expect_used", "clippy::indexing_slicing", "clippy::panic"];
-        let library =
-            ["client", "core", "engine", "embedded", "http", "postgres", "redis", "servers", "tiered"]
-                .iter()
-                .any(|room| name == format!("crates/{room}/src/lib.rs"));
+        let library = LIBRARIES.iter().any(|library| name == format!("crates/{library}/src/lib.rs"));
         for lint in denies.iter().filter(|lint| library && !text.contains(**lint)) {
             faults.push(format!("{name}: does not deny {lint}"));
         }

@@ -17,7 +17,6 @@ use tracing::{Instrument as _, debug, error, info_span, warn};
 
 use crate::event::{Event, EventKind, Observer};
 use crate::handled::{DeadReason, Handled, Settlement};
-use crate::inbox::said;
 use crate::message::Message;
 use crate::processor::Processor;
 use crate::source::{Delivery, Source, SourceError};
@@ -308,7 +307,7 @@ impl DeadInARow {
                 self.count = self.count.saturating_add(1);
                 self.reason = Some(*reason);
             }
-            Handled::Failed { failure, .. } => self.failure = Some(said(failure)),
+            Handled::Failed { failure, .. } => self.failure = Some(failure.to_error_text()),
             _ => {}
         }
     }

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use oncegate_core::{IdempotencyKey, RecordId, Scope};
 
 use crate::handled::DeadReason;
 use crate::identity::ConsumerName;
@@ -33,6 +34,31 @@ pub struct DeadLetter {
 pub const ERROR_MAX: usize = 1000;
 
 impl DeadLetter {
+    /// A dead letter with the record `id`, from which its identifier is derived.
+    #[must_use]
+    pub fn new(
+        id: RecordId,
+        consumer: ConsumerName,
+        message: Arc<Message>,
+        reason: DeadReason,
+        attempts: u32,
+        error: String,
+    ) -> Self {
+        Self { id: id.downstream_key("dead-letter"), consumer, message, reason, attempts, error }
+    }
+
+    /// The record of a dead letter that has a record of its own, apart from the record of its message.
+    ///
+    /// `id` is the record of the message. `discriminator` separates several dead letters of one message from each other.
+    #[must_use]
+    pub fn separate_id(consumer: &ConsumerName, id: RecordId, discriminator: &[u8]) -> RecordId {
+        let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), discriminator];
+        match IdempotencyKey::new(*id.as_bytes()) {
+            Ok(key) => RecordId::derive(&Scope::single_tenant().within(&operation), &key),
+            Err(_) => unreachable!("a record identifier has 32 bytes"),
+        }
+    }
+
     /// The letter as a message to that topic: the payload and the headers that the message has, and what happened to it in
     /// headers `oncegate-dead-reason`, `-consumer`, `-topic`, `-attempts` and `-error`.
     #[must_use]

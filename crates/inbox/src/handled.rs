@@ -4,7 +4,9 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
-use oncegate_core::StoreError;
+use oncegate_core::{ErrorChain, StoreError};
+
+use crate::dead::ERROR_MAX;
 
 type Boxed = Box<dyn Error + Send + Sync>;
 
@@ -45,6 +47,14 @@ impl Failure {
         match self {
             Self::Retry(error) | Self::Reject(error) | Self::Unsure(error) => &**error,
         }
+    }
+
+    /// The error and its causes, as a dead letter keeps them: at most [`ERROR_MAX`] bytes.
+    #[must_use]
+    pub fn to_error_text(&self) -> String {
+        let mut text = ErrorChain(self.error()).to_string();
+        text.truncate(text.floor_char_boundary(ERROR_MAX));
+        text
     }
 }
 

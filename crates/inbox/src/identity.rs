@@ -271,9 +271,12 @@ impl MessageId {
         Self { parts, key }
     }
 
-    /// What messages without an identity are told by where something must be remembered of them: all that they say, and
-    /// what the broker tells them by. Two that say the same are two where the broker says so, and two letters.
-    pub(crate) fn of_unidentified(message: &Message) -> Self {
+    /// The identity under which the dead letter of a message without an identity is recorded.
+    ///
+    /// It is made of the topic, the broker's own identifier, the headers and the payload. Two messages with the same content
+    /// have two dead letters if the broker's identifiers differ.
+    #[must_use]
+    pub fn of_content(message: &Message) -> Self {
         let broker_id = message.broker_id.as_deref().unwrap_or_default();
         let mut parts: Vec<&[u8]> = vec![message.topic.as_bytes(), broker_id.as_bytes(), &message.payload];
         for (name, value) in &message.headers {

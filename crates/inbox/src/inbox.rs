@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
-    Completion, ErrorChain, FencingToken, Fingerprint, IdempotencyKey, KeyTag, Label, OnAbandoned, RecordId,
-    Scope, StoreError, StoredResponse,
+    Completion, ErrorChain, FencingToken, Fingerprint, KeyTag, Label, OnAbandoned, RecordId, StoreError,
+    StoredResponse,
 };
 use oncegate_engine::{
     Attempt, ClaimOutcome, ClaimRequest, ConfigError, Engine, LeaseError, Panicked, Permit, Policy, Settled,
     catch_panic,
 };
 
-use crate::dead::{DeadLetter, DeadLetters, ERROR_MAX};
+use crate::dead::{DeadLetter, DeadLetters};
 use crate::handled::{DeadReason, Failure, Handled};
 use crate::identity::{ConsumerName, Identity, MessageId};
 use crate::message::Message;
@@ -57,8 +57,10 @@ const LEASE: Duration = Duration::from_secs(10);
 /// How long is remembered that a message was processed, unless told otherwise.
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// How often a message is tried, unless told otherwise: for some 40 seconds with the pauses of [`Consumer`](crate::Consumer).
-pub(crate) const ATTEMPTS_MAX: u32 = 10;
+/// The default number of attempts before a message is a dead letter.
+///
+/// With the default backoff of a [`Consumer`](crate::Consumer) they take about 40 seconds.
+pub const DEFAULT_MAX_ATTEMPTS: u32 = 10;
 
 /// What a record is completed with whose message was processed.
 const PROCESSED: u16 = 204;
@@ -101,7 +103,7 @@ impl Inbox {
             identity,
             // All are within their bounds.
             policy: policy.unwrap_or_default(),
-            attempts_max: ATTEMPTS_MAX,
+            attempts_max: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
             label,
             dead: Arc::new(dead),
@@ -162,7 +164,7 @@ impl Inbox {
         let id = match inner.identity.of(message) {
             Ok(id) => id,
             Err(why) => {
-                let id = MessageId::of_unidentified(message).record_id(&inner.consumer);
+                let id = MessageId::of_content(message).record_id(&inner.consumer);
                 let reason = DeadReason::NoIdentity;
                 return inner.bury_beside(id, message, reason, 0, why.to_string(), reason.as_str()).await;
             }
@@ -189,7 +191,7 @@ impl Inbox {
             }
             Ok(ClaimOutcome::Mismatch) => {
                 let digest = Fingerprint::of_parts("message", &[&message.payload]);
-                let id = letter_of(&inner.consumer, id, digest.digest());
+                let id = DeadLetter::separate_id(&inner.consumer, id, digest.digest());
                 let why = "another message has the same identity".to_owned();
                 let reason = DeadReason::IdentityReused;
                 inner.bury_beside(id, message, reason, 0, why, reason.as_str()).await
@@ -262,7 +264,7 @@ impl Inner {
             },
             failure => failure,
         };
-        let text = said(&failure);
+        let text = failure.to_error_text();
         match failure {
             Failure::Reject(_) => self.bury(permit, message, DeadReason::Rejected, attempts, text).await,
             Failure::Unsure(_) if self.policy.on_abandoned() == OnAbandoned::Park => {
@@ -325,7 +327,7 @@ impl Inner {
         error: String,
         which: &str,
     ) -> Handled {
-        let letter = letter_of(&self.consumer, id, which.as_bytes());
+        let letter = DeadLetter::separate_id(&self.consumer, id, which.as_bytes());
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
         let fingerprint = Fingerprint::of_parts("dead letter", &[]);
         let request = ClaimRequest { id: letter, fingerprint, label: self.label.clone(), policy };
@@ -362,14 +364,7 @@ impl Inner {
         attempts: u32,
         error: String,
     ) -> Result<(), PublishError> {
-        let letter = DeadLetter {
-            id: id.downstream_key("dead-letter"),
-            consumer: self.consumer.clone(),
-            message: message.clone(),
-            reason,
-            attempts,
-            error,
-        };
+        let letter = DeadLetter::new(id, self.consumer.clone(), message.clone(), reason, attempts, error);
         // What panics at this letter may take the next one.
         let written = catch_panic(self.dead.put(&letter)).await;
         written.unwrap_or_else(|Panicked| Err(PublishError::refused("what writes it panicked")))
@@ -448,22 +443,6 @@ fn known(response: &StoredResponse) -> Handled {
     let reason = reason.and_then(|(_, value)| DeadReason::from_word(std::str::from_utf8(value).ok()?));
     // An operator may have said that it failed.
     Handled::Dead { reason: reason.unwrap_or(DeadReason::Rejected), is_known: true }
-}
-
-/// Where the record of a dead letter is.
-pub(crate) fn letter_of(consumer: &ConsumerName, id: RecordId, which: &[u8]) -> RecordId {
-    let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), which];
-    match IdempotencyKey::new(*id.as_bytes()) {
-        Ok(key) => RecordId::derive(&Scope::single_tenant().within(&operation), &key),
-        Err(_) => unreachable!("an identifier has 32 octets"),
-    }
-}
-
-/// What a dead letter says of an error.
-pub(crate) fn said(failure: &Failure) -> String {
-    let mut text = ErrorChain(failure.error()).to_string();
-    text.truncate(text.floor_char_boundary(ERROR_MAX));
-    text
 }
 
 impl fmt::Debug for Inbox {

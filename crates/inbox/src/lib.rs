@@ -50,19 +50,20 @@
 //!
 //! [`Consumer`] is the loop around it: it takes deliveries from a [`Source`], keeps those in order that have one order key,
 //! bounds what it holds, extends what takes long, acknowledges what is done, and comes to rest when it is told to. What a broker
-//! needs is an adapter, each behind a feature of its own; an application can write one, too: [`Source`] and [`Delivery`]
+//! needs is an adapter, each a crate of its own; an application can write one, too: [`Source`] and [`Delivery`]
 //! have seven functions between them.
 //!
-//! # What is where
-//! | feature | |
+//! # The crates around this one
+//! | crate | |
 //! |---|---|
-//! | | [`Inbox`], for effects anywhere, on any store; [`Consumer`], the loop |
-//! | `postgres` | `postgres::TransactionalInbox`, effect and receipt in one transaction; `Streams`, `DeadLetterTable` |
-//! | `postgres` | the outbox: `postgres::Outbox` and `postgres::Relay` |
-//! | `nats`, `kafka`, `amqp`, `sqs` | modules of these names, with a `Source` and a `Publisher` each |
-//! | `webhook` | `webhook::WebhookReceiver`, for axum |
+//! | `oncegate-inbox` | [`Inbox`], for effects anywhere, on any store; [`Consumer`], the loop |
+//! | `oncegate-inbox-postgres` | `TransactionalInbox`: effect and receipt in one transaction; `Streams`, `DeadLetterTable` |
+//! | `oncegate-inbox-postgres` | the outbox: `Outbox` and `Relay` |
+//! | `oncegate-nats`, `oncegate-amqp` | a `Source` and a `Publisher` each, for NATS JetStream and RabbitMQ |
+//! | `oncegate-kafka`, `oncegate-sqs` | the same for Kafka and Amazon SQS; experimental |
+//! | `oncegate-webhook` | `WebhookReceiver`, for axum |
 //!
-//! Guides are in `docs/reference/messages.md` and the pages that it names, whole programs in `examples`.
+//! The guide is `docs/reference/messages.md`; each crate has a whole program in its `examples`.
 //!
 //! # What is promised
 //!
@@ -82,34 +83,22 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
-#[cfg(feature = "amqp")]
-pub mod amqp;
 mod consumer;
 mod dead;
 mod event;
 mod handled;
 mod identity;
 mod inbox;
-#[cfg(feature = "kafka")]
-pub mod kafka;
 mod message;
-#[cfg(feature = "nats")]
-pub mod nats;
-#[cfg(feature = "postgres")]
-pub mod postgres;
 mod processor;
 mod source;
-#[cfg(feature = "sqs")]
-pub mod sqs;
-#[cfg(feature = "webhook")]
-pub mod webhook;
 
 pub use consumer::{Consumer, ConsumerError, Order};
 pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};
 pub use event::{Counts, Event, EventKind, Observer};
 pub use handled::{DeadReason, Failure, Handled, Settlement};
 pub use identity::{BadName, ConsumerName, Identity, MessageId, NoIdentity};
-pub use inbox::{Inbox, InboxProcessor};
+pub use inbox::{DEFAULT_MAX_ATTEMPTS, Inbox, InboxProcessor};
 pub use message::{Ambiguous, Message};
 pub use processor::Processor;
 pub use source::{

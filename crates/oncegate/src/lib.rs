@@ -12,8 +12,10 @@
 //! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
 //! - `tiered`, with the feature of this name: answers in a fast front, before one of the others (`TieredStore`),
 //! - `client`, with the feature of this name: the caller's side, which keeps one key per intent over every retry (`Client`),
-//! - `inbox`, with the feature of this name: messages of brokers and webhooks that are processed once, each broker behind a
-//!   feature `inbox-…`; with `postgres`, effect and receipt in one transaction, and an outbox,
+//! - `inbox`, with the feature of this name: messages of brokers and webhooks that are processed once,
+//! - `inbox_postgres`, with the feature `inbox-postgres`: effect and receipt of a message in one transaction, and an outbox,
+//! - `amqp`, `nats`, `webhook`, with the features of these names, and `kafka` and `sqs`, with the features
+//!   `experimental-kafka` and `experimental-sqs`: the sources and destinations of messages,
 //! - [`engine`]: functions that take effect once for each key ([`Function`]); claims, leases, waiting, for doors of your own
 //!   ([`Engine`]), and a circuit breaker for stores that may be out of reach ([`Breaker`]),
 //! - `#[idempotent]`, with the feature `macros`: the same as [`Function`], written on an async function,
@@ -72,6 +74,8 @@
 pub use oncegate_core as core;
 pub use oncegate_engine as engine;
 
+#[cfg(feature = "amqp")]
+pub use oncegate_amqp as amqp;
 #[cfg(feature = "client")]
 pub use oncegate_client as client;
 #[cfg(feature = "embedded")]
@@ -80,12 +84,22 @@ pub use oncegate_embedded as embedded;
 pub use oncegate_http as http;
 #[cfg(feature = "inbox")]
 pub use oncegate_inbox as inbox;
+#[cfg(feature = "inbox-postgres")]
+pub use oncegate_inbox_postgres as inbox_postgres;
+#[cfg(feature = "experimental-kafka")]
+pub use oncegate_kafka as kafka;
+#[cfg(feature = "nats")]
+pub use oncegate_nats as nats;
 #[cfg(feature = "postgres")]
 pub use oncegate_postgres as postgres;
 #[cfg(feature = "redis")]
 pub use oncegate_redis as redis;
+#[cfg(feature = "experimental-sqs")]
+pub use oncegate_sqs as sqs;
 #[cfg(feature = "tiered")]
 pub use oncegate_tiered as tiered;
+#[cfg(feature = "webhook")]
+pub use oncegate_webhook as webhook;
 
 #[cfg(feature = "client")]
 pub use oncegate_client::{Client, Intent, RetryPolicy};

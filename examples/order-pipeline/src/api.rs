@@ -8,10 +8,10 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use oncegate::core::{ErrorChain, Scope};
 use oncegate::http::KeyGrammar;
+use oncegate::inbox::Outgoing;
+use oncegate::inbox_postgres::Outbox;
 use oncegate::postgres::sqlx;
 use oncegate::{TransactError, Transactor};
-use oncegate_inbox::Outgoing;
-use oncegate_inbox::postgres::Outbox;
 use serde::{Deserialize, Serialize};
 
 use crate::faults::{Faults, Point};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use oncegate::engine::ConfigError;
-use oncegate_inbox::{
+use oncegate::inbox::{
     ConsumerName, Delivery, Handled, Message, Outgoing, Processor, PublishFuture, Publisher, Source,
     SourceError, SourceInfo,
 };

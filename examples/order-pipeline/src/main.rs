@@ -17,8 +17,8 @@ use std::time::Duration;
 use axum::Router;
 use clap::Parser;
 use oncegate::core::ErrorChain;
+use oncegate::nats::async_nats::{self, jetstream};
 use oncegate::postgres::sqlx::postgres::{PgPool, PgPoolOptions};
-use oncegate_inbox::nats::async_nats::{self, jetstream};
 use tokio::signal::unix::{SignalKind, signal};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

@@ -4,10 +4,10 @@
 use axum::Router;
 use axum::routing::get;
 use oncegate::core::ErrorChain;
+use oncegate::inbox::{Consumer, ConsumerName, Counts, Failure, Identity, Message};
+use oncegate::inbox_postgres::{Applied, DeadLetterTable, Streams, TransactionalInbox};
+use oncegate::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
 use oncegate::postgres::sqlx::{self, PgConnection, PgPool};
-use oncegate_inbox::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
-use oncegate_inbox::postgres::{Applied, DeadLetterTable, Streams, TransactionalInbox};
-use oncegate_inbox::{Consumer, ConsumerName, Counts, Failure, Identity, Message};
 
 use crate::faults::{Faults, Mortal, Point};
 use crate::order::OrderPlaced;

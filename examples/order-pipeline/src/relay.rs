@@ -5,9 +5,9 @@ use std::time::Duration;
 use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::get;
+use oncegate::inbox_postgres::{Outbox, Relay, RelayCounts};
+use oncegate::nats::NatsPublisher;
 use oncegate::postgres::sqlx::postgres::PgPool;
-use oncegate_inbox::nats::NatsPublisher;
-use oncegate_inbox::postgres::{Outbox, Relay, RelayCounts};
 
 use crate::faults::{Faults, Mortal};
 use crate::{Broker, Database, Result, serve, stopped};

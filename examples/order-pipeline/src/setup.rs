@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use oncegate::PostgresOptions;
+use oncegate::nats::async_nats::jetstream::consumer::{AckPolicy, pull};
+use oncegate::nats::async_nats::jetstream::stream;
 use oncegate::postgres::{schema, sqlx};
-use oncegate_inbox::nats::async_nats::jetstream::consumer::{AckPolicy, pull};
-use oncegate_inbox::nats::async_nats::jetstream::stream;
 
 use crate::order::PLACED;
 use crate::{Broker, Database, Result};

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use oncegate_inbox::nats::async_nats::{self, jetstream};
+use oncegate::nats::async_nats::{self, jetstream};
 use oncegate_servers::{NatsServer, PostgresOptions, PostgresServer, free_port};
 use serde_json::{Value, json};
 

@@ -1,0 +1,228 @@
+//! The lines of an outbox, as a relay takes them from the database and gives them back.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use oncegate_core::StoreError;
+use oncegate_inbox::Outgoing;
+use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
+use oncegate_postgres::sqlx::{self, Error, Row as _};
+use tokio::time::Instant;
+
+use crate::receipts::{alone, refused};
+
+/// How long a call may take. Whether it was carried out is not known then, and need not be.
+pub(crate) const CALL_PATIENCE: Duration = Duration::from_secs(15);
+
+/// A message in its row.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) seq: i64,
+    pub(crate) message: Outgoing,
+    /// How often it failed.
+    pub(crate) attempts: u32,
+}
+
+impl Waiting {
+    /// What it takes, roughly.
+    pub(crate) fn octets(&self) -> usize {
+        let headers = self.message.headers.iter().map(|(name, value)| name.len() + value.len());
+        self.message.payload.len() + headers.sum::<usize>()
+    }
+}
+
+/// Rows of one line that are held under one lease, in their order.
+pub(crate) struct Run {
+    pub(crate) token: i64,
+    pub(crate) line: i64,
+    pub(crate) first: i64,
+    pub(crate) rows: Vec<Waiting>,
+}
+
+/// Until when a line is ours, whatever the database's own clock says: counted from before it was asked.
+pub(crate) struct Lease(Mutex<Instant>);
+
+impl Lease {
+    pub(crate) fn new(until: Instant) -> Self {
+        Self(Mutex::new(until))
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        Instant::now() >= *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set(&self, until: Instant) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = until;
+    }
+}
+
+/// What became of a row.
+pub(crate) enum Outcome {
+    Confirmed,
+    Again(Duration, String),
+    Refused(String),
+    /// Refused, and those behind it go on.
+    Aside(String),
+}
+
+/// What became of a run.
+pub(crate) struct Ended {
+    pub(crate) token: i64,
+    pub(crate) line: i64,
+    pub(crate) first: i64,
+    pub(crate) outcomes: Vec<(i64, Outcome)>,
+}
+
+/// What was taken.
+pub(crate) struct Taken {
+    pub(crate) runs: Vec<Run>,
+    /// Where to go on; `None` at the end.
+    pub(crate) next: Option<i64>,
+}
+
+/// How much is taken at once.
+pub(crate) struct Most {
+    pub(crate) rows: usize,
+    pub(crate) octets: usize,
+    pub(crate) run: usize,
+}
+
+/// The outbox of a database.
+pub(crate) struct Lines {
+    pub(crate) pool: PgPool,
+    pub(crate) transaction_pooler: bool,
+    pub(crate) lease: Duration,
+}
+
+impl Lines {
+    /// Takes runs of lines that nobody holds.
+    pub(crate) async fn take(
+        &self,
+        after: Option<i64>,
+        most: &Most,
+        patience: Duration,
+        lease: Duration,
+    ) -> Result<Taken, StoreError> {
+        let call = async |connection: &mut PgConnection| {
+            sqlx::query("SELECT * FROM oncegate.outbox_take($1, $2, $3, $4, $5)")
+                .persistent(!self.transaction_pooler)
+                .bind(after)
+                .bind(i32::try_from(most.rows).unwrap_or(i32::MAX))
+                .bind(i64::try_from(most.octets).unwrap_or(i64::MAX))
+                .bind(i32::try_from(most.run).unwrap_or(i32::MAX))
+                .bind(millis(lease))
+                .fetch_all(connection)
+                .await
+        };
+        let rows = alone(&self.pool, patience, self.transaction_pooler, call).await?;
+        taken(&rows).map_err(refused)
+    }
+
+    /// Asks for more time for runs, given as their tokens, lines and first rows. Says which lines are still ours.
+    pub(crate) async fn renew(&self, runs: &[(i64, i64, i64)]) -> Result<Vec<i64>, StoreError> {
+        let (tokens, lines, firsts) = split(runs.iter().copied());
+        self.call(async |connection: &mut PgConnection| {
+            sqlx::query_scalar("SELECT oncegate.outbox_renew($1, $2, $3, $4)")
+                .persistent(!self.transaction_pooler)
+                .bind(&tokens)
+                .bind(&lines)
+                .bind(&firsts)
+                .bind(millis(self.lease))
+                .fetch_all(connection)
+                .await
+        })
+        .await
+    }
+
+    /// Writes down what became of runs. Says which lines were ours; of the others nothing was changed.
+    pub(crate) async fn settle(&self, ended: &[Ended]) -> Result<Vec<i64>, StoreError> {
+        let (tokens, lines, firsts) = split(ended.iter().map(|run| (run.token, run.line, run.first)));
+        let (mut row_lines, mut seqs, mut outcomes) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut delays, mut errors) = (Vec::new(), Vec::new());
+        for run in ended {
+            for (seq, outcome) in &run.outcomes {
+                let (word, delay, error) = match outcome {
+                    Outcome::Confirmed => ("confirmed", Duration::ZERO, ""),
+                    Outcome::Again(delay, error) => ("again", *delay, &**error),
+                    Outcome::Refused(error) => ("refused", Duration::ZERO, &**error),
+                    Outcome::Aside(error) => ("aside", Duration::ZERO, &**error),
+                };
+                row_lines.push(run.line);
+                seqs.push(*seq);
+                outcomes.push(word);
+                delays.push(millis(delay));
+                errors.push(error);
+            }
+        }
+        self.call(async |connection: &mut PgConnection| {
+            sqlx::query_scalar("SELECT oncegate.outbox_settle($1, $2, $3, $4, $5, $6, $7, $8)")
+                .persistent(!self.transaction_pooler)
+                .bind(&tokens)
+                .bind(&lines)
+                .bind(&firsts)
+                .bind(&row_lines)
+                .bind(&seqs)
+                .bind(&outcomes)
+                .bind(&delays)
+                .bind(&errors)
+                .fetch_all(connection)
+                .await
+        })
+        .await
+    }
+
+    async fn call<T>(
+        &self,
+        call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, Error>,
+    ) -> Result<T, StoreError> {
+        alone(&self.pool, CALL_PATIENCE, self.transaction_pooler, call).await
+    }
+}
+
+fn taken(rows: &[PgRow]) -> Result<Taken, Error> {
+    let mut taken = Taken { runs: Vec::new(), next: None };
+    for row in rows {
+        let line = row.try_get("line")?;
+        let Some(seq) = row.try_get("seq")? else {
+            taken.next = Some(line);
+            continue;
+        };
+        let waiting = waiting(seq, row)?;
+        match taken.runs.last_mut().filter(|run| run.line == line) {
+            Some(run) => run.rows.push(waiting),
+            None => {
+                let token = row.try_get("token")?;
+                taken.runs.push(Run { token, line, first: seq, rows: vec![waiting] });
+            }
+        }
+    }
+    Ok(taken)
+}
+
+fn waiting(seq: i64, row: &PgRow) -> Result<Waiting, Error> {
+    let names: Vec<String> = row.try_get("header_names")?;
+    let values: Vec<Vec<u8>> = row.try_get("header_values")?;
+    let mut message = Outgoing::new(
+        row.try_get::<String, _>("id")?,
+        row.try_get::<String, _>("topic")?,
+        row.try_get::<Vec<u8>, _>("payload")?,
+    );
+    message.order_key = row.try_get::<Option<Vec<u8>>, _>("order_key")?.map(Bytes::from);
+    message.headers = names.into_iter().zip(values.into_iter().map(Bytes::from)).collect();
+    Ok(Waiting { seq, message, attempts: row.try_get::<i32, _>("attempts")?.unsigned_abs() })
+}
+
+fn split(runs: impl Iterator<Item = (i64, i64, i64)>) -> (Vec<i64>, Vec<i64>, Vec<i64>) {
+    let mut all = (Vec::new(), Vec::new(), Vec::new());
+    for (token, line, first) in runs {
+        all.0.push(token);
+        all.1.push(line);
+        all.2.push(first);
+    }
+    all
+}
+
+fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}

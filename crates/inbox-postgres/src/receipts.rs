@@ -1,0 +1,424 @@
+//! The calls of the contract: what each says, and nothing of what follows from it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{ErrorChain, RecordId, StoreError};
+use oncegate_inbox::{DeadLetter, DeadReason, Failure};
+use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
+use oncegate_postgres::sqlx::query::Query;
+use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
+use oncegate_postgres::transaction::{Held, Open, Pause, StepError};
+use tokio::time::timeout;
+use tracing::debug;
+
+/// How often receipts whose retention is over are removed beside the work.
+const PURGE_EVERY: Duration = Duration::from_secs(60);
+
+/// How many at a time.
+const PURGE_BATCH: i32 = 1000;
+
+const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, r.at, txid_current_if_assigned() AS transaction \
+     FROM oncegate.receive_many($1, $2, $3) AS r";
+
+/// A count that a crash of the server loses does no harm, so its commit does not wait for the disk.
+const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
+     FROM oncegate.begin_messages($1, $2, $3) AS b";
+
+const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun(u.id, $2) FROM unnest($1::bytea[]) AS u (id)";
+
+const FAILED: &str =
+    "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
+
+const DEAD: &str = "SELECT d.outcome, 0 AS attempts, d.known_reason AS reason \
+     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) AS d";
+
+const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing FROM unnest($1::text[]) AS a (name) \
+     WHERE NOT EXISTS (SELECT FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace \
+     WHERE n.nspname = 'oncegate' AND p.proname = a.name AND has_function_privilege(p.oid, 'EXECUTE') \
+     AND has_schema_privilege(n.oid, 'USAGE'))";
+
+const PURGE: &str = "SELECT oncegate.purge_processed($1) AS purged";
+
+/// Receipts in the database of a pool.
+#[derive(Clone)]
+pub(crate) struct Receipts {
+    pub(crate) pool: PgPool,
+    pub(crate) retention: Duration,
+    pub(crate) patience: Duration,
+    pub(crate) transaction_pooler: bool,
+    pub(crate) purges: bool,
+    /// What this process notes that it has begun.
+    by: i64,
+    /// When they were last purged, in milliseconds after `since`; 0 is never.
+    purged: Arc<AtomicU64>,
+    since: Instant,
+}
+
+/// What a function says of a message.
+#[derive(Clone, Debug)]
+pub(crate) struct Said {
+    pub(crate) what: What,
+    /// How many attempts failed before.
+    pub(crate) attempts: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    Process,
+    /// To be begun by itself.
+    Alone,
+    Processed,
+    InFlight,
+    Dead(DeadReason),
+    Reused,
+    /// The attempt was counted.
+    Failed,
+    /// The dead letter was written.
+    Written,
+    /// It is not processed, and what was in doubt never was.
+    Open,
+}
+
+/// What tells the transaction that took messages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Transaction {
+    /// Its number, which after a crash of the server may be given to another one.
+    number: i64,
+    /// When it took them, by the server's clock in milliseconds: what its receipts are told by.
+    pub(crate) at: i64,
+}
+
+/// A message as its receipt knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct Receipt {
+    pub(crate) id: RecordId,
+    pub(crate) digest: Option<[u8; 32]>,
+}
+
+type Ask<'q> = Query<'q, Postgres, PgArguments>;
+
+impl Receipts {
+    pub(crate) fn new(pool: PgPool, retention: Duration, patience: Duration) -> Self {
+        let mut by = [0; 8];
+        // Without random numbers the time is as good.
+        if getrandom::fill(&mut by).is_err() {
+            let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+            by = (now.as_nanos() as u64).to_ne_bytes();
+        }
+        Self {
+            pool,
+            retention,
+            patience,
+            transaction_pooler: false,
+            purges: true,
+            by: i64::from_ne_bytes(by),
+            purged: Arc::new(AtomicU64::new(0)),
+            since: Instant::now(),
+        }
+    }
+
+    fn ask(&self, sql: &'static str) -> Ask<'static> {
+        sqlx::query(sql).persistent(!self.transaction_pooler)
+    }
+
+    fn retention_ms(&self) -> i64 {
+        i64::try_from(self.retention.as_millis()).unwrap_or(i64::MAX)
+    }
+
+    /// Takes messages in this transaction, which is given, too, where it wrote anything.
+    pub(crate) async fn receive(
+        &self,
+        open: &mut Open<'_>,
+        receipts: &[Receipt],
+    ) -> Result<(Vec<Said>, Option<Transaction>), StepError> {
+        let ids: Vec<Vec<u8>> = receipts.iter().map(|receipt| receipt.id.as_bytes().to_vec()).collect();
+        let digests: Option<Vec<Vec<u8>>> =
+            receipts.iter().map(|receipt| receipt.digest.map(|digest| digest.to_vec())).collect();
+        let query = self.ask(RECEIVE).bind(ids).bind(self.retention_ms()).bind(digests);
+        let rows = open.step(self.patience, async |connection| query.fetch_all(connection).await).await?;
+        let transaction = match rows.first() {
+            Some(row) => transaction(row).map_err(StepError::Refused)?,
+            None => None,
+        };
+        Ok((all(&rows, receipts.len()).map_err(StepError::Refused)?, transaction))
+    }
+
+    /// Takes a message whose receipt the same transaction has removed.
+    pub(crate) async fn receive_again(
+        &self,
+        connection: &mut PgConnection,
+        id: Vec<u8>,
+        digest: Option<[u8; 32]>,
+    ) -> Result<(), Failure> {
+        let query = sqlx::query_scalar("SELECT outcome FROM oncegate.receive($1, $2, $3)")
+            .persistent(!self.transaction_pooler)
+            .bind(id)
+            .bind(self.retention_ms())
+            .bind(digest.map(|digest| digest.to_vec()));
+        let outcome: String = timeout(self.patience, query.fetch_one(connection)).await??;
+        if outcome == "process" {
+            return Ok(());
+        }
+        Err(Failure::retry(format!("the message of the letter is {outcome} by now")))
+    }
+
+    /// Whether this transaction is still that one, and may commit.
+    pub(crate) async fn is_still(
+        &self,
+        open: &mut Open<'_>,
+        transaction: Option<Transaction>,
+    ) -> Result<bool, StepError> {
+        let query = self.ask("SELECT txid_current_if_assigned() AS transaction");
+        let row = open.step(self.patience, async |connection| query.fetch_one(connection).await).await?;
+        let now: Option<i64> = row.try_get("transaction").map_err(StepError::Refused)?;
+        Ok(now.is_some() && now == transaction.map(|transaction| transaction.number))
+    }
+
+    /// Whether that transaction was committed, after all, or may yet be. Its own session is asked first, and another one where
+    /// that has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was not, by us.
+    pub(crate) async fn may_be_committed(&self, mut held: Held, transaction: Transaction) -> bool {
+        const STATUS: &str = "SELECT txid_status($1) AS status";
+        let ask = || self.ask(STATUS).bind(transaction.number);
+        let query = ask();
+        let mut said = held.alone(self.patience, async |connection| query.fetch_all(connection).await).await;
+        drop(held);
+        let until = tokio::time::Instant::now() + self.patience;
+        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        loop {
+            match said {
+                Ok(rows) => {
+                    let status = rows.first().and_then(|row| row.try_get("status").ok().flatten());
+                    return matches!(status, Some("committed" | "in progress"));
+                }
+                // The server knows of no such number: it was lost in a crash.
+                Err(StepError::Refused(error)) if has_code(&error, "22023") => return false,
+                Err(_) if tokio::time::Instant::now() >= until => return false,
+                Err(_) => {}
+            }
+            pause.sleep(Some(until)).await;
+            said = self.alone(ask()).await;
+        }
+    }
+
+    /// Notes that messages are begun.
+    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
+        let count = ids.len();
+        let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
+        let rows = self.alone(query).await?;
+        all(&rows, count).map_err(StepError::Refused)
+    }
+
+    /// Takes back that messages were begun, which were left alone. Where that fails one attempt too many may be counted.
+    pub(crate) async fn not_begun(&self, ids: &[RecordId]) {
+        let ids: Vec<Vec<u8>> = ids.iter().map(|id| id.as_bytes().to_vec()).collect();
+        let query = self.ask(NOT_BEGUN).bind(ids).bind(self.by);
+        if let Err(error) = self.alone(query).await {
+            debug!(error = %StoreError::from(error), "a message that was left alone still counts as begun");
+        }
+    }
+
+    /// Whether there is everything that is called here.
+    pub(crate) async fn check(&self) -> Result<(), StoreError> {
+        let mut names =
+            vec!["receive_many", "begin_messages", "message_not_begun", "message_failed", "message_dead"];
+        names.extend(self.purges.then_some("purge_processed"));
+        check(
+            &self.pool,
+            self.patience,
+            self.transaction_pooler,
+            names,
+            "docs/reference/messages-postgres.md",
+        )
+        .await
+    }
+
+    /// Counts an attempt that failed.
+    pub(crate) async fn failed(&self, id: RecordId) -> Result<Said, StoreError> {
+        let query = self.ask(FAILED).bind(id.as_bytes().to_vec()).bind(self.retention_ms());
+        one(&self.alone(query).await?)
+    }
+
+    /// Writes a dead letter, and that its message is dead. Where what a transaction left is in doubt, only of what that one
+    /// processed, at this time.
+    pub(crate) async fn dead(
+        &self,
+        receipt: &Receipt,
+        letter: &DeadLetter,
+        doubtful_at: Option<i64>,
+    ) -> Result<Said, StoreError> {
+        let message = &letter.message;
+        let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
+        let values: Vec<Vec<u8>> = message.headers.iter().map(|(_, value)| value.to_vec()).collect();
+        let query = self
+            .ask(DEAD)
+            .bind(receipt.id.as_bytes().to_vec())
+            .bind(letter.consumer.to_string())
+            .bind(letter.reason.as_str())
+            .bind(i32::try_from(letter.attempts).unwrap_or(i32::MAX))
+            .bind(text(&letter.error))
+            .bind(text(&message.topic))
+            .bind(message.broker_id.as_deref().map(text))
+            .bind(message.order_key.as_ref().map(|key| key.to_vec()))
+            .bind(names)
+            .bind(values)
+            .bind(message.payload.to_vec())
+            .bind(self.retention_ms())
+            .bind(receipt.digest.map(|digest| digest.to_vec()))
+            .bind(doubtful_at);
+        one(&self.alone(query).await?)
+    }
+
+    /// One statement in a transaction of its own.
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
+        try_alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+            query.fetch_all(connection).await
+        })
+        .await
+    }
+
+    /// Removes receipts whose retention is over, until there are none left.
+    pub(crate) async fn purge(&self) -> Result<u64, StoreError> {
+        let mut purged = 0;
+        loop {
+            let rows = self.alone(self.ask(PURGE).bind(PURGE_BATCH)).await?;
+            let gone: i32 = rows.first().map_or(Ok(0), |row| row.try_get("purged")).map_err(refused)?;
+            purged += u64::from(gone.unsigned_abs());
+            if gone < PURGE_BATCH {
+                return Ok(purged);
+            }
+        }
+    }
+
+    /// Removes them beside the work where it is time.
+    pub(crate) fn tidy(&self) {
+        let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX).max(1);
+        let before = self.purged.load(Ordering::Relaxed);
+        let every = u64::try_from(PURGE_EVERY.as_millis()).unwrap_or(u64::MAX);
+        if !self.purges || before > 0 && now.saturating_sub(before) < every {
+            return;
+        }
+        if self.purged.compare_exchange(before, now, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            let receipts = self.clone();
+            tokio::spawn(async move {
+                if let Err(error) = receipts.purge().await {
+                    debug!(error = %ErrorChain(&error), "receipts whose retention is over were not removed; it is tried again");
+                }
+            });
+        }
+    }
+}
+
+/// Whether there are these functions of the contract, and may be called.
+pub(crate) async fn check(
+    pool: &PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+    names: Vec<&str>,
+    page: &str,
+) -> Result<(), StoreError> {
+    let query = sqlx::query_scalar(MISSING).persistent(!transaction_pooler).bind(names);
+    let ask = async |connection: &mut PgConnection| query.fetch_one(connection).await;
+    let missing: Option<String> = alone(pool, patience, transaction_pooler, ask).await?;
+    missing.map_or(Ok(()), |missing| {
+        Err(StoreError::invalid(format!(
+            "the database has not, or the role may not call: {missing}; `oncegate schema apply postgres` brings it there, and \
+             {page} says what to grant"
+        )))
+    })
+}
+
+/// One statement in a transaction of its own.
+pub(crate) async fn alone<T>(
+    pool: &PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+    step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+) -> Result<T, StoreError> {
+    Ok(try_alone(pool, patience, transaction_pooler, step).await?)
+}
+
+/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared where
+/// it is carried out.
+async fn try_alone<T>(
+    pool: &PgPool,
+    patience: Duration,
+    transaction_pooler: bool,
+    step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+) -> Result<T, StepError> {
+    let mut held = Held::acquire(pool).await?;
+    if !transaction_pooler {
+        let done = held.alone(patience, step).await;
+        if matches!(done, Err(StepError::Refused(_))) {
+            // The server says so before it lets go of what the statement held; the next answer comes after that.
+            drop(held.alone(patience, async |connection| connection.ping().await).await);
+        }
+        return done;
+    }
+    let mut open = held.begin("BEGIN", patience).await?;
+    match open.step(patience, step).await {
+        Ok(done) => {
+            open.commit(patience).await?;
+            Ok(done)
+        }
+        Err(error) => {
+            open.rollback(patience).await;
+            Err(error)
+        }
+    }
+}
+
+pub(crate) fn refused(error: sqlx::Error) -> StoreError {
+    StepError::Refused(error).into()
+}
+
+fn one(rows: &[PgRow]) -> Result<Said, StoreError> {
+    let said = all(rows, 1).map_err(refused)?;
+    said.into_iter().next().ok_or_else(|| refused(sqlx::Error::RowNotFound))
+}
+
+/// What was said of as many messages.
+fn all(rows: &[PgRow], count: usize) -> Result<Vec<Said>, sqlx::Error> {
+    if rows.len() != count {
+        return Err(sqlx::Error::RowNotFound);
+    }
+    rows.iter().map(said).collect()
+}
+
+pub(crate) fn has_code(error: &sqlx::Error, code: &str) -> bool {
+    error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
+}
+
+fn transaction(row: &PgRow) -> Result<Option<Transaction>, sqlx::Error> {
+    let number: Option<i64> = row.try_get("transaction")?;
+    let at = row.try_get("at")?;
+    Ok(number.map(|number| Transaction { number, at }))
+}
+
+fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
+    let outcome: &str = row.try_get("outcome")?;
+    let attempts: i32 = row.try_get("attempts")?;
+    let what = match outcome {
+        "process" => What::Process,
+        "alone" => What::Alone,
+        "processed" => What::Processed,
+        "in-flight" => What::InFlight,
+        "reused" => What::Reused,
+        "failed" => What::Failed,
+        "written" => What::Written,
+        "open" => What::Open,
+        "dead" => {
+            let reason: Option<&str> = row.try_get("reason")?;
+            // Other programs have words of their own.
+            What::Dead(reason.and_then(DeadReason::from_word).unwrap_or(DeadReason::Rejected))
+        }
+        _ => return Err(sqlx::Error::Decode("an outcome that this program does not know".into())),
+    };
+    Ok(Said { what, attempts: attempts.unsigned_abs() })
+}
+
+/// As the database takes it: a text there has no NUL.
+pub(crate) fn text(text: &str) -> String {
+    text.replace('\0', "␀")
+}

@@ -1,0 +1,57 @@
+//! What is run in the transaction.
+
+use oncegate_inbox::{Failure, Message};
+use std::future::Future;
+use std::pin::Pin;
+
+use oncegate_postgres::RunWith;
+use oncegate_postgres::sqlx::postgres::PgConnection;
+
+/// A handler, whatever it takes at once.
+pub trait Work: Send + Sync {
+    /// Runs it for messages that are new.
+    fn run(
+        &self,
+        connection: &mut PgConnection,
+        messages: &[&Message],
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+}
+
+/// A handler of one message.
+#[derive(Debug)]
+pub struct Each<F>(pub(crate) F);
+
+/// A handler of many.
+#[derive(Debug)]
+pub struct Together<F>(pub(crate) F);
+
+impl<F> Work for Each<F>
+where
+    F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send> + Clone + Send + Sync,
+{
+    async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), Failure> {
+        for message in messages {
+            boxed(self.0.clone(), &mut *connection, *message).await?;
+        }
+        Ok(())
+    }
+}
+
+impl<F> Work for Together<F>
+where
+    F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send> + Clone + Send + Sync,
+{
+    async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), Failure> {
+        boxed(self.0.clone(), connection, messages).await
+    }
+}
+
+type Running<'c> = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send + 'c>>;
+
+/// In a future that is not boxed, the compiler loses sight of the two lifetimes being one.
+fn boxed<'c, F, M>(run: F, connection: &'c mut PgConnection, what: M) -> Running<'c>
+where
+    F: RunWith<&'c mut PgConnection, M, (), Failure, Fut: Send + 'c>,
+{
+    Box::pin(run(connection, what))
+}

@@ -1,0 +1,152 @@
+//! A server for all tests of this program, a database for each, and effects that are counted without the inbox.
+
+use std::ops::Deref;
+use std::str::FromStr as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_inbox::{ConsumerName, Failure, Handled, Identity, Message};
+use oncegate_inbox_postgres::TransactionalInbox;
+use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
+use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
+use oncegate_postgres::{PostgresOptions, schema};
+use oncegate_servers::PostgresDatabase;
+
+/// Machines of tests are busy.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// A database with the contract and a table of effects.
+pub(crate) struct Database(PostgresDatabase);
+
+impl Deref for Database {
+    type Target = PostgresDatabase;
+
+    fn deref(&self) -> &PostgresDatabase {
+        &self.0
+    }
+}
+
+impl Database {
+    pub(crate) async fn fresh() -> Self {
+        let database = Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap());
+        prepare(&database.url()).await;
+        database
+    }
+
+    pub(crate) async fn connect(&self) -> PgConnection {
+        let mut connection = PgConnection::connect(&self.url()).await.unwrap();
+        // Whoever waits for a lock where nobody should is an error and no standstill.
+        run(&mut connection, "SET statement_timeout = '20s'").await;
+        connection
+    }
+
+    pub(crate) async fn pool(&self, connections: u32) -> PgPool {
+        pool(&self.url(), self.server.port(), connections).await
+    }
+
+    pub(crate) async fn inbox(&self, connections: u32) -> TransactionalInbox {
+        inbox(self.pool(connections).await)
+    }
+
+    /// What took effect, in order of commit as far as one consumer is concerned.
+    pub(crate) async fn effects(&self) -> Vec<String> {
+        let effects = sqlx::query_scalar("SELECT message FROM effects ORDER BY number");
+        effects.fetch_all(&mut self.connect().await).await.unwrap()
+    }
+
+    pub(crate) async fn number(&self, sql: &str) -> i64 {
+        let number = sqlx::query_scalar(AssertSqlSafe(sql.to_owned()));
+        number.fetch_one(&mut self.connect().await).await.unwrap()
+    }
+
+    pub(crate) async fn receipts(&self) -> i64 {
+        self.number("SELECT count(*) FROM oncegate.processed").await
+    }
+}
+
+/// The contract, and a table of effects without a unique key: it is the ledger, which is counted at the end.
+pub(crate) async fn prepare(url: &str) {
+    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(LONG).unwrap();
+    schema::apply(&options).await.unwrap();
+    let table = "CREATE TABLE public.effects (number bigserial, message text NOT NULL, transaction bigint DEFAULT txid_current())";
+    run(&mut PgConnection::connect(url).await.unwrap(), table).await;
+}
+
+/// A pool such as an application has, perhaps through somebody in between.
+pub(crate) async fn pool(url: &str, port: u16, connections: u32) -> PgPool {
+    let options = PgConnectOptions::from_str(url).unwrap();
+    let pool = PgPoolOptions::new().max_connections(connections).acquire_timeout(LONG);
+    pool.connect_with(options.port(port).ssl_mode(PgSslMode::Disable)).await.unwrap()
+}
+
+pub(crate) fn inbox(pool: PgPool) -> TransactionalInbox {
+    inbox_of(pool, "billing")
+}
+
+pub(crate) fn inbox_of(pool: PgPool, consumer: &str) -> TransactionalInbox {
+    let consumer = ConsumerName::new(consumer).unwrap();
+    TransactionalInbox::new(pool, consumer, Identity::header("event-id")).with_patience(LONG).unwrap()
+}
+
+/// A message that is delivered for the first time, for certain.
+pub(crate) fn new(id: &str) -> Arc<Message> {
+    Arc::new(
+        Message::new("orders", id.to_owned())
+            .with_header("event-id", id.to_owned())
+            .with_deliveries(Some(1), false),
+    )
+}
+
+/// A message that may have been delivered before.
+pub(crate) fn again(id: &str) -> Arc<Message> {
+    Arc::new(Message::clone(&new(id)).with_deliveries(None, true))
+}
+
+/// The same in order with others.
+pub(crate) fn ordered(id: &str, key: &'static str) -> Arc<Message> {
+    Arc::new(Message::clone(&new(id)).with_order_key(key))
+}
+
+/// A handler: the effect is a row with what the message says. `poison…` says that it fails, after the effect.
+pub(crate) async fn effect(connection: &mut PgConnection, message: &Message) -> Result<(), Failure> {
+    let text = std::str::from_utf8(&message.payload)?;
+    sqlx::query("INSERT INTO effects (message) VALUES ($1)").bind(text).execute(connection).await?;
+    if text.starts_with("poison") {
+        return Err(Failure::retry("it is poison"));
+    }
+    Ok(())
+}
+
+/// As an outcome in one word.
+pub(crate) fn word(handled: &Handled) -> String {
+    match handled {
+        Handled::Processed { attempts } => format!("processed {attempts}"),
+        Handled::Duplicate => "duplicate".to_owned(),
+        Handled::InFlight { .. } => "in-flight".to_owned(),
+        Handled::Failed { attempts, .. } => format!("failed {attempts}"),
+        Handled::Dead { reason, is_known } => {
+            format!("dead {reason}{}", if *is_known { " known" } else { "" })
+        }
+        Handled::Unavailable(error) => format!("unavailable: {error}"),
+        Handled::NotBegun => "not begun".to_owned(),
+        other => format!("{other:?}"),
+    }
+}
+
+pub(crate) fn words(handled: &[Handled]) -> Vec<String> {
+    handled.iter().map(word).collect()
+}
+
+/// Runs statements of the test's own.
+pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.unwrap();
+}
+
+/// Waits for a condition.
+pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + LONG;
+    while !is_so().await {
+        assert!(tokio::time::Instant::now() < deadline, "{what} did not come about");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}

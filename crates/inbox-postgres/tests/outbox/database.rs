@@ -1,0 +1,133 @@
+//! A server for all tests of this program, a database for each; relays on it.
+
+use std::ops::Deref;
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use oncegate_inbox::{Outgoing, Publisher};
+use oncegate_inbox_postgres::{Outbox, OutboxStatus, Relay};
+use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgRow};
+use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
+use oncegate_postgres::{PostgresOptions, schema};
+use oncegate_servers::PostgresDatabase;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use crate::broker::eventually;
+
+/// A database with the contract.
+pub(crate) struct Database(PostgresDatabase);
+
+impl Deref for Database {
+    type Target = PostgresDatabase;
+
+    fn deref(&self) -> &PostgresDatabase {
+        &self.0
+    }
+}
+
+impl Database {
+    pub(crate) async fn fresh() -> Self {
+        let database = Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap());
+        apply(&database.url()).await;
+        database
+    }
+
+    pub(crate) async fn connect(&self) -> PgConnection {
+        let mut connection = PgConnection::connect(&self.url()).await.unwrap();
+        // Whoever waits for a lock where nobody should is an error and no standstill.
+        run(&mut connection, "SET statement_timeout = '30s'").await;
+        connection
+    }
+
+    pub(crate) fn pool(&self) -> PgPool {
+        pool(&self.url())
+    }
+
+    /// Sends messages in one transaction.
+    pub(crate) async fn send(&self, messages: &[Outgoing]) {
+        let mut connection = self.connect().await;
+        let mut transaction = connection.begin().await.unwrap();
+        for message in messages {
+            Outbox::new().send(&mut transaction, message).await.unwrap();
+        }
+        transaction.commit().await.unwrap();
+    }
+
+    pub(crate) async fn status(&self) -> OutboxStatus {
+        Outbox::new().status(&mut self.connect().await).await.unwrap()
+    }
+
+    /// Waits until nothing is left that waits.
+    pub(crate) async fn is_drained(&self) {
+        let mut connection = self.connect().await;
+        eventually("an outbox without messages that wait", async || {
+            Outbox::new().status(&mut connection).await.unwrap().waiting == 0
+        })
+        .await;
+    }
+}
+
+pub(crate) async fn apply(url: &str) {
+    let options = PostgresOptions::new(url).unwrap().with_connect_timeout(Duration::from_secs(30)).unwrap();
+    schema::apply(&options).await.unwrap();
+}
+
+pub(crate) fn pool(url: &str) -> PgPool {
+    // A pooler does not know the setting.
+    let options = PgConnectOptions::from_str(url).unwrap().extra_float_digits(None);
+    let pool = PgPoolOptions::new().max_connections(2).acquire_timeout(Duration::from_secs(30));
+    pool.connect_lazy_with(options)
+}
+
+pub(crate) async fn run(connection: &mut PgConnection, sql: &str) -> Vec<PgRow> {
+    try_run(connection, sql).await.unwrap()
+}
+
+pub(crate) async fn try_run(connection: &mut PgConnection, sql: &str) -> Result<Vec<PgRow>, sqlx::Error> {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).fetch_all(connection).await
+}
+
+/// A message of this key; the identifier is `KEY/PAYLOAD`.
+pub(crate) fn message(key: Option<&str>, payload: impl std::fmt::Display) -> Outgoing {
+    let payload = payload.to_string();
+    let mut message = Outgoing::new(format!("{}/{payload}", key.unwrap_or_default()), "orders", payload);
+    message.order_key = key.map(|key| key.to_owned().into());
+    message
+}
+
+/// A relay that tries again soon.
+pub(crate) fn relay<P: Publisher>(pool: PgPool, publisher: P) -> Relay<P> {
+    Relay::new(pool, publisher)
+        .with_poll(Duration::from_millis(20))
+        .unwrap()
+        .with_backoff(Duration::from_millis(5), Duration::from_millis(100))
+        .unwrap()
+}
+
+/// A relay that runs until it is told to stop, or until it is dropped, like a process that dies.
+pub(crate) struct Running {
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    pub(crate) fn start<P: Publisher>(relay: Relay<P>) -> Self {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let task = tokio::spawn(relay.run(async {
+            stopped.await.ok();
+        }));
+        Self { stop: Some(stop), task }
+    }
+
+    pub(crate) async fn stop(mut self) {
+        self.stop.take().unwrap().send(()).ok();
+        (&mut self.task).await.unwrap();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}

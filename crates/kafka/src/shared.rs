@@ -1,0 +1,224 @@
+//! What the source and its reading thread share: what was read ahead, what was given back, and what is assigned.
+
+use oncegate_inbox::{Message, SourceError};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+use super::partition::Partition;
+use super::settings::KafkaOptions;
+
+/// Most errors that wait to be asked for. What comes beyond that is in the log.
+const ERRORS_MAX: usize = 16;
+
+/// A message that was read and is not settled.
+#[derive(Clone, Debug)]
+pub(super) struct Held {
+    pub(super) message: Arc<Message>,
+    pub(super) partition: Arc<Partition>,
+    pub(super) offset: i64,
+}
+
+impl Held {
+    fn octets(&self) -> usize {
+        let headers: usize = self.message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        self.message.payload.len() + headers + self.message.order_key.as_ref().map_or(0, bytes::Bytes::len)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) options: KafkaOptions,
+    state: Mutex<State>,
+    /// Something is there to be taken.
+    arrived: Notify,
+    /// There is room, or nothing more is asked for.
+    room: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    ready: VecDeque<Held>,
+    /// What the messages in `ready` have together.
+    octets: usize,
+    /// What was given back, and from when on it may be taken again.
+    given_back: Vec<(Instant, Held)>,
+    errors: VecDeque<SourceError>,
+    fatal: Option<String>,
+    is_closing: bool,
+    /// By topic and number.
+    assigned: BTreeMap<Arc<str>, BTreeMap<i32, Arc<Partition>>>,
+}
+
+/// What [`Shared::take`] found.
+pub(super) enum Taken {
+    Message(Held),
+    Error(SourceError),
+    /// Nothing, but something that was given back is due then.
+    Until(Instant),
+    Nothing,
+}
+
+impl Shared {
+    pub(super) fn new(options: KafkaOptions) -> Self {
+        Self { options, state: Mutex::default(), arrived: Notify::new(), room: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next thing for whoever consumes.
+    pub(super) fn take(&self) -> Taken {
+        let mut state = self.state();
+        if let Some(what) = &state.fatal {
+            return Taken::Error(SourceError::fatal(what.clone()));
+        }
+        if let Some(error) = state.errors.pop_front() {
+            return Taken::Error(error);
+        }
+        let now = Instant::now();
+        let due = state.given_back.iter().enumerate().min_by_key(|(_, (at, held))| (*at, held.offset));
+        let due = due.map(|(index, (at, _))| (index, *at));
+        if let Some((index, at)) = due
+            && at <= now
+        {
+            let (_, held) = state.given_back.swap_remove(index);
+            held.partition.track().hand_over();
+            return Taken::Message(held);
+        }
+        if let Some(held) = state.ready.pop_front() {
+            state.octets = state.octets.saturating_sub(held.octets());
+            held.partition.track().hand_over();
+            if self.has_room(&state) {
+                self.room.notify_all();
+            }
+            return Taken::Message(held);
+        }
+        due.map_or(Taken::Nothing, |(_, at)| Taken::Until(at))
+    }
+
+    /// Waits until [`take`](Self::take) may find something.
+    pub(super) fn arrived(&self) -> tokio::sync::futures::Notified<'_> {
+        self.arrived.notified()
+    }
+
+    /// A message that was read. Nothing happens where it was read before, or its partition is not assigned. Whether another
+    /// one may be read.
+    pub(super) fn put(&self, message: Message, offset: i64, partition: &Arc<Partition>) -> bool {
+        let mut state = self.state();
+        if partition.is_lost() || !partition.track().read(offset) {
+            return self.has_room(&state);
+        }
+        let held = Held { message: Arc::new(message), partition: Arc::clone(partition), offset };
+        state.octets = state.octets.saturating_add(held.octets());
+        state.ready.push_back(held);
+        let has_room = self.has_room(&state);
+        drop(state);
+        self.arrived.notify_one();
+        has_room && partition.track().window() < self.options.window
+    }
+
+    /// It was not processed and is to be taken again, from then on.
+    pub(super) fn give_back(&self, held: &Held, after: Duration) {
+        let mut state = self.state();
+        held.partition.track().take_back();
+        if !held.partition.is_lost() && !state.is_closing {
+            let now = Instant::now();
+            state.given_back.push((now.checked_add(after).unwrap_or(now), held.clone()));
+            drop(state);
+            self.arrived.notify_one();
+        }
+    }
+
+    /// Something went wrong that may pass.
+    pub(super) fn error(&self, what: String) {
+        let mut state = self.state();
+        if state.errors.len() < ERRORS_MAX && !state.errors.iter().any(|error| error.to_string() == what) {
+            state.errors.push_back(SourceError::passing(what));
+            drop(state);
+            self.arrived.notify_one();
+        }
+    }
+
+    /// Something went wrong that will not. Nothing is read from here on.
+    pub(super) fn fatal(&self, what: String) {
+        self.state().fatal.get_or_insert(what);
+        self.arrived.notify_one();
+        self.room.notify_all();
+    }
+
+    pub(super) fn is_fatal(&self) -> bool {
+        self.state().fatal.is_some()
+    }
+
+    /// Nothing more is asked for.
+    pub(super) fn close(&self) {
+        self.state().is_closing = true;
+        self.room.notify_all();
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.state().is_closing
+    }
+
+    fn has_room(&self, state: &State) -> bool {
+        state.ready.len() < self.options.buffer_messages && state.octets < self.options.buffer_octets
+    }
+
+    /// Whether one more message may be read.
+    pub(super) fn is_full(&self) -> bool {
+        !self.has_room(&self.state())
+    }
+
+    /// Whether half of the buffer is free.
+    pub(super) fn is_half_empty(&self) -> bool {
+        let state = self.state();
+        state.ready.len() <= self.options.buffer_messages / 2
+            && state.octets <= self.options.buffer_octets / 2
+    }
+
+    /// Waits for room, or until nothing more is asked for, or for so long.
+    pub(super) fn wait_for_room(&self, at_most: Duration) {
+        let state = self.state();
+        let full = |state: &mut State| !self.has_room(state) && !state.is_closing && state.fatal.is_none();
+        drop(self.room.wait_timeout_while(state, at_most, full));
+    }
+
+    /// The partition is assigned from now on. What was known of it before counts no more.
+    pub(super) fn assign(&self, partition: Partition) {
+        let mut state = self.state();
+        let of_topic = state.assigned.entry(Arc::clone(&partition.topic)).or_default();
+        if let Some(before) = of_topic.insert(partition.number, Arc::new(partition)) {
+            before.lose();
+            state.forget(&before);
+        }
+    }
+
+    pub(super) fn assigned(&self) -> Vec<Arc<Partition>> {
+        self.state().assigned.values().flat_map(BTreeMap::values).cloned().collect()
+    }
+
+    pub(super) fn partition(&self, topic: &str, number: i32) -> Option<Arc<Partition>> {
+        self.state().assigned.get(topic)?.get(&number).cloned()
+    }
+
+    /// The partition is about to go. What nobody has in hand is dropped; what is in hand may still be settled.
+    pub(super) fn release(&self, partition: &Arc<Partition>) {
+        let mut state = self.state();
+        if let Some(of_topic) = state.assigned.get_mut(&partition.topic) {
+            of_topic.remove(&partition.number);
+        }
+        state.forget(partition);
+    }
+}
+
+impl State {
+    fn forget(&mut self, partition: &Arc<Partition>) {
+        self.ready.retain(|held| !Arc::ptr_eq(&held.partition, partition));
+        self.given_back.retain(|(_, held)| !Arc::ptr_eq(&held.partition, partition));
+        self.octets = self.ready.iter().map(Held::octets).sum();
+    }
+}

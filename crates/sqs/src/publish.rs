@@ -1,0 +1,121 @@
+//! Queues as destinations.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use aws_sdk_sqs::Client;
+use aws_sdk_sqs::error::{ProvideErrorMetadata, SdkError};
+use oncegate_inbox::{Outgoing, PublishError, PublishFuture, Publisher};
+use tokio::time::timeout;
+
+use super::{ANSWER, is_missing, said, wire};
+
+/// How many names of queues it remembers the URLs of.
+const REMEMBERED: usize = 1000;
+
+/// Sends to queues. The topic of a message is the queue's URL, or its name.
+///
+/// - Headers are message attributes. SQS takes ten; what may not be one, or is too much, is in one attribute
+///   `oncegate-headers` together (JSON), and [`SqsSource`](super::SqsSource) takes it apart again.
+/// - Bodies are text. A payload that is none is sent in base64, and an empty one as `-`; the attribute
+///   `oncegate-encoding` says so, and the source undoes it.
+/// - To a FIFO queue the identifier of a message is its `MessageDeduplicationId`: the queue takes a message with the same
+///   one once within five minutes. Its group is the order key, or the identifier where there is none. Both are 128
+///   letters, digits and signs at the most there; what is something else is told by its SHA-256.
+/// - A standard queue takes a message as often as it is published. Its consumer finds
+///   duplicates by [`MESSAGE_ID`](oncegate_inbox::MESSAGE_ID).
+pub struct SqsPublisher {
+    client: Client,
+    urls: Mutex<HashMap<String, String>>,
+}
+
+impl fmt::Debug for SqsPublisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SqsPublisher").finish_non_exhaustive()
+    }
+}
+
+impl SqsPublisher {
+    /// Sends through this client.
+    #[must_use]
+    pub fn new(client: Client) -> Self {
+        Self { client, urls: Mutex::default() }
+    }
+
+    async fn url(&self, topic: &str) -> Result<String, PublishError> {
+        if topic.contains("://") {
+            return Ok(topic.to_owned());
+        }
+        let urls = || self.urls.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = urls().get(topic).cloned();
+        if let Some(url) = known {
+            return Ok(url);
+        }
+        let asked = timeout(ANSWER, self.client.get_queue_url().queue_name(topic).send()).await;
+        let answer = asked.map_err(PublishError::unconfirmed)?.map_err(|error| failed(&error))?;
+        let url =
+            answer.queue_url.ok_or_else(|| PublishError::unconfirmed("SQS tells no URL of the queue"))?;
+        let mut urls = urls();
+        if urls.len() >= REMEMBERED {
+            urls.clear();
+        }
+        urls.insert(topic.to_owned(), url.clone());
+        Ok(url)
+    }
+
+    async fn send(&self, message: &Outgoing) -> Result<(), PublishError> {
+        let url = self.url(&message.topic).await?;
+        let (body, encoding) = wire::body(&message.payload);
+        let attributes = wire::attributes(message, encoding)?;
+        let is_fifo = url.ends_with(".fifo");
+        let mut request = self
+            .client
+            .send_message()
+            .queue_url(url)
+            .message_body(body)
+            .set_message_attributes(Some(attributes));
+        if is_fifo {
+            let group = message.order_key.as_deref().unwrap_or(message.id.as_bytes());
+            request = request
+                .message_group_id(wire::token(group))
+                .message_deduplication_id(wire::token(message.id.as_bytes()));
+        }
+        let asked = timeout(ANSWER, request.send()).await.map_err(PublishError::unconfirmed)?;
+        let answer = asked.map_err(|error| failed(&error))?;
+        match answer.message_id {
+            Some(_) => Ok(()),
+            None => Err(PublishError::unconfirmed("SQS does not say what it made of the message")),
+        }
+    }
+}
+
+/// Whether SQS refuses the message, or did not confirm it.
+fn failed<E: ProvideErrorMetadata + std::error::Error + 'static, R: fmt::Debug>(
+    error: &SdkError<E, R>,
+) -> PublishError {
+    let is_refused = is_missing(error)
+        || error.code().is_some_and(|code| {
+            matches!(
+                code.rsplit('.').next().unwrap_or_default(),
+                "AccessDenied"
+                    | "AccessDeniedException"
+                    | "InvalidAddress"
+                    | "InvalidMessageContents"
+                    | "InvalidParameterValue"
+                    | "InvalidParameterValueException"
+                    | "KmsAccessDenied"
+                    | "KmsNotFound"
+                    | "MissingParameter"
+                    | "UnsupportedOperation"
+            )
+        });
+    let said = said(error);
+    if is_refused { PublishError::refused(said) } else { PublishError::unconfirmed(said) }
+}
+
+impl Publisher for SqsPublisher {
+    fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
+        Box::pin(self.send(message))
+    }
+}

@@ -1,0 +1,139 @@
+//! A service that receives webhooks, each of which takes effect once: over retries of its senders, crashes and restarts.
+//!
+//! Its effect is made under the downstream key, as with a bank that honours keys: a file in `DATA/effects` with that name.
+//!
+//! Configuration by environment: `PORT` (0 takes a free one), `DATA` (a directory, default `./webhook-data`), and a secret for
+//! each sender that there is: `STANDARD_SECRET`, `STRIPE_SECRET`, `GITHUB_SECRET`. `HANG=before-effect` and
+//! `HANG=after-effect` make handlers stop there for ever, so that somebody can kill the process at that point.
+
+use std::error::Error;
+use std::fs::{File, OpenOptions, create_dir_all};
+use std::future::pending;
+use std::io::{ErrorKind, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use oncegate_core::OnAbandoned;
+use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
+use oncegate_engine::{Attempt, ConfigError, Engine};
+use oncegate_inbox::{
+    ConsumerName, DeadLetter, DeadLetters, Failure, Identity, Inbox, Message, PublishError, PutFuture,
+};
+use oncegate_webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// What one webhook does.
+async fn handle(data: Arc<Data>, attempt: Attempt, message: Arc<Message>) -> Result<(), Failure> {
+    data.note(&format!("{} attempt {}\n", message.topic, attempt.number()))?;
+    if message.payload.is_empty() {
+        return Err(Failure::reject("it says nothing"));
+    }
+    data.hang("before-effect").await;
+    data.pay(&attempt.downstream_key("bank"), &message.payload)?;
+    data.hang("after-effect").await;
+    Ok(())
+}
+
+struct Data {
+    directory: PathBuf,
+    hang: Option<String>,
+}
+
+impl Data {
+    /// The bank: a payment under a key that it has is no other payment.
+    fn pay(&self, key: &str, payload: &[u8]) -> std::io::Result<()> {
+        create(&self.directory.join("effects").join(key), payload)
+    }
+
+    fn note(&self, line: &str) -> std::io::Result<()> {
+        let mut file = OpenOptions::new().create(true).append(true).open(self.directory.join("attempts"))?;
+        file.write_all(line.as_bytes())
+    }
+
+    async fn hang(&self, place: &str) {
+        if self.hang.as_deref() == Some(place) {
+            pending::<()>().await;
+        }
+    }
+}
+
+/// Dead letters are files, too, so that the same one is written once.
+struct DeadFiles(PathBuf);
+
+impl DeadLetters for DeadFiles {
+    fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
+        Box::pin(async move {
+            let text = format!("{} after {} attempts: {}\n", letter.reason, letter.attempts, letter.error);
+            create(&self.0.join(&letter.id), text.as_bytes()).map_err(PublishError::unconfirmed)
+        })
+    }
+}
+
+/// A file that is whole and on disk when it has its name, and is left alone where it is there.
+fn create(path: &Path, text: &[u8]) -> std::io::Result<()> {
+    let new = path.with_extension("new");
+    let mut file = File::create(&new)?;
+    file.write_all(text)?;
+    file.sync_all()?;
+    match std::fs::hard_link(&new, path) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        _ => std::fs::remove_file(&new)?,
+    }
+    File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let directory = PathBuf::from(std::env::var_os("DATA").unwrap_or_else(|| "webhook-data".into()));
+    let port: u16 = std::env::var("PORT").unwrap_or_else(|_| "3000".into()).parse()?;
+    create_dir_all(directory.join("effects"))?;
+    create_dir_all(directory.join("dead"))?;
+    let data = Arc::new(Data { directory: directory.clone(), hang: std::env::var("HANG").ok() });
+    let engine = Engine::new(Arc::new(EmbeddedStore::open(EmbeddedOptions::new(directory.join("records")))?));
+
+    // A name, the variable with the secret, and how the sender signs.
+    type Sender = (&'static str, &'static str, fn(&str) -> Result<WebhookScheme, ConfigError>);
+    let schemes: [Sender; 3] = [
+        ("standard", "STANDARD_SECRET", WebhookScheme::standard),
+        ("stripe", "STRIPE_SECRET", WebhookScheme::stripe),
+        ("github", "GITHUB_SECRET", WebhookScheme::github),
+    ];
+    let mut router = Router::new();
+    let mut receivers = Vec::new();
+    for (topic, variable, scheme) in schemes {
+        let Ok(secret) = std::env::var(variable) else { continue };
+        // What its sender tells a webhook by is the identity. A handler that died runs again: its effect has a key.
+        let inbox = Inbox::new(
+            engine.clone(),
+            ConsumerName::new("payments")?,
+            Identity::broker(),
+            OnAbandoned::Reexecute,
+            DeadFiles(directory.join("dead")),
+        );
+        let data = data.clone();
+        let processor = inbox
+            .with_lease(Duration::from_secs(2))?
+            .processor(move |attempt, message| handle(data.clone(), attempt, message));
+        let receiver = WebhookReceiver::new(topic, WebhookOptions::new(scheme(&secret)?), processor)?;
+        router = router.route(&format!("/webhooks/{topic}"), receiver.route());
+        receivers.push(receiver);
+    }
+
+    let mut terminated = signal(SignalKind::terminate())?;
+    let stop = async move {
+        tokio::select! {
+            _ = terminated.recv() => {}
+            _ = tokio::signal::ctrl_c() => {}
+        }
+    };
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    println!("listening on http://{}", listener.local_addr()?);
+    axum::serve(listener, router).with_graceful_shutdown(stop).await?;
+    // Handlers whose senders have hung up are still running.
+    for receiver in receivers {
+        receiver.drain(Duration::from_secs(10)).await;
+    }
+    Ok(())
+}
