@@ -106,6 +106,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("axum-payments", &["oncegate"]),
     ("order-pipeline", &["oncegate"]),
     ("order-saga", &["oncegate"]),
+    ("start", &["oncegate"]),
     ("xtask", &[]),
 ];
 

@@ -340,7 +340,7 @@ async fn wrong_usage_sends_nothing() {
 /// The help and the page say the same about every exit code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_help_has_the_exit_codes_of_the_page() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/calling.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guides/calling.md");
     let page = fs::read_to_string(page).unwrap();
     let one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     let help = one_line(&ended(&["--help"]).await.out);

@@ -30,7 +30,7 @@ pub(super) enum End {
     Unknown,
 }
 
-/// Every exit code, what it means, and what a script does. The page docs/reference/calling.md has the same words, and a test
+/// Every exit code, what it means, and what a script does. The page docs/guides/calling.md has the same words, and a test
 /// compares them.
 const EXIT_CODES: [(End, &str, &str); 8] = [
     (End::Done, "done", "goes on"),

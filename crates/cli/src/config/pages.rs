@@ -8,8 +8,8 @@ use super::settings::{SETTINGS, Setting};
 /// Pages about the sidecar. Those about Rust name methods and fields.
 const PAGES: [&str; 9] = [
     "docs/reference/admin.md",
-    "docs/reference/backups.md",
-    "docs/reference/choosing.md",
+    "docs/guides/backups.md",
+    "docs/guides/choosing.md",
     "docs/reference/configuration.md",
     "docs/reference/http.md",
     "docs/reference/problems.md",

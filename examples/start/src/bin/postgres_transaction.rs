@@ -1,0 +1,26 @@
+//! A payment that commits in one transaction with the record of its key.
+
+use oncegate::core::{IdempotencyKey, Scope};
+use oncegate::postgres::sqlx::{self, PgPool};
+use oncegate::{Transacted, Transactor};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let pool = PgPool::connect(&std::env::var("DATABASE_URL")?).await?;
+    sqlx::query("CREATE TABLE IF NOT EXISTS payments (id bigserial, cents bigint)").execute(&pool).await?;
+
+    let transactor = Transactor::new(pool);
+    let scope = Scope::caller("customer", b"42").within(&[b"payment"]);
+    let key = IdempotencyKey::new(b"order-123")?;
+    let cents: i64 = 500;
+    let payment = transactor.transact(&scope, &key, &cents, async |connection| {
+        let insert = sqlx::query_scalar("INSERT INTO payments (cents) VALUES ($1) RETURNING id");
+        let id: i64 = insert.bind(cents).fetch_one(connection).await?;
+        Ok(id)
+    });
+    match payment.await? {
+        Transacted::Executed(id) => println!("paid: payment {id}"),
+        Transacted::Replayed(id) => println!("paid before: payment {id}"),
+    }
+    Ok(())
+}
