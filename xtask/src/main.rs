@@ -4,9 +4,13 @@
 //! cargo xtask test     every test; installs what it needs. Arguments go to `cargo test`, one program after the other
 //! cargo xtask tidy     what no compiler checks: who may depend on whom, words, links, limits
 //! cargo xtask bench    the benchmarks; prints a table of ratios
+//! cargo xtask book     the documentation as a book in the target directory
+//! cargo xtask picture  the picture in the README, from a run of the demo
 //! ```
 
 mod bench;
+mod book;
+mod picture;
 mod run;
 mod suites;
 mod test;
@@ -20,8 +24,10 @@ fn main() -> ExitCode {
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["test", rest @ ..] => test::run(rest),
         ["tidy"] => tidy::run(),
+        ["book"] => book::run(),
+        ["picture"] => picture::run(),
         ["bench", rest @ ..] => bench::run(rest),
-        _ => Err("usage: cargo xtask test [FILTER] | tidy | bench [NAME]".into()),
+        _ => Err("usage: cargo xtask test [FILTER] | tidy | book | picture | bench [NAME]".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -199,7 +199,8 @@ pub(crate) fn run() -> Result<()> {
     }
 }
 
-fn tracked() -> Result<Vec<PathBuf>> {
+/// The files of the repository, new ones among them.
+pub(crate) fn tracked() -> Result<Vec<PathBuf>> {
     let mut git = std::process::Command::new("git");
     git.current_dir(root()).args(["ls-files", "--cached", "--others", "--exclude-standard"]);
     Ok(output(&mut git)?.lines().map(PathBuf::from).collect())
@@ -284,19 +285,43 @@ fn rust(file: &Path, text: &str, faults: &mut Vec<String>) {
     }
 }
 
-/// Links to files of the project lead somewhere.
+/// Links to files of the project, and to headings in their pages, lead somewhere.
 fn links(file: &Path, text: &str, faults: &mut Vec<String>) {
     let folder = root().join(file.parent().unwrap_or(Path::new("")));
-    for (number, line) in text.lines().enumerate() {
-        for part in line.split("](").skip(1) {
-            let target = part.split(')').next().unwrap_or_default();
-            let path = target.split('#').next().unwrap_or_default();
-            if path.is_empty() || path.contains("://") || path.starts_with("mailto:") {
-                continue;
-            }
-            if !folder.join(path).exists() {
-                faults.push(format!("{}:{}: the link to {path} leads nowhere", file.display(), number + 1));
+    for (number, target) in targets(text) {
+        let (path, heading) = target.split_once('#').unwrap_or((target, ""));
+        if path.contains("://") || path.starts_with("mailto:") {
+            continue;
+        }
+        let linked = if path.is_empty() { root().join(file) } else { folder.join(path) };
+        if !linked.exists() {
+            faults.push(format!("{}:{number}: the link to {path} leads nowhere", file.display()));
+        } else if !heading.is_empty() && linked.extension().is_some_and(|extension| extension == "md") {
+            let page = std::fs::read_to_string(&linked).unwrap_or_default();
+            if !anchors(&page).iter().any(|anchor| anchor == heading) {
+                faults.push(format!("{}:{number}: {target}: there is no such heading", file.display()));
             }
         }
     }
+}
+
+/// The targets of the links in a page, with the numbers of their lines. Code has no links.
+pub(crate) fn targets(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let mut is_code = false;
+    text.lines().enumerate().flat_map(move |(number, line)| {
+        is_code ^= line.trim_start().starts_with("```");
+        let line = if is_code { "" } else { line };
+        line.split("](").skip(1).map(move |part| (number + 1, part.split(')').next().unwrap_or_default()))
+    })
+}
+
+/// The anchors of a page's headings, as the usual renderers make them.
+fn anchors(page: &str) -> Vec<String> {
+    let headings = page.lines().filter(|line| line.starts_with('#'));
+    let anchor = |heading: &str| {
+        let kept = heading.trim_start_matches('#').trim().chars();
+        let kept = kept.filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+        kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+    };
+    headings.map(anchor).collect()
 }
