@@ -201,7 +201,7 @@ impl TransactionalInbox {
 
     /// Whether receipts whose retention is over are removed beside the work, at first and once a minute. On by
     /// default; where it is off,
-    /// somebody else calls `oncegate.purge_processed`.
+    /// somebody else calls `oncegate.purge_receipts`.
     #[must_use]
     pub fn with_purge(self, purges: bool) -> Self {
         self.with(|inner| inner.receipts.purges = purges)

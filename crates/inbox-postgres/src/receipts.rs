@@ -26,20 +26,20 @@ const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, r.at, txid_curren
 const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
      FROM oncegate.begin_messages($1, $2, $3) AS b";
 
-const NOT_BEGUN: &str = "SELECT oncegate.message_not_begun(u.id, $2) FROM unnest($1::bytea[]) AS u (id)";
+const NOT_BEGUN: &str = "SELECT oncegate.unbegin_message(u.id, $2) FROM unnest($1::bytea[]) AS u (id)";
 
 const FAILED: &str =
-    "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.message_failed($1, $2) AS f";
+    "SELECT f.outcome, f.attempts, NULL::text AS reason FROM oncegate.fail_message($1, $2) AS f";
 
 const DEAD: &str = "SELECT d.outcome, 0 AS attempts, d.known_reason AS reason \
-     FROM oncegate.message_dead($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) AS d";
+     FROM oncegate.write_dead_letter($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) AS d";
 
 const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing FROM unnest($1::text[]) AS a (name) \
      WHERE NOT EXISTS (SELECT FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace \
      WHERE n.nspname = 'oncegate' AND p.proname = a.name AND has_function_privilege(p.oid, 'EXECUTE') \
      AND has_schema_privilege(n.oid, 'USAGE'))";
 
-const PURGE: &str = "SELECT oncegate.purge_processed($1) AS purged";
+const PURGE: &str = "SELECT oncegate.purge_receipts($1) AS purged";
 
 /// Receipts in the database of a pool.
 #[derive(Clone)]
@@ -222,8 +222,8 @@ impl Receipts {
     /// Whether there is everything that is called here.
     pub(crate) async fn check(&self) -> Result<(), StoreError> {
         let mut names =
-            vec!["receive_many", "begin_messages", "message_not_begun", "message_failed", "message_dead"];
-        names.extend(self.purges.then_some("purge_processed"));
+            vec!["receive_many", "begin_messages", "unbegin_message", "fail_message", "write_dead_letter"];
+        names.extend(self.purges.then_some("purge_receipts"));
         check(
             &self.pool,
             self.patience,

@@ -128,7 +128,7 @@ impl std::error::Error for StreamGap {}
 
 const EVENT: &str =
     "SELECT e.outcome, e.expected, e.is_more FROM oncegate.stream_event($1, $2, $3, $4, $5, $6) AS e";
-const TAKE: &str = "SELECT t.sequence, t.event, t.is_more FROM oncegate.take_parked($1, $2) AS t";
+const TAKE: &str = "SELECT t.sequence, t.event, t.is_more FROM oncegate.take_buffered($1, $2) AS t";
 
 /// What the database says of an event.
 enum Said {
@@ -342,7 +342,7 @@ fn said(row: &PgRow) -> Result<Said, Failure> {
         "apply" => Ok(Said::Apply { is_more: row.try_get("is_more")? }),
         "applied" => Ok(Said::Before),
         "gap" | "full" => Ok(Said::Gap { expected }),
-        "parked" => Ok(Said::Parked { expected }),
+        "buffered" => Ok(Said::Parked { expected }),
         "busy" => Err(Failure::retry(StreamBusy)),
         _ => Err(Failure::retry("PostgreSQL gave an answer that is not that of the contract")),
     }

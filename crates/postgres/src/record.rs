@@ -11,6 +11,7 @@ use oncegate_core::{
 use sqlx::postgres::PgRow;
 use sqlx::{Decode, Postgres, Row as _, Type};
 
+use crate::call::Arg;
 use crate::error::store_error;
 
 /// What a function answered to a command.
@@ -112,7 +113,7 @@ fn state_before(row: &PgRow) -> Result<Option<StateName>, StoreError> {
     maybe::<&str>(row, "state_before")?.map(|name| StateName::from_name(name).ok_or_else(strange)).transpose()
 }
 
-/// A row of `lookup`.
+/// A record: a row of `lookup` or `list`.
 pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     let state = match column::<&str>(row, "state")? {
         "in-progress" => State::InProgress {
@@ -135,17 +136,11 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     record.attempts = u32::try_from(number(row, "attempts")?).unwrap_or(u32::MAX);
     record.changed_at = time(row, "changed_at")?;
     record.expires_at = time(row, "expires_at")?;
-    Ok(record)
-}
-
-/// A row of `lookup_record` and `list_records`: the same, with its steps and marks.
-pub(crate) fn whole_record(row: &PgRow) -> Result<Record, StoreError> {
-    let mut record = record(row)?;
     record.by_operator = column(row, "by_operator")?;
     let key = maybe::<Vec<u8>>(row, "key_tag")?.map(|tag| tag.try_into().map_err(|_| corrupt("key_tag")));
     record.label = record.label.with_key(key.transpose()?.map(KeyTag::from_bytes));
-    if let Some(names) = maybe::<Vec<String>>(row, "names")? {
-        let results = column::<Vec<Vec<u8>>>(row, "results")?;
+    if let Some(names) = maybe::<Vec<String>>(row, "step_names")? {
+        let results = column::<Vec<Vec<u8>>>(row, "step_results")?;
         if names.len() != results.len() {
             return Err(corrupt("step_results"));
         }
@@ -175,13 +170,14 @@ pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
     })
 }
 
-/// The mark of the caller, and after it the tag of the key if it is known.
-pub(crate) fn marks(label: &Label) -> Vec<u8> {
-    let mut marks = label.caller().as_bytes().to_vec();
-    if let Some(key) = label.key() {
-        marks.extend_from_slice(key.as_bytes());
-    }
-    marks
+/// The tag of the caller as an argument.
+pub(crate) fn caller(label: &Label) -> Arg {
+    Arg::Octets(label.caller().as_bytes().to_vec().into())
+}
+
+/// The tag of the key as an argument.
+pub(crate) fn key_tag(label: &Label) -> Arg {
+    label.key().map_or(Arg::NoOctets, |tag| Arg::Octets(tag.as_bytes().to_vec().into()))
 }
 
 pub(crate) const fn on_abandoned(policy: OnAbandoned) -> Option<&'static str> {

@@ -135,7 +135,7 @@ impl Store for PostgresStore {
         self.on_runtime(|shared| async move {
             let call = Call::new(LOOKUP, [id_arg(&id)]);
             let rows = shared.call(call, Terms::command(Resend::Always)).await?;
-            rows.first().map(record::whole_record).transpose()
+            rows.first().map(record::record).transpose()
         })
     }
 
@@ -486,7 +486,7 @@ impl Shared {
                 page.next = Some(id);
                 continue;
             }
-            match record::whole_record(row) {
+            match record::record(row) {
                 Ok(record) => page.records.push((id, record)),
                 Err(_) => page.unreadable.push(id),
             }
@@ -624,25 +624,26 @@ const fn always() -> bool {
     true
 }
 
-pub(crate) const CLAIM: &str = "SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8)";
+pub(crate) const CLAIM: &str = "SELECT * FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
 /// As [`CLAIM`], but for the response where it is larger than those of a batch may be together.
 const CLAIM_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease_until, c.after_abandoned, c.lease_left_ms, \
      CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
-     FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8) AS c";
+     FROM oncegate.claim($1, $2, $3, $4, $5, $6, $7, $8, $9) AS c";
 
 const CLAIM_MANY_BRIEFLY: &str = "SELECT c.outcome, c.token, c.attempts, c.lease_until, c.after_abandoned, c.lease_left_ms, \
      CASE WHEN pg_catalog.octet_length(c.response) <= 8388608 THEN c.response END AS response, c.clock \
-     FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8) WITH ORDINALITY AS c ORDER BY c.ordinality";
+     FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8, $9) WITH ORDINALITY AS c ORDER BY c.ordinality";
 
 /// How many answers that are larger than a batch may be are received at a time.
 const LARGE_AT_ONCE: usize = 2;
 
 /// A record and its steps, in one look: an attempt that reads its own must not see those of another moment.
-const LOOKUP: &str = "SELECT * FROM oncegate.lookup_record($1)";
+const LOOKUP: &str = "SELECT * FROM oncegate.lookup($1)";
 
 /// Records with their steps.
-const LIST: &str = "SELECT * FROM oncegate.list_records($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY AS r ORDER BY r.ordinality";
+const LIST: &str =
+    "SELECT * FROM oncegate.list($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY AS r ORDER BY r.ordinality";
 
 /// What is asked when the store is opened, and to see whether it can be used.
 const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
@@ -652,8 +653,8 @@ const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_
 /// Which of the functions that a store calls its role may not call; null where there is none.
 const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.proname::text, ', ') AS missing FROM pg_proc p \
      JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'oncegate' AND p.proname IN ('claim', 'claim_many', \
-     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup_record', \
-     'list_records', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
+     'renew', 'step', 'complete_if_owner', 'complete_many', 'release', 'resolve', 'lookup', \
+     'list', 'purge', 'purge_one', 'audit_trail', 'watch', 'unwatch') AND NOT has_function_privilege(p.oid, 'EXECUTE')";
 
 /// Whether a session of this role has waited for a standby for so long. Such a session stays, also when nobody waits for it any
 /// more, until the standby is back. So nothing has to be written to find out, and no further session is lost to it.
@@ -779,8 +780,9 @@ pub(crate) fn claim_call(sql: &'static str, id: &RecordId, claim: &Claim) -> Opt
         duration_arg(claim.lease),
         duration_arg(claim.retention),
         Arg::Text(record::on_abandoned(claim.on_abandoned)?.to_owned()),
-        Arg::Octets(record::marks(&claim.label).into()),
+        record::caller(&claim.label),
         Arg::Text(record::operation(&claim.label)),
+        record::key_tag(&claim.label),
     ];
     Some(Call::new(sql, args))
 }
@@ -796,7 +798,7 @@ fn many_call(batch: &[Job]) -> Option<Call> {
 fn claim_many_call(batch: &[Job]) -> Option<Call> {
     let (mut ids, mut attempts, mut fingerprints) = (Vec::new(), Vec::new(), Vec::new());
     let (mut leases, mut retentions, mut policies) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut callers, mut operations) = (Vec::new(), Vec::new());
+    let (mut callers, mut operations, mut key_tags) = (Vec::new(), Vec::new(), Vec::new());
     for job in batch {
         let Command::Claim(claim) = &job.command else { return None };
         ids.push(Some(job.id.as_bytes().to_vec()));
@@ -805,8 +807,9 @@ fn claim_many_call(batch: &[Job]) -> Option<Call> {
         leases.push(record::millis(claim.lease));
         retentions.push(record::millis(claim.retention));
         policies.push(record::on_abandoned(claim.on_abandoned)?.to_owned());
-        callers.push(Some(record::marks(&claim.label)));
+        callers.push(Some(claim.label.caller().as_bytes().to_vec()));
         operations.push(record::operation(&claim.label));
+        key_tags.push(claim.label.key().map(|tag| tag.as_bytes().to_vec()));
     }
     let args = [
         Arg::ManyOctets(ids),
@@ -817,6 +820,7 @@ fn claim_many_call(batch: &[Job]) -> Option<Call> {
         Arg::ManyText(policies),
         Arg::ManyOctets(callers),
         Arg::ManyText(operations),
+        Arg::ManyOctets(key_tags),
     ];
     Some(Call::new(CLAIM_MANY_BRIEFLY, args))
 }
@@ -867,9 +871,7 @@ fn release_call(id: &RecordId, release: &Release) -> Call {
 
 fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
     let (resolution, response) = match &resolve.resolution {
-        Resolution::Complete(response) if resolve.amend => ("amend-complete", response.as_ref()),
         Resolution::Complete(response) => ("complete", response.as_ref()),
-        Resolution::Release if resolve.amend => ("amend-release", None),
         Resolution::Release => ("release", None),
         Resolution::Park => ("park", None),
         _ => return None,
@@ -880,10 +882,11 @@ fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
         response.map_or(Arg::NoOctets, |response| Arg::Octets(response.as_encoded().clone())),
         duration_arg(resolve.retention),
         Arg::Flag(resolve.force),
+        Arg::Flag(resolve.amend),
         Arg::Text(record::text(&resolve.actor, limits::AUDIT_TEXT_MAX)),
         Arg::Text(record::text(&resolve.reason, limits::AUDIT_TEXT_MAX)),
     ];
-    Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7)", args))
+    Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7, $8)", args))
 }
 
 /// The server's time: as it was last seen, and what has passed here since.

@@ -1,233 +1,85 @@
 #!lua
--- Contract of Oncegate for Redis and Valkey, version 1. This file is frozen: a change of it is another version.
--- docs/reference/store-contract-redis.md says what everything means.
+--@ notice
 --
--- resolve: an operator says what came of an attempt, or takes back what an operator said.
+-- resolve: an operator decides the outcome of an attempt, or takes back an earlier decision of an operator.
 -- KEYS  1 oncegate:{<record>}
---       2 oncegate:{audit}, the audit trail; left out on a Cluster, where it is in another slot
--- ARGV  1 complete | release | park   2 retention, ms   3 1 to release also what is owned, or 0   4 actor   5 reason
---       6 response, in the published encoding (with complete), or nothing where none can be given
---       7 1 to replace what an operator said before, and nothing else; or 0 (if left out)
--- Answers
---       resolved, now, the state before, the state after
---       not-resolvable, now, the state, or nothing where there is no record
+--       2 oncegate:{audit}, the audit trail; left out on a Cluster, because it is in another slot
+-- ARGV  1 complete | release | park   2 retention, ms   3 force: 1 to release even if the lease still runs, or 0
+--       4 amend: 1 to replace only what an operator decided before, or 0   5 actor   6 reason
+--       7 response, in the published encoding (with complete); empty or left out: there is no response to replay
+-- Reply
+--       resolved, now, state before, state after
+--       not-resolvable, now, state (empty: there is no record)
 
--- [now]
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- [/now]
+--@ now
 
--- [record] The same in every script that reads a record.
-local key = KEYS[1]
+--@ record
 
--- Numbers in Lua are exact below 2^53 only, and `tostring` rounds before that.
-local function text(number)
-  return string.format('%d', number)
-end
+--@ keep
 
--- A whole number below 2^53, spelled as `text` spells it.
-local function number(digits)
-  local value = digits and tonumber(digits)
-  return value and value >= 0 and value < 9007199254740992 and text(value) == digits and value or nil
-end
+--@ end_attempt
 
--- A duration in milliseconds that can be added to any time.
-local function duration(digits)
-  local value = number(digits)
-  return value and value <= 1125899906842624 and value or nil
-end
+--@ audit
 
-local function hex(digits, count)
-  return digits and #digits == count and string.find(digits, '^[0-9a-f]+$')
-end
+--@ response
 
-local STATES = {['in-progress'] = 1, unknown = 1, completed = 1, awaited = 1, tombstone = 1, released = 1}
-
--- The record, nil where there is none, or false and why it cannot be read. Such a record is never taken for absent.
-local function read()
-  local f = redis.pcall('HMGET', key, 'version', 'state', 'fingerprint_version', 'fingerprint', 'token', 'attempts',
-    'created_at', 'changed_at', 'expires_at', 'caller', 'operation', 'attempt', 'lease_until', 'after_abandoned',
-    'key_tag', 'by_operator')
-  if f[1] ~= '1' and f[1] ~= '2' then
-    local kind = redis.call('TYPE', key).ok
-    if kind == 'none' then
-      return nil
-    elseif kind ~= 'hash' then
-      return false, 'the key holds a ' .. kind .. ' and not a record'
-    elseif f.err then
-      error(f)
-    end
-    return false, 'the record is of an unknown version'
-  end
-  local r = {
-    state = f[2], fingerprint_version = number(f[3]), fingerprint = f[4], token = number(f[5]),
-    attempts = number(f[6]), created_at = number(f[7]), changed_at = number(f[8]), expires_at = number(f[9]),
-    attempt = f[12], lease_until = number(f[13]), after_abandoned = f[14], fields = f, version = f[1], steps = 0,
-    by_operator = f[16] == '1',
-  }
-  local whole = r.state and STATES[r.state] and r.fingerprint_version and hex(r.fingerprint, 64) and r.token
-    and r.attempts and r.created_at and r.changed_at and r.expires_at and hex(f[10], 16) and f[11]
-    and (not f[15] or hex(f[15], 16)) and (not f[16] or r.by_operator)
-  if whole and r.state == 'in-progress' then
-    whole = hex(r.attempt, 32) and r.lease_until and (r.after_abandoned == '0' or r.after_abandoned == '1')
-  elseif whole and r.state == 'completed' then
-    whole = redis.call('HSTRLEN', key, 'response') >= 7
-  end
-  -- Version 2 is a record with steps: whoever does not know them would begin again at the first.
-  if whole and r.version == '2' then
-    r.steps = number(redis.call('HGET', key, 'steps'))
-    whole = r.steps and r.steps > 0 and r.steps <= 256
-  end
-  if not whole then
-    return false, 'a field of the record is missing or out of range'
-  end
-  return r
-end
-
-local record, damage = read()
-if record == false then
-  return redis.error_reply('CORRUPT ' .. damage)
-end
--- A record past its retention is absent. Only its token still counts.
-local live = record and now < record.expires_at and record or nil
--- [/record]
-
--- [keep] The same in every script that writes a record.
--- For so long after its retention Redis keeps a record for its token, should the clock be set back.
-local GRACE = 600000
-
-local function keep_until(expires_at)
-  redis.call('PEXPIREAT', key, text(expires_at + GRACE))
-end
--- [/keep]
-
--- [ended] The same in every script that may end an attempt.
--- The channel is the key itself, in the same slot. Who may not publish still ends the attempt.
-local function ended(state, retention, by_operator, ...)
-  local expires_at = now + retention
-  -- Finished steps are remembered for as long as they were to be, and what is parked executes no sooner than before.
-  if state == 'released' and live.steps > 0 or state == 'unknown' and by_operator then
-    expires_at = math.max(expires_at, live.expires_at)
-  end
-  redis.call('HSET', key, 'state', state, 'changed_at', text(now), 'expires_at', text(expires_at), ...)
-  redis.call('HDEL', key, 'attempt', 'lease_until', 'after_abandoned')
-  if by_operator then
-    redis.call('HSET', key, 'by_operator', '1')
-  else
-    redis.call('HDEL', key, 'by_operator')
-  end
-  -- The answer of an operator may be taken back, and the next attempt must not begin again at the first step.
-  if live.steps > 0 and state ~= 'unknown' and state ~= 'released' and not by_operator then
-    local names = {}
-    for at = 0, live.steps - 1 do
-      table.insert(names, 'step:' .. text(at))
-      table.insert(names, 'result:' .. text(at))
-    end
-    redis.call('HDEL', key, 'steps', 'steps_octets', unpack(names))
-    redis.call('HSET', key, 'version', '1')
-  end
-  keep_until(expires_at)
-  redis.pcall('SPUBLISH', key, state .. ' ' .. text(live.token))
-end
--- [/ended]
-
--- [audit] The same in both scripts that write the audit trail. A stream; its entries are numbered from 1.
-local AUDIT_MAX = 100000
-
-local function add_audit(trail, at, id, from, to, actor, reason, ...)
-  local last = redis.call('XREVRANGE', trail, '+', '-', 'COUNT', 1)[1]
-  local next_number = last and tonumber(string.match(last[1], '^%d+')) + 1 or 1
-  redis.call('XADD', trail, 'MAXLEN', AUDIT_MAX, string.format('%.0f-0', next_number),
-    'at', at, 'record', id, 'from', from, 'to', to, 'actor', actor, 'reason', reason, ...)
-  return string.format('%.0f', next_number)
-end
--- [/audit]
-
--- [response] The same in both scripts that take a response: whether a store can read it back as one in the published
--- encoding, with a final status, and whole fields whose names are ASCII.
-local function is_response(octets)
-  if #octets < 7 or #octets > 67108864 then
-    return false
-  end
-  local version, s1, s2, h1, h2, t1, t2 = string.byte(octets, 1, 7)
-  local status, fields = s1 * 256 + s2, (h1 + t1) * 256 + h2 + t2
-  if version ~= 1 or status < 200 or status > 999 or fields > 256 then
-    return false
-  end
-  -- Where the next field begins.
-  local at = 8
-  for _ = 1, fields do
-    local n1, n2, v1, v2, v3, v4 = string.byte(octets, at, at + 5)
-    if not v4 then
-      return false
-    end
-    local name_at = at + 6
-    local value_at = name_at + n1 * 256 + n2
-    at = value_at + ((v1 * 256 + v2) * 256 + v3) * 256 + v4
-    if at > #octets + 1 or string.find(string.sub(octets, name_at, value_at - 1), '[\128-\255]') then
-      return false
-    end
-  end
-  return true
-end
--- [/response]
-
-local resolution, retention, force = ARGV[1], duration(ARGV[2]), ARGV[3]
-local actor, reason, response, amend = ARGV[4], ARGV[5], ARGV[6] or '', ARGV[7] or '0'
+local resolution, retention, force, amend = ARGV[1], duration(ARGV[2]), ARGV[3], ARGV[4]
+local actor, reason, response = ARGV[5], ARGV[6], ARGV[7] or ''
 
 if not ((resolution == 'complete' or resolution == 'release' or resolution == 'park') and retention
-  and (force == '0' or force == '1') and (amend == '0' or amend == '1') and actor and reason and #actor <= 1000 and #reason <= 1000 
-  and (response == '' or is_response(response))) then
+  and (force == '0' or force == '1') and (amend == '0' or amend == '1')
+  and actor and reason and #actor <= 1000 and #reason <= 1000
+  and (response == '' or resolution == 'complete' and is_response(response))) then
   return redis.error_reply('INVALID an argument is missing or out of range')
 end
 
 if not live then
   return {'not-resolvable', text(now), ''}
 end
-local from = live.state
-if from == 'in-progress' and now >= live.lease_until then
-  from = 'abandoned'
-elseif from == 'awaited' then
-  from = 'tombstone'
+local state_before = live.state
+if state_before == 'in-progress' and now >= live.lease_until then
+  state_before = 'abandoned'
+elseif state_before == 'awaited' then
+  state_before = 'tombstone'
 end
-local is_completed = from == 'completed' or from == 'tombstone'
+local is_completed = state_before == 'completed' or state_before == 'tombstone'
 local may
 if resolution == 'park' then
-  -- What its owner completed never changes.
-  may = from == 'released' or is_completed and live.by_operator
+  -- A completion by the owner is final.
+  may = state_before == 'released' or is_completed and live.by_operator
 elseif amend == '1' then
-  may = live.by_operator and (is_completed or from == 'released' and resolution == 'complete')
+  may = live.by_operator and (is_completed or state_before == 'released' and resolution == 'complete')
 else
-  may = from == 'unknown' or from == 'abandoned'
-    or from == 'in-progress' and force == '1' and resolution == 'release'
-    -- Left half-way: what came of it is still to be said.
-    or from == 'released' and live.steps > 0 and resolution == 'complete'
+  may = state_before == 'unknown' or state_before == 'abandoned'
+    or state_before == 'in-progress' and force == '1' and resolution == 'release'
+    -- Released after some of its steps: its outcome is still open.
+    or state_before == 'released' and live.steps > 0 and resolution == 'complete'
 end
 if not may then
-  return {'not-resolvable', text(now), from}
+  return {'not-resolvable', text(now), state_before}
 end
-local to = 'released'
+local state_after = 'released'
 if resolution == 'complete' then
-  to = response == '' and 'tombstone' or 'completed'
+  state_after = response == '' and 'tombstone' or 'completed'
 elseif resolution == 'park' then
-  to = 'unknown'
-  -- A token that nobody owns, so that whoever an operator has fenced stays fenced.
+  state_after = 'unknown'
+  -- A new token without an owner: an owner that an operator fenced stays fenced.
   live.token = math.max(live.token + 1, now)
   if live.token >= 9007199254740992 then
     return redis.error_reply('CORRUPT the token of the record cannot grow')
   end
 end
--- First, because it can fail.
+-- The entry comes first because it can fail.
 if KEYS[2] then
   local id = string.match(key, '{(%x+)}') or key
-  add_audit(KEYS[2], text(now), id, from, to, actor, reason)
+  add_audit(KEYS[2], text(now), id, state_before, state_after, actor, reason)
 end
-redis.call('HSET', key, 'resolved_at', text(now), 'resolved_from', from, 'resolved_to', to,
+redis.call('HSET', key, 'resolved_at', text(now), 'resolved_from', state_before, 'resolved_to', state_after,
   'resolved_by', actor, 'resolved_reason', reason)
-if to == 'completed' then
+if state_after == 'completed' then
   redis.call('HSET', key, 'response', response)
 else
   redis.call('HDEL', key, 'response')
 end
-ended(to, retention, true, 'token', text(live.token))
-return {'resolved', text(now), from, to}
+end_attempt(state_after, retention, true, 'token', text(live.token))
+return {'resolved', text(now), state_before, state_after}

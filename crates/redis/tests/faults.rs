@@ -305,7 +305,7 @@ async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
     let store = open(&server.url()).await;
     let healthy = granted(&store, 0, 0).await;
     type Damage = &'static [&'static str];
-    let damages: [Damage; 16] = [
+    let damages: [Damage; 17] = [
         &["SET", "{}", "x"],
         &["RPUSH", "{}", "x"],
         &["HSET", "{}", "version", "2"],
@@ -322,6 +322,7 @@ async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
         &["HSET", "{}", "attempt", "5"],
         &["HSET", "{}", "state", "completed"],
         &["HSET", "{}", "caller", ""],
+        &["HSET", "{}", "steps", "0"],
     ];
     let resolve = |force| {
         let (actor, reason) = ("a".to_owned(), "b".to_owned());

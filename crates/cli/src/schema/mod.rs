@@ -6,6 +6,7 @@ use std::io::Write as _;
 use clap::{Args, Subcommand, ValueEnum};
 use oncegate_core::{Durability, ErrorChain, Store as _};
 use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
+use oncegate_redis::contract::Scripts;
 
 use crate::config::{StoreChoice, store};
 
@@ -18,14 +19,16 @@ pub(crate) struct SchemaArgs {
 
 #[derive(Subcommand, Debug)]
 enum SchemaCommand {
-    /// Prints the SQL that brings any database to the version that this program needs
+    /// Prints the contract: the SQL that `apply` runs, or the Lua scripts
     Print {
-        /// The kind of database
-        kind: Kind,
+        /// The kind of store
+        contract: Contract,
+        /// Prints only this script (redis), such as `claim`
+        script: Option<String>,
     },
-    /// Brings the database to the version that this program needs and makes its functions anew, as the schema's owner
+    /// Brings the database to the version that this program needs and replaces its functions; run it as the schema's owner
     Apply(Database),
-    /// Says which version the database has, and whether it is bound to nothing that others own
+    /// Prints the version of the database, and fails if the contract is bound to an object of another owner
     Status(Database),
 }
 
@@ -45,6 +48,14 @@ impl std::fmt::Debug for Database {
     }
 }
 
+/// A contract that other languages can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Contract {
+    Postgres,
+    Redis,
+}
+
+/// A database with a schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Kind {
     Postgres,
@@ -53,16 +64,16 @@ enum Kind {
 /// Runs the command.
 pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
     match &args.command {
-        SchemaCommand::Print { kind: Kind::Postgres } => say(&schema::print()),
+        SchemaCommand::Print { contract, script } => print(*contract, script.as_deref()),
         SchemaCommand::Apply(database @ Database { kind: Kind::Postgres, .. }) => {
             let options = options(&database.url)?;
             let before = block_on(schema::apply(&options))?;
             let (name, version) = (options.database(), schema::VERSION);
             let mut text = match before.found {
                 Some(found) if found == version => {
-                    format!("{name} has version {version} already; its functions were made anew\n")
+                    format!("{name} has version {version} already; its functions were replaced\n")
                 }
-                Some(found) => format!("{name} is brought from version {found} to {version}\n"),
+                Some(found) => format!("{name} was upgraded from version {found} to {version}\n"),
                 None => format!("{name} now has version {version}\n"),
             };
             for binding in &before.foreign_bindings {
@@ -88,6 +99,24 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
                 found => Err(OpenError::NoContract { database: name, found, needed }.to_string()),
             }
         }
+    }
+}
+
+fn print(contract: Contract, script: Option<&str>) -> Result<(), String> {
+    let scripts = Scripts::published();
+    match (contract, script) {
+        (Contract::Postgres, None) => say(&schema::print()),
+        (Contract::Postgres, Some(_)) => {
+            Err("the contract on PostgreSQL is one text: leave the script out".to_owned())
+        }
+        (Contract::Redis, None) => scripts.each().try_for_each(|(_, script)| say(script.code())),
+        (Contract::Redis, Some(name)) => match scripts.each().find(|(known, _)| *known == name) {
+            Some((_, script)) => say(script.code()),
+            None => {
+                let names: Vec<_> = scripts.each().map(|(name, _)| name).collect();
+                Err(format!("there is no script {name:?}; the scripts are {}", names.join(", ")))
+            }
+        },
     }
 }
 

@@ -37,9 +37,9 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(!ok && text.contains("error store postgres://oncegate@127.0.0.1:"), "{text}");
     assert!(!run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("now has version 6"), "{text}");
+    assert!(ok && text.contains("now has version 1"), "{text}");
     let (ok, text) = run(&["schema", "apply", "postgres"]);
-    assert!(ok && text.contains("has version 6 already"), "{text}");
+    assert!(ok && text.contains("has version 1 already"), "{text}");
     assert!(run(&["schema", "status", "postgres"]).0);
     let (ok, text) = run(&check);
     assert!(ok && text.contains("can be used"), "{text}");
@@ -49,6 +49,10 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     );
     let (ok, text) = run(&["schema", "print", "postgres"]);
     assert!(ok && text.contains("CREATE OR REPLACE FUNCTION oncegate.claim("), "{text}");
+    let (ok, text) = run(&["schema", "print", "redis", "claim"]);
+    assert!(ok && text.starts_with("#!lua\n") && text.contains("claim: requests permission"), "{text}");
+    let (ok, text) = run(&["schema", "print", "redis", "clame"]);
+    assert!(!ok && text.contains("there is no script \"clame\"; the scripts are claim, "), "{text}");
 
     let service = Service::new().await.answers(OK);
     let to = format!("http://{}", service.address);
@@ -106,8 +110,7 @@ async fn a_database_that_is_bound_to_what_others_own_is_told_and_repaired() {
             AS 'SELECT $1 OPERATOR(pg_catalog.*) $2::numeric'; \
          CREATE OPERATOR public.* (LEFTARG = numeric, RIGHTARG = integer, FUNCTION = public.product); \
          CREATE OR REPLACE FUNCTION oncegate.now_ms() RETURNS bigint LANGUAGE sql VOLATILE PARALLEL SAFE \
-            RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint; \
-         DELETE FROM oncegate.contract WHERE version > 4");
+            RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint");
     let binding = "function oncegate.now_ms() uses operator public.*(numeric,integer)";
     let check = ["check", "--to=http://127.0.0.1:9"];
     for command in [&check[..], &["schema", "status", "postgres"]] {
@@ -116,7 +119,7 @@ async fn a_database_that_is_bound_to_what_others_own_is_told_and_repaired() {
     }
     let (ok, text) = run(&["schema", "apply", "postgres"]);
     assert!(
-        ok && text.contains("from version 4 to 6") && text.contains(&format!("repaired: {binding}")),
+        ok && text.contains("has version 1 already") && text.contains(&format!("repaired: {binding}")),
         "{text}"
     );
     for command in [&check[..], &["schema", "status", "postgres"]] {

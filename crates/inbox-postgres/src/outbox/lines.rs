@@ -144,7 +144,7 @@ impl Lines {
             for (seq, outcome) in &run.outcomes {
                 let (word, delay, error) = match outcome {
                     Outcome::Confirmed => ("confirmed", Duration::ZERO, ""),
-                    Outcome::Again(delay, error) => ("again", *delay, &**error),
+                    Outcome::Again(delay, error) => ("retry", *delay, &**error),
                     Outcome::Refused(error) => ("refused", Duration::ZERO, &**error),
                     Outcome::Aside(error) => ("aside", Duration::ZERO, &**error),
                 };

@@ -532,12 +532,12 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     assert_eq!(inbox.purge().await.unwrap(), 0);
     run(
         &mut database.connect().await,
-        "UPDATE oncegate.processed SET expires_at = 1, purge_at = 1 WHERE ctid IN (SELECT ctid FROM oncegate.processed LIMIT 2500); UPDATE oncegate.purge_marks SET place = 0",
+        "UPDATE oncegate.receipts SET expires_at = 1, purge_at = 1 WHERE ctid IN (SELECT ctid FROM oncegate.receipts LIMIT 2500); UPDATE oncegate.purge_marks SET place = 0",
     )
     .await;
     // Somebody holds some of them, and nobody waits.
     let mut elsewhere = database.connect().await;
-    run(&mut elsewhere, "BEGIN; SELECT FROM oncegate.processed WHERE expires_at = 1 LIMIT 10 FOR UPDATE")
+    run(&mut elsewhere, "BEGIN; SELECT FROM oncegate.receipts WHERE expires_at = 1 LIMIT 10 FOR UPDATE")
         .await;
     let work = {
         let inbox = inbox.clone();
@@ -558,7 +558,7 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     assert_eq!((purged, database.receipts().await), (2490, 2510));
     run(&mut elsewhere, "COMMIT").await;
     // What is forgotten is new, also while its row is still there.
-    let gone = "SELECT count(*) FROM oncegate.processed WHERE expires_at = 1";
+    let gone = "SELECT count(*) FROM oncegate.receipts WHERE expires_at = 1";
     assert_eq!(database.number(gone).await, 10);
     let handled = inbox.process_batch(&batch(0, 3000), effect).await;
     assert_eq!(
@@ -568,7 +568,7 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     assert_eq!(database.number(gone).await, 0);
 
     // By itself, too.
-    run(&mut elsewhere, "UPDATE oncegate.processed SET expires_at = 1, purge_at = 1").await;
+    run(&mut elsewhere, "UPDATE oncegate.receipts SET expires_at = 1, purge_at = 1").await;
     assert_eq!(word(&database.inbox(2).await.process(&new("last"), effect).await), "processed 1");
     until("the purge", async || database.receipts().await == 1).await;
 }

@@ -254,7 +254,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
         })
         .await;
         // Its own process does not count what was cut off by itself.
-        let attempts = "SELECT sum(attempts)::bigint FROM oncegate.processed";
+        let attempts = "SELECT sum(attempts)::bigint FROM oncegate.receipts";
         assert_eq!(database.number(attempts).await, crashes);
     }
     let inbox = database.inbox(1).await.with_attempts_max(3).unwrap();
@@ -342,9 +342,9 @@ async fn only_what_the_transaction_in_doubt_has_processed_is_given_up_for_it() {
     let receive = sqlx::query_scalar("SELECT at FROM oncegate.receive_many($1, 60000)").bind(&ids[..2]);
     let at: Vec<i64> = receive.fetch_all(&mut connection).await.unwrap();
     assert_eq!(at[0], at[1]);
-    run(&mut connection, "SELECT oncegate.message_failed(decode(repeat('66', 32), 'hex'), 60000)").await;
+    run(&mut connection, "SELECT oncegate.fail_message(decode(repeat('66', 32), 'hex'), 60000)").await;
     let mut give_up = async |id: &[u8], at: i64| -> String {
-        let dead = "SELECT outcome FROM oncegate.message_dead($1, 'billing', 'outcome-unknown', 0, 'torn', 'orders', null, null, \
+        let dead = "SELECT outcome FROM oncegate.write_dead_letter($1, 'billing', 'outcome-unknown', 0, 'torn', 'orders', null, null, \
              '{}', '{}', '', 60000, null, $2)";
         sqlx::query_scalar(dead).bind(id).bind(at).fetch_one(&mut connection).await.unwrap()
     };
@@ -438,7 +438,7 @@ async fn an_old_snapshot_is_told_to_run_again() {
     let database = Database::fresh().await;
     let id = "oncegate.message_record('billing', 'a', ARRAY['header', 'event-id'])";
     for (level, before) in [("REPEATABLE READ", new("a")), ("SERIALIZABLE", new("a"))] {
-        run(&mut database.connect().await, "DELETE FROM oncegate.processed").await;
+        run(&mut database.connect().await, "DELETE FROM oncegate.receipts").await;
         let mut old = database.connect().await;
         run(&mut old, &format!("BEGIN ISOLATION LEVEL {level}; SELECT count(*) FROM effects")).await;
         assert_eq!(word(&database.inbox(1).await.process(&before, effect).await), "processed 1");
@@ -485,7 +485,7 @@ async fn a_role_needs_what_the_page_says_and_nothing_else() {
     let inbox = inbox(pool.clone()).with_attempts_max(1).unwrap();
     let missing = inbox.check().await.unwrap_err().to_string();
     assert!(
-        missing.contains("oncegate.receive_many") && missing.contains("oncegate.purge_processed"),
+        missing.contains("oncegate.receive_many") && missing.contains("oncegate.purge_receipts"),
         "{missing}"
     );
     assert!(word(&inbox.process(&again("a"), effect).await).starts_with("unavailable"));

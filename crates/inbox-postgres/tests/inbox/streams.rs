@@ -73,7 +73,7 @@ async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
     // Another stream, and another consumer, are others.
     let other = streams.apply_or_park(&mut connection, "t", 1, b"t", project).await.unwrap();
     assert_eq!(other, Applied::Now { events: 1 });
-    let gaps = "SELECT concat_ws(' ', stream, expected, first_parked, parked) FROM oncegate.list_gaps('history', 10)";
+    let gaps = "SELECT concat_ws(' ', stream, expected, first_buffered, buffered) FROM oncegate.list_gaps('history', 10)";
     let said: Vec<String> = sqlx::query_scalar(gaps).fetch_all(&mut connection).await.unwrap();
     assert_eq!(said, ["s 1 2 3"]);
 
@@ -90,7 +90,7 @@ async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 6)").await;
     assert_eq!(park(&database, &streams, 5).await, Applied::Before);
     assert_eq!(park(&database, &streams, 6).await, Applied::Now { events: 1 });
-    assert_eq!(database.number("SELECT count(*) FROM oncegate.parked_events").await, 0);
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.buffered_events").await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -116,7 +116,7 @@ async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 10)").await;
     assert_eq!(park(&database, &streams, 11).await, Applied::Now { events: 2 });
     assert_eq!(database.effects().await, ["2 x", "4 x", "5 x", "6 x", "8 x", "10 x", "11 x"]);
-    assert_eq!(database.number("SELECT count(*) FROM oncegate.parked_events").await, 0);
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.buffered_events").await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -149,7 +149,7 @@ async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
     assert_eq!(fetch(7, 100).await.unwrap(), Applied::Now { events: 1 });
     let expected = ["1 fetched 1", "2 fetched 2", "3 fetched 3", "4 fetched 4", "5 x", "6 x", "7 x"];
     assert_eq!(database.effects().await, expected);
-    assert_eq!(database.number("SELECT count(*) FROM oncegate.parked_events").await, 0);
+    assert_eq!(database.number("SELECT count(*) FROM oncegate.buffered_events").await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -60,7 +60,7 @@ impl Database {
     }
 
     pub(crate) async fn receipts(&self) -> i64 {
-        self.number("SELECT count(*) FROM oncegate.processed").await
+        self.number("SELECT count(*) FROM oncegate.receipts").await
     }
 }
 

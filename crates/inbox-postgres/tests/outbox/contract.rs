@@ -75,7 +75,7 @@ async fn what_a_relay_says_of_a_line_that_another_took_changes_nothing() {
     assert!(second[0].token > first[0].token);
 
     let before = table(&mut other).await;
-    for outcome in ["confirmed", "again", "refused", "aside"] {
+    for outcome in ["confirmed", "retry", "refused", "aside"] {
         for run in [&first[..2], &first[2..]] {
             assert!(!settle(&mut slow, run, outcome).await, "{outcome}");
         }
@@ -137,7 +137,7 @@ async fn a_run_ends_where_another_one_begins() {
     // As long as it is there, nothing behind it is taken, whatever became of that.
     assert!(settle(&mut relay, &held, "confirmed").await);
     assert_eq!(take(&mut relay, "null, 100, 1000000, 100, 60000").await, []);
-    assert!(settle(&mut relay, &alone, "again").await);
+    assert!(settle(&mut relay, &alone, "retry").await);
     assert_eq!(ids(&take(&mut relay, "null, 100, 1000000, 100, 60000").await), ["k/late", "k/3"]);
 }
 

@@ -64,11 +64,7 @@ async fn a_key_waits_until_an_operator_has_decided() {
         .map(|row| {
             let error: String = row.get("error");
             assert!(error.contains("it does not take this"), "{error}");
-            (
-                row.get::<String, _>("id"),
-                row.get::<i32, _>("attempts"),
-                row.get::<bool, _>("holds_up_its_key"),
-            )
+            (row.get::<String, _>("id"), row.get::<i32, _>("attempts"), row.get::<bool, _>("blocks_key"))
         })
         .collect();
     let expected = [("a/bad", true), ("b/bad", true), ("/bad", false)];

@@ -32,7 +32,7 @@ use crate::pause::{Pause, random_bits};
 use crate::record::{self, Said};
 use crate::store::{CLAIM, claim_call};
 
-const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8)";
+const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
 /// How long a completed record is kept, unless told otherwise: as every door does it.
 const RETENTION: Duration = Duration::from_secs(24 * 60 * 60);

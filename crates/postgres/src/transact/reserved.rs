@@ -44,10 +44,11 @@ impl Reserved {
             Arg::Octets(record::fingerprint(&request.fingerprint).into()),
             Arg::Octets(response.as_encoded().clone()),
             Arg::Big(record::millis(retention)),
-            Arg::Octets(record::marks(&request.label).into()),
+            record::caller(&request.label),
             Arg::Text(record::operation(&request.label)),
+            record::key_tag(&request.label),
         ];
-        let call = Call::new("SELECT oncegate.complete_reserved($1, $2, $3, $4, $5, $6, $7)", args);
+        let call = Call::new("SELECT oncegate.complete_reserved($1, $2, $3, $4, $5, $6, $7, $8)", args);
         let rows = call.in_transaction(connection, persistent).await?;
         let token: Option<i64> = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
         Ok(token

@@ -117,9 +117,9 @@ async function main(url) {
   assert.equal((await claim(db, record, { fingerprint: OTHER_FINGERPRINT })).outcome, 'mismatch')
   const third = await claim(db, record)
   assert.equal(third.outcome, 'execute')
-  const steps = (await db.query('SELECT * FROM oncegate.steps($1)', [record])).rows[0]
-  assert.deepEqual([steps.token, steps.names], [third.token, ['charge']])
-  assert.ok(steps.results[0].equals(body))
+  const steps = (await db.query('SELECT * FROM oncegate.lookup($1)', [record])).rows[0]
+  assert.deepEqual([steps.token, steps.step_names], [third.token, ['charge']])
+  assert.ok(steps.step_results[0].equals(body))
 
   // What is hostile is data, or is refused, and changes nothing.
   const found = await db.query('SELECT * FROM oncegate.lookup($1)', [record])
@@ -131,7 +131,7 @@ async function main(url) {
   await assert.rejects(claim(db, randomBytes(32), { onAbandoned: HOSTILE }), { code: '22023' })
   await assert.rejects(claim(db, randomBytes(32), { leaseMs: -1 }), { code: '22023' })
   await assert.rejects(db.query('SELECT oncegate.complete($1, $2, $3)', [record, '1', body]), { code: /^(22023|OG001)$/ })
-  assert.equal((await db.query('SELECT oncegate.contract_version() AS version')).rows[0].version, 6)
+  assert.equal((await db.query('SELECT oncegate.contract_version() AS version')).rows[0].version, 1)
 
   await Promise.all([db.end(), app.end()])
   console.log('ok')

@@ -54,17 +54,17 @@ impl Clocked {
             _ => "reexecute",
         };
         let fingerprint = [&[claim.fingerprint.version()], &claim.fingerprint.digest()[..]].concat();
-        let key = claim.label.key().map_or_else(Vec::new, |key| key.as_bytes().to_vec());
-        let marks = [claim.label.caller().as_bytes(), &key[..]].concat();
-        let rows = sqlx::query("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8)")
+        let key_tag = claim.label.key().map(|tag| tag.as_bytes().to_vec());
+        let rows = sqlx::query("SELECT * FROM oncegate.claim_many($1, $2, $3, $4, $5, $6, $7, $8, $9)")
             .bind(vec![vec![0xee; 32], id.as_bytes().to_vec()])
             .bind(two(&claim.attempt.get().to_be_bytes()))
             .bind(two(&fingerprint))
             .bind(vec![claim.lease.as_millis() as i64; 2])
             .bind(vec![claim.retention.as_millis() as i64; 2])
             .bind(vec![policy; 2])
-            .bind(two(&marks))
+            .bind(two(claim.label.caller().as_bytes()))
             .bind(vec![claim.label.operation(); 2])
+            .bind(vec![key_tag; 2])
             .fetch_all(&mut self.control.lock().await.0)
             .await
             .unwrap();

@@ -151,6 +151,8 @@ async fn what_does_not_fit_the_contract_is_refused() {
         ("1000, 1000", "1000, 1000, 'park', null"),
         ("1000, 1000", "1000, 1000, 'park', '\\x0000000000000000', repeat('a', 257)"),
         ("1000, 1000", "1000, 1000, 'park', '\\x0000000000000000', null"),
+        ("1000, 1000", "1000, 1000, 'park', '\\x00000000000000000000000000000000', ''"),
+        ("1000, 1000", "1000, 1000, 'park', '\\x0000000000000000', '', '\\x00'"),
     ] {
         let sql = format!("SELECT * FROM oncegate.claim({})", good.replace(from, to));
         let error = try_run(&mut app, &sql).await.unwrap_err();
@@ -376,8 +378,8 @@ async fn purges_under_an_old_snapshot_do_not_begin_at_the_first_row_each_time() 
              SELECT sha256(n::text::bytea), 'released', decode(repeat('01', 33), 'hex'), 1, 1, '\\x0000000000000000', '', 1, 1, n, n",
         ),
         (
-            "processed",
-            "SELECT oncegate.purge_processed(500) AS purged",
+            "receipts",
+            "SELECT oncegate.purge_receipts(500) AS purged",
             "(id, changed_at, expires_at, purge_at, attempts, state) SELECT sha256(n::text::bytea), 1, n, n, 1, 'p'",
         ),
     ] {

@@ -258,7 +258,12 @@ fn complete_reserved(record: RecordId, transaction: i64) -> String {
 }
 
 async fn reserve(connection: &mut PgConnection, record: RecordId) -> Option<i64> {
-    let sql = format!("SELECT oncegate.reserve({})", sql_id(record));
+    let sql = format!(
+        "SELECT transaction FROM oncegate.reserve_or_claim({}, '\\x{}', '\\x{}', 60000, 60000)",
+        sql_id(record),
+        "01".repeat(16),
+        "01".repeat(33)
+    );
     sqlx::query_scalar(AssertSqlSafe(sql)).fetch_one(connection).await.unwrap()
 }
 
@@ -334,8 +339,8 @@ async fn what_a_transaction_that_is_over_reserved_is_worth_nothing() {
     let error = try_run(&mut mine, &complete_reserved(id, transaction)).await.unwrap_err();
     assert_eq!(sqlstate(&error), "OG001", "it succeeds once");
     for wrong in [
-        "SELECT oncegate.reserve(null)".to_owned(),
-        "SELECT oncegate.reserve('\\x01')".to_owned(),
+        "SELECT oncegate.reserve_or_claim(null, '\\x01', '\\x01', 60000, 60000)".to_owned(),
+        "SELECT oncegate.reserve_or_claim('\\x01', '\\x01', '\\x01', 60000, 60000)".to_owned(),
         complete_reserved(id, 0),
         complete_reserved(id, 1).replace("60000", "0"),
         complete_reserved(id, 1).replace("60000", "null"),

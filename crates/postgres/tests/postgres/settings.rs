@@ -69,15 +69,15 @@ const CALLS: [&str; 16] = [
     "SELECT outcome FROM oncegate.claim(decode(repeat('77', 32), 'hex'), decode(repeat('02', 16), 'hex'), \
      decode(repeat('01', 33), 'hex'), 60000, 60000, operation => 'POST /pay')",
     "SELECT outcome FROM oncegate.claim_many(ARRAY[decode(repeat('80', 32), 'hex')], ARRAY[decode(repeat('03', 16), 'hex')], \
-     ARRAY[decode(repeat('01', 33), 'hex')], ARRAY[60000], ARRAY[60000], ARRAY['park'], ARRAY[decode(repeat('01', 16), 'hex')], \
-     ARRAY['POST /pay'])",
+     ARRAY[decode(repeat('01', 33), 'hex')], ARRAY[60000], ARRAY[60000], ARRAY['park'], ARRAY[decode(repeat('01', 8), 'hex')], \
+     ARRAY['POST /pay'], ARRAY[decode(repeat('01', 8), 'hex')])",
     "SELECT outcome FROM oncegate.complete_if_owner(decode(repeat('01', 32), 'hex'), (SELECT token FROM \
      oncegate.lookup(decode(repeat('01', 32), 'hex'))), 'completed', oncegate.response(200, '{}', '{}', null), 60000)",
     "SELECT string_agg(encode(id, 'hex') || state || encode(caller, 'hex') || operation || coalesce(encode(response, 'hex'), '-'), \
-     ' ' ORDER BY id) FROM oncegate.list_records(null, null, null, null, null, null, null)",
+     ' ' ORDER BY id) FROM oncegate.list(null, null, null, null, null, null, null)",
     "SELECT string_agg(outcome || attempts, ' ') FROM oncegate.receive_many(ARRAY[oncegate.message_record('c', '1'), \
      oncegate.message_record('c', '1')], 60000)",
-    "SELECT outcome FROM oncegate.message_dead(oncegate.message_record('c', '2'), 'c', 'r', 1, 'e', 't', null, null, '{}', '{}', \
+    "SELECT outcome FROM oncegate.write_dead_letter(oncegate.message_record('c', '2'), 'c', 'r', 1, 'e', 't', null, null, '{}', '{}', \
      decode('5c78', 'hex'), 60000)",
     "SELECT encode(payload, 'hex') FROM oncegate.list_dead_letters(null, null, null)",
     "SELECT outcome || is_more FROM oncegate.stream_event('c', 's', 2, 1, decode('5c', 'hex'))",
@@ -227,7 +227,9 @@ async fn a_response_that_no_sidecar_can_read_is_refused() {
         let response = format!("decode('{octets}', 'hex')");
         let for_services = [
             format!("SELECT oncegate.complete({record}, {token}, {response})"),
-            format!("SELECT oncegate.resolve({record}, 'complete', {response}, 60000, false, 'a', 'r')"),
+            format!(
+                "SELECT oncegate.resolve({record}, 'complete', {response}, 60000, false, false, 'a', 'r')"
+            ),
         ];
         let for_stores = [
             format!("SELECT oncegate.complete_if_owner({record}, {token}, 'completed', {response}, 60000)"),
@@ -272,9 +274,9 @@ async fn numbers_and_arrays_out_of_range_have_one_sqlstate() {
             format!("oncegate.receive({id}, {most})"),
             format!("oncegate.receive_many(ARRAY[{id}], {most})"),
             format!("oncegate.begin_messages(ARRAY[{id}], 1, {most})"),
-            format!("oncegate.message_failed({id}, {most})"),
+            format!("oncegate.fail_message({id}, {most})"),
             format!(
-                "oncegate.message_dead({id}, 'c', 'r', 1, 'e', 't', null, null, '{{}}', '{{}}', '', {most})"
+                "oncegate.write_dead_letter({id}, 'c', 'r', 1, 'e', 't', null, null, '{{}}', '{{}}', '', {most})"
             ),
         ] {
             let error = try_run(&mut owner, &format!("SELECT * FROM {call}")).await.unwrap_err();
@@ -292,7 +294,7 @@ async fn numbers_and_arrays_out_of_range_have_one_sqlstate() {
         let error = try_run(&mut owner, &format!("SELECT * FROM {call}")).await.unwrap_err();
         assert_eq!(sqlstate(&error), "22023", "{call}: {error}");
     }
-    let rows = try_run(&mut owner, "SELECT FROM oncegate.processed").await.unwrap();
+    let rows = try_run(&mut owner, "SELECT FROM oncegate.receipts").await.unwrap();
     assert!(rows.is_empty());
 }
 

@@ -5,6 +5,7 @@ import sys
 
 import psycopg
 
+RESERVE = "SELECT transaction, outcome FROM oncegate.reserve_or_claim(%s, %s, %s, 60000, 60000)"
 CLAIM = "SELECT * FROM oncegate.claim(%s, %s, %s, %s, %s, on_abandoned => %s, operation => %s)"
 
 
@@ -88,20 +89,21 @@ def main(url):
         assert noted["outcome"] == "recorded", noted
         db.execute("SELECT * FROM oncegate.release(%s, %s, 60000)", (half_way, first))
         second = claim(db, half_way)["token"]
-        steps = named(db.execute("SELECT * FROM oncegate.steps(%s)", (half_way,)))
-        assert (steps["token"], steps["names"], steps["results"]) == (second, ["charge"], [b"\x00\xff"]), steps
+        steps = named(db.execute("SELECT * FROM oncegate.lookup(%s)", (half_way,)))
+        assert (steps["token"], steps["step_names"], steps["step_results"]) == (second, ["charge"], [b"\x00\xff"]), steps
 
         # A record that is inserted once, completed, by the transaction that does it all.
         once = os.urandom(32)
         fingerprint = b"\x01" + b"f" * 32
         with app.transaction():
-            number = app.execute("SELECT oncegate.reserve(%s)", (once,)).fetchone()[0]
+            number = app.execute(RESERVE, (once, os.urandom(16), fingerprint)).fetchone()[0]
             app.execute("INSERT INTO payments VALUES (9)")
             assert claim(db, once)["outcome"] == "in-progress"
             args = (once, number, fingerprint, answer, 60_000, b"\x00" * 8, "POST /payments")
             app.execute("SELECT oncegate.complete_reserved(%s, %s, %s, %s, %s, %s, %s)", args)
         assert claim(db, once)["response"] == answer
-        assert db.execute("SELECT oncegate.reserve(%s)", (once,)).fetchone()[0] is None
+        reserved = db.execute(RESERVE, (once, os.urandom(16), fingerprint)).fetchone()
+        assert reserved == (None, "replay"), reserved
         assert total(db) == 21
 
         found = named(db.execute("SELECT * FROM oncegate.lookup(%s)", (record,)))

@@ -76,8 +76,8 @@ async def main(url):
     assert await db.fetchval(step, half_way, first, b"\x00\xff") == "recorded"
     await db.fetchrow("SELECT * FROM oncegate.release($1, $2, 60000)", half_way, first)
     second = (await claim(db, half_way))["token"]
-    steps = await db.fetchrow("SELECT * FROM oncegate.steps($1)", half_way)
-    assert (steps["token"], steps["names"], steps["results"]) == (second, ["charge"], [b"\x00\xff"]), steps
+    steps = await db.fetchrow("SELECT * FROM oncegate.lookup($1)", half_way)
+    assert (steps["token"], steps["step_names"], steps["step_results"]) == (second, ["charge"], [b"\x00\xff"]), steps
 
     found = await db.fetchrow("SELECT * FROM oncegate.lookup($1)", record)
     assert found["state"] == "awaited" and found["operation"] == "POST /payments'; --", found

@@ -29,7 +29,7 @@ def handle(db, me, message, order, effect):
                 effect(db, order)
         return outcome != "in-flight"
     except Poison as error:
-        outcome, attempts = db.execute("SELECT * FROM oncegate.message_failed(%s, %s)", (record, KEPT)).fetchone()
+        outcome, attempts = db.execute("SELECT * FROM oncegate.fail_message(%s, %s)", (record, KEPT)).fetchone()
         if outcome == "failed" and attempts >= MAX:
             return give_up(db, record, order, "attempts-exhausted", attempts, str(error))
         return False
@@ -37,7 +37,7 @@ def handle(db, me, message, order, effect):
 
 def give_up(db, record, order, reason, attempts, error):
     args = (record, reason, attempts, error, [], [], order.encode(), KEPT)
-    sql = "SELECT * FROM oncegate.message_dead(%s, 'billing', %s, %s, %s, 'orders', null, null, %s, %s, %s, %s)"
+    sql = "SELECT * FROM oncegate.write_dead_letter(%s, 'billing', %s, %s, %s, 'orders', null, null, %s, %s, %s, %s)"
     outcome, *_ = db.execute(sql, args).fetchone()
     return outcome != "in-flight"
 
@@ -91,7 +91,7 @@ def main(url):
         assert give_up(db, record, "20", "rejected", 1, "again")
         assert give_up(db, one(db, "SELECT oncegate.message_record('billing', 'evt_1')"), "17", "rejected", 1, "no")
         assert one(db, "SELECT count(*) FROM oncegate.dead_letters") == 1
-        failed = db.execute("SELECT * FROM oncegate.message_failed(%s, %s)", (record, KEPT)).fetchone()
+        failed = db.execute("SELECT * FROM oncegate.fail_message(%s, %s)", (record, KEPT)).fetchone()
         assert failed == ("dead", MAX), failed
 
         # Many in one statement, in their order.
@@ -109,9 +109,9 @@ def main(url):
                 outcome, is_more = db.execute(sql, (sequence, b"event %d" % sequence)).fetchone()
                 said.append(outcome)
                 while is_more:
-                    parked, event, is_more = db.execute("SELECT * FROM oncegate.take_parked('history', 'order-17')").fetchone()
-                    said.append((parked, event))
-        assert said == ["apply", "parked", "parked", "apply", (3, b"event 3"), "applied"], said
+                    buffered, event, is_more = db.execute("SELECT * FROM oncegate.take_buffered('history', 'order-17')").fetchone()
+                    said.append((buffered, event))
+        assert said == ["apply", "buffered", "buffered", "apply", (3, b"event 3"), "applied"], said
         # 20 was given up before it took effect.
         assert one(db, "SELECT string_agg(order_number, ' ' ORDER BY order_number) FROM invoices") == "17 18 19"
     print("ok")

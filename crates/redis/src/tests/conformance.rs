@@ -15,7 +15,7 @@ use oncegate_testkit::conformance::{
 };
 use tokio::runtime::Runtime;
 
-use crate::contract::Scripts;
+use crate::contract::{Scripts, part};
 use crate::{RedisOptions, RedisStore};
 
 const SUITE_START: u64 = 1_700_000_000_000;
@@ -33,11 +33,9 @@ impl Clock for Ahead {
 
 /// The scripts with the time as their last argument.
 pub(super) fn scripts_with_time() -> Scripts {
-    Scripts::edited(|name, code| {
-        let Some((before, rest)) = code.split_once("-- [now]") else { return code.to_owned() };
-        let (_, after) = rest.split_once("-- [/now]").expect("the chunk ends");
-        assert_ne!(name, "audit");
-        format!("{before}local now = tonumber(table.remove(ARGV))\n{after}")
+    Scripts::composed(|name| match name {
+        "now" => "local now = tonumber(table.remove(ARGV))\n",
+        _ => part(name),
     })
 }
 

@@ -1,16 +1,18 @@
-// The contract as a service in Node uses it: the Lua files, ioredis, and nothing of Oncegate's.
+// The contract as a service in Node uses it: the Lua scripts, ioredis, and nothing of Oncegate's.
 //
-// Usage: node contract.js redis://host:port/db
-//        node contract.js redis-cluster://host:port,host:port
+// Usage: node contract.js redis://host:port/db DIRECTORY
+//        node contract.js redis-cluster://host:port,host:port DIRECTORY
+// The directory has a file NAME.lua for each script (oncegate schema print redis NAME).
 
 import assert from 'node:assert/strict'
 import { createHash, randomBytes } from 'node:crypto'
 import { once } from 'node:events'
 import { readFileSync, readdirSync } from 'node:fs'
+import { join } from 'node:path'
 import { setTimeout } from 'node:timers/promises'
 import { Cluster, Redis } from 'ioredis'
 
-const LUA = new URL('../../lua/', import.meta.url)
+const LUA = process.argv[3]
 const MINUTE = 60_000
 const CALLER = '00'.repeat(8)
 const AUDIT = 'oncegate:{audit}'
@@ -19,7 +21,7 @@ const HOSTILE = `POST /orders'; return redis.call('FLUSHALL') -- " \\ {a} \u{1f4
 // [docs:begin]
 const scripts = Object.fromEntries(
   readdirSync(LUA).filter((name) => name.endsWith('.lua')).map((name) => {
-    const code = readFileSync(new URL(name, LUA))
+    const code = readFileSync(join(LUA, name))
     return [name.slice(0, -4), { code, sha1: createHash('sha1').update(code).digest('hex') }]
   }),
 )
@@ -102,7 +104,7 @@ async function main(url) {
     assert.equal(texts(await call(client, 'renew', [key], token, MINUTE, MINUTE))[0], 'renewed')
     assert.equal(await client.hget(key, 'operation'), HOSTILE)
     const complete = async (token, answer) =>
-      texts(await call(client, 'complete', [key], token, 'replayable', MINUTE, answer))[0]
+      texts(await call(client, 'complete', [key], token, 'completed', MINUTE, answer))[0]
     assert.equal(await complete(String(BigInt(token) + 1n), receipt), 'fenced')
     assert.equal(await complete(token, receipt), 'completed')
     assert.equal(await complete(token, receipt), 'completed')
@@ -118,7 +120,7 @@ async function main(url) {
     const stale = texts(await claim(client, second, newAttempt(), 'a', { lease: 0 }))[2]
     const taken = texts(await claim(client, second, newAttempt(), 'a', { onAbandoned: 'reexecute' }))
     assert.ok(taken[0] === 'execute' && BigInt(taken[2]) > BigInt(stale) && taken[5] === '1')
-    assert.equal(texts(await call(client, 'complete', [second], stale, 'replayable', MINUTE, receipt))[0], 'fenced')
+    assert.equal(texts(await call(client, 'complete', [second], stale, 'completed', MINUTE, receipt))[0], 'fenced')
     assert.equal(texts(await call(client, 'release', [second], taken[2], MINUTE))[0], 'released')
     const third = texts(await claim(client, second, newAttempt(), 'b'))
     assert.equal(third[3], '3')
@@ -137,7 +139,7 @@ async function main(url) {
   await claim(client, key, newAttempt(), 'a', { lease: 0 })
   assert.equal(texts(await claim(client, key, newAttempt(), 'a'))[0], 'unknown')
   const isCluster = client instanceof Cluster
-  const word = ['complete', MINUTE, 0, 'ann', HOSTILE, receipt]
+  const word = ['complete', MINUTE, 0, 0, 'ann', HOSTILE, receipt]
   const resolved = texts(await call(client, 'resolve', isCluster ? [key] : [key, AUDIT], ...word))
   assert.deepEqual([resolved[0], ...resolved.slice(2)], ['resolved', 'unknown', 'completed'])
   if (isCluster) {

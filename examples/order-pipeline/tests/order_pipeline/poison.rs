@@ -21,7 +21,8 @@ fn what_is_rejected_is_one_dead_letter_and_holds_up_its_customer_alone() {
     assert_eq!(world.postgres.sql(letters).unwrap(), "totals|rejected|1|a negative amount");
     let totals = "SELECT customer, orders, cents, last_sequence FROM totals ORDER BY customer";
     assert_eq!(world.postgres.sql(totals).unwrap(), "ada|1|500|1\nbob|2|78|2");
-    let gaps = "SELECT consumer, stream, expected, first_parked, parked FROM oncegate.list_gaps(NULL, 10)";
+    let gaps =
+        "SELECT consumer, stream, expected, first_buffered, buffered FROM oncegate.list_gaps(NULL, 10)";
     assert_eq!(world.postgres.sql(gaps).unwrap(), "totals|ada|2|3|2");
 
     // Nothing was mended: nothing changes.

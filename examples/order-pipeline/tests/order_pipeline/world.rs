@@ -198,7 +198,7 @@ impl World {
             WHERE (o.orders, o.cents, o.last) IS DISTINCT FROM (t.orders, t.cents::numeric, t.last_sequence)
                 OR o.orders <> o.last OR o.first <> 1";
         assert_eq!(self.postgres.sql(differs).unwrap(), "", "{}", self.log());
-        for table in ["oncegate.outbox", "oncegate.dead_letters", "oncegate.parked_events"] {
+        for table in ["oncegate.outbox", "oncegate.dead_letters", "oncegate.buffered_events"] {
             assert_eq!(self.number(&format!("SELECT count(*) FROM {table}")), 0, "{table}: {}", self.log());
         }
     }

@@ -1,9 +1,11 @@
-//! The contract as SQL, and how it gets into a database: one text that brings a database of any earlier version to this one.
+//! The contract as SQL, and its installation: one text that creates it, upgrades it, or repairs it.
 //!
-//! The tables are made where they are missing, the functions are made anew each time, and all of it happens in one
-//! transaction under a search path of the text's own. So whatever a database got earlier, and under whatever search path, the
-//! functions are bound to the server's own functions and operators afterwards.
+//! The text creates the tables that are missing, replaces every function, and notes its version, all in one transaction under
+//! a search path that it sets itself. Whatever a database contained before, and under whatever search path, the functions are
+//! bound to the server's own functions and operators afterwards. A later version of the text adds what a table of an earlier
+//! version lacks; see decision 0036.
 
+use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgDatabaseError};
@@ -14,30 +16,39 @@ use crate::options::PostgresOptions;
 use crate::pause::Pause;
 
 /// The version of the contract that this program needs.
-pub const VERSION: i32 = 6;
+pub const VERSION: i32 = 1;
 
-/// The parts of the text, in their order.
-const SQL: [&str; 7] = [
-    include_str!("../sql/0_tables.sql"),
-    include_str!("../sql/1_records.sql"),
-    include_str!("../sql/1_responses.sql"),
-    include_str!("../sql/2_steps.sql"),
-    include_str!("../sql/3_inbox.sql"),
-    include_str!("../sql/4_outbox.sql"),
-    include_str!("../sql/5_rights.sql"),
+/// The text, by subject. The order matters: a function with a body after `RETURN` needs the functions that it names.
+const SQL: [&str; 9] = [
+    include_str!("../../sql/tables.sql"),
+    include_str!("../../sql/records.sql"),
+    include_str!("../../sql/operators.sql"),
+    include_str!("../../sql/batches.sql"),
+    include_str!("../../sql/responses.sql"),
+    include_str!("../../sql/transactions.sql"),
+    include_str!("../../sql/inbox.sql"),
+    include_str!("../../sql/outbox.sql"),
+    include_str!("../../sql/rights.sql"),
 ];
 
-/// A snapshot that is taken before the lock would not see what was made meanwhile.
+/// A version of the contract with its text. Tests upgrade to a version that only they have.
+struct Contract {
+    version: i32,
+    sql: Cow<'static, [&'static str]>,
+}
+
+const CURRENT: Contract = Contract { version: VERSION, sql: Cow::Borrowed(&SQL) };
+
+/// READ COMMITTED: a snapshot from before the lock would not show the objects that another run created meanwhile.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
 
-/// How long [`apply`] tries to get the lock of a table that another transaction holds.
-const LOCKS_WITHIN: Duration = Duration::from_secs(60);
+/// The time for which [`apply`] tries to get the lock of a table that another transaction holds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The pauses between these tries, in which claims go on.
+/// The first and the longest pause between these tries. Claims go on meanwhile.
 const LOCK_PAUSES: [Duration; 2] = [Duration::from_millis(300), Duration::from_secs(2)];
 
-/// The SQL that brings a database to [`VERSION`], be it empty, of an earlier version, or of this one; to be run by
-/// `psql -v ON_ERROR_STOP=1` as the schema's owner.
+/// The SQL of [`apply`], which brings a database to [`VERSION`]. Run it with `psql -v ON_ERROR_STOP=1` as the schema's owner.
 #[must_use]
 pub fn print() -> String {
     format!("{BEGIN};\n{}COMMIT;\n", SQL.concat())
@@ -47,51 +58,61 @@ pub fn print() -> String {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status {
-    /// The version of its contract, if it has one.
+    /// The version of the database, if it has the contract.
     pub found: Option<i32>,
     /// The version that this program needs.
     pub needed: i32,
-    /// Parts of the contract that are bound to an object outside of it, such as `function oncegate.now_ms() uses operator
-    /// public.*(numeric,integer)`; 20 at most. Whoever owns that object acts with the rights of the schema's owner. [`apply`]
-    /// binds functions and defaults to the server's own.
+    /// Parts of the contract that are bound to an object outside of it, at most 20, such as `function oncegate.now_ms() uses
+    /// operator public.*(numeric,integer)`. The owner of that object can act with the rights of the schema's owner. [`apply`]
+    /// binds functions and defaults to the server's own objects again.
     pub foreign_bindings: Vec<String>,
 }
 
-/// Reads the state of the contract; changes nothing, and needs no right but that to connect and to call
-/// `oncegate.contract_version`.
+/// Reads the state of the contract.
+///
+/// It changes nothing. The role needs the right to connect and to call `oncegate.contract_version`.
 ///
 /// # Errors
-/// [`OpenError::Connect`] if the database cannot be reached, if the role may not look, or if its schema `oncegate` is not
-/// Oncegate's.
+/// [`OpenError::Connect`] if the database cannot be reached, if the role lacks a right, or if the schema `oncegate` was not
+/// created by Oncegate.
 pub async fn status(options: &PostgresOptions) -> Result<Status, OpenError> {
     let mut connection = connect(options).await?;
     let status = look(&mut connection, options).await?;
-    // It has nothing to lose.
+    // An error here loses nothing.
     let _ = connection.close().await;
     Ok(status)
 }
 
-/// Brings the database to [`VERSION`] and makes its functions anew, in one transaction. Returns what it had before. Several
-/// may try at once.
+/// Brings the database to [`VERSION`] and replaces its functions, in one transaction. Returns the state from before.
 ///
-/// An upgrade that changes a table waits for other transactions only for a moment at a time, because claims wait behind it,
-/// and tries again for a minute.
+/// Several programs may call it at the same time. An upgrade that changes a table waits for other transactions only for a
+/// moment at a time, because claims wait behind it, and tries again for a minute.
 ///
 /// # Errors
-/// [`OpenError::NewerContract`]; [`OpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other
-/// transactions, and nothing was changed; [`OpenError::ForeignBindings`] if a part of the contract that is not a function or a
-/// default is bound to an object outside of it, such as an index that was added by hand.
+/// - [`OpenError::NewerContract`] if the database has a later version;
+/// - [`OpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other transactions; nothing was
+///   changed;
+/// - [`OpenError::ForeignBindings`] if a part of the contract other than a function or a default is bound to an object
+///   outside of it, such as an index that was added by hand.
 pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
+    apply_contract(options, &CURRENT).await
+}
+
+async fn apply_contract(options: &PostgresOptions, contract: &Contract) -> Result<Status, OpenError> {
     let mut connection = connect(options).await?;
     let before = look(&mut connection, options).await?;
-    if let Some(found) = before.found.filter(|found| *found > VERSION) {
-        return Err(OpenError::NewerContract { database: options.database(), found, known: VERSION });
+    if let Some(found) = before.found.filter(|found| *found > contract.version) {
+        return Err(OpenError::NewerContract {
+            database: options.database(),
+            found,
+            known: contract.version,
+        });
     }
-    let until = Instant::now() + LOCKS_WITHIN;
+    let until = Instant::now() + LOCK_TIMEOUT;
     let [first, longest] = LOCK_PAUSES;
     let mut pause = Pause::new(first, longest);
-    while let Err(error) = migrate(&mut connection).await {
-        if !is_in_the_way(&error) {
+    while let Err(error) = run(&mut connection, contract).await {
+        if !is_blocked(&error) {
             return Err(not_applied(options, &error, &before));
         }
         if Instant::now() >= until {
@@ -108,15 +129,15 @@ pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
     Ok(before)
 }
 
-/// A function or a column whose type is bound to another schema stops the SQL: what has another result is not replaced.
+/// Names the foreign bindings, too: PostgreSQL replaces no function whose result type changes, so a foreign type stops the SQL.
 fn not_applied(options: &PostgresOptions, error: &Error, before: &Status) -> OpenError {
     match failed(options, error) {
         OpenError::Connect { database, why } if !before.foreign_bindings.is_empty() => {
             let bindings = before.foreign_bindings.join("; ");
             let why = format!(
                 "nothing was changed: {why}. Parts of the schema oncegate are bound to objects outside of it, which may be the reason: \
-                 {bindings}. How they are mended by hand stands in docs/reference/store-contract-postgres.md under \
-                 \"Search path and owner\""
+                 {bindings}. docs/reference/store-contract-postgres.md, under \"Search path and owner\", says how to repair them by \
+                 hand"
             );
             OpenError::Connect { database, why }
         }
@@ -124,21 +145,21 @@ fn not_applied(options: &PostgresOptions, error: &Error, before: &Status) -> Ope
     }
 }
 
-async fn migrate(connection: &mut PgConnection) -> Result<(), Error> {
+async fn run(connection: &mut PgConnection, contract: &Contract) -> Result<(), Error> {
     let mut transaction = connection.begin_with(BEGIN).await?;
-    for part in SQL {
-        sqlx::raw_sql(part).execute(&mut *transaction).await?;
+    for part in contract.sql.iter() {
+        sqlx::raw_sql(*part).execute(&mut *transaction).await?;
     }
     transaction.commit().await
 }
 
-/// Another transaction was in the way; nothing was changed.
-fn is_in_the_way(error: &Error) -> bool {
+/// Tells if another transaction blocked the SQL, so that nothing was changed.
+fn is_blocked(error: &Error) -> bool {
     let Some(error) = error.as_database_error() else { return false };
     match error.code().as_deref() {
         Some("55P03" | "40P01" | "40001") => true,
-        // A `GRANT` or `REVOKE` that commits at the same moment. The server has no code of its own for it, and says it in the
-        // language of `lc_messages`: which file it comes from is the same in all of them.
+        // A `GRANT` or `REVOKE` that commits at the same moment. The server has no code of its own for it, and its message is
+        // in the language of `lc_messages`. The routine that raised it is the same in every language.
         Some("XX000") => error.try_downcast_ref::<PgDatabaseError>().is_some_and(|error| {
             error.routine() == Some("simple_heap_update") || error.routine() == Some("simple_heap_delete")
         }),
@@ -146,7 +167,7 @@ fn is_in_the_way(error: &Error) -> bool {
     }
 }
 
-/// Which sessions hold a table of the contract, as far as this role may know.
+/// The sessions that hold a lock on a table of the contract, as far as this role may see them.
 const HOLDERS: &str = "SELECT pg_catalog.string_agg(DISTINCT a.pid::pg_catalog.text, ', ') AS pids \
      FROM pg_catalog.pg_locks AS l JOIN pg_catalog.pg_class AS c ON c.oid = l.relation \
      JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace \
@@ -157,22 +178,22 @@ const HOLDERS: &str = "SELECT pg_catalog.string_agg(DISTINCT a.pid::pg_catalog.t
 async fn locked(options: &PostgresOptions, connection: &mut PgConnection) -> OpenError {
     let rows = sqlx::raw_sql(HOLDERS).fetch_all(connection).await;
     let pids = rows.ok().and_then(|rows| rows.first().and_then(|row| row.try_get::<String, _>("pids").ok()));
-    let who = pids.map_or(String::new(), |pids| format!(" (in the sessions {pids}, by pg_stat_activity)"));
+    let sessions = pids.map_or(String::new(), |pids| format!(" (sessions {pids} in pg_stat_activity)"));
     let why = format!(
-        "nothing was changed: for a minute other transactions{who} did not let go of a table, or another apply is running; \
+        "nothing was changed: for a minute other transactions{sessions} kept a table locked, or another apply is running; \
          end them, or try again when fewer run"
     );
     OpenError::Connect { database: options.database(), why }
 }
 
-/// The schema, and its function that says the version: called only if it runs with the rights of its own owner, whoever that
-/// is, because another role may have made a schema by this name.
+/// Looks for the schema and its function that returns the version. The function is called only if it runs with the rights of
+/// its own owner, because another role may have created a schema with this name.
 const IS_THERE: &str = "SELECT pg_catalog.bool_and(p.prosecdef) AS is_ours FROM pg_catalog.pg_proc AS p \
      JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace \
      WHERE n.nspname = 'oncegate' AND p.proname = 'contract_version'";
 
-/// What the parts of the schema depend on that is not a part of it. The server's own objects are in no such list, because it
-/// does not track what nobody can drop.
+/// The objects outside of the schema that its parts depend on. The server tracks no dependency on its own objects, because they
+/// cannot be dropped.
 const FOREIGN_BINDINGS: &str = "WITH RECURSIVE parts AS ( \
        SELECT d.classid, d.objid FROM pg_catalog.pg_depend AS d JOIN pg_catalog.pg_namespace AS n ON n.oid = d.refobjid \
        WHERE n.nspname = 'oncegate' AND d.refclassid = 'pg_catalog.pg_namespace'::pg_catalog.regclass \
@@ -191,19 +212,19 @@ async fn look(connection: &mut PgConnection, options: &PostgresOptions) -> Resul
     let status = read_status(connection).await.map_err(|error| failed(options, &error))?;
     status.ok_or_else(|| OpenError::Connect {
         database: options.database(),
-        why: "its schema oncegate is not Oncegate's: find out who made it".to_owned(),
+        why: "its schema oncegate was not created by Oncegate: find out who created it".to_owned(),
     })
 }
 
-/// `None` if there is a schema by this name that is not Oncegate's.
+/// Returns `None` if there is a schema with this name that was not created by Oncegate.
 async fn read_status(connection: &mut PgConnection) -> Result<Option<Status>, Error> {
     let mut transaction = connection.begin().await?;
-    // Operators cannot be named as functions can, and a role may have a bound on its statements that is made for others. With the
-    // transaction both are over: behind a pooler, too.
+    // Operators cannot be qualified conveniently, and the role may have a statement timeout that is meant for other
+    // statements. Both settings end with the transaction, behind a pooler as well.
     let settings = "SET LOCAL statement_timeout = '60s'; SET LOCAL search_path = pg_catalog, pg_temp";
     sqlx::raw_sql(settings).execute(&mut *transaction).await?;
     let mut status = Status { found: None, needed: VERSION, foreign_bindings: Vec::new() };
-    // Read from the tables: what a session remembers of a schema that was not there may be old.
+    // Read from the catalog tables: the session may have cached that the schema does not exist.
     let rows = sqlx::raw_sql(IS_THERE).fetch_all(&mut *transaction).await?;
     match rows.first().map(|row| row.try_get::<Option<bool>, _>("is_ours")).transpose()?.flatten() {
         None => return Ok(Some(status)),
@@ -224,17 +245,21 @@ async fn connect(options: &PostgresOptions) -> Result<PgConnection, OpenError> {
     let connect: PgConnectOptions = options.bare_connect_options();
     match tokio::time::timeout(options.connect_timeout, connect.connect()).await {
         Ok(connected) => connected.map_err(|error| failed(options, &error)),
-        Err(_) => {
-            Err(OpenError::Connect { database: options.database(), why: "no answer in time".to_owned() })
-        }
+        Err(_) => Err(OpenError::Connect {
+            database: options.database(),
+            why: "no answer within the connect timeout".to_owned(),
+        }),
     }
 }
 
 fn failed(options: &PostgresOptions, error: &Error) -> OpenError {
-    // The owner's own statements: what they say holds nothing of anybody's.
+    // The statements are the owner's own, so the messages contain no data of other roles.
     let why = match error {
         Error::Database(error) => error.message().to_owned(),
         other => in_words(other),
     };
     OpenError::Connect { database: options.database(), why }
 }
+
+#[cfg(test)]
+mod tests;

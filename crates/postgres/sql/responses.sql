@@ -1,8 +1,8 @@
--- Responses in the published encoding: what a store reads back, and what a sidecar sends. Functions that callers may be granted
--- run as the owner, because they call others here.
+-- Responses in the published encoding: stores read them, and sidecars send them. Functions that callers may be granted run as
+-- the owner, because they call other functions here.
 
--- Whether a store can read octets back as a response in the published encoding, version 1: 64 MiB at most, a final status, and
--- whole fields, whose names are ASCII. oncegate.is_response looks at more.
+-- Returns true if a store can read the bytes as a response in the published encoding, version 1: at most 64 MiB, a final
+-- status, and complete fields with names in ASCII. oncegate.is_response checks more.
 CREATE OR REPLACE FUNCTION oncegate.may_be_response(response bytea) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -28,7 +28,7 @@ BEGIN
         name_size := get_byte(response, place) * 256 + get_byte(response, place + 1);
         value_size := get_byte(response, place + 2)::bigint * 16777216 + get_byte(response, place + 3) * 65536
             + get_byte(response, place + 4) * 256 + get_byte(response, place + 5);
-        -- This encoding makes octets that are not ASCII longer.
+        -- `escape` makes bytes that are not ASCII longer.
         IF place + 6 + name_size + value_size > size
             OR length(encode(substr(response, place + 7, name_size), 'escape')) <> name_size
         THEN
@@ -40,14 +40,14 @@ BEGIN
 END
 $$;
 
--- Whether these are the name, in lower case, and the value of a field of HTTP (RFC 9110, sections 5.1 and 5.5).
+-- Returns true if these are the name, in lower case, and the value of an HTTP field (RFC 9110, sections 5.1 and 5.5).
 CREATE OR REPLACE FUNCTION oncegate.is_field(name bytea, value bytea) RETURNS boolean
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 RETURN encode(is_field.name, 'escape') ~ '^[-!#$%&''*+.^_`|~0-9a-z]+$' COLLATE "C"
     AND translate(encode(is_field.value, 'escape'), chr(9), '') !~ '[[:cntrl:]]' COLLATE "C"
     AND position(decode('00', 'hex') IN is_field.value) = 0;
 
--- A response in the published encoding, version 1, for callers that have no library for it:
+-- Encodes a response, for callers without a library for the published encoding, version 1:
 -- u8 version | u16 status | u16 header fields | u16 trailer fields | (u16 name length, u32 value length, name, value)* | body
 CREATE OR REPLACE FUNCTION oncegate.response(status integer, header_names text[], header_values text[], body bytea) RETURNS bytea
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -62,7 +62,7 @@ BEGIN
         OR fields <> coalesce(array_length(header_values, 1), 0)
         OR array_ndims(header_names) > 1 OR array_ndims(header_values) > 1
     THEN
-        RAISE EXCEPTION 'oncegate: a response has a status from 200 to 999, and at most 128 header names with as many values'
+        RAISE EXCEPTION 'oncegate: a response must have a status from 200 to 999, and at most 128 header names with as many values'
             USING ERRCODE = '22023';
     END IF;
     encoded := decode('01', 'hex') || int2send(status::smallint) || int2send(fields::smallint) || int2send(0::smallint);
@@ -70,7 +70,7 @@ BEGIN
         field_name := convert_to(lower(header_names[n] COLLATE "C"), 'UTF8');
         field_value := convert_to(header_values[n], 'UTF8');
         IF (octet_length(field_name) <= 32767 AND oncegate.is_field(field_name, field_value)) IS NOT TRUE THEN
-            RAISE EXCEPTION 'oncegate: a header field has a name and a value without control characters' USING ERRCODE = '22023';
+            RAISE EXCEPTION 'oncegate: a header field must have a token as its name, and a value without control characters' USING ERRCODE = '22023';
         END IF;
         encoded := encoded || int2send(octet_length(field_name)::smallint) || int4send(octet_length(field_value))
             || field_name || field_value;
@@ -79,7 +79,7 @@ BEGIN
 END
 $$;
 
--- Whether octets are a response in the published encoding that can be sent over HTTP.
+-- Returns true if the bytes are a response in the published encoding that can be sent over HTTP.
 CREATE OR REPLACE FUNCTION oncegate.is_response(response bytea) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -103,3 +103,4 @@ BEGIN
     RETURN true;
 END
 $$;
+

@@ -1,0 +1,258 @@
+-- Operators: resolving, reading, listing and purging records.
+
+-- Applies an operator's decision. resolution: complete (with a response, or with null if there is none to replay), release, or
+-- park, which makes the outcome unknown again, even if the owner released the record. force: release even if the lease still
+-- runs. amend: replace only what an operator decided before. Outcomes: resolved and not-resolvable, with the state before;
+-- locked.
+CREATE OR REPLACE FUNCTION oncegate.resolve(
+    id bytea,
+    resolution text,
+    response bytea,
+    retention_ms bigint,
+    force boolean,
+    amend boolean,
+    actor text,
+    reason text,
+    OUT outcome text,
+    OUT state_before text,
+    OUT clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+    end_state text := CASE
+        WHEN resolve.resolution = 'complete' THEN CASE WHEN resolve.response IS NULL THEN 'tombstone' ELSE 'completed' END
+        WHEN resolve.resolution = 'release' THEN 'released'
+        WHEN resolve.resolution = 'park' THEN 'unknown'
+    END;
+    may boolean;
+    entry bigint;
+    expiry bigint;
+BEGIN
+    IF end_state IS NULL OR end_state IN ('released', 'unknown') AND resolve.response IS NOT NULL THEN
+        RAISE EXCEPTION 'oncegate: resolution must be complete, or release or park without a response' USING ERRCODE = '22023';
+    END IF;
+    IF resolve.response IS NOT NULL AND NOT oncegate.is_response(resolve.response) THEN
+        RAISE EXCEPTION 'oncegate: response is not in the published encoding' USING ERRCODE = '22023';
+    END IF;
+    PERFORM oncegate.check_duration('retention_ms', resolve.retention_ms, 34560000000);
+    clock := oncegate.now_ms();
+    SELECT t.* INTO r FROM oncegate.records AS t WHERE t.id = resolve.id FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        PERFORM FROM oncegate.records AS t WHERE t.id = resolve.id AND resolve.clock < t.expires_at;
+        outcome := CASE WHEN FOUND THEN 'locked' ELSE 'not-resolvable' END;
+        RETURN;
+    END IF;
+    IF clock >= r.expires_at THEN
+        outcome := 'not-resolvable';
+        RETURN;
+    END IF;
+    state_before := oncegate.state_name(r.state, r.lease_until, clock);
+    may := CASE
+        -- A completion by the owner is final.
+        WHEN end_state = 'unknown' THEN
+            state_before = 'released' OR state_before IN ('completed', 'tombstone') AND r.by_operator
+        WHEN coalesce(resolve.amend, false) THEN
+            r.by_operator AND (state_before IN ('completed', 'tombstone') OR state_before = 'released' AND end_state <> 'released')
+        ELSE state_before IN ('unknown', 'abandoned')
+            OR state_before = 'in-progress' AND coalesce(resolve.force, false) AND end_state = 'released'
+            -- Released after some of its steps: its outcome is still open.
+            OR state_before = 'released' AND r.step_names IS NOT NULL AND end_state <> 'released'
+    END;
+    IF NOT may THEN
+        outcome := 'not-resolvable';
+        RETURN;
+    END IF;
+    -- Finished steps keep their retention, and parking a record never shortens its retention.
+    expiry := resolve.clock + resolve.retention_ms;
+    IF end_state = 'unknown' OR end_state = 'released' AND r.step_names IS NOT NULL THEN
+        expiry := greatest(expiry, r.expires_at);
+    END IF;
+    outcome := 'resolved';
+    -- The steps stay: the decision may be taken back, and the next attempt must not repeat finished steps. A parked record gets
+    -- a new token without an owner, so that an owner that an operator fenced stays fenced.
+    UPDATE oncegate.records AS t SET
+            state = end_state, attempt = NULL, lease_until = NULL, after_abandoned = NULL, by_operator = true,
+            token = CASE WHEN end_state = 'unknown' THEN greatest(t.token + 1, resolve.clock) ELSE t.token END,
+            response = resolve.response,
+            changed_at = resolve.clock,
+            expires_at = expiry,
+            purge_at = oncegate.purge_at(t.purge_at, expiry, resolve.clock)
+        WHERE t.id = resolve.id;
+    INSERT INTO oncegate.audit (at, id, state_before, state_after, actor, reason)
+        VALUES (resolve.clock, resolve.id, resolve.state_before, end_state, resolve.actor, resolve.reason)
+        RETURNING number INTO entry;
+    -- The newest 100 000 entries are kept. Entries that another transaction removes now are skipped.
+    DELETE FROM oncegate.audit AS a WHERE a.number IN (
+        SELECT o.number FROM oncegate.audit AS o WHERE o.number <= entry - 100000 ORDER BY o.number LIMIT 100
+        FOR UPDATE SKIP LOCKED);
+    PERFORM oncegate.notify_watchers(resolve.id);
+END
+$$;
+
+-- Reads a record; no row if there is none, or if its retention is over.
+CREATE OR REPLACE FUNCTION oncegate.lookup(id bytea) RETURNS TABLE (
+    state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,
+    after_abandoned boolean, caller bytea, key_tag bytea, operation text, created_at bigint, changed_at bigint,
+    expires_at bigint, response bytea, step_names text[], step_results bytea[], by_operator boolean, clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    clock := oncegate.now_ms();
+    RETURN QUERY SELECT t.state, t.fingerprint, t.token, t.attempts, t.attempt, t.lease_until, t.after_abandoned, t.caller,
+            t.key_tag, t.operation, t.created_at, t.changed_at, t.expires_at, t.response, t.step_names, t.step_results,
+            t.by_operator, lookup.clock
+        FROM oncegate.records AS t WHERE t.id = lookup.id AND lookup.clock < t.expires_at;
+END
+$$;
+
+-- Lists records in the order of their identifiers. Filters, of which null matches every record: the operator's name of the
+-- state, the tags of the caller and of the key, the beginning of the operation, and the time since the last change of state.
+-- Reads at most 10 000 rows and returns at most 8 MiB of responses and steps, or one record. If the last row has no state, it
+-- is not a record: there may be more records after its id.
+CREATE OR REPLACE FUNCTION oncegate.list(
+    only_state text, only_caller bytea, only_key_tag bytea, operation_prefix text, min_age_ms bigint, after bytea, max_rows integer
+) RETURNS TABLE (
+    id bytea, state text, fingerprint bytea, token bigint, attempts bigint, attempt bytea, lease_until bigint,
+    after_abandoned boolean, caller bytea, key_tag bytea, operation text, created_at bigint, changed_at bigint,
+    expires_at bigint, response bytea, step_names text[], step_results bytea[], by_operator boolean, clock bigint
+)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    r oncegate.records;
+    last_id bytea := coalesce(list.after, '');
+    rows_read integer := 0;
+    rows_returned integer := 0;
+    bytes bigint := 0;
+BEGIN
+    clock := oncegate.now_ms();
+    FOR r IN SELECT t.* FROM oncegate.records AS t WHERE t.id > last_id ORDER BY t.id LIMIT 10001 LOOP
+        IF rows_read >= 10000 OR rows_returned >= least(greatest(coalesce(list.max_rows, 100), 1), 1000) OR bytes >= 8388608 THEN
+            id := last_id;
+            state := NULL; fingerprint := NULL; token := NULL; attempts := NULL; attempt := NULL; lease_until := NULL;
+            after_abandoned := NULL; caller := NULL; key_tag := NULL; operation := NULL; created_at := NULL; changed_at := NULL;
+            expires_at := NULL; response := NULL; step_names := NULL; step_results := NULL; by_operator := NULL;
+            RETURN NEXT;
+            RETURN;
+        END IF;
+        rows_read := rows_read + 1;
+        last_id := r.id;
+        CONTINUE WHEN list.clock >= r.expires_at
+            OR list.only_state <> oncegate.state_name(r.state, r.lease_until, list.clock)
+            OR list.only_caller <> r.caller
+            OR list.only_key_tag IS NOT NULL AND list.only_key_tag IS DISTINCT FROM r.key_tag
+            OR NOT starts_with(r.operation, coalesce(list.operation_prefix, ''))
+            OR greatest(list.clock - r.changed_at, 0) < coalesce(list.min_age_ms, 0);
+        rows_returned := rows_returned + 1;
+        bytes := bytes + coalesce(octet_length(r.response), 0)
+            + CASE WHEN r.step_results IS NULL THEN 0
+                ELSE (SELECT coalesce(sum(octet_length(s)), 0) FROM unnest(r.step_results) AS u (s)) END;
+        id := r.id; state := r.state; fingerprint := r.fingerprint; token := r.token; attempts := r.attempts;
+        attempt := r.attempt; lease_until := r.lease_until; after_abandoned := r.after_abandoned; caller := r.caller;
+        key_tag := r.key_tag; operation := r.operation; created_at := r.created_at; changed_at := r.changed_at;
+        expires_at := r.expires_at; response := r.response; step_names := r.step_names; step_results := r.step_results;
+        by_operator := r.by_operator;
+        RETURN NEXT;
+    END LOOP;
+END
+$$;
+
+-- The purge_at from which a purge of a table starts: the end of the last purge. An hour after a purge last began at the first
+-- row, about one of twenty calls begins there again, for rows that came late: their transaction stayed open past their expiry,
+-- or the clock was behind when they were written. Not every call does, because under an old snapshot it may exceed the
+-- statement timeout, and progress that is not committed is lost.
+CREATE OR REPLACE FUNCTION oncegate.purge_from(name text, clock bigint) RETURNS bigint
+LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce((SELECT m.place FROM oncegate.purge_marks AS m
+        WHERE m.name = purge_from.name AND m.place <= purge_from.clock
+            AND (m.begun_at BETWEEN purge_from.clock - 3600000 AND purge_from.clock OR random() > 0.05)), 0)
+$$;
+
+-- Notes the progress of a purge of a table: the first row that is left, but no time in the future. It does not wait: if another
+-- purge is noting its progress now, that is as good.
+CREATE OR REPLACE FUNCTION oncegate.purge_reached(name text, clock bigint, began bigint, first_left bigint) RETURNS void
+LANGUAGE sql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+    UPDATE oncegate.purge_marks AS m SET
+            place = greatest(least(first_left, clock), began),
+            begun_at = CASE WHEN began = 0 THEN clock ELSE m.begun_at END
+        WHERE m.name = (SELECT k.name FROM oncegate.purge_marks AS k WHERE k.name = purge_reached.name FOR UPDATE SKIP LOCKED)
+$$;
+
+-- Removes at most max_rows rows whose retention is over, 1000 at most, and returns their number. Any number of purges may run
+-- at the same time: each takes rows that no other holds.
+CREATE OR REPLACE FUNCTION oncegate.purge(max_rows integer, OUT purged integer, OUT clock bigint)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    began bigint;
+    place bigint;
+    gone integer;
+    moved integer;
+BEGIN
+    purged := 0;
+    clock := oncegate.now_ms();
+    began := oncegate.purge_from('records', clock);
+    place := began;
+    -- Rows that expire later than noted are noted again and do not count. One call handles at most ten batches of them.
+    FOR turn IN 1..10 LOOP
+        EXIT WHEN purged >= least(greatest(purge.max_rows, 0), 1000);
+        WITH due AS (
+            SELECT t.id, t.expires_at, t.purge_at FROM oncegate.records AS t
+            WHERE t.purge_at >= place AND t.purge_at <= purge.clock
+            ORDER BY t.purge_at
+            LIMIT least(greatest(purge.max_rows, 0), 1000) - purge.purged
+            FOR UPDATE SKIP LOCKED
+        ), deleted AS (
+            DELETE FROM oncegate.records AS t USING due
+            WHERE t.id = due.id AND due.expires_at <= purge.clock
+            RETURNING 1
+        ), noted AS (
+            UPDATE oncegate.records AS t SET purge_at = oncegate.purge_at(0, t.expires_at, purge.clock) FROM due
+            WHERE t.id = due.id AND due.expires_at > purge.clock
+            RETURNING 1
+        )
+        SELECT (SELECT count(*) FROM deleted), (SELECT count(*) FROM noted), coalesce((SELECT max(due.purge_at) FROM due), place)
+            INTO gone, moved, place;
+        purged := purged + gone;
+        EXIT WHEN gone + moved = 0;
+    END LOOP;
+    IF purge.max_rows > 0 AND (began = 0 OR place > began) THEN
+        PERFORM oncegate.purge_reached('records', clock, began, coalesce((SELECT t.purge_at FROM oncegate.records AS t
+            WHERE t.purge_at >= began ORDER BY t.purge_at LIMIT 1), clock));
+    END IF;
+END
+$$;
+
+-- Removes one record if its retention is over. Outcomes: purged, kept, locked.
+CREATE OR REPLACE FUNCTION oncegate.purge_one(id bytea, OUT outcome text, OUT clock bigint)
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    clock := oncegate.now_ms();
+    PERFORM FROM oncegate.records AS t WHERE t.id = purge_one.id AND t.expires_at <= purge_one.clock FOR UPDATE SKIP LOCKED;
+    IF FOUND THEN
+        DELETE FROM oncegate.records AS t WHERE t.id = purge_one.id;
+        outcome := 'purged';
+        RETURN;
+    END IF;
+    PERFORM FROM oncegate.records AS t WHERE t.id = purge_one.id AND t.expires_at <= purge_one.clock;
+    outcome := CASE WHEN FOUND THEN 'locked' ELSE 'kept' END;
+END
+$$;
+
+-- The audit trail, newest entry first, before this number.
+CREATE OR REPLACE FUNCTION oncegate.audit_trail(before bigint, max_rows integer) RETURNS TABLE (
+    number bigint, at bigint, id bytea, state_before text, state_after text, actor text, reason text
+)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT a.number, a.at, a.id, a.state_before, a.state_after, a.actor, a.reason FROM oncegate.audit AS a
+    WHERE before IS NULL OR a.number < before
+    ORDER BY a.number DESC LIMIT least(greatest(max_rows, 0), 1000)
+$$;
+

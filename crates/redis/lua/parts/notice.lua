@@ -1,0 +1,2 @@
+-- Oncegate: contract version 1 for Redis and Valkey. A change of this text is another version.
+-- The reference is docs/reference/store-contract-redis.md.
