@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{FencingToken, Fingerprint, IdempotencyKey, Outcome, RecordId, Scope, Store};
-use oncegate_postgres::{PostgresOptions, PostgresStore, Transacted, Transactor, schema};
+use oncegate_postgres::{PostgresOptions, PostgresStore, TransactOutcome, Transactor, schema};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{PostgresServer, RedisServer};
 use redis::aio::MultiplexedConnection;
@@ -269,8 +269,8 @@ async fn cycle_of_rows(pool: &PgPool, in_flight: usize, records: u64) -> Result<
 }
 
 /// A business row in one transaction with its record, against the same transaction with a row under a unique key: a bare one;
-/// one that also keeps the input's fingerprint and the answer, inserted at the end; and this with an empty statement more, which
-/// is as many round trips as ours.
+/// one that also keeps the input's fingerprint and the answer, inserted at the end; and this with an empty statement more,
+/// which is as many round trips as ours.
 pub(crate) async fn same_transaction() -> Result<()> {
     const RECORDS: u64 = 6_000;
     let server = PostgresServer::start_with(durable())?;
@@ -300,8 +300,8 @@ pub(crate) async fn same_transaction() -> Result<()> {
                         Ok(id)
                     });
                     match pay.await? {
-                        Transacted::Executed(_) => Ok(()),
-                        Transacted::Replayed(_) => Err("it was there already".into()),
+                        TransactOutcome::Executed(_) => Ok(()),
+                        TransactOutcome::Replayed(_) => Err("it was there already".into()),
                     }
                 }
             })

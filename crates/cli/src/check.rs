@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use clap::Args;
 use oncegate_core::{ErrorChain, StateName, Store as _};
 use oncegate_embedded::{CheckReport, EmbeddedOptions, OpenError};
-use oncegate_redis::{Finding, Gravity, RedisOptions, RedisStore};
+use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use serde_json::{Value, json};
 
 use crate::config::{
@@ -302,8 +302,8 @@ fn redis(options: &RedisOptions, report: &mut Report) {
         Ok(findings) => {
             for finding in findings {
                 let line = format!("store {shown}: {finding}");
-                match finding.gravity {
-                    Gravity::Fine => report.ok(line),
+                match finding.severity {
+                    Severity::Fine => report.ok(line),
                     _ => report.warn(line),
                 }
             }
@@ -348,8 +348,8 @@ pub(crate) fn has_other_things(dir: &Path) -> Option<String> {
     if dir.join(RECORDS).exists() {
         return None;
     }
-    // The root of a file system has `lost+found`, and what begins with a dot is nobody's data. The lock is of a first start that
-    // went no further.
+    // The root of a file system has `lost+found`, and what begins with a dot is nobody's data. The lock is of a first start
+    // that went no further.
     let is_other = |name: &str| !name.starts_with('.') && !NOT_OTHERS.contains(&name);
     let names = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let other = names.filter(|name| is_other(name)).min()?;

@@ -11,7 +11,8 @@ use oncegate_inbox::{DeadLetter, DeadReason, Failure, Handled, Message, MessageI
 use oncegate_postgres::sqlx::postgres::{PgDatabaseError, PgSeverity};
 use oncegate_postgres::sqlx::{self, Connection as _};
 use oncegate_postgres::transaction::{
-    Held, Open, Pause, StepError, begin, is_conflict, is_conflict_in, is_lost_in, is_rolled_back, store_error,
+    Backoff, OpenTransaction, StatementError, TransactionConnection, begin, is_conflict, is_conflict_in,
+    is_lost_in, is_rolled_back, store_error,
 };
 use tokio::time::Instant;
 
@@ -202,7 +203,7 @@ impl Inner {
             return Ok(());
         }
         let said = match self.receipts.begin(ids).await {
-            Err(StepError::Refused(error)) if begun.len() > 1 && has_code(&error, TOO_MANY_LOCKS) => {
+            Err(StatementError::Refused(error)) if begun.len() > 1 && has_code(&error, TOO_MANY_LOCKS) => {
                 for at in begun {
                     if let Some(slot) = slots.get_mut(at) {
                         slot.is_alone = true;
@@ -310,7 +311,7 @@ impl Inner {
             }
             return Handled::InFlight { retry_after: ASK_AGAIN };
         }
-        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         let counted = loop {
             match self.receipts.failed(receipt.id).await {
                 Ok(Said { what: What::InFlight, .. }) if is_ahead(cut) => pause.sleep(cut).await,
@@ -330,9 +331,9 @@ impl Inner {
         self.bury(receipt, message, reason, attempts, failure.to_error_text()).await
     }
 
-    /// Messages whose receipts were committed by a handler, perhaps without their effects. Their receipts say so from here on, so
-    /// that whoever takes a letter out has its message processed. Those of which it is not so are left open: the transaction was
-    /// not committed in the end, or another one had its number, after a crash of the server.
+    /// Messages whose receipts were committed by a handler, perhaps without their effects. Their receipts say so from here
+    /// on, so that whoever takes a letter out has its message processed. Those of which it is not so are left open: the
+    /// transaction was not committed in the end, or another one had its number, after a crash of the server.
     async fn torn(
         &self,
         slots: &mut [Slot<'_>],
@@ -391,7 +392,7 @@ impl Inner {
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
         let letter = self.letter(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned());
-        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
             let handled = match self.receipts.dead(receipt, &letter, Some(transaction.at)).await {
                 Ok(Said { what: What::Open, .. }) => return None,
@@ -430,16 +431,16 @@ impl Inner {
         DeadLetter::new(receipt.id, self.consumer.clone(), message, reason, attempts, error)
     }
 
-    /// Runs the transaction as often as it is worth, and finds out what became of a COMMIT whose answer was lost: the next try is
-    /// told so. A message is in flight as long as the old transaction is open, and processed or new after it.
-    /// The same where a transaction was cut off in its handler, whose end is waited for.
+    /// Runs the transaction as often as it is worth, and finds out what became of a COMMIT whose answer was lost: the next
+    /// try is told so. A message is in flight as long as the old transaction is open, and processed or new after it. The same
+    /// where a transaction was cut off in its handler, whose end is waited for.
     async fn until_known<W: Work>(&self, slots: &[&Slot<'_>], work: &W, cut: &mut Option<Instant>) -> Known {
         let is_alone = slots.len() == 1;
         let mut runs_left = self.runs;
         let mut was_cut = false;
         // What may have been committed, and until when that is looked for.
         let mut sent: Option<(Vec<Said>, Instant)> = None;
-        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
             let tried = self.try_once(slots, work).await;
             let is_looking = sent.as_ref().is_some_and(|(_, until)| Instant::now() < *until);
@@ -495,7 +496,7 @@ impl Inner {
 
     async fn try_once<W: Work>(&self, slots: &[&Slot<'_>], work: &W) -> Tried {
         let patience = self.receipts.patience;
-        let mut held = match Held::acquire(&self.receipts.pool).await {
+        let mut held = match TransactionConnection::acquire(&self.receipts.pool).await {
             Ok(held) => held,
             Err(error) => return Tried::Away(error.into()),
         };
@@ -520,15 +521,15 @@ impl Inner {
         };
         let tried = match open.commit(patience).await {
             Ok(()) => return Tried::Committed(said),
-            Err(StepError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
+            Err(StatementError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
             // Such as a constraint that is checked at the end.
-            Err(StepError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
+            Err(StatementError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
                 Tried::Failed(Failure::unsure(error))
             }
             Err(_) => return Tried::Lost(said),
         };
         // The server says so before it lets go of what the transaction had; the next answer comes after that.
-        let is_over = held.alone(patience, async |connection| connection.ping().await).await.is_ok();
+        let is_over = held.statement(patience, async |connection| connection.ping().await).await.is_ok();
         match tried {
             Tried::Failed(failure) if !is_over && !is_rolled_back_in(&failure) => Tried::Lost(said),
             tried => tried,
@@ -538,14 +539,14 @@ impl Inner {
     /// Takes the messages, and runs what is new; it may be committed then.
     async fn run_on<W: Work>(
         &self,
-        open: &mut Open<'_>,
+        open: &mut OpenTransaction<'_>,
         slots: &[&Slot<'_>],
         work: &W,
         taken: &mut Option<(Vec<Said>, Transaction)>,
     ) -> Result<Vec<Said>, Tried> {
         let receipts: Vec<Receipt> = slots.iter().filter_map(|slot| slot.receipt.clone().ok()).collect();
         let (said, transaction) = match self.receipts.receive(open, &receipts).await {
-            Err(StepError::Refused(error)) if slots.len() > 1 && has_code(&error, TOO_MANY_LOCKS) => {
+            Err(StatementError::Refused(error)) if slots.len() > 1 && has_code(&error, TOO_MANY_LOCKS) => {
                 return Err(Tried::Again(store_error(&error)));
             }
             received => received.map_err(without_run)?,
@@ -567,15 +568,17 @@ impl Inner {
             Ok(true) => Ok(said),
             Ok(false) => Err(Tried::Failed(Failure::unsure("the handler ended the transaction itself"))),
             // A statement was refused because one before it had failed.
-            Err(StepError::Refused(error)) if has_code(&error, "25P02") => {
+            Err(StatementError::Refused(error)) if has_code(&error, "25P02") => {
                 Err(Tried::Failed(Failure::unsure(
                     "a statement of the handler had failed, and the handler passed over its error",
                 )))
             }
-            Err(StepError::Refused(error)) if is_conflict(&error) => Err(Tried::Again(store_error(&error))),
+            Err(StatementError::Refused(error)) if is_conflict(&error) => {
+                Err(Tried::Again(store_error(&error)))
+            }
             // What its session ended of, or a statement failed of whose answer nobody waited for. It may do so each time.
-            Err(StepError::Refused(error)) => Err(Tried::Failed(Failure::unsure(error))),
-            Err(StepError::TimedOut) => Err(Tried::Away(StepError::TimedOut.into())),
+            Err(StatementError::Refused(error)) => Err(Tried::Failed(Failure::unsure(error))),
+            Err(StatementError::TimedOut) => Err(Tried::Away(StatementError::TimedOut.into())),
         }
     }
 
@@ -695,9 +698,9 @@ fn ours(mut said: Vec<Said>, sent: Option<&(Vec<Said>, Instant)>) -> Vec<Said> {
     said
 }
 
-fn without_run(error: StepError) -> Tried {
+fn without_run(error: StatementError) -> Tried {
     match error {
-        StepError::Refused(error) if is_conflict(&error) => Tried::Again(store_error(&error)),
+        StatementError::Refused(error) if is_conflict(&error) => Tried::Again(store_error(&error)),
         error => Tried::Away(error.into()),
     }
 }

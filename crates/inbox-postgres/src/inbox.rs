@@ -10,7 +10,7 @@ use oncegate_inbox::{
     ConsumerName, DEFAULT_MAX_ATTEMPTS, Failure, Handled, Identity, Message, Processor, SourceInfo,
 };
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
-use oncegate_postgres::{Isolation, RunWith};
+use oncegate_postgres::{Isolation, TransactFnWith};
 
 use crate::batch::digest;
 use crate::letters::{DeadLetterTable, Taken};
@@ -154,8 +154,8 @@ impl TransactionalInbox {
     }
 
     /// How long the database may take for a statement of ours, and how long it is tried to find out what became of a COMMIT
-    /// whose answer was lost; from 100 ms to 10 minutes. Default: 10 s. What the handler asks is bounded by the application's own
-    /// `statement_timeout`.
+    /// whose answer was lost; from 100 ms to 10 minutes. Default: 10 s. What the handler asks is bounded by the application's
+    /// own `statement_timeout`.
     ///
     /// # Errors
     /// If it is out of these bounds.
@@ -213,8 +213,8 @@ impl TransactionalInbox {
         &self.inner.consumer
     }
 
-    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a program
-    /// starts. Without, each message is [`Unavailable`](Handled::Unavailable) for as long as that is so.
+    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a
+    /// program starts. Without, each message is [`Unavailable`](Handled::Unavailable) for as long as that is so.
     ///
     /// # Errors
     /// [`StoreError`](oncegate_core::StoreError) that says what is missing, or that the database is out of reach.
@@ -230,7 +230,10 @@ impl TransactionalInbox {
     /// everything back, and is an attempt that failed. Dropping this rolls back.
     pub async fn process<F>(&self, message: &Message, run: F) -> Handled
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
     {
         let handled = self.inner.process(&[message], &Each(run)).await;
         handled.into_iter().next().unwrap_or(Handled::NotBegun)
@@ -240,13 +243,16 @@ impl TransactionalInbox {
     /// called for one after the other. Where one fails everything is rolled back, and each is processed alone, in order; after
     /// one that is to come again, later ones of its order key are [`NotBegun`](Handled::NotBegun).
     ///
-    /// A handler that commits by a statement of its own commits the receipts of the whole batch. Where that is found out, all of
-    /// them are dead letters whose outcome is unknown.
+    /// A handler that commits by a statement of its own commits the receipts of the whole batch. Where that is found out, all
+    /// of them are dead letters whose outcome is unknown.
     ///
     /// More than 1000 are processed as several batches.
     pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<Handled>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
     {
         self.inner.process_all(messages, &Each(run)).await
     }
@@ -277,7 +283,7 @@ impl TransactionalInbox {
     /// ```
     pub async fn process_together<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<Handled>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -294,7 +300,7 @@ impl TransactionalInbox {
     pub async fn process_letter<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
     where
         T: Send,
-        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
     {
         let inner = &self.inner;
         let process = async move |connection: &mut PgConnection, taken: Taken| {
@@ -311,7 +317,7 @@ impl TransactionalInbox {
     /// A processor for a consumer's loop, as [`process_batch`](Self::process_batch).
     pub fn processor<F>(self, run: F) -> TransactionalProcessor<Each<F>>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
             + Clone
             + Send
             + Sync
@@ -323,7 +329,7 @@ impl TransactionalInbox {
     /// A processor for a consumer's loop, as [`process_together`](Self::process_together).
     pub fn batch_processor<F>(self, run: F) -> TransactionalProcessor<Together<F>>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
             + Clone
             + Send
             + Sync

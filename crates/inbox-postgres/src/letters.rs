@@ -9,8 +9,8 @@ use oncegate_core::{RecordId, StoreError, Timestamp};
 use oncegate_inbox::{ConsumerName, DeadLetter, DeadReason, Failure, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
-use oncegate_postgres::transaction::{Held, Open, StepError, begin};
-use oncegate_postgres::{Isolation, RunWith};
+use oncegate_postgres::transaction::{OpenTransaction, StatementError, TransactionConnection, begin};
+use oncegate_postgres::{Isolation, TransactFnWith};
 
 use crate::inbox::PATIENCE;
 use crate::receipts::{Receipts, alone, refused};
@@ -89,9 +89,9 @@ impl DeadLetterTable {
         rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
     }
 
-    /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it in
-    /// place is [`TransactionalInbox::process_letter`](crate::TransactionalInbox::process_letter). Says whether there was such a
-    /// letter. Until the commit every consumer is told that the message is in flight. Where `run` fails, passes over a
+    /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it
+    /// in place is [`TransactionalInbox::process_letter`](crate::TransactionalInbox::process_letter). Says whether there was
+    /// such a letter. Until the commit every consumer is told that the message is in flight. Where `run` fails, passes over a
     /// statement of its own that failed, or the process ends, the letter is still there; the message may have been sent all
     /// the same, and is dead as before.
     ///
@@ -103,7 +103,7 @@ impl DeadLetterTable {
     pub async fn take<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
     where
         T: Send,
-        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
     {
         let run =
             async move |connection: &mut PgConnection, taken: Taken| run(connection, taken.message).await;
@@ -119,13 +119,14 @@ impl DeadLetterTable {
     ) -> Result<Option<T>, Failure>
     where
         T: Send,
-        F: for<'c> RunWith<&'c mut PgConnection, Taken, T, Failure, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, Taken, T, Failure, Fut: Send> + Send,
     {
-        let unavailable = |error: StepError| Failure::retry(StoreError::from(error));
-        let mut held = Held::acquire(&self.pool).await.map_err(unavailable)?;
+        let unavailable = |error: StatementError| Failure::retry(StoreError::from(error));
+        let mut held = TransactionConnection::acquire(&self.pool).await.map_err(unavailable)?;
         let mut open = held.begin(begin(isolation), self.patience).await.map_err(unavailable)?;
         let query = sqlx::query(TAKE).persistent(!self.transaction_pooler).bind(number(letter));
-        let row = open.step(self.patience, async |connection| query.fetch_optional(connection).await).await;
+        let row =
+            open.statement(self.patience, async |connection| query.fetch_optional(connection).await).await;
         let taken = match row {
             Ok(None) => Ok(None),
             Ok(Some(row)) => taken(&row).map(Some).map_err(|error| Failure::retry(refused(error))),
@@ -149,9 +150,9 @@ impl DeadLetterTable {
     }
 
     /// Whether this transaction is still the one with that number, and may commit.
-    async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<(), Failure> {
+    async fn is_still(&self, open: &mut OpenTransaction<'_>, transaction: i64) -> Result<(), Failure> {
         let query = sqlx::query_scalar(TRANSACTION).persistent(!self.transaction_pooler);
-        let now = open.step(self.patience, async |connection| query.fetch_one(connection).await).await;
+        let now = open.statement(self.patience, async |connection| query.fetch_one(connection).await).await;
         let now: Option<i64> = now.map_err(|error| Failure::retry(StoreError::from(error)))?;
         if now == Some(transaction) {
             return Ok(());

@@ -9,7 +9,7 @@ use oncegate_inbox::{DeadLetter, DeadReason, Failure};
 use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::query::Query;
 use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
-use oncegate_postgres::transaction::{Held, Open, Pause, StepError};
+use oncegate_postgres::transaction::{Backoff, OpenTransaction, StatementError, TransactionConnection};
 use tokio::time::timeout;
 use tracing::debug;
 
@@ -130,19 +130,20 @@ impl Receipts {
     /// Takes messages in this transaction, which is given, too, where it wrote anything.
     pub(crate) async fn receive(
         &self,
-        open: &mut Open<'_>,
+        open: &mut OpenTransaction<'_>,
         receipts: &[Receipt],
-    ) -> Result<(Vec<Said>, Option<Transaction>), StepError> {
+    ) -> Result<(Vec<Said>, Option<Transaction>), StatementError> {
         let ids: Vec<Vec<u8>> = receipts.iter().map(|receipt| receipt.id.as_bytes().to_vec()).collect();
         let digests: Option<Vec<Vec<u8>>> =
             receipts.iter().map(|receipt| receipt.digest.map(|digest| digest.to_vec())).collect();
         let query = self.ask(RECEIVE).bind(ids).bind(self.retention_ms()).bind(digests);
-        let rows = open.step(self.patience, async |connection| query.fetch_all(connection).await).await?;
+        let rows =
+            open.statement(self.patience, async |connection| query.fetch_all(connection).await).await?;
         let transaction = match rows.first() {
-            Some(row) => transaction(row).map_err(StepError::Refused)?,
+            Some(row) => transaction(row).map_err(StatementError::Refused)?,
             None => None,
         };
-        Ok((all(&rows, receipts.len()).map_err(StepError::Refused)?, transaction))
+        Ok((all(&rows, receipts.len()).map_err(StatementError::Refused)?, transaction))
     }
 
     /// Takes a message whose receipt the same transaction has removed.
@@ -167,25 +168,31 @@ impl Receipts {
     /// Whether this transaction is still that one, and may commit.
     pub(crate) async fn is_still(
         &self,
-        open: &mut Open<'_>,
+        open: &mut OpenTransaction<'_>,
         transaction: Option<Transaction>,
-    ) -> Result<bool, StepError> {
+    ) -> Result<bool, StatementError> {
         let query = self.ask("SELECT txid_current_if_assigned() AS transaction");
-        let row = open.step(self.patience, async |connection| query.fetch_one(connection).await).await?;
-        let now: Option<i64> = row.try_get("transaction").map_err(StepError::Refused)?;
+        let row = open.statement(self.patience, async |connection| query.fetch_one(connection).await).await?;
+        let now: Option<i64> = row.try_get("transaction").map_err(StatementError::Refused)?;
         Ok(now.is_some() && now == transaction.map(|transaction| transaction.number))
     }
 
-    /// Whether that transaction was committed, after all, or may yet be. Its own session is asked first, and another one where
-    /// that has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was not, by us.
-    pub(crate) async fn may_be_committed(&self, mut held: Held, transaction: Transaction) -> bool {
+    /// Whether that transaction was committed, after all, or may yet be. Its own session is asked first, and another one
+    /// where that has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was
+    /// not, by us.
+    pub(crate) async fn may_be_committed(
+        &self,
+        mut held: TransactionConnection,
+        transaction: Transaction,
+    ) -> bool {
         const STATUS: &str = "SELECT txid_status($1) AS status";
         let ask = || self.ask(STATUS).bind(transaction.number);
         let query = ask();
-        let mut said = held.alone(self.patience, async |connection| query.fetch_all(connection).await).await;
+        let mut said =
+            held.statement(self.patience, async |connection| query.fetch_all(connection).await).await;
         drop(held);
         let until = tokio::time::Instant::now() + self.patience;
-        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
             match said {
                 Ok(rows) => {
@@ -193,7 +200,7 @@ impl Receipts {
                     return matches!(status, Some("committed" | "in progress"));
                 }
                 // The server knows of no such number: it was lost in a crash.
-                Err(StepError::Refused(error)) if has_code(&error, "22023") => return false,
+                Err(StatementError::Refused(error)) if has_code(&error, "22023") => return false,
                 Err(_) if tokio::time::Instant::now() >= until => return false,
                 Err(_) => {}
             }
@@ -203,11 +210,11 @@ impl Receipts {
     }
 
     /// Notes that messages are begun.
-    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
+    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StatementError> {
         let count = ids.len();
         let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
         let rows = self.alone(query).await?;
-        all(&rows, count).map_err(StepError::Refused)
+        all(&rows, count).map_err(StatementError::Refused)
     }
 
     /// Takes back that messages were begun, which were left alone. Where that fails one attempt too many may be counted.
@@ -271,7 +278,7 @@ impl Receipts {
     }
 
     /// One statement in a transaction of its own.
-    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StatementError> {
         try_alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
@@ -339,25 +346,25 @@ pub(crate) async fn alone<T>(
     Ok(try_alone(pool, patience, transaction_pooler, step).await?)
 }
 
-/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared where
-/// it is carried out.
+/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared
+/// where it is carried out.
 async fn try_alone<T>(
     pool: &PgPool,
     patience: Duration,
     transaction_pooler: bool,
     step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
-) -> Result<T, StepError> {
-    let mut held = Held::acquire(pool).await?;
+) -> Result<T, StatementError> {
+    let mut held = TransactionConnection::acquire(pool).await?;
     if !transaction_pooler {
-        let done = held.alone(patience, step).await;
-        if matches!(done, Err(StepError::Refused(_))) {
+        let done = held.statement(patience, step).await;
+        if matches!(done, Err(StatementError::Refused(_))) {
             // The server says so before it lets go of what the statement held; the next answer comes after that.
-            drop(held.alone(patience, async |connection| connection.ping().await).await);
+            drop(held.statement(patience, async |connection| connection.ping().await).await);
         }
         return done;
     }
     let mut open = held.begin("BEGIN", patience).await?;
-    match open.step(patience, step).await {
+    match open.statement(patience, step).await {
         Ok(done) => {
             open.commit(patience).await?;
             Ok(done)
@@ -370,7 +377,7 @@ async fn try_alone<T>(
 }
 
 pub(crate) fn refused(error: sqlx::Error) -> StoreError {
-    StepError::Refused(error).into()
+    StatementError::Refused(error).into()
 }
 
 fn one(rows: &[PgRow]) -> Result<Said, StoreError> {

@@ -7,12 +7,12 @@ use std::ops::Range;
 use bytes::Bytes;
 use oncegate_engine::ConfigError;
 use oncegate_inbox::{ConsumerName, Failure};
-use oncegate_postgres::RunWith;
+use oncegate_postgres::TransactFnWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
 
-/// Streams of events that are numbered one by one, such as those of an aggregate: each event is applied once, and none before the
-/// one before it. The position moves in the transaction that writes the projection.
+/// Streams of events that are numbered one by one, such as those of an aggregate: each event is applied once, and none before
+/// the one before it. The position moves in the transaction that writes the projection.
 ///
 /// An event that was applied is passed over. One that comes too early is a gap, which is left to the caller
 /// ([`apply`](Self::apply)), filled in ([`apply_or_fetch`](Self::apply_or_fetch)), or waited for
@@ -159,7 +159,8 @@ impl Streams {
         Ok(Self { parked_max: ConfigError::check("the number of events kept", events, 0..=100_000)?, ..self })
     }
 
-    /// The connection goes through a pooler that gives each transaction another session: statements are prepared without a name.
+    /// The connection goes through a pooler that gives each transaction another session: statements are prepared without a
+    /// name.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { transaction_pooler: through_pooler, ..self }
@@ -178,7 +179,10 @@ impl Streams {
         apply: F,
     ) -> Result<Applied, Failure>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
     {
         self.run(connection, stream, sequence, event, false, &apply).await
     }
@@ -197,7 +201,10 @@ impl Streams {
         apply: F,
     ) -> Result<Applied, Failure>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
     {
         match self.run(connection, stream, sequence, event, true, &apply).await? {
             Applied::Gap { expected } => Err(Failure::retry(StreamGap { expected })),
@@ -209,8 +216,8 @@ impl Streams {
     /// applied before it in the same transaction.
     ///
     /// # Errors
-    /// As [`apply`](Self::apply); what `fetch` says; [`StreamGap`] as a [`Failure::Retry`] where it does not bring as many as are
-    /// missing, or where these are more than may be.
+    /// As [`apply`](Self::apply); what `fetch` says; [`StreamGap`] as a [`Failure::Retry`] where it does not bring as many as
+    /// are missing, or where these are more than may be.
     pub async fn apply_or_fetch<F, G, Fut>(
         &self,
         connection: &mut PgConnection,
@@ -221,7 +228,10 @@ impl Streams {
         fetch: G,
     ) -> Result<Applied, Failure>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
         G: FnOnce(Range<u64>) -> Fut + Send,
         Fut: Future<Output = Result<Vec<Bytes>, Failure>> + Send,
     {
@@ -261,7 +271,10 @@ impl Streams {
         apply: &F,
     ) -> Result<Applied, Failure>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
     {
         let mut earlier = 0;
         loop {
@@ -299,7 +312,10 @@ impl Streams {
         apply: &F,
     ) -> Result<u64, Failure>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+            + Clone
+            + Send
+            + Sync,
     {
         let mut events = 0;
         loop {

@@ -4,7 +4,7 @@ use oncegate_inbox::{Failure, Message};
 use std::future::Future;
 use std::pin::Pin;
 
-use oncegate_postgres::RunWith;
+use oncegate_postgres::TransactFnWith;
 use oncegate_postgres::sqlx::postgres::PgConnection;
 
 /// A handler, whatever it takes at once.
@@ -27,7 +27,10 @@ pub struct Together<F>(pub(crate) F);
 
 impl<F> Work for Each<F>
 where
-    F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send> + Clone + Send + Sync,
+    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
+        + Clone
+        + Send
+        + Sync,
 {
     async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), Failure> {
         for message in messages {
@@ -39,7 +42,10 @@ where
 
 impl<F> Work for Together<F>
 where
-    F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send> + Clone + Send + Sync,
+    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
+        + Clone
+        + Send
+        + Sync,
 {
     async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), Failure> {
         boxed(self.0.clone(), connection, messages).await
@@ -51,7 +57,7 @@ type Running<'c> = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send + 'c>
 /// In a future that is not boxed, the compiler loses sight of the two lifetimes being one.
 fn boxed<'c, F, M>(run: F, connection: &'c mut PgConnection, what: M) -> Running<'c>
 where
-    F: RunWith<&'c mut PgConnection, M, (), Failure, Fut: Send + 'c>,
+    F: TransactFnWith<&'c mut PgConnection, M, (), Failure, Fut: Send + 'c>,
 {
     Box::pin(run(connection, what))
 }

@@ -113,7 +113,7 @@ pub use oncegate_http::{IdempotencyContext, IdempotencyLayer, Profile, Settings}
 pub use oncegate_macros::idempotent;
 #[cfg(feature = "postgres")]
 pub use oncegate_postgres::{
-    Guard, PostgresOptions, PostgresStore, RunError, TransactError, Transacted, Transactor,
+    Guard, PostgresOptions, PostgresStore, RunError, TransactError, TransactOutcome, Transactor,
 };
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{RedisOptions, RedisStore};

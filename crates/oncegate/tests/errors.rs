@@ -9,7 +9,7 @@ use oncegate::core::{ConfigError, ErrorChain, IdempotencyKey, ResponseError, Sto
 use oncegate::embedded::OpenError;
 use oncegate::engine::{AuditTextError, FunctionError, LeaseError, NotJson, ResolveError};
 use oncegate::inbox::{ConsumerError, PublishError, SourceError};
-use oncegate::postgres::{GuardError, OnceError, TransactError, sqlx};
+use oncegate::postgres::{GuardError, InsertError, TransactError, sqlx};
 
 type Boxed = Box<dyn Error>;
 
@@ -43,7 +43,7 @@ fn with_sources() -> Vec<Boxed> {
         Box::new(FunctionError::<String>::Store(store())),
         Box::new(FunctionError::<String>::Key(key())),
         Box::new(FunctionError::<String>::Input(NotJson::NotFinite)),
-        Box::new(OnceError::Database(sqlx::Error::Io(cause()))),
+        Box::new(InsertError::Database(sqlx::Error::Io(cause()))),
         Box::new(TransactError::Failed(Box::new(cause()))),
         Box::new(TransactError::Store(store())),
         Box::new(TransactError::TooLarge(ResponseError::TooLarge)),

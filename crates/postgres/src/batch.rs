@@ -45,9 +45,9 @@ pub(crate) struct Job {
 /// Commands of one kind.
 pub(crate) struct Lane {
     inner: Mutex<Inner>,
-    most_jobs: usize,
-    most_senders: usize,
-    patience: Duration,
+    max_jobs: usize,
+    max_senders: usize,
+    queue_timeout: Duration,
 }
 
 struct Inner {
@@ -102,7 +102,7 @@ impl Drop for Sending {
 }
 
 /// What became of a job that was put in.
-pub(crate) enum Put {
+pub(crate) enum Admission {
     /// One more sender is needed.
     Start,
     /// The senders that there are will come to it.
@@ -112,25 +112,30 @@ pub(crate) enum Put {
 }
 
 impl Lane {
-    /// Batches of so many jobs, so many at once, each of which is given up after `timeout`; a job that waits for longer than
-    /// `patience` is given up.
-    pub(crate) fn new(most_jobs: usize, most_senders: usize, patience: Duration, timeout: Duration) -> Self {
-        let size = BatchSize::new(most_jobs, timeout);
+    /// Creates a lane for batches of `max_jobs`, of which `max_senders` send at the same time. A batch is given up after
+    /// `timeout`, and a job that is not sent within `queue_timeout`, too.
+    pub(crate) fn new(
+        max_jobs: usize,
+        max_senders: usize,
+        queue_timeout: Duration,
+        timeout: Duration,
+    ) -> Self {
+        let size = BatchSize::new(max_jobs, timeout);
         let inner = Mutex::new(Inner { jobs: VecDeque::new(), senders: 0, size });
-        Self { inner, most_jobs, most_senders, patience }
+        Self { inner, max_jobs, max_senders, queue_timeout }
     }
 
-    pub(crate) fn put(&self, job: Job) -> Put {
+    pub(crate) fn put(&self, job: Job) -> Admission {
         let mut inner = self.lock();
-        if inner.jobs.len() >= self.most_jobs.saturating_mul(WAITING_BATCHES).max(WAITING_LEAST) {
-            return Put::Full;
+        if inner.jobs.len() >= self.max_jobs.saturating_mul(WAITING_BATCHES).max(WAITING_LEAST) {
+            return Admission::Full;
         }
         inner.jobs.push_back(job);
-        if inner.senders >= self.most_senders {
-            return Put::Wait;
+        if inner.senders >= self.max_senders {
+            return Admission::Wait;
         }
         inner.senders += 1;
-        Put::Start
+        Admission::Start
     }
 
     /// The next batch, in which no record is twice. `None` where there is none: the sender ends.
@@ -146,7 +151,7 @@ impl Lane {
             if job.reply.is_closed() {
                 continue;
             }
-            if job.since.elapsed() > self.patience {
+            if job.since.elapsed() > self.queue_timeout {
                 // Nobody may be there to be told.
                 let slow = StoreError::unavailable("PostgreSQL is too slow for what is asked of it");
                 let _ = job.reply.send(Err(slow.with_nothing_sent()));
@@ -232,19 +237,19 @@ mod tests {
         let (first, answer) = job(1);
         drop(answer);
         let (second, mut answer) = job(2);
-        assert!(matches!((lane.put(first), lane.put(second)), (Put::Start, Put::Wait)));
+        assert!(matches!((lane.put(first), lane.put(second)), (Admission::Start, Admission::Wait)));
         std::thread::yield_now();
         assert_eq!(ids(lane.take()), None);
         assert!(answer.try_recv().unwrap().is_err());
-        assert!(matches!(lane.put(job(3).0), Put::Start), "the sender has ended");
+        assert!(matches!(lane.put(job(3).0), Admission::Start), "the sender has ended");
     }
 
     #[test]
     fn so_many_may_wait_and_no_more() {
         let lane = Lane::new(1, 1, Duration::from_secs(60), TIMEOUT);
         for number in 0..WAITING_LEAST {
-            assert!(!matches!(lane.put(job(1).0), Put::Full), "{number}");
+            assert!(!matches!(lane.put(job(1).0), Admission::Full), "{number}");
         }
-        assert!(matches!(lane.put(job(1).0), Put::Full));
+        assert!(matches!(lane.put(job(1).0), Admission::Full));
     }
 }

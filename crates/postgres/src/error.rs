@@ -10,7 +10,7 @@ use sqlx::error::DatabaseError;
 /// Why a store does not open. Its `Display` is a sentence for whoever runs the program, without the URL's password.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum PostgresOpenError {
     /// The URL is not one, or has a part that is not known. Its text is not repeated: there may be a password in it.
     Url(String),
     /// The database cannot be reached, or does not answer. Trying again may help.
@@ -59,7 +59,7 @@ pub enum OpenError {
     },
 }
 
-impl fmt::Display for OpenError {
+impl fmt::Display for PostgresOpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Url(what) => f.write_str(what),
@@ -96,7 +96,7 @@ impl fmt::Display for OpenError {
     }
 }
 
-impl std::error::Error for OpenError {}
+impl std::error::Error for PostgresOpenError {}
 
 /// Whether the connection is gone or at its end, so that another one is needed.
 pub(crate) fn is_lost(error: &Error) -> bool {
@@ -122,7 +122,7 @@ fn code(error: &dyn DatabaseError) -> String {
 }
 
 /// In words that hold nothing of what was sent: the server's own may quote it.
-pub(crate) fn in_words(error: &Error) -> String {
+pub(crate) fn describe(error: &Error) -> String {
     match error {
         Error::Database(error) => {
             let code = code(&**error);
@@ -181,7 +181,7 @@ fn extent(code: &str) -> Extent {
 /// What a caller can do about an error, in words that hold nothing of what was sent.
 #[must_use]
 pub fn store_error(error: &Error) -> StoreError {
-    let words = in_words(error);
+    let words = describe(error);
     match error {
         Error::Database(error) => {
             let code = code(&**error);

@@ -3,7 +3,7 @@
 //! ```
 //! # use std::time::Duration;
 //! use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, OnAbandoned, Outcome, RecordId, Store};
-//! use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
+//! use oncegate_postgres::{PostgresOpenError, PostgresOptions, PostgresStore, schema};
 //!
 //! # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let server = oncegate_servers::PostgresServer::start()?;
@@ -12,7 +12,7 @@
 //!
 //! // A database without the contract is refused.
 //! let error = PostgresStore::open(options.clone()).await.unwrap_err();
-//! assert!(matches!(error, OpenError::NoContract { found: None, .. }));
+//! assert!(matches!(error, PostgresOpenError::NoContract { found: None, .. }));
 //! schema::apply(&options).await?; // as `oncegate schema apply postgres` does
 //! let store = PostgresStore::open(options).await?;
 //!
@@ -75,31 +75,31 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
+mod backoff;
 mod batch;
 mod batch_size;
 mod call;
 mod error;
-mod once;
+mod insert_once;
 mod options;
-mod pause;
 mod record;
+mod row_version;
 pub mod schema;
 mod store;
 mod transact;
 pub mod transaction;
-mod version;
 mod watch;
 
-pub use error::OpenError;
-pub use once::{Once, OnceError, Statement, insert_once};
+pub use error::PostgresOpenError;
+pub use insert_once::{InsertError, InsertOutcome, Statement, insert_once};
 pub use oncegate_core::ConfigError;
 pub use options::PostgresOptions;
+pub use row_version::{UpdateOutcome, update_latest, update_version};
 pub use store::PostgresStore;
 pub use transact::{
-    Claimed, Guard, GuardError, HeaderError, Isolation, RunError, RunOn, RunWith, TransactError, Transacted,
-    Transactor,
+    ClaimOutcome, Guard, GuardError, GuardHeaderError, Isolation, RunError, TransactError, TransactFn,
+    TransactFnWith, TransactOutcome, Transactor,
 };
-pub use version::{Update, update_latest, update_version};
 
 /// The library that connections and errors come from, in the version that this crate was built with.
 pub use sqlx;

@@ -10,7 +10,7 @@ use sqlx::ConnectOptions as _;
 use sqlx::postgres::PgConnectOptions;
 use tokio::runtime::Handle;
 
-use crate::error::OpenError;
+use crate::error::PostgresOpenError;
 
 /// What libpq calls them, as far as they are known here.
 const PARAMETERS: [&str; 12] = [
@@ -50,10 +50,10 @@ impl PostgresOptions {
     /// Beside libpq's parameters there is `pooler=transaction`, for [`PostgresOptions::with_transaction_pooler`].
     ///
     /// # Errors
-    /// [`OpenError::Url`], which does not repeat the URL: it is invalid, or names no user, and the one who runs this program
-    /// has no name either.
-    pub fn new(url: &str) -> Result<Self, OpenError> {
-        let wrong = |what: &str| OpenError::Url(what.to_owned());
+    /// [`PostgresOpenError::Url`], which does not repeat the URL: it is invalid, or names no user, and the one who runs this
+    /// program has no name either.
+    pub fn new(url: &str) -> Result<Self, PostgresOpenError> {
+        let wrong = |what: &str| PostgresOpenError::Url(what.to_owned());
         if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
             return Err(wrong("the URL does not start with postgres:// or postgresql://"));
         }

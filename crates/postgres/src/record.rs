@@ -15,7 +15,7 @@ use crate::call::Arg;
 use crate::error::store_error;
 
 /// What a function answered to a command.
-pub(crate) enum Said {
+pub(crate) enum Reply {
     Outcome(Outcome),
     /// Somebody's open transaction holds the record.
     Locked,
@@ -26,7 +26,7 @@ pub(crate) enum Said {
 }
 
 /// A column that may be null.
-pub(crate) fn maybe<'r, T>(row: &'r PgRow, column: &str) -> Result<Option<T>, StoreError>
+pub(crate) fn optional<'r, T>(row: &'r PgRow, column: &str) -> Result<Option<T>, StoreError>
 where
     T: Decode<'r, Postgres> + Type<Postgres>,
 {
@@ -38,10 +38,10 @@ pub(crate) fn column<'r, T>(row: &'r PgRow, column: &str) -> Result<T, StoreErro
 where
     T: Decode<'r, Postgres> + Type<Postgres>,
 {
-    maybe(row, column)?.ok_or_else(strange)
+    optional(row, column)?.ok_or_else(unexpected_answer)
 }
 
-pub(crate) fn strange() -> StoreError {
+pub(crate) fn unexpected_answer() -> StoreError {
     StoreError::invalid("PostgreSQL gave an answer that is not that of the contract")
 }
 
@@ -73,7 +73,7 @@ fn decode(octets: Vec<u8>) -> Result<StoredResponse, StoreError> {
 }
 
 /// What an outcome by this name is, with the rest of its row.
-pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
+pub(crate) fn said(row: &PgRow) -> Result<Reply, StoreError> {
     let outcome = match column::<&str>(row, "outcome")? {
         "execute" => Outcome::Execute(Grant {
             token: FencingToken::new(number(row, "token")?),
@@ -81,9 +81,9 @@ pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
             lease_until: time(row, "lease_until")?,
             after_abandoned: column(row, "after_abandoned")?,
         }),
-        "replay" => match maybe::<Vec<u8>>(row, "response")? {
+        "replay" => match optional::<Vec<u8>>(row, "response")? {
             Some(octets) => Outcome::Replay(decode(octets)?),
-            None => return Ok(Said::Large),
+            None => return Ok(Reply::Large),
         },
         "in-progress" => {
             Outcome::InProgress { lease_left: Duration::from_millis(number(row, "lease_left_ms")?) }
@@ -98,19 +98,21 @@ pub(crate) fn said(row: &PgRow) -> Result<Said, StoreError> {
         "completed" => Outcome::Completed,
         "released" => Outcome::Released,
         "fenced" => Outcome::Fenced,
-        "resolved" => Outcome::Resolved { from: state_before(row)?.ok_or_else(strange)? },
+        "resolved" => Outcome::Resolved { from: state_before(row)?.ok_or_else(unexpected_answer)? },
         "not-resolvable" => Outcome::NotResolvable { state: state_before(row)? },
         "purged" => Outcome::Purged,
         "kept" => Outcome::Kept,
-        "locked" => return Ok(Said::Locked),
-        "later" => return Ok(Said::Later),
-        _ => return Err(strange()),
+        "locked" => return Ok(Reply::Locked),
+        "later" => return Ok(Reply::Later),
+        _ => return Err(unexpected_answer()),
     };
-    Ok(Said::Outcome(outcome))
+    Ok(Reply::Outcome(outcome))
 }
 
 fn state_before(row: &PgRow) -> Result<Option<StateName>, StoreError> {
-    maybe::<&str>(row, "state_before")?.map(|name| StateName::from_name(name).ok_or_else(strange)).transpose()
+    optional::<&str>(row, "state_before")?
+        .map(|name| StateName::from_name(name).ok_or_else(unexpected_answer))
+        .transpose()
 }
 
 /// A record: a row of `lookup` or `list`.
@@ -137,9 +139,9 @@ pub(crate) fn record(row: &PgRow) -> Result<Record, StoreError> {
     record.changed_at = time(row, "changed_at")?;
     record.expires_at = time(row, "expires_at")?;
     record.by_operator = column(row, "by_operator")?;
-    let key = maybe::<Vec<u8>>(row, "key_tag")?.map(|tag| tag.try_into().map_err(|_| corrupt("key_tag")));
+    let key = optional::<Vec<u8>>(row, "key_tag")?.map(|tag| tag.try_into().map_err(|_| corrupt("key_tag")));
     record.label = record.label.with_key(key.transpose()?.map(KeyTag::from_bytes));
-    if let Some(names) = maybe::<Vec<String>>(row, "step_names")? {
+    if let Some(names) = optional::<Vec<String>>(row, "step_names")? {
         let results = column::<Vec<Vec<u8>>>(row, "step_results")?;
         if names.len() != results.len() {
             return Err(corrupt("step_results"));
@@ -157,8 +159,9 @@ pub(crate) fn record_id(row: &PgRow) -> Result<RecordId, StoreError> {
 }
 
 pub(crate) fn audit_entry(row: &PgRow) -> Result<AuditEntry, StoreError> {
-    let state =
-        |name| column::<&str>(row, name).and_then(|name| StateName::from_name(name).ok_or_else(strange));
+    let state = |name| {
+        column::<&str>(row, name).and_then(|name| StateName::from_name(name).ok_or_else(unexpected_answer))
+    };
     Ok(AuditEntry {
         number: number(row, "number")?,
         at: time(row, "at")?,

@@ -17,13 +17,13 @@ use sqlx::{Connection as _, Error, Postgres, Row as _};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::batch::{Job, Lane, Put, Sending, is_large, is_large_end};
+use crate::batch::{Admission, Job, Lane, Sending, is_large, is_large_end};
 use crate::call::{Arg, Call};
-use crate::error::{OpenError, in_words, is_lost, is_undone, store_error};
+use crate::error::{PostgresOpenError, describe, is_lost, is_undone, store_error};
 use crate::options::PostgresOptions;
-use crate::record::{self, Said, maybe, strange};
+use crate::record::{self, Reply, optional, unexpected_answer};
 use crate::schema;
-use crate::watch::Ear;
+use crate::watch::ChangeListener;
 
 /// How long a store goes on trying where somebody's open transaction holds the record: as long as a commit takes, and not as
 /// long as an application's transaction may.
@@ -38,7 +38,7 @@ const LOCKED_PAUSES: [Duration; 4] = [
 pub struct PostgresStore {
     shared: Arc<Shared>,
     runtime: Handle,
-    ear: Option<Ear>,
+    listener: Option<ChangeListener>,
 }
 
 struct Shared {
@@ -58,23 +58,23 @@ impl PostgresStore {
     /// Connects, and sees that the database has the contract, takes writes, and flushes what it commits.
     ///
     /// # Errors
-    /// [`OpenError`]: it cannot be reached, has no contract, an older or a newer one, or is a standby.
+    /// [`PostgresOpenError`]: it cannot be reached, has no contract, an older or a newer one, or is a standby.
     ///
     /// # Panics
     /// Outside of a Tokio runtime, where the options give none.
-    pub async fn open(options: PostgresOptions) -> Result<Self, OpenError> {
+    pub async fn open(options: PostgresOptions) -> Result<Self, PostgresOpenError> {
         let runtime = options.runtime.clone().unwrap_or_else(Handle::current);
-        let ear = Ear::new(&options);
+        let listener = ChangeListener::new(&options);
         let opened = runtime.spawn(Shared::open(options)).await;
-        let shared =
-            opened.unwrap_or_else(|_| Err(OpenError::Url("the runtime is shutting down".to_owned())))?;
-        Ok(Self { shared: Arc::new(shared), runtime, ear })
+        let shared = opened
+            .unwrap_or_else(|_| Err(PostgresOpenError::Url("the runtime is shutting down".to_owned())))?;
+        Ok(Self { shared: Arc::new(shared), runtime, listener })
     }
 
     /// Waits for what runs, and closes every connection. Commands that come later are refused as unavailable.
     pub async fn close(&self) {
-        if let Some(ear) = &self.ear {
-            ear.close();
+        if let Some(listener) = &self.listener {
+            listener.close();
         }
         let pool = self.shared.pool.clone();
         // It ends early only with the runtime.
@@ -95,8 +95,8 @@ impl PostgresStore {
     fn in_lane(&self, lane: &Arc<Lane>, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         let (reply, answer) = oneshot::channel();
         match lane.put(Job { id, command, reply, since: Instant::now() }) {
-            Put::Wait => {}
-            Put::Start => {
+            Admission::Wait => {}
+            Admission::Start => {
                 let mut sending = Sending::on(lane.clone());
                 let shared = self.shared.clone();
                 self.runtime.spawn(async move {
@@ -108,7 +108,7 @@ impl PostgresStore {
                     }
                 });
             }
-            Put::Full => {
+            Admission::Full => {
                 let error = StoreError::unavailable("too many commands wait for PostgreSQL");
                 let error = error.with_extent(Extent::Record).with_nothing_sent();
                 return Box::pin(std::future::ready(Err(error)));
@@ -134,7 +134,7 @@ impl Store for PostgresStore {
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         self.on_runtime(|shared| async move {
             let call = Call::new(LOOKUP, [id_arg(&id)]);
-            let rows = shared.call(call, Terms::command(Resend::Always)).await?;
+            let rows = shared.call(call, CallOptions::command(Resend::Always)).await?;
             rows.first().map(record::record).transpose()
         })
     }
@@ -148,9 +148,9 @@ impl Store for PostgresStore {
             let limit = limit.min(limits::PAGE_MAX);
             let args = [Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX))];
             let call = Call::new("SELECT * FROM oncegate.purge($1)", args);
-            let rows = shared.call(call, Terms::long(Resend::IfUndone)).await?;
-            let purged: i32 = record::column(rows.first().ok_or_else(strange)?, "purged")?;
-            usize::try_from(purged).map_err(|_| strange())
+            let rows = shared.call(call, CallOptions::long(Resend::IfUndone)).await?;
+            let purged: i32 = record::column(rows.first().ok_or_else(unexpected_answer)?, "purged")?;
+            usize::try_from(purged).map_err(|_| unexpected_answer())
         })
     }
 
@@ -160,15 +160,15 @@ impl Store for PostgresStore {
                 before.map_or(Arg::NoBig, |number| Arg::Big(i64::try_from(number).unwrap_or(i64::MAX)));
             let most = Arg::Small(i32::try_from(limit.min(limits::PAGE_MAX)).unwrap_or(i32::MAX));
             let call = Call::new("SELECT * FROM oncegate.audit_trail($1, $2)", [before, most]);
-            let rows = shared.call(call, Terms::long(Resend::Always)).await?;
+            let rows = shared.call(call, CallOptions::long(Resend::Always)).await?;
             rows.iter().map(record::audit_entry).collect()
         })
     }
 
     fn check(&self) -> StoreFuture<'_, ()> {
         self.on_runtime(|shared| async move {
-            let rows = shared.call(Call::new(STANDING, []), Terms::command(Resend::Always)).await?;
-            let standing = Standing::read(rows.first().ok_or_else(strange)?)?;
+            let rows = shared.call(Call::new(SERVER_STATE, []), CallOptions::command(Resend::Always)).await?;
+            let standing = ServerState::read(rows.first().ok_or_else(unexpected_answer)?)?;
             if standing.is_standby {
                 return Err(StoreError::unavailable("the database is a standby, which takes no writes"));
             }
@@ -181,14 +181,15 @@ impl Store for PostgresStore {
                 }
             }
             let waits = Call::new(WAITING_COMMIT, [Arg::Big(record::millis(shared.command_timeout / 2))]);
-            let rows = shared.call(waits, Terms::command(Resend::Always)).await?;
+            let rows = shared.call(waits, CallOptions::command(Resend::Always)).await?;
             if !rows.is_empty() {
                 return Err(StoreError::unavailable(
                     "commits wait for a synchronous standby of PostgreSQL that does not confirm them",
                 ));
             }
-            let rows = shared.call(Call::new(MISSING_RIGHTS, []), Terms::command(Resend::Always)).await?;
-            match maybe::<String>(rows.first().ok_or_else(strange)?, "missing")? {
+            let rows =
+                shared.call(Call::new(MISSING_RIGHTS, []), CallOptions::command(Resend::Always)).await?;
+            match optional::<String>(rows.first().ok_or_else(unexpected_answer)?, "missing")? {
                 None => Ok(()),
                 Some(missing) => Err(StoreError::invalid(format!("the role may not call {missing}"))),
             }
@@ -196,8 +197,8 @@ impl Store for PostgresStore {
     }
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        match &self.ear {
-            Some(ear) => ear.changed(id, &self.runtime),
+        match &self.listener {
+            Some(listener) => listener.changed(id, &self.runtime),
             None => Box::pin(std::future::pending()),
         }
     }
@@ -220,7 +221,7 @@ impl fmt::Debug for PostgresStore {
 }
 
 impl Shared {
-    async fn open(options: PostgresOptions) -> Result<Self, OpenError> {
+    async fn open(options: PostgresOptions) -> Result<Self, PostgresOpenError> {
         let database = options.database();
         let pool = PgPoolOptions::new()
             .max_connections(options.pool_size)
@@ -230,9 +231,9 @@ impl Shared {
             .connect_lazy_with(options.connect_options());
         // A third of the connections for each kind, so that renewals find one free in between.
         let senders = usize::try_from(options.pool_size / 3).unwrap_or(1).clamp(1, 4);
-        let patience = options.connect_timeout + options.statement_timeout.max(options.command_timeout);
+        let queue_timeout = options.connect_timeout + options.statement_timeout.max(options.command_timeout);
         let timeout = options.command_timeout.min(options.statement_timeout);
-        let lane = || Lane::new(options.max_batch, senders, patience, timeout);
+        let lane = || Lane::new(options.max_batch, senders, queue_timeout, timeout);
         let shared = Self {
             pool,
             clock: ServerClock::default(),
@@ -244,11 +245,11 @@ impl Shared {
             completions: Arc::new(lane()),
             large: Semaphore::new(LARGE_AT_ONCE),
         };
-        let terms = Terms::long(Resend::IfUndone);
-        let standing = match shared.send(Call::new(STANDING, []), terms).await {
-            Ok(rows) => rows.first().map(Standing::read).and_then(Result::ok),
+        let terms = CallOptions::long(Resend::IfUndone);
+        let standing = match shared.send(Call::new(SERVER_STATE, []), terms).await {
+            Ok(rows) => rows.first().map(ServerState::read).and_then(Result::ok),
             Err(Failure::Refused(Error::Database(error))) if is_missing(&*error) => {
-                return Err(OpenError::NoContract { database, found: None, needed: schema::VERSION });
+                return Err(PostgresOpenError::NoContract { database, found: None, needed: schema::VERSION });
             }
             Err(failure) => {
                 let why = match &failure {
@@ -257,25 +258,25 @@ impl Shared {
                 };
                 let why = why.unwrap_or_else(|| failure.to_string());
                 return Err(if failure.may_pass() {
-                    OpenError::Unreachable { database, why }
+                    PostgresOpenError::Unreachable { database, why }
                 } else {
-                    OpenError::Connect { database, why }
+                    PostgresOpenError::Connect { database, why }
                 });
             }
         };
-        let standing = standing.ok_or_else(|| OpenError::Connect {
+        let standing = standing.ok_or_else(|| PostgresOpenError::Connect {
             database: database.clone(),
             why: "its answer is not that of the contract".to_owned(),
         })?;
         match standing.version {
             Some(found) if found > schema::VERSION => {
-                return Err(OpenError::NewerContract { database, found, known: schema::VERSION });
+                return Err(PostgresOpenError::NewerContract { database, found, known: schema::VERSION });
             }
             Some(schema::VERSION) => {}
-            found => return Err(OpenError::NoContract { database, found, needed: schema::VERSION }),
+            found => return Err(PostgresOpenError::NoContract { database, found, needed: schema::VERSION }),
         }
         if standing.is_standby {
-            return Err(OpenError::Standby { database });
+            return Err(PostgresOpenError::Standby { database });
         }
         let rights = shared.send(Call::new(MISSING_RIGHTS, []), terms).await;
         let missing = rights.map(|rows| rows.first().and_then(|row| row.try_get("missing").ok().flatten()));
@@ -287,11 +288,11 @@ impl Shared {
                     "the role may not call {missing}; as the owner of the schema: GRANT EXECUTE ON ALL FUNCTIONS IN \
                      SCHEMA oncegate TO the role"
                 );
-                return Err(OpenError::Connect { database, why });
+                return Err(PostgresOpenError::Connect { database, why });
             }
             Err(failure) => {
                 let why = failure.to_string();
-                return Err(OpenError::Unreachable { database, why });
+                return Err(PostgresOpenError::Unreachable { database, why });
             }
         }
         if !standing.is_synced {
@@ -316,8 +317,8 @@ impl Shared {
             _ => Resend::Always,
         };
         let is_large = matches!(&command, Command::Complete(complete) if is_large_end(complete));
-        let terms = if is_large { Terms::long(resend) } else { Terms::command(resend) };
-        let terms = Terms { wanted, ..terms };
+        let terms = if is_large { CallOptions::long(resend) } else { CallOptions::command(resend) };
+        let terms = CallOptions { wanted, ..terms };
         let call = match &command {
             Command::Claim(claim) => claim_call(CLAIM_BRIEFLY, &id, claim).ok_or_else(unknown)?,
             Command::Renew(renew) => renew_call(&id, renew),
@@ -339,11 +340,11 @@ impl Shared {
         };
         for pause in LOCKED_PAUSES.into_iter().map(Some).chain([None]) {
             let rows = self.call(call.clone(), terms).await?;
-            match (record::said(rows.first().ok_or_else(strange)?)?, pause) {
-                (Said::Outcome(outcome), _) => return Ok(outcome),
-                (Said::Locked, Some(pause)) => tokio::time::sleep(pause).await,
-                (Said::Locked, None) => break,
-                (Said::Large | Said::Later, _) => return self.claim_large(&id, &command, wanted).await,
+            match (record::said(rows.first().ok_or_else(unexpected_answer)?)?, pause) {
+                (Reply::Outcome(outcome), _) => return Ok(outcome),
+                (Reply::Locked, Some(pause)) => tokio::time::sleep(pause).await,
+                (Reply::Locked, None) => break,
+                (Reply::Large | Reply::Later, _) => return self.claim_large(&id, &command, wanted).await,
             }
         }
         Err(StoreError::locked("another transaction holds the record"))
@@ -356,15 +357,15 @@ impl Shared {
         command: &Command,
         wanted: Wanted<'_>,
     ) -> Result<Outcome, StoreError> {
-        let Command::Claim(claim) = command else { return Err(strange()) };
-        let call = claim_call(CLAIM, id, claim).ok_or_else(strange)?;
+        let Command::Claim(claim) = command else { return Err(unexpected_answer()) };
+        let call = claim_call(CLAIM, id, claim).ok_or_else(unexpected_answer)?;
         // It is never closed.
-        let _place = self.large.acquire().await.map_err(|_| strange())?;
-        let rows = self.call(call, Terms { wanted, ..Terms::long(Resend::IfUndone) }).await?;
-        match record::said(rows.first().ok_or_else(strange)?)? {
-            Said::Outcome(outcome) => Ok(outcome),
-            Said::Locked => Err(StoreError::locked("another transaction holds the record")),
-            Said::Large | Said::Later => Err(strange()),
+        let _place = self.large.acquire().await.map_err(|_| unexpected_answer())?;
+        let rows = self.call(call, CallOptions { wanted, ..CallOptions::long(Resend::IfUndone) }).await?;
+        match record::said(rows.first().ok_or_else(unexpected_answer)?)? {
+            Reply::Outcome(outcome) => Ok(outcome),
+            Reply::Locked => Err(StoreError::locked("another transaction holds the record")),
+            Reply::Large | Reply::Later => Err(unexpected_answer()),
         }
     }
 
@@ -380,8 +381,9 @@ impl Shared {
             // As one of them alone.
             let is_claims = matches!(batch.first(), Some(Job { command: Command::Claim(_), .. }));
             let resend = if is_claims { Resend::IfUndone } else { Resend::Always };
-            let terms = if is_large(&batch) { Terms::long(resend) } else { Terms::command(resend) };
-            let rows = self.try_call(call, Terms { wanted: &wanted, ..terms }).await;
+            let terms =
+                if is_large(&batch) { CallOptions::long(resend) } else { CallOptions::command(resend) };
+            let rows = self.try_call(call, CallOptions { wanted: &wanted, ..terms }).await;
             // Nothing was sent. The others go without those that nobody waits for.
             if matches!(rows, Err(Failure::Unwanted)) {
                 batch.retain(|job| !job.reply.is_closed());
@@ -394,19 +396,19 @@ impl Shared {
                 let mut left = Vec::new();
                 for (job, row) in batch.into_iter().zip(&rows) {
                     match record::said(row) {
-                        Ok(Said::Later) => left.push(job),
+                        Ok(Reply::Later) => left.push(job),
                         // Not before the others; it may take a while.
-                        Ok(Said::Locked | Said::Large) => {
+                        Ok(Reply::Locked | Reply::Large) => {
                             drop(tokio::spawn(self.clone().send_each(vec![job])))
                         }
                         // Nobody may be waiting any more, here and below.
-                        Ok(Said::Outcome(outcome)) => drop(job.reply.send(Ok(outcome))),
+                        Ok(Reply::Outcome(outcome)) => drop(job.reply.send(Ok(outcome))),
                         Err(error) => drop(job.reply.send(Err(error))),
                     }
                 }
                 return left;
             }
-            Ok(_) => strange(),
+            Ok(_) => unexpected_answer(),
             Err(error) => error,
         };
         if error.kind() != StoreErrorKind::Unavailable {
@@ -478,11 +480,11 @@ impl Shared {
             octets(query.after.as_ref().map(|id| &id.as_bytes()[..])),
             Arg::Small(i32::try_from(query.bounded_limit()).unwrap_or(i32::MAX)),
         ];
-        let rows = self.call(Call::new(LIST, args), Terms::long(Resend::Always)).await?;
+        let rows = self.call(Call::new(LIST, args), CallOptions::long(Resend::Always)).await?;
         let mut page = ListPage::default();
         for row in &rows {
             let id = record::record_id(row)?;
-            if maybe::<&str>(row, "state")?.is_none() {
+            if optional::<&str>(row, "state")?.is_none() {
                 page.next = Some(id);
                 continue;
             }
@@ -495,11 +497,11 @@ impl Shared {
     }
 
     /// One call.
-    async fn call(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, StoreError> {
+    async fn call(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, StoreError> {
         self.try_call(call, terms).await.map_err(Failure::into_store_error)
     }
 
-    async fn try_call(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, Failure> {
+    async fn try_call(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, Failure> {
         let result = self.send(call.clone(), terms).await;
         let may_resend = match &result {
             Err(Failure::Undone(_)) => true,
@@ -518,7 +520,7 @@ impl Shared {
     }
 
     /// Sends it once, and takes its server's time from the answer.
-    async fn send(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, Failure> {
+    async fn send(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, Failure> {
         let result = self.exchange(call, terms).await;
         if matches!(result, Err(Failure::Lost(_) | Failure::Undone(_) | Failure::TimedOut)) {
             // Whatever ended this connection has likely ended those that are idle, too: a restart, a fail-over, a firewall
@@ -534,7 +536,7 @@ impl Shared {
         Ok(rows)
     }
 
-    async fn exchange(&self, call: Call, terms: Terms<'_>) -> Result<Vec<PgRow>, Failure> {
+    async fn exchange(&self, call: Call, terms: CallOptions<'_>) -> Result<Vec<PgRow>, Failure> {
         let mut connection = self.pool.acquire().await.map_err(Failure::Unsent)?;
         // That may have taken as long as an outage. A claim whose caller was refused meanwhile, and has looked for a record to
         // take back, would leave one without an owner now.
@@ -552,7 +554,7 @@ impl Shared {
         let limit = if terms.is_long { by_server } else { self.command_timeout.min(by_server) };
         match tokio::time::timeout(limit, sent).await {
             Ok(Ok(rows)) => {
-                give_back(connection, limit);
+                return_to_pool_within(connection, limit);
                 Ok(rows)
             }
             Ok(Err(error)) if is_lost(&error) => {
@@ -563,7 +565,7 @@ impl Shared {
                 // The server tells of an error before it lets go of what the statement held: whoever asks again at once,
                 // on another connection, would find it held by ourselves. A connection that says so is through with it.
                 match tokio::time::timeout(ANSWER_MARGIN, connection.ping()).await {
-                    Ok(Ok(())) => give_back(connection, limit),
+                    Ok(Ok(())) => return_to_pool_within(connection, limit),
                     _ => drop(connection.detach()),
                 }
                 Err(Failure::Refused(error))
@@ -579,7 +581,7 @@ impl Shared {
 
 /// Gives a connection back to the pool. sqlx asks the server once more before it is free, and would wait for the answer without
 /// end: a few connections that a firewall forgot just then would use up the pool.
-fn give_back(mut connection: PoolConnection<Postgres>, limit: Duration) {
+fn return_to_pool_within(mut connection: PoolConnection<Postgres>, limit: Duration) {
     tokio::spawn(async move {
         // What is not answered in time is dropped, and makes room.
         let _ = tokio::time::timeout(limit, connection.return_to_pool()).await;
@@ -597,14 +599,14 @@ enum Resend {
 
 /// How a call is sent.
 #[derive(Clone, Copy)]
-struct Terms<'a> {
+struct CallOptions<'a> {
     resend: Resend,
     /// Whether it may take as long as the server allows. A request waits for all others.
     is_long: bool,
     wanted: Wanted<'a>,
 }
 
-impl Terms<'static> {
+impl CallOptions<'static> {
     fn command(resend: Resend) -> Self {
         Self { resend, is_long: false, wanted: &always }
     }
@@ -646,7 +648,7 @@ const LIST: &str =
     "SELECT * FROM oncegate.list($1, $2, $3, $4, $5, $6, $7) WITH ORDINALITY AS r ORDER BY r.ordinality";
 
 /// What is asked when the store is opened, and to see whether it can be used.
-const STANDING: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
+const SERVER_STATE: &str = "SELECT oncegate.contract_version() AS version, pg_is_in_recovery() AS is_standby, \
      current_setting('synchronous_commit') <> 'off' AND current_setting('fsync') = 'on' AS is_synced, \
      oncegate.now_ms() AS clock";
 
@@ -661,16 +663,16 @@ const MISSING_RIGHTS: &str = "SELECT string_agg(DISTINCT 'oncegate.' || p.pronam
 const WAITING_COMMIT: &str = "SELECT 1 FROM pg_stat_activity WHERE usename = session_user AND wait_event = 'SyncRep' \
      AND query_start < clock_timestamp() - $1 * interval '1 millisecond' LIMIT 1";
 
-struct Standing {
+struct ServerState {
     version: Option<i32>,
     is_standby: bool,
     is_synced: bool,
 }
 
-impl Standing {
+impl ServerState {
     fn read(row: &PgRow) -> Result<Self, StoreError> {
         Ok(Self {
-            version: maybe(row, "version")?,
+            version: optional(row, "version")?,
             is_standby: record::column(row, "is_standby")?,
             is_synced: record::column(row, "is_synced")?,
         })
@@ -688,7 +690,7 @@ async fn why_not_connected(options: &PostgresOptions) -> Option<String> {
     let connect = PgConnection::connect_with(&connect_options);
     match tokio::time::timeout(options.connect_timeout, connect).await {
         Ok(Ok(_)) => None,
-        Ok(Err(error)) => Some(in_words(&error)),
+        Ok(Err(error)) => Some(describe(&error)),
         Err(_) => {
             Some(format!("no connection to PostgreSQL: no answer within {:?}", options.connect_timeout))
         }
@@ -716,7 +718,7 @@ impl Failure {
         match self {
             Self::Lost(error) => {
                 let extent = store_error(&error).extent();
-                StoreError::unavailable(in_words(&error)).with_extent(extent)
+                StoreError::unavailable(describe(&error)).with_extent(extent)
             }
             Self::Refused(error) | Self::Undone(error) => store_error(&error),
             Self::Unsent(error) => store_error(&error).with_nothing_sent(),
@@ -746,7 +748,7 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lost(error) | Self::Undone(error) | Self::Refused(error) | Self::Unsent(error) => {
-                f.write_str(&in_words(error))
+                f.write_str(&describe(error))
             }
             Self::TimedOut => f.write_str("it did not answer in time"),
             Self::Unwanted => f.write_str("nobody waits for the answer"),

@@ -5,8 +5,9 @@
 //! A transaction that is dropped is rolled back, and a connection of which it is not known how its last transaction stands is
 //! closed and does not go back to the pool.
 
+pub use crate::backoff::Backoff;
 pub use crate::error::store_error;
-pub use crate::pause::Pause;
 pub use crate::transact::{
-    Held, Open, StepError, begin, is_conflict, is_conflict_in, is_lost_in, is_rolled_back,
+    OpenTransaction, StatementError, TransactionConnection, begin, is_conflict, is_conflict_in, is_lost_in,
+    is_rolled_back,
 };

@@ -14,10 +14,10 @@ use oncegate_core::{RecordId, Watchers};
 use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
 use sqlx::{Acquire as _, Connection as _, Error};
 use tokio::runtime::Handle;
-use tokio::time::{Instant, interval_at, sleep, timeout};
+use tokio::time::{self, Instant, interval_at, sleep};
 
 use crate::call::{Arg, Call};
-use crate::error::in_words;
+use crate::error::describe;
 use crate::options::PostgresOptions;
 use crate::record;
 
@@ -41,14 +41,14 @@ const LOOK_EVERY: Duration = Duration::from_secs(30);
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// Listens for a store, from the first one who waits until the store is gone.
-pub(crate) struct Ear {
+pub(crate) struct ChangeListener {
     watchers: Watchers,
     connect: PgConnectOptions,
-    patience: Duration,
+    timeout: Duration,
     is_started: AtomicBool,
 }
 
-impl Ear {
+impl ChangeListener {
     /// `None` behind a pooler that keeps no session.
     pub(crate) fn new(options: &PostgresOptions) -> Option<Self> {
         if options.transaction_pooler {
@@ -58,7 +58,7 @@ impl Ear {
         Some(Self {
             watchers: Watchers::new(usize::try_from(most).unwrap_or(WATCHED_MAX).min(WATCHED_MAX)),
             connect: options.listen_options(),
-            patience: options.connect_timeout + options.statement_timeout,
+            timeout: options.connect_timeout + options.statement_timeout,
             is_started: AtomicBool::new(false),
         })
     }
@@ -67,7 +67,7 @@ impl Ear {
     pub(crate) fn changed(&self, id: RecordId, runtime: &Handle) -> Pin<Box<dyn Future<Output = ()> + Send>> {
         let Some(watcher) = self.watchers.watch(id) else { return Box::pin(pending()) };
         if !self.is_started.swap(true, Ordering::Relaxed) {
-            runtime.spawn(listen(self.watchers.clone(), self.connect.clone(), self.patience));
+            runtime.spawn(listen(self.watchers.clone(), self.connect.clone(), self.timeout));
         }
         Box::pin(watcher)
     }
@@ -77,21 +77,21 @@ impl Ear {
     }
 }
 
-impl Drop for Ear {
+impl Drop for ChangeListener {
     fn drop(&mut self) {
         self.close();
     }
 }
 
 /// Why a session ended, if it was not lost.
-enum Ended {
+enum SessionEnd {
     /// Nobody waits.
     Idle,
     /// The store is gone.
     Closed,
 }
 
-async fn listen(watchers: Watchers, connect: PgConnectOptions, patience: Duration) {
+async fn listen(watchers: Watchers, connect: PgConnectOptions, timeout: Duration) {
     let mut pause = PAUSE_FIRST;
     let mut was_lost = false;
     loop {
@@ -101,13 +101,13 @@ async fn listen(watchers: Watchers, connect: PgConnectOptions, patience: Duratio
             }
         }
         let mut heard = false;
-        match session(&watchers, &connect, patience, was_lost, &mut heard).await {
-            Ok(Ended::Closed) => return,
-            Ok(Ended::Idle) => was_lost = false,
+        match session(&watchers, &connect, timeout, was_lost, &mut heard).await {
+            Ok(SessionEnd::Closed) => return,
+            Ok(SessionEnd::Idle) => was_lost = false,
             Err(error) => {
                 if heard || !was_lost {
                     tracing::warn!(
-                        error = in_words(&error),
+                        error = describe(&error),
                         "PostgreSQL cannot tell what happens in other processes; those who wait ask now and then"
                     );
                     pause = PAUSE_FIRST;
@@ -124,43 +124,43 @@ async fn listen(watchers: Watchers, connect: PgConnectOptions, patience: Duratio
 async fn session(
     watchers: &Watchers,
     connect: &PgConnectOptions,
-    patience: Duration,
+    timeout: Duration,
     was_lost: bool,
     heard: &mut bool,
-) -> Result<Ended, Error> {
+) -> Result<SessionEnd, Error> {
     // Of its own, so that the commands' connections stay what they are for.
     let pool = PgPoolOptions::new()
         .max_connections(1)
-        .acquire_timeout(patience)
+        .acquire_timeout(timeout)
         .test_before_acquire(false)
         .idle_timeout(None)
         .max_lifetime(None)
         .connect_lazy_with(connect.clone());
     let result = match PgListener::connect_with(&pool).await {
         Ok(listener) => {
-            Session { listener, watchers, patience, watched: HashSet::new() }.run(was_lost, heard).await
+            Session { listener, watchers, timeout, watched: HashSet::new() }.run(was_lost, heard).await
         }
         Err(error) => Err(error),
     };
     // It has nothing to lose, and may not answer.
-    let _ = timeout(CLOSING, pool.close()).await;
+    let _ = time::timeout(CLOSING, pool.close()).await;
     result
 }
 
 struct Session<'a> {
     listener: PgListener,
     watchers: &'a Watchers,
-    patience: Duration,
+    timeout: Duration,
     /// What the server holds for us.
     watched: HashSet<RecordId>,
 }
 
 impl Session<'_> {
-    async fn run(mut self, was_lost: bool, heard: &mut bool) -> Result<Ended, Error> {
+    async fn run(mut self, was_lost: bool, heard: &mut bool) -> Result<SessionEnd, Error> {
         self.listener.ignore_pool_close_event(true);
         // What it watched is gone with it.
         self.listener.eager_reconnect(false);
-        within(self.patience, self.listener.listen(CHANNEL)).await?;
+        with_timeout(self.timeout, self.listener.listen(CHANNEL)).await?;
         let wanted = self.watchers.watched();
         self.watch(wanted).await?;
         *heard = true;
@@ -181,13 +181,13 @@ impl Session<'_> {
                 },
                 changes = self.watchers.changes() => match changes {
                     Some(changes) => self.follow(changes).await?,
-                    None => return Ok(Ended::Closed),
+                    None => return Ok(SessionEnd::Closed),
                 },
                 _ = looks.tick() => {
                     if self.watched.is_empty() && self.watchers.is_empty() {
-                        return Ok(Ended::Idle);
+                        return Ok(SessionEnd::Idle);
                     }
-                    within(self.patience, async { self.listener.acquire().await?.ping().await }).await?;
+                    with_timeout(self.timeout, async { self.listener.acquire().await?.ping().await }).await?;
                 }
             }
         }
@@ -220,7 +220,7 @@ impl Session<'_> {
     }
 
     async fn call(&mut self, call: Call) -> Result<Vec<sqlx::postgres::PgRow>, Error> {
-        within(self.patience, async { call.prepared(self.listener.acquire().await?).await }).await
+        with_timeout(self.timeout, async { call.prepared(self.listener.acquire().await?).await }).await
     }
 }
 
@@ -228,6 +228,9 @@ fn octets(ids: &[RecordId]) -> Vec<Option<Vec<u8>>> {
     ids.iter().map(|id| Some(id.as_bytes().to_vec())).collect()
 }
 
-async fn within<T>(patience: Duration, answer: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    timeout(patience, answer).await.unwrap_or_else(|_| Err(Error::Io(ErrorKind::TimedOut.into())))
+async fn with_timeout<T>(
+    timeout: Duration,
+    answer: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    time::timeout(timeout, answer).await.unwrap_or_else(|_| Err(Error::Io(ErrorKind::TimedOut.into())))
 }

@@ -65,7 +65,7 @@ pub(crate) async fn prove(wire: &Wire, key: &str, limit: Duration) -> Result<Pro
         let mut waits = cmd("WAITAOF");
         waits.arg(1).arg(0).arg(GLANCE_MILLIS);
         let counts = ask_one(wire, &waits, limit + Duration::from_millis(GLANCE_MILLIS)).await?;
-        let (local, _): (i64, i64) = redis::from_redis_value(counts).map_err(|_| Failure::Senseless)?;
+        let (local, _): (i64, i64) = redis::from_redis_value(counts).map_err(|_| Failure::UnexpectedReply)?;
         if local == 0 {
             continue;
         }

@@ -7,27 +7,27 @@ use redis::{ErrorKind, RedisError};
 
 /// Why a URL names no store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UrlError(pub(crate) String);
+pub struct RedisUrlError(pub(crate) String);
 
-impl fmt::Display for UrlError {
+impl fmt::Display for RedisUrlError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for UrlError {}
+impl std::error::Error for RedisUrlError {}
 
 /// Why a store does not open. Its `Display` is a sentence for whoever runs the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum RedisOpenError {
     /// It cannot be reached, or not yet used. Trying again may help.
     Unreachable(String),
     /// Its configuration, or this one, does not fit. Trying again does not help.
     Unfit(String),
 }
 
-impl fmt::Display for OpenError {
+impl fmt::Display for RedisOpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreachable(what) | Self::Unfit(what) => f.write_str(what),
@@ -35,7 +35,7 @@ impl fmt::Display for OpenError {
     }
 }
 
-impl std::error::Error for OpenError {}
+impl std::error::Error for RedisOpenError {}
 
 /// Why a command has no answer. What the server writes beside its error code is never shown: it may repeat the arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub(crate) enum Failure {
     /// A script found a record that cannot be read, for this reason.
     Corrupt(String),
     /// The server said something that makes no sense.
-    Senseless,
+    UnexpectedReply,
     /// The server cannot do what it is there for.
     Unfit(&'static str),
 }
@@ -86,7 +86,7 @@ impl Failure {
                 }
             }
             ErrorKind::AuthenticationFailed => Self::Refused("WRONGPASS".to_owned()),
-            ErrorKind::Parse | ErrorKind::UnexpectedReturnType => Self::Senseless,
+            ErrorKind::Parse | ErrorKind::UnexpectedReturnType => Self::UnexpectedReply,
             ErrorKind::ClusterConnectionNotFound => {
                 // The client may have sent it before, on a connection that it then lost.
                 Self::Lost("there is no connection to the part of the Cluster that has the record")
@@ -98,7 +98,7 @@ impl Failure {
     /// Whether another connection is needed: this one is gone, or leads to a server that takes no writes.
     pub(crate) fn spoils_connection(&self) -> bool {
         match self {
-            Self::Lost(_) | Self::Senseless => true,
+            Self::Lost(_) | Self::UnexpectedReply => true,
             Self::Refused(code) => {
                 matches!(code.as_str(), "READONLY" | "MASTERDOWN" | "LOADING" | "NOAUTH" | "WRONGPASS")
             }
@@ -147,7 +147,7 @@ impl fmt::Display for Failure {
                 None => write!(f, "the server refused the command ({code})"),
             },
             Self::Corrupt(why) => write!(f, "the record in Redis cannot be read: {why}"),
-            Self::Senseless => f.write_str("the server's answer makes no sense"),
+            Self::UnexpectedReply => f.write_str("the server's answer makes no sense"),
         }
     }
 }
@@ -172,7 +172,7 @@ impl From<Failure> for StoreError {
     }
 }
 
-impl From<Failure> for OpenError {
+impl From<Failure> for RedisOpenError {
     fn from(failure: Failure) -> Self {
         let text = failure.to_string();
         match &failure {
@@ -181,7 +181,7 @@ impl From<Failure> for OpenError {
             {
                 Self::Unfit(text)
             }
-            Failure::Senseless | Failure::Unfit(_) => Self::Unfit(text),
+            Failure::UnexpectedReply | Failure::Unfit(_) => Self::Unfit(text),
             _ => Self::Unreachable(text),
         }
     }

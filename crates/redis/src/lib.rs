@@ -53,7 +53,7 @@
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
-mod answer;
+mod applied_check;
 mod clock;
 pub mod contract;
 mod disk;
@@ -63,16 +63,16 @@ mod list;
 mod options;
 mod probe;
 mod replicas;
+mod reply;
 mod rights;
 mod slots;
 mod store;
 mod watch;
-mod witness;
 
 #[cfg(test)]
 mod tests;
 
-pub use error::{OpenError, UrlError};
+pub use error::{RedisOpenError, RedisUrlError};
 pub use options::RedisOptions;
-pub use probe::{Finding, Gravity};
+pub use probe::{Finding, Severity};
 pub use store::RedisStore;

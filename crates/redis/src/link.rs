@@ -17,9 +17,9 @@ use tokio::runtime::Handle;
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
-use crate::error::{Failure, OpenError};
+use crate::error::{Failure, RedisOpenError};
 use crate::options::{RedisOptions, Topology};
-use crate::probe::{Gravity, Server, check_fit, inspect};
+use crate::probe::{Server, Severity, check_fit, inspect};
 use crate::slots::{Node, Slots};
 use crate::watch::Pushes;
 
@@ -49,10 +49,10 @@ struct State {
     /// Why nothing new may be claimed, if the server's configuration would lose it.
     unfit: Option<String>,
     number: u64,
-    failed: Option<Failed>,
+    failed: Option<FailedConnect>,
 }
 
-struct Failed {
+struct FailedConnect {
     until: Instant,
     pause: Duration,
     why: String,
@@ -73,7 +73,7 @@ pub(crate) enum Wire {
 
 impl Link {
     /// Connects for the first time.
-    pub(crate) async fn open(options: RedisOptions, runtime: Handle) -> Result<Arc<Self>, OpenError> {
+    pub(crate) async fn open(options: RedisOptions, runtime: Handle) -> Result<Arc<Self>, RedisOpenError> {
         let found = connect_within(&options).await?;
         found.fit?;
         let connection = Some(Connection { number: 0, wire: found.wire });
@@ -106,11 +106,11 @@ impl Link {
     /// Reads the server's configuration, and takes note of it.
     ///
     /// # Errors
-    /// [`OpenError::Unfit`] if nothing new may be claimed there.
-    pub(crate) async fn inspect(&self, connection: &Connection) -> Result<(), OpenError> {
+    /// [`RedisOpenError::Unfit`] if nothing new may be claimed there.
+    pub(crate) async fn inspect(&self, connection: &Connection) -> Result<(), RedisOpenError> {
         let server = inspect(&connection.wire, &self.options).await?;
         let fit = check_fit(&connection.wire, &self.options, &server).await;
-        if let Err(error @ OpenError::Unreachable(_)) = fit {
+        if let Err(error @ RedisOpenError::Unreachable(_)) = fit {
             return Err(error);
         }
         self.note(server, &fit);
@@ -118,7 +118,7 @@ impl Link {
     }
 
     /// Takes note of what was found out about the server, and logs what is new.
-    fn note(&self, server: Server, fit: &Result<(), OpenError>) {
+    fn note(&self, server: Server, fit: &Result<(), RedisOpenError>) {
         let unfit = fit.as_ref().err().map(ToString::to_string);
         let mut state = self.state();
         let before = std::mem::replace(&mut state.server, server.clone()).findings();
@@ -126,9 +126,9 @@ impl Link {
         drop(state);
         let shown = self.options.shown();
         for finding in server.findings().into_iter().filter(|finding| !before.contains(finding)) {
-            match finding.gravity {
-                Gravity::Fine => info!("store {shown}: {finding}"),
-                Gravity::Warning => warn!("store {shown}: {finding}"),
+            match finding.severity {
+                Severity::Fine => info!("store {shown}: {finding}"),
+                Severity::Warning => warn!("store {shown}: {finding}"),
             }
         }
         match (was_unfit, unfit) {
@@ -192,7 +192,7 @@ impl Link {
         Some(Err(Failure::NotSent(failed.why.clone())))
     }
 
-    fn connected(&self, result: Result<Found, OpenError>) -> Result<Connection, Failure> {
+    fn connected(&self, result: Result<InspectedConnection, RedisOpenError>) -> Result<Connection, Failure> {
         match result {
             Ok(found) => {
                 // First of all, so that nothing is claimed on what is not fit.
@@ -215,7 +215,7 @@ impl Link {
                 } else {
                     debug!(error = %ErrorChain(&error), ?pause, "still cannot connect to Redis");
                 }
-                state.failed = Some(Failed { until: Instant::now() + pause, pause, why: why.clone() });
+                state.failed = Some(FailedConnect { until: Instant::now() + pause, pause, why: why.clone() });
                 Err(Failure::NotSent(why))
             }
         }
@@ -274,14 +274,14 @@ impl Link {
 
     /// Who has which part of the Cluster, as the node says that has this key.
     pub(crate) async fn slots(&self, connection: &Connection, key: &str) -> Result<Slots, Failure> {
-        let Wire::Cluster(cluster) = &connection.wire else { return Err(Failure::Senseless) };
+        let Wire::Cluster(cluster) = &connection.wire else { return Err(Failure::UnexpectedReply) };
         let node = SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master));
         let mut command = cmd("CLUSTER");
         command.arg("SLOTS");
         let answer =
             routed(cluster.clone(), command, RoutingInfo::SingleNode(node), self.options.timeout).await?;
-        let (host, _) = self.options.hosts.first().ok_or(Failure::Senseless)?;
-        Slots::read(answer, host).ok_or(Failure::Senseless)
+        let (host, _) = self.options.hosts.first().ok_or(Failure::UnexpectedReply)?;
+        Slots::read(answer, host).ok_or(Failure::UnexpectedReply)
     }
 
     /// Gives the connection up, if it is still this one and no longer of use. A Cluster's mends itself.
@@ -320,7 +320,7 @@ pub(crate) async fn ask_all(wire: &Wire, command: &Cmd, limit: Duration) -> Resu
             let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
             match routed(cluster.clone(), command.clone(), all, limit).await? {
                 Value::Map(pairs) => Ok(pairs.into_iter().map(|(_, value)| value).collect()),
-                _ => Err(Failure::Senseless),
+                _ => Err(Failure::UnexpectedReply),
             }
         }
     }
@@ -347,7 +347,7 @@ pub(crate) async fn pipelined(
     pipeline: &Pipeline,
     limit: Duration,
 ) -> Result<Vec<Result<Value, Failure>>, Failure> {
-    let Wire::One(one) = wire else { return Err(Failure::Senseless) };
+    let Wire::One(one) = wire else { return Err(Failure::UnexpectedReply) };
     let (mut one, mut pipeline) = (one.clone(), pipeline.clone());
     pipeline.ignore_errors();
     let answers = timeout(limit, pipeline.query_async::<Value>(&mut one)).await;
@@ -356,7 +356,7 @@ pub(crate) async fn pipelined(
             let each = |answer: Value| answer.extract_error().map_err(|error| Failure::of(&error));
             Ok(answers.into_iter().map(each).collect())
         }
-        _ => Err(Failure::Senseless),
+        _ => Err(Failure::UnexpectedReply),
     }
 }
 
@@ -381,30 +381,30 @@ async fn bounded(
 }
 
 /// A connection, and what was found out about its server.
-struct Found {
+struct InspectedConnection {
     wire: Wire,
     server: Server,
-    fit: Result<(), OpenError>,
+    fit: Result<(), RedisOpenError>,
 }
 
-async fn connect_within(options: &RedisOptions) -> Result<Found, OpenError> {
+async fn connect_within(options: &RedisOptions) -> Result<InspectedConnection, RedisOpenError> {
     match timeout(options.connect_timeout, connect(options)).await {
         Ok(result) => result,
-        Err(_) => Err(OpenError::Unreachable(format!("{} did not answer in time", options.shown()))),
+        Err(_) => Err(RedisOpenError::Unreachable(format!("{} did not answer in time", options.shown()))),
     }
 }
 
-async fn connect(options: &RedisOptions) -> Result<Found, OpenError> {
+async fn connect(options: &RedisOptions) -> Result<InspectedConnection, RedisOpenError> {
     let wire = wire(options, None).await?;
     let server = inspect(&wire, options).await?;
     match check_fit(&wire, options, &server).await {
-        Err(error @ OpenError::Unreachable(_)) => Err(error),
-        fit => Ok(Found { wire, server, fit }),
+        Err(error @ RedisOpenError::Unreachable(_)) => Err(error),
+        fit => Ok(InspectedConnection { wire, server, fit }),
     }
 }
 
 /// A connection; with `pushes` one that listens.
-async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, OpenError> {
+async fn wire(options: &RedisOptions, pushes: Option<&Pushes>) -> Result<Wire, RedisOpenError> {
     install_provider(options);
     Ok(match &options.topology {
         Topology::Single => {
@@ -428,7 +428,7 @@ async fn connect_one(
     host: &str,
     port: u16,
     pushes: Option<&Pushes>,
-) -> Result<MultiplexedConnection, OpenError> {
+) -> Result<MultiplexedConnection, RedisOpenError> {
     let (mut login, mut config) = (login(options, options.database), config(options));
     if let Some(pushes) = pushes {
         login = login.set_protocol(ProtocolVersion::RESP3);
@@ -444,7 +444,7 @@ async fn connect_primary(
     options: &RedisOptions,
     service: &str,
     pushes: Option<&Pushes>,
-) -> Result<MultiplexedConnection, OpenError> {
+) -> Result<MultiplexedConnection, RedisOpenError> {
     let mut why = unfit("the URL names no sentinel");
     for (host, port) in &options.hosts {
         match ask_sentinel(options, service, host, *port).await {
@@ -455,7 +455,7 @@ async fn connect_primary(
                     Value::Array(role) if role.first() == Some(&Value::BulkString(b"master".to_vec())) => {
                         Ok(connection)
                     }
-                    _ => Err(OpenError::Unreachable(format!(
+                    _ => Err(RedisOpenError::Unreachable(format!(
                         "{host}:{port}, which a sentinel names as the primary, is none (yet)"
                     ))),
                 };
@@ -471,27 +471,29 @@ async fn ask_sentinel(
     service: &str,
     host: &str,
     port: u16,
-) -> Result<(String, u16), OpenError> {
+) -> Result<(String, u16), RedisOpenError> {
     // Sentinels have users of their own; what is in the URL is for the server.
     let client = client(options, host, port, RedisConnectionInfo::default())?;
     // A part of the time only, so that the others can be asked.
     let part = options.connect_timeout / 4;
     let sentinel = timeout(part, client.get_multiplexed_async_connection_with_config(&config(options))).await;
     let sentinel = sentinel
-        .map_err(|_| OpenError::Unreachable(format!("the sentinel {host}:{port} did not answer in time")))?
+        .map_err(|_| {
+            RedisOpenError::Unreachable(format!("the sentinel {host}:{port} did not answer in time"))
+        })?
         .map_err(|error| connect_error(host, port, &error))?;
     let mut command = cmd("SENTINEL");
     command.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
     let answer = query(Wire::One(sentinel), &command, part).await?;
     let unknown =
-        || OpenError::Unreachable(format!("the sentinel {host}:{port} knows no primary of {service}"));
+        || RedisOpenError::Unreachable(format!("the sentinel {host}:{port} knows no primary of {service}"));
     redis::from_redis_value::<Option<(String, u16)>>(answer).ok().flatten().ok_or_else(unknown)
 }
 
 async fn connect_cluster(
     options: &RedisOptions,
     pushes: Option<&Pushes>,
-) -> Result<ClusterConnection, OpenError> {
+) -> Result<ClusterConnection, RedisOpenError> {
     let nodes = options.hosts.iter().map(|(host, port)| info(options, host, *port, login(options, 0)));
     let mut builder = ClusterClient::builder(nodes.collect::<Result<Vec<_>, _>>()?)
         .connection_timeout(options.connect_timeout)
@@ -503,10 +505,10 @@ async fn connect_cluster(
     if let Some(pushes) = pushes {
         builder = builder.use_protocol(ProtocolVersion::RESP3).push_sender(pushes.clone());
     }
-    let cluster = builder.build().map_err(|error| OpenError::from(Failure::of(&error)))?;
+    let cluster = builder.build().map_err(|error| RedisOpenError::from(Failure::of(&error)))?;
     let connection = cluster.get_async_connection().await;
     connection
-        .map_err(|error| OpenError::Unreachable(format!("{}: {}", options.shown(), Failure::of(&error))))
+        .map_err(|error| RedisOpenError::Unreachable(format!("{}: {}", options.shown(), Failure::of(&error))))
 }
 
 fn login(options: &RedisOptions, database: u32) -> RedisConnectionInfo {
@@ -527,13 +529,13 @@ fn info(
     host: &str,
     port: u16,
     login: RedisConnectionInfo,
-) -> Result<ConnectionInfo, OpenError> {
+) -> Result<ConnectionInfo, RedisOpenError> {
     let address = if options.tls {
         ConnectionAddr::TcpTls { host: host.to_owned(), port, insecure: false, tls_params: None }
     } else {
         ConnectionAddr::Tcp(host.to_owned(), port)
     };
-    let info = address.into_connection_info().map_err(|error| OpenError::from(Failure::of(&error)))?;
+    let info = address.into_connection_info().map_err(|error| RedisOpenError::from(Failure::of(&error)))?;
     Ok(info.set_redis_settings(login))
 }
 
@@ -542,7 +544,7 @@ fn client(
     host: &str,
     port: u16,
     login: RedisConnectionInfo,
-) -> Result<Client, OpenError> {
+) -> Result<Client, RedisOpenError> {
     let info = info(options, host, port, login)?;
     let client =
         if options.tls { Client::build_with_tls(info, certificates(options)?) } else { Client::open(info) };
@@ -550,9 +552,9 @@ fn client(
     client.map_err(|_| unfit("the TLS certificates or the address cannot be used"))
 }
 
-fn certificates(options: &RedisOptions) -> Result<TlsCertificates, OpenError> {
+fn certificates(options: &RedisOptions) -> Result<TlsCertificates, RedisOpenError> {
     let read = |path: &std::path::PathBuf| {
-        fs::read(path).map_err(|error| OpenError::Unfit(format!("ca: {}: {error}", path.display())))
+        fs::read(path).map_err(|error| RedisOpenError::Unfit(format!("ca: {}: {error}", path.display())))
     };
     Ok(TlsCertificates { client_tls: None, root_cert: options.ca.as_ref().map(read).transpose()? })
 }
@@ -565,21 +567,25 @@ fn config(options: &RedisOptions) -> AsyncConnectionConfig {
         .set_pipeline_buffer_size(limits::WAITERS_MAX)
 }
 
-fn connect_error(host: &str, port: u16, error: &RedisError) -> OpenError {
+fn connect_error(host: &str, port: u16, error: &RedisError) -> RedisOpenError {
     match Failure::of(error) {
         // The client says this of SELECT. The server's own words are left out.
-        Failure::Refused(_) if error.to_string().contains("switch database") => OpenError::Unfit(format!(
-            "{host}:{port}: the server refuses the database of the URL: it has none of this number, or the user may not use it"
-        )),
+        Failure::Refused(_) if error.to_string().contains("switch database") => {
+            RedisOpenError::Unfit(format!(
+                "{host}:{port}: the server refuses the database of the URL: it has none of this number, or the user may not use it"
+            ))
+        }
         // The words of the operating system: refused, unknown host, a certificate that does not fit.
-        Failure::Lost(_) => OpenError::Unreachable(format!("{host}:{port}: {}", ErrorChain(error))),
-        failure => match OpenError::from(failure) {
-            OpenError::Unreachable(what) => OpenError::Unreachable(format!("{host}:{port}: {what}")),
-            OpenError::Unfit(what) => OpenError::Unfit(format!("{host}:{port}: {what}")),
+        Failure::Lost(_) => RedisOpenError::Unreachable(format!("{host}:{port}: {}", ErrorChain(error))),
+        failure => match RedisOpenError::from(failure) {
+            RedisOpenError::Unreachable(what) => {
+                RedisOpenError::Unreachable(format!("{host}:{port}: {what}"))
+            }
+            RedisOpenError::Unfit(what) => RedisOpenError::Unfit(format!("{host}:{port}: {what}")),
         },
     }
 }
 
-fn unfit(what: &str) -> OpenError {
-    OpenError::Unfit(what.to_owned())
+fn unfit(what: &str) -> RedisOpenError {
+    RedisOpenError::Unfit(what.to_owned())
 }

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use oncegate_core::{ListPage, ListQuery, RecordId, StoreError, StoreErrorKind};
 use redis::{Value, cmd};
 
-use crate::answer::{number, octets, senseless};
 use crate::contract::record_of;
 use crate::error::Failure;
 use crate::link::{Connection, Link, ask_all};
+use crate::reply::{number, octets, unexpected_reply};
 use crate::store::Shared;
 
 /// Most keys that one page looks at.
@@ -129,11 +129,12 @@ async fn nodes(link: &Link, connection: &Connection) -> Result<Vec<(String, u16)
         ask_all(connection.wire(), &command, link.options().timeout).await.map_err(StoreError::from)?;
     let mut nodes = Vec::with_capacity(said.len());
     for text in said {
-        let text: String = redis::from_redis_value(text).map_err(|_| senseless())?;
-        let line = text.lines().find(|line| line.contains("myself")).ok_or_else(senseless)?;
+        let text: String = redis::from_redis_value(text).map_err(|_| unexpected_reply())?;
+        let line = text.lines().find(|line| line.contains("myself")).ok_or_else(unexpected_reply)?;
         let address = line.split(' ').nth(1).and_then(|address| address.split(['@', ',']).next());
-        let (host, port) = address.and_then(|address| address.rsplit_once(':')).ok_or_else(senseless)?;
-        nodes.push((host.to_owned(), port.parse().map_err(|_| senseless())?));
+        let (host, port) =
+            address.and_then(|address| address.rsplit_once(':')).ok_or_else(unexpected_reply)?;
+        nodes.push((host.to_owned(), port.parse().map_err(|_| unexpected_reply())?));
     }
     nodes.sort();
     Ok(nodes)
@@ -149,10 +150,13 @@ async fn scan(
 ) -> Result<(u64, Vec<RecordId>), StoreError> {
     let mut command = cmd("SCAN");
     command.arg(from).arg("MATCH").arg("oncegate:{*}").arg("COUNT").arg(count);
-    let Value::Array(parts) = link.send_to(connection, node, command).await? else { return Err(senseless()) };
+    let Value::Array(parts) = link.send_to(connection, node, command).await? else {
+        return Err(unexpected_reply());
+    };
     let mut parts = parts.into_iter();
-    let next = parts.next().and_then(octets).and_then(|digits| number(&digits)).ok_or_else(senseless)?;
-    let Some(Value::Array(keys)) = parts.next() else { return Err(Failure::Senseless.into()) };
+    let next =
+        parts.next().and_then(octets).and_then(|digits| number(&digits)).ok_or_else(unexpected_reply)?;
+    let Some(Value::Array(keys)) = parts.next() else { return Err(Failure::UnexpectedReply.into()) };
     let mut ids: Vec<_> = keys.into_iter().filter_map(|key| record_of(&octets(key)?)).collect();
     ids.sort_unstable();
     ids.dedup();

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::error::UrlError;
+use crate::error::RedisUrlError;
 
 /// Where the store is, and how it is used. `Debug` and [`shown`](Self::shown) leave the password out.
 #[derive(Clone, PartialEq, Eq)]
@@ -95,9 +95,9 @@ impl RedisOptions {
     /// | `danger-allow-eviction=true` | false | also where the server evicts records, which then execute again |
     ///
     /// # Errors
-    /// [`UrlError`], which does not repeat the password.
-    pub fn from_url(url: &str) -> Result<Self, UrlError> {
-        let bad = |what: &str| UrlError(what.to_owned());
+    /// [`RedisUrlError`], which does not repeat the password.
+    pub fn from_url(url: &str) -> Result<Self, RedisUrlError> {
+        let bad = |what: &str| RedisUrlError(what.to_owned());
         let (scheme, rest) = url.split_once("://").ok_or_else(|| bad("a Redis URL starts with redis://"))?;
         let (_, scheme, tls) = SCHEMES.into_iter().find(|(name, ..)| *name == scheme).ok_or_else(|| {
             bad("a Redis URL starts with redis://, rediss://, redis-cluster:// or redis-sentinel://")
@@ -154,11 +154,11 @@ impl RedisOptions {
         Ok(options)
     }
 
-    fn read_query(&mut self, query: &str) -> Result<(), UrlError> {
+    fn read_query(&mut self, query: &str) -> Result<(), RedisUrlError> {
         let (mut replicas, mut aof, mut wait_timeout) = (0, false, None);
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-            let bad = |what: &str| UrlError(format!("{name}: {what}"));
+            let bad = |what: &str| RedisUrlError(format!("{name}: {what}"));
             match name {
                 "timeout" => self.timeout = duration_of(value).ok_or_else(|| bad(DURATION))?,
                 "connect-timeout" => {
@@ -174,7 +174,7 @@ impl RedisOptions {
                     self.danger_allow_eviction = value.parse().map_err(|_| bad("write true or false"))?;
                 }
                 _ => {
-                    return Err(UrlError(
+                    return Err(RedisUrlError(
                         "a Redis URL may say timeout, connect-timeout, ca, wait-replicas, wait-aof, wait-timeout and \
                          danger-allow-eviction behind its ?, and nothing else"
                             .to_owned(),
@@ -283,8 +283,9 @@ fn duration_of(text: &str) -> Option<Duration> {
     (10..=60_000).contains(&millis).then(|| Duration::from_millis(millis))
 }
 
-fn host_of(text: &str, port: u16) -> Result<(String, u16), UrlError> {
-    let bad = || UrlError("a host of a Redis URL is written host, host:port or [address]:port".to_owned());
+fn host_of(text: &str, port: u16) -> Result<(String, u16), RedisUrlError> {
+    let bad =
+        || RedisUrlError("a host of a Redis URL is written host, host:port or [address]:port".to_owned());
     let (host, rest) = match text.strip_prefix('[') {
         Some(text) => text.split_once(']').ok_or_else(bad)?,
         None => text.split_at(text.find(':').unwrap_or(text.len())),
@@ -301,9 +302,10 @@ fn host_of(text: &str, port: u16) -> Result<(String, u16), UrlError> {
 }
 
 /// What percent-encoding stands for; nothing where it is empty.
-fn decoded(text: &str) -> Result<Option<String>, UrlError> {
-    let bad =
-        || UrlError("a % in a Redis URL has two hexadecimal digits behind it; write %25 for it".to_owned());
+fn decoded(text: &str) -> Result<Option<String>, RedisUrlError> {
+    let bad = || {
+        RedisUrlError("a % in a Redis URL has two hexadecimal digits behind it; write %25 for it".to_owned())
+    };
     let mut octets = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(octet) = rest.next() {

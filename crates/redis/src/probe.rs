@@ -8,7 +8,7 @@ use oncegate_core::{Capabilities, Durability, Fencing};
 use redis::{Value, cmd};
 
 use crate::contract::AUDIT_KEY;
-use crate::error::{Failure, OpenError};
+use crate::error::{Failure, RedisOpenError};
 use crate::link::{Wire, ask_all};
 use crate::options::{RedisOptions, Topology, Wait};
 use crate::rights::{Refused, refused};
@@ -16,7 +16,7 @@ use crate::rights::{Refused, refused};
 /// How bad a [`Finding`] is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Gravity {
+pub enum Severity {
     /// As it should be.
     Fine,
     /// Somebody should know.
@@ -27,7 +27,7 @@ pub enum Gravity {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// How bad it is.
-    pub gravity: Gravity,
+    pub severity: Severity,
     /// The sentence.
     pub text: String,
 }
@@ -62,7 +62,7 @@ pub(crate) struct Server {
 }
 
 /// Asks the server, and refuses one that the scripts cannot run on.
-pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Server, OpenError> {
+pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Server, RedisOpenError> {
     let mut worst: Option<Server> = None;
     for node in nodes(wire, options).await? {
         let server = read(&node, options)?;
@@ -71,7 +71,8 @@ pub(crate) async fn inspect(wire: &Wire, options: &RedisOptions) -> Result<Serve
             Some(other) => other.or_worse(server),
         });
     }
-    let mut worst = worst.ok_or_else(|| OpenError::Unreachable("the Cluster has no primary".to_owned()))?;
+    let mut worst =
+        worst.ok_or_else(|| RedisOpenError::Unreachable("the Cluster has no primary".to_owned()))?;
     // A part of a Cluster that is down says nothing about rights; other questions find that out.
     worst.refused = refused(wire, options.timeout).await.unwrap_or_default();
     Ok(worst)
@@ -98,10 +99,14 @@ fn live_replicas(node: &Node, wait: Option<Wait>) -> Option<u64> {
 }
 
 /// Refuses a server whose configuration would lose records although the options do not accept that.
-pub(crate) async fn check_fit(wire: &Wire, options: &RedisOptions, server: &Server) -> Result<(), OpenError> {
+pub(crate) async fn check_fit(
+    wire: &Wire,
+    options: &RedisOptions,
+    server: &Server,
+) -> Result<(), RedisOpenError> {
     if server.evicts && !options.danger_allow_eviction {
         let policy = server.policy.as_deref().unwrap_or("?");
-        return Err(OpenError::Unfit(format!(
+        return Err(RedisOpenError::Unfit(format!(
             "the server's maxmemory-policy is {policy}: when its memory is used up it removes records, and each of their keys \
              executes again. Set it to noeviction, or say danger-allow-eviction=true"
         )));
@@ -113,12 +118,17 @@ pub(crate) async fn check_fit(wire: &Wire, options: &RedisOptions, server: &Serv
 }
 
 /// Whether replicas and disks can be waited for: what the server says of itself, and then itself.
-async fn waits(wire: &Wire, options: &RedisOptions, wait: Wait, server: &Server) -> Result<(), OpenError> {
-    let unfit = |what: String| Err(OpenError::Unfit(what));
+async fn waits(
+    wire: &Wire,
+    options: &RedisOptions,
+    wait: Wait,
+    server: &Server,
+) -> Result<(), RedisOpenError> {
+    let unfit = |what: String| Err(RedisOpenError::Unfit(what));
     let refused = |failure: Failure, name: &str, words: &str| match failure {
-        Failure::Refused(code) if code == "ERR" => OpenError::Unfit(format!("{name}: {words}")),
+        Failure::Refused(code) if code == "ERR" => RedisOpenError::Unfit(format!("{name}: {words}")),
         Failure::Refused(code) if code == "NOPERM" => {
-            OpenError::Unfit(format!("{name}: the server's ACL does not allow it; grant it to the user"))
+            RedisOpenError::Unfit(format!("{name}: the server's ACL does not allow it; grant it to the user"))
         }
         failure => failure.into(),
     };
@@ -156,7 +166,7 @@ async fn waits(wire: &Wire, options: &RedisOptions, wait: Wait, server: &Server)
 type Node = HashMap<String, String>;
 
 /// What each primary says of itself.
-async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, OpenError> {
+async fn nodes(wire: &Wire, options: &RedisOptions) -> Result<Vec<Node>, RedisOpenError> {
     let limit = options.timeout;
     let mut info = cmd("INFO");
     info.arg("everything");
@@ -208,7 +218,7 @@ const DEFAULT_WRITES: &str = "oncegate:default";
 
 /// Whether the default user may do what the scripts do. Before redis/redis#14541 and valkey-io/valkey#3983 were mended,
 /// a server that loads its append-only file skips whatever the default user may not do, if it was done by a script.
-async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bool>, OpenError> {
+async fn default_writes(wire: &Wire, options: &RedisOptions) -> Result<Option<bool>, RedisOpenError> {
     if options.user.as_deref().is_none_or(|user| user == "default") {
         return Ok(Some(true));
     }
@@ -228,7 +238,7 @@ fn info_of(info: Value) -> Node {
     text.lines().filter_map(pair).collect()
 }
 
-fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
+fn read(node: &Node, options: &RedisOptions) -> Result<Server, RedisOpenError> {
     let get = |name: &str| node.get(name).cloned();
     let valkey = get("valkey_version");
     let version = valkey.clone().or_else(|| get("redis_version"));
@@ -237,32 +247,36 @@ fn read(node: &Node, options: &RedisOptions) -> Result<Server, OpenError> {
     let major = version.as_deref().and_then(|version| version.split('.').next()?.parse::<u32>().ok());
     if major.is_some_and(|major| major < 7) {
         let version = version.unwrap_or_default();
-        return Err(OpenError::Unfit(format!(
+        return Err(RedisOpenError::Unfit(format!(
             "the server is {product} {version}; 7.0 is the oldest that can be used"
         )));
     }
     // The scripts spell numbers through a C `long`, which has to hold a time in milliseconds.
     if get("arch_bits").as_deref() == Some("32") {
-        return Err(OpenError::Unfit(format!("the server is a 32-bit {product}; a 64-bit one is needed")));
+        return Err(RedisOpenError::Unfit(format!(
+            "the server is a 32-bit {product}; a 64-bit one is needed"
+        )));
     }
     match (get("redis_mode").or_else(|| get("server_mode")).as_deref(), &options.topology) {
         (Some("sentinel"), _) => {
-            return Err(OpenError::Unfit(
+            return Err(RedisOpenError::Unfit(
                 "the address is that of a sentinel; write redis-sentinel://…/service".to_owned(),
             ));
         }
         (Some("cluster"), Topology::Single | Topology::Sentinel { .. }) => {
-            return Err(OpenError::Unfit(
+            return Err(RedisOpenError::Unfit(
                 "the server is part of a Cluster; write redis-cluster://".to_owned(),
             ));
         }
         (Some("standalone"), Topology::Cluster) => {
-            return Err(OpenError::Unfit("the server is not part of a Cluster; write redis://".to_owned()));
+            return Err(RedisOpenError::Unfit(
+                "the server is not part of a Cluster; write redis://".to_owned(),
+            ));
         }
         _ => {}
     }
     if get("role").as_deref() == Some("slave") {
-        return Err(OpenError::Unreachable("the server is a replica".to_owned()));
+        return Err(RedisOpenError::Unreachable("the server is a replica".to_owned()));
     }
     let policy = get("maxmemory_policy");
     let minor = version.as_deref().and_then(|version| version.split('.').nth(1)?.parse::<u32>().ok());
@@ -347,8 +361,8 @@ impl Server {
 
     /// All of it in sentences.
     pub(crate) fn findings(&self) -> Vec<Finding> {
-        let fine = |text: String| Finding { gravity: Gravity::Fine, text };
-        let warning = |text: &str| Finding { gravity: Gravity::Warning, text: text.to_owned() };
+        let fine = |text: String| Finding { severity: Severity::Fine, text };
+        let warning = |text: &str| Finding { severity: Severity::Warning, text: text.to_owned() };
         let mut found = vec![fine(self.name.clone())];
         found.push(match (&self.policy, self.evicts) {
             (None, _) => warning(
@@ -356,7 +370,7 @@ impl Server {
                  their keys execute again",
             ),
             (Some(policy), true) => Finding {
-                gravity: Gravity::Warning,
+                severity: Severity::Warning,
                 text: format!(
                     "maxmemory-policy is {policy}: when memory is used up, records are removed, and their keys EXECUTE AGAIN"
                 ),
@@ -465,7 +479,7 @@ mod tests {
             (found.durability, found.fencing)
         };
         assert_eq!(promise(&server()), (Durability::Synced, Fencing::Monotonic));
-        assert!(server().findings().iter().all(|finding| finding.gravity == Gravity::Fine));
+        assert!(server().findings().iter().all(|finding| finding.severity == Severity::Fine));
         let weaker = [
             Server { policy: None, ..server() },
             Server { evicts: true, ..server() },
@@ -483,7 +497,7 @@ mod tests {
         ];
         for server in weaker {
             assert_eq!(promise(&server), (Durability::Buffered, Fencing::Equality), "{server:?}");
-            let warnings = server.findings().iter().filter(|f| f.gravity == Gravity::Warning).count();
+            let warnings = server.findings().iter().filter(|f| f.severity == Severity::Warning).count();
             assert_eq!(warnings, 1, "{server:?}");
         }
     }
@@ -507,7 +521,7 @@ mod tests {
             ("redis_mode", "cluster"),
             ("redis_mode", "sentinel"),
         ] {
-            assert!(matches!(read(&[unfit]), Err(OpenError::Unfit(_))), "{unfit:?}");
+            assert!(matches!(read(&[unfit]), Err(RedisOpenError::Unfit(_))), "{unfit:?}");
         }
     }
 

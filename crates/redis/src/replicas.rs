@@ -16,13 +16,13 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tracing::warn;
 
+use crate::applied_check::{AppliedCheck, FIELDS};
 use crate::contract::record_key;
 use crate::disk::{FSYNC, Proof, fsync_of, prove};
 use crate::error::Failure;
 use crate::link::{Connection, Link, Wire, pipelined};
 use crate::options::Wait;
 use crate::slots::{Node, Slots, slot_of};
-use crate::witness::{FIELDS, Witness};
 
 /// The hash tag of what is written where there is no Cluster.
 const TAG: &str = "wait";
@@ -60,12 +60,12 @@ struct Queue {
     waiting: VecDeque<Waiter>,
     /// Whether somebody sees to them.
     is_served: bool,
-    place: Option<Place>,
+    place: Option<WaitConnection>,
 }
 
 /// Where one waits.
 #[derive(Clone)]
-struct Place {
+struct WaitConnection {
     wire: Wire,
     /// Beside which connection.
     connection: u64,
@@ -75,15 +75,15 @@ struct Place {
 
 struct Waiter {
     key: String,
-    witness: Witness,
+    applied_check: AppliedCheck,
     /// Which connection the command was answered on.
     connection: u64,
-    tell: oneshot::Sender<Result<(), Short>>,
+    tell: oneshot::Sender<Result<(), Shortfall>>,
 }
 
 /// Why it does not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Short {
+enum Shortfall {
     /// So many replicas have it, of so many.
     Replicas(i64, u32),
     /// It is not on the server's own disk.
@@ -94,7 +94,7 @@ enum Short {
     Failed(Failure),
 }
 
-impl fmt::Display for Short {
+impl fmt::Display for Shortfall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Replicas(count, of) => write!(f, "{count} of {of} replicas have the record in time"),
@@ -119,17 +119,19 @@ impl Replicas {
         link: &Arc<Link>,
         connection: &Connection,
         id: &RecordId,
-        witness: Witness,
+        applied_check: AppliedCheck,
     ) -> Result<(), StoreError> {
-        let Err(short) = self.wait_for(wait, link, connection, id, witness).await else { return Ok(()) };
+        let Err(short) = self.wait_for(wait, link, connection, id, applied_check).await else {
+            return Ok(());
+        };
         let mut extent = Extent::Writes;
         if connection.is_cluster() {
             // Of one primary. That it is still one is to be seen.
             extent = Extent::Record;
-            if !matches!(short, Short::Replicas(..) | Short::Disk) {
+            if !matches!(short, Shortfall::Replicas(..) | Shortfall::Disk) {
                 *self.slots.lock().await = None;
             }
-        } else if short == Short::Elsewhere {
+        } else if short == Shortfall::Elsewhere {
             // Whichever of the two connections it is that leads there.
             link.judge(connection, &Failure::Lost("another server has taken its place"));
         }
@@ -143,16 +145,16 @@ impl Replicas {
         link: &Arc<Link>,
         connection: &Connection,
         id: &RecordId,
-        witness: Witness,
-    ) -> Result<(), Short> {
-        let lane = self.lane(link, connection, id).await.map_err(Short::Failed)?;
+        applied_check: AppliedCheck,
+    ) -> Result<(), Shortfall> {
+        let lane = self.lane(link, connection, id).await.map_err(Shortfall::Failed)?;
         let (tell, told) = oneshot::channel();
-        let waiter = Waiter { key: record_key(id), witness, connection: connection.number(), tell };
+        let waiter = Waiter { key: record_key(id), applied_check, connection: connection.number(), tell };
         if lane.join(waiter) {
             // To its end, whether the caller goes on waiting or not.
-            link.runtime().spawn(serve(Serving { lane, is_over: false }, wait, link.clone()));
+            link.runtime().spawn(serve(LaneServer { lane, is_over: false }, wait, link.clone()));
         }
-        told.await.unwrap_or(Err(Short::Failed(Failure::Lost("the store is shutting down"))))
+        told.await.unwrap_or(Err(Shortfall::Failed(Failure::Lost("the store is shutting down"))))
     }
 
     /// Sees whether every server can be waited for, before anybody needs it.
@@ -202,7 +204,7 @@ impl Replicas {
         match lock(&self.lanes).entry(Some(node.clone())) {
             Entry::Occupied(lane) => Ok(lane.get().clone()),
             Entry::Vacant(place) => {
-                let tag = slots.tag_of(node).ok_or(Failure::Senseless)?;
+                let tag = slots.tag_of(node).ok_or(Failure::UnexpectedReply)?;
                 Ok(place.insert(Lane::new(Some(node.clone()), tag)).clone())
             }
         }
@@ -242,24 +244,24 @@ impl Lane {
     }
 
     /// One round: what became of each.
-    async fn round(&self, waiters: &[Waiter], wait: Wait, link: &Link) -> Vec<Result<(), Short>> {
+    async fn round(&self, waiters: &[Waiter], wait: Wait, link: &Link) -> Vec<Result<(), Shortfall>> {
         let results = match self.ask(waiters, wait, link).await {
             Ok(results) => results,
             Err(failure) => {
                 warn!(%failure, "could not wait for the replicas or the disk of Redis");
-                return waiters.iter().map(|_| Err(Short::Failed(failure.clone()))).collect();
+                return waiters.iter().map(|_| Err(Shortfall::Failed(failure.clone()))).collect();
             }
         };
         // What the server says of the records comes first.
         let (records, waits) = results.split_at(waiters.len().min(results.len()));
         let whole = judge(waits, wait);
-        if let Err(Short::Failed(failure)) = &whole {
+        if let Err(Shortfall::Failed(failure)) = &whole {
             warn!(%failure, "could not wait for the replicas or the disk of Redis");
         }
         let each = waiters.iter().zip(records).map(|(waiter, record)| match record {
-            Ok(fields) if waiter.witness.is_borne_out(fields) => whole.clone(),
-            Ok(_) => Err(Short::Elsewhere),
-            Err(failure) => Err(Short::Failed(failure.clone())),
+            Ok(fields) if waiter.applied_check.is_met_by(fields) => whole.clone(),
+            Ok(_) => Err(Shortfall::Elsewhere),
+            Err(failure) => Err(Shortfall::Failed(failure.clone())),
         });
         each.collect()
     }
@@ -280,10 +282,10 @@ impl Lane {
         let limit = link.options().timeout + wait.timeout * waits;
         let mut results = pipelined(&place.wire, &pipeline, limit).await?;
         if results.len() != pipeline.len() {
-            return Err(Failure::Senseless);
+            return Err(Failure::UnexpectedReply);
         }
         if place.proof == Some(Proof::Always) {
-            let fsync = results.pop().unwrap_or(Err(Failure::Senseless))?;
+            let fsync = results.pop().unwrap_or(Err(Failure::UnexpectedReply))?;
             if fsync_of(fsync).as_deref() != Some("always") {
                 return Err(Failure::Lost("the server no longer flushes before it answers"));
             }
@@ -295,14 +297,14 @@ impl Lane {
     }
 
     /// A connection to wait on, to a server that can be waited for.
-    async fn place(&self, wait: Wait, link: &Link, connection: u64) -> Result<Place, Failure> {
+    async fn place(&self, wait: Wait, link: &Link, connection: u64) -> Result<WaitConnection, Failure> {
         let wire = link.beside(self.node.as_ref()).await?;
         let proof = if wait.aof {
             Some(prove(&wire, &wait_key(&self.tag), link.options().timeout).await?)
         } else {
             None
         };
-        Ok(Place { wire, connection, proof })
+        Ok(WaitConnection { wire, connection, proof })
     }
 
     /// All in one, so that nothing comes in between; and how often the server waits in it.
@@ -330,40 +332,40 @@ impl Lane {
 }
 
 /// What became of what was written and waited for: the answers to `SET`, and to `WAITAOF` and `WAIT` where they were sent.
-fn judge(answers: &[Result<Value, Failure>], wait: Wait) -> Result<(), Short> {
+fn judge(answers: &[Result<Value, Failure>], wait: Wait) -> Result<(), Shortfall> {
     let mut answers = answers.iter().cloned();
-    let mut next = || answers.next().unwrap_or(Err(Failure::Senseless)).map_err(Short::Failed);
-    let senseless = Short::Failed(Failure::Senseless);
+    let mut next = || answers.next().unwrap_or(Err(Failure::UnexpectedReply)).map_err(Shortfall::Failed);
+    let unexpected_reply = Shortfall::Failed(Failure::UnexpectedReply);
     if next()? != Value::Okay {
-        return Err(senseless);
+        return Err(unexpected_reply);
     }
     if wait.aof {
-        let Value::Array(counts) = next()? else { return Err(senseless) };
+        let Value::Array(counts) = next()? else { return Err(unexpected_reply) };
         match counts.as_slice() {
             [Value::Int(1..), _] => {}
-            [Value::Int(_), _] => return Err(Short::Disk),
-            _ => return Err(senseless),
+            [Value::Int(_), _] => return Err(Shortfall::Disk),
+            _ => return Err(unexpected_reply),
         }
     }
     if wait.replicas > 0 {
         match next()? {
             Value::Int(count) if count < i64::from(wait.replicas) => {
-                return Err(Short::Replicas(count, wait.replicas));
+                return Err(Shortfall::Replicas(count, wait.replicas));
             }
             Value::Int(_) => {}
-            _ => return Err(senseless),
+            _ => return Err(unexpected_reply),
         }
     }
     Ok(())
 }
 
 /// The one who sees to a lane. Where that ends before its time, nobody waits for it in vain.
-struct Serving {
+struct LaneServer {
     lane: Arc<Lane>,
     is_over: bool,
 }
 
-impl Drop for Serving {
+impl Drop for LaneServer {
     fn drop(&mut self) {
         if !self.is_over {
             let mut state = lock(&self.lane.state);
@@ -373,7 +375,7 @@ impl Drop for Serving {
     }
 }
 
-async fn serve(mut serving: Serving, wait: Wait, link: Arc<Link>) {
+async fn serve(mut serving: LaneServer, wait: Wait, link: Arc<Link>) {
     let lane = serving.lane.clone();
     loop {
         let waiters = lane.next();
@@ -382,7 +384,7 @@ async fn serve(mut serving: Serving, wait: Wait, link: Arc<Link>) {
             return;
         }
         let results = lane.round(&waiters, wait, &link).await;
-        if results.contains(&Err(Short::Elsewhere)) {
+        if results.contains(&Err(Shortfall::Elsewhere)) {
             lock(&lane.state).place = None;
         }
         for (waiter, result) in waiters.into_iter().zip(results) {

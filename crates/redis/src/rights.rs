@@ -63,7 +63,7 @@ pub(crate) async fn refused(wire: &Wire, limit: Duration) -> Result<Refused, Fai
     // Long ago, so that the key is gone at once even if it cannot be deleted.
     command.arg(SCRIPT).arg(KEYS.len()).arg(&KEYS).arg(1);
     let names = match ask_one(wire, &command, limit).await {
-        Ok(answer) => redis::from_redis_value::<Vec<String>>(answer).map_err(|_| Failure::Senseless)?,
+        Ok(answer) => redis::from_redis_value::<Vec<String>>(answer).map_err(|_| Failure::UnexpectedReply)?,
         Err(failure) if failure.is("NOPERM") => vec!["EVAL".to_owned()],
         Err(failure) => return Err(failure),
     };

@@ -122,7 +122,7 @@ mod tests {
         let mut seen = vec![false; usize::from(SLOTS)];
         (0..TAGS_MAX).for_each(|n| seen[usize::from(slot_of(&n.to_string()))] = true);
         assert!(seen.iter().all(|seen| *seen), "a primary with one slot has a tag, too");
-        for senseless in [
+        for unexpected_reply in [
             Value::Nil,
             Value::Array(vec![Value::Nil]),
             Value::Array(vec![part(0, 99, &[])]),
@@ -130,7 +130,7 @@ mod tests {
             Value::Array(vec![part(0, 99, &[node(named("?"), 1)])]),
             Value::Array(vec![part(0, 99, &[node(named("a"), -1)])]),
         ] {
-            assert!(Slots::read(senseless.clone(), "here").is_none(), "{senseless:?}");
+            assert!(Slots::read(unexpected_reply.clone(), "here").is_none(), "{unexpected_reply:?}");
         }
     }
 }

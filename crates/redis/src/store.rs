@@ -16,22 +16,22 @@ use pin_project_lite::pin_project;
 use redis::{Cmd, Value, cmd};
 use tokio::runtime::Handle;
 
-use crate::answer::{Said, audit_entry, senseless};
+use crate::applied_check::AppliedCheck;
 use crate::clock::ServerClock;
 use crate::contract::{AUDIT_KEY, Script, Scripts, record_key};
-use crate::error::{Failure, OpenError};
+use crate::error::{Failure, RedisOpenError};
 use crate::link::{Connection, Link};
 use crate::list;
 use crate::options::RedisOptions;
 use crate::probe::Finding;
 use crate::replicas::Replicas;
-use crate::watch::Ear;
-use crate::witness::Witness;
+use crate::reply::{Reply, audit_entry, unexpected_reply};
+use crate::watch::ChangeListener;
 
 /// The store on Redis or Valkey. See the [crate's page](crate).
 pub struct RedisStore {
     pub(crate) shared: Shared,
-    ear: Ear,
+    listener: ChangeListener,
 }
 
 pub(crate) struct Shared {
@@ -54,16 +54,16 @@ impl RedisStore {
     /// then lives; the store may be used from any thread, with or without a runtime.
     ///
     /// # Errors
-    /// [`OpenError`] where the server cannot be reached, is older than 7.0, does not accept the login, or evicts records.
-    pub async fn open(options: RedisOptions) -> Result<Self, OpenError> {
+    /// [`RedisOpenError`] where the server cannot be reached, is older than 7.0, does not accept the login, or evicts records.
+    pub async fn open(options: RedisOptions) -> Result<Self, RedisOpenError> {
         Self::open_with(options, Scripts::published()).await
     }
 
-    pub(crate) async fn open_with(options: RedisOptions, scripts: Scripts) -> Result<Self, OpenError> {
+    pub(crate) async fn open_with(options: RedisOptions, scripts: Scripts) -> Result<Self, RedisOpenError> {
         let link = Link::open(options, Handle::current()).await?;
         let time = link.send(&cmd("TIME")).await?;
         let (seconds, micros): (u64, u64) =
-            redis::from_redis_value(time).map_err(|_| OpenError::from(Failure::Senseless))?;
+            redis::from_redis_value(time).map_err(|_| RedisOpenError::from(Failure::UnexpectedReply))?;
         let now = Timestamp::from_millis(seconds.saturating_mul(1000).saturating_add(micros / 1000));
         let replicas = Replicas::default();
         if let Some(wait) = link.options().wait {
@@ -77,7 +77,7 @@ impl RedisStore {
             #[cfg(test)]
             test_clock: None,
         };
-        Ok(Self { shared, ear: Ear::new() })
+        Ok(Self { shared, listener: ChangeListener::new() })
     }
 
     #[cfg(test)]
@@ -106,7 +106,7 @@ impl RedisStore {
                 if is_of_a_part { error.with_extent(Extent::Record) } else { error }
             })
         };
-        Box::pin(Within { runtime: self.shared.link.runtime(), future })
+        Box::pin(OnRuntime { runtime: self.shared.link.runtime(), future })
     }
 }
 
@@ -118,7 +118,7 @@ impl Shared {
         script: &Script,
         keys: &[&str],
         arguments: &[&[u8]],
-    ) -> Result<Said, Failure> {
+    ) -> Result<Reply, Failure> {
         let command = |name: &str, script: &str| {
             let mut command = cmd(name);
             command.arg(script).arg(keys.len());
@@ -135,7 +135,7 @@ impl Shared {
         if matches!(&result, Err(failure) if failure.is("NOSCRIPT")) {
             result = self.link.send_on(connection, &command("EVAL", script.code())).await;
         }
-        let said = Said::read(result?).ok_or(Failure::Senseless)?;
+        let said = Reply::read(result?).ok_or(Failure::UnexpectedReply)?;
         self.clock.seen(said.now);
         Ok(said)
     }
@@ -178,9 +178,9 @@ impl Shared {
             _ => return Err(StoreError::invalid("the Redis store does not know this command")),
         };
         if let Some(wait) = self.link.options().wait
-            && let Some(witness) = Witness::of(command, &outcome)
+            && let Some(applied_check) = AppliedCheck::of(command, &outcome)
         {
-            self.replicas.wait(wait, &self.link, &connection, &id, witness).await?;
+            self.replicas.wait(wait, &self.link, &connection, &id, applied_check).await?;
         }
         Ok(outcome)
     }
@@ -371,7 +371,7 @@ impl Shared {
         };
         let mut command = cmd("XREVRANGE");
         command.arg(AUDIT_KEY).arg(end).arg("-").arg("COUNT").arg(limit.min(limits::PAGE_MAX));
-        let Value::Array(entries) = self.link.send(&command).await? else { return Err(senseless()) };
+        let Value::Array(entries) = self.link.send(&command).await? else { return Err(unexpected_reply()) };
         let damaged = || StoreError::corrupt("an entry of the audit trail in Redis cannot be read");
         entries.into_iter().map(|entry| audit_entry(entry).ok_or_else(damaged)).collect()
     }
@@ -383,8 +383,8 @@ impl Shared {
         command.arg(CHECK_KEY).arg("").arg("PX").arg(1000);
         self.link.send_on(&connection, &command).await?;
         self.link.inspect(&connection).await.map_err(|error| match error {
-            OpenError::Unreachable(what) => StoreError::unavailable(format!("Redis: {what}")),
-            OpenError::Unfit(what) => StoreError::invalid(what),
+            RedisOpenError::Unreachable(what) => StoreError::unavailable(format!("Redis: {what}")),
+            RedisOpenError::Unfit(what) => StoreError::invalid(what),
         })?;
         match self.link.server().stopped() {
             Some(why) => Err(StoreError::unavailable(format!("Redis: {why}")).with_extent(Extent::Writes)),
@@ -433,7 +433,7 @@ impl Store for RedisStore {
     }
 
     fn changed(&self, id: RecordId) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
-        self.ear.changed(id, &self.shared.link)
+        self.listener.changed(id, &self.shared.link)
     }
 
     fn now(&self) -> Timestamp {
@@ -471,14 +471,14 @@ fn millis(duration: Duration) -> String {
 
 pin_project! {
     /// A future that finds the store's runtime, wherever it is polled.
-    struct Within<'a, F> {
+    struct OnRuntime<'a, F> {
         runtime: &'a Handle,
         #[pin]
         future: F,
     }
 }
 
-impl<F: Future> Future for Within<'_, F> {
+impl<F: Future> Future for OnRuntime<'_, F> {
     type Output = F::Output;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {

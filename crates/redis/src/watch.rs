@@ -33,12 +33,12 @@ const PAUSE_FORBIDDEN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 
 /// Listens for a store, from the first one who waits until the store is gone.
-pub(crate) struct Ear {
+pub(crate) struct ChangeListener {
     watchers: Watchers,
     is_started: AtomicBool,
 }
 
-impl Ear {
+impl ChangeListener {
     pub(crate) fn new() -> Self {
         Self { watchers: Watchers::new(WATCHERS_MAX), is_started: AtomicBool::new(false) }
     }
@@ -53,7 +53,7 @@ impl Ear {
     }
 }
 
-impl Drop for Ear {
+impl Drop for ChangeListener {
     fn drop(&mut self) {
         self.watchers.close();
     }
@@ -82,7 +82,7 @@ impl AsyncPushSender for Pushes {
 }
 
 /// Why a connection ended, if it was not lost.
-enum Ended {
+enum ListenerEnd {
     /// Nobody waits.
     Idle,
     /// The store is gone.
@@ -100,8 +100,8 @@ async fn listen(watchers: Watchers, link: Arc<Link>) {
         }
         let mut heard = false;
         match connection(&watchers, &link, was_lost, &mut heard).await {
-            Ok(Ended::Closed) => return,
-            Ok(Ended::Idle) => was_lost = false,
+            Ok(ListenerEnd::Closed) => return,
+            Ok(ListenerEnd::Idle) => was_lost = false,
             Err(failure) => {
                 if heard || !was_lost {
                     warn!(
@@ -127,11 +127,11 @@ async fn connection(
     link: &Link,
     was_lost: bool,
     heard: &mut bool,
-) -> Result<Ended, Failure> {
+) -> Result<ListenerEnd, Failure> {
     let pushes = Pushes { watchers: watchers.clone(), lost: Arc::default() };
     let lost = pushes.lost.clone();
     let wire = link.listening(pushes).await?;
-    let mut ear = Listening { wire, limit: link.options().timeout, watched: HashSet::new() };
+    let mut ear = Subscriptions { wire, limit: link.options().timeout, watched: HashSet::new() };
     ear.follow(watchers.watched().into_iter().map(|id| (id, true)).collect()).await?;
     *heard = true;
     if was_lost {
@@ -144,11 +144,11 @@ async fn connection(
             () = lost.notified() => return Err(Failure::Lost("the connection that listens was lost")),
             changes = watchers.changes() => match changes {
                 Some(changes) => ear.follow(changes).await?,
-                None => return Ok(Ended::Closed),
+                None => return Ok(ListenerEnd::Closed),
             },
             _ = looks.tick() => {
                 if ear.watched.is_empty() && watchers.is_empty() {
-                    return Ok(Ended::Idle);
+                    return Ok(ListenerEnd::Idle);
                 }
                 ask_all(&ear.wire, &cmd("PING"), ear.limit).await?;
             }
@@ -156,14 +156,14 @@ async fn connection(
     }
 }
 
-struct Listening {
+struct Subscriptions {
     wire: Wire,
     limit: Duration,
     /// What the server knows of.
     watched: HashSet<RecordId>,
 }
 
-impl Listening {
+impl Subscriptions {
     async fn follow(&mut self, changes: Vec<(RecordId, bool)>) -> Result<(), Failure> {
         for (id, is_wanted) in changes {
             let command = match (is_wanted, self.watched.contains(&id)) {

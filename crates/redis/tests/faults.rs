@@ -12,7 +12,7 @@ use oncegate_core::{
     Resolution, Resolve, State, StateName, Store as _, StoreErrorKind, StoredResponse,
 };
 use oncegate_redis::contract::record_key;
-use oncegate_redis::{Gravity, OpenError, RedisStore};
+use oncegate_redis::{RedisOpenError, RedisStore, Severity};
 use oncegate_servers::{RedisOptions as ServerOptions, RedisServer};
 use support::*;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -130,7 +130,8 @@ async fn without_a_file_a_restart_loses_what_the_findings_say_and_fences_the_own
     let found = store.capabilities();
     assert_eq!((found.durability, found.fencing), (Durability::Buffered, Fencing::Equality));
     let findings = store.findings();
-    let says = findings.iter().any(|f| f.gravity == Gravity::Warning && f.text.starts_with("appendonly no"));
+    let says =
+        findings.iter().any(|f| f.severity == Severity::Warning && f.text.starts_with("appendonly no"));
     assert!(says, "{findings:?}");
     let before = granted(&store, 1, 1).await;
     server.kill();
@@ -408,7 +409,7 @@ async fn a_login_that_is_refused_is_said_without_it() {
     open(&server.url()).await;
     for url in [server.url().replace("hunter2", "hunter3"), format!("redis://127.0.0.1:{}", server.port())] {
         let error = RedisStore::open(options(&url)).await.unwrap_err();
-        assert!(matches!(error, OpenError::Unfit(_)), "{error}");
+        assert!(matches!(error, RedisOpenError::Unfit(_)), "{error}");
         assert!(!error.to_string().contains("hunter"), "{error}");
     }
 }
@@ -418,7 +419,7 @@ async fn what_may_not_be_asked_is_said_and_promised_for() {
     let rules = "~oncegate:* resetchannels +@read +@write +@scripting +@connection +time";
     let server = start(ServerOptions::new().with_appendfsync("always").with_user("app", "secret", rules));
     let store = open(&server.url()).await;
-    let findings: Vec<_> = store.findings().into_iter().filter(|f| f.gravity == Gravity::Warning).collect();
+    let findings: Vec<_> = store.findings().into_iter().filter(|f| f.severity == Severity::Warning).collect();
     assert_eq!(findings.len(), 4, "{findings:?}");
     assert!(findings.iter().all(|f| f.text.contains("could not be read")), "{findings:?}");
     assert_eq!(store.capabilities().durability, Durability::Buffered);
@@ -461,7 +462,7 @@ async fn a_command_that_the_acl_takes_away_is_named() {
         assert_eq!((error.kind(), error.extent()), (StoreErrorKind::Unavailable, Extent::Writes), "{error}");
         let named = format!("does not allow the user {} on oncegate:*", command.to_uppercase());
         assert!(error.to_string().contains(&named), "{command}: {error}");
-        assert!(store.findings().iter().any(|f| f.gravity == Gravity::Warning && f.text.contains(&named)));
+        assert!(store.findings().iter().any(|f| f.severity == Severity::Warning && f.text.contains(&named)));
         if command == "hset" {
             let error = try_claim(&store, 1, 1).await.unwrap_err().to_string();
             assert!(error.contains("the server's ACL does not allow the command"), "{error}");
@@ -511,7 +512,7 @@ async fn a_default_user_without_rights_is_pointed_out_because_of_what_a_restart_
 async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
     let server = start(ServerOptions::new().with("maxmemory-policy allkeys-lru"));
     let error = RedisStore::open(options(&server.url())).await.unwrap_err();
-    assert!(matches!(&error, OpenError::Unfit(what) if what.contains("allkeys-lru")), "{error}");
+    assert!(matches!(&error, RedisOpenError::Unfit(what) if what.contains("allkeys-lru")), "{error}");
     let store = open(&format!("{}?danger-allow-eviction=true", server.url())).await;
     assert!(store.findings().iter().any(|f| f.text.contains("EXECUTE AGAIN")));
     assert_eq!(store.capabilities().durability, Durability::Buffered);
@@ -524,7 +525,7 @@ async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
     server.command(&["CONFIG", "SET", "maxmemory-policy", "volatile-ttl"]).unwrap();
     assert_eq!(store.check().await.unwrap_err().kind(), StoreErrorKind::Invalid);
     assert!(
-        store.findings().iter().any(|f| f.text.contains("volatile-ttl") && f.gravity == Gravity::Warning)
+        store.findings().iter().any(|f| f.text.contains("volatile-ttl") && f.severity == Severity::Warning)
     );
     let error = try_claim(&store, 3, 1).await.unwrap_err();
     assert_eq!((error.kind(), error.extent()), (StoreErrorKind::Unavailable, Extent::Writes), "{error}");

@@ -8,7 +8,7 @@ use oncegate_core::{
     Command, Durability, Fencing, ListQuery, OnAbandoned, Outcome, Resolution, Resolve, StateName, Store as _,
 };
 use oncegate_redis::contract::record_key;
-use oncegate_redis::{OpenError, RedisStore};
+use oncegate_redis::{RedisOpenError, RedisStore};
 use oncegate_servers::{
     Certificates, RedisCluster, RedisOptions as ServerOptions, RedisSentinel, RedisServer,
 };
@@ -72,9 +72,9 @@ async fn sentinels_name_the_primary_and_after_a_failover_the_next_one() {
     granted(&store, 4, 4).await;
     let mut unknown = options(&world.url().replace("/main", "/other"));
     unknown = unknown.with_connect_timeout(Duration::from_secs(2));
-    assert!(matches!(RedisStore::open(unknown).await, Err(OpenError::Unreachable(_))));
+    assert!(matches!(RedisStore::open(unknown).await, Err(RedisOpenError::Unreachable(_))));
     let sentinel = options(&format!("redis://127.0.0.1:{}", world.sentinels[0].port()));
-    assert!(matches!(RedisStore::open(sentinel).await, Err(OpenError::Unfit(_))));
+    assert!(matches!(RedisStore::open(sentinel).await, Err(RedisOpenError::Unfit(_))));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -82,7 +82,7 @@ async fn a_cluster_shares_the_records_out_and_survives_one_primary() {
     let mut cluster = RedisCluster::start().unwrap();
     let one = options(&format!("redis://127.0.0.1:{}", cluster.servers[0].port()));
     let error = RedisStore::open(one).await.unwrap_err();
-    assert!(matches!(&error, OpenError::Unfit(what) if what.contains("redis-cluster://")), "{error}");
+    assert!(matches!(&error, RedisOpenError::Unfit(what) if what.contains("redis-cluster://")), "{error}");
     let store = open(&format!("{}?timeout=1s", cluster.url())).await;
     assert_eq!(store.capabilities().durability, Durability::Buffered);
     store.check().await.unwrap();

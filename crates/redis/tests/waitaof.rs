@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{Durability, Extent, Outcome, Store as _, StoreErrorKind};
-use oncegate_redis::{OpenError, RedisStore};
+use oncegate_redis::{RedisOpenError, RedisStore};
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer};
 use support::*;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
@@ -36,7 +36,7 @@ fn waits(server: &RedisServer) -> usize {
 /// Why the store does not open.
 async fn refusal(url: &str) -> String {
     match RedisStore::open(options(url)).await {
-        Err(OpenError::Unfit(what)) => what,
+        Err(RedisOpenError::Unfit(what)) => what,
         other => panic!("{other:?}"),
     }
 }
@@ -148,7 +148,7 @@ async fn a_server_that_does_not_say_the_truth_about_its_disk_is_refused() {
         assert!(!server.command(&["INFO", "server"]).unwrap().contains("valkey_version:8.0"));
         return;
     };
-    assert!(matches!(&why, OpenError::Unfit(what) if what.contains("set appendfsync always")), "{why}");
+    assert!(matches!(&why, RedisOpenError::Unfit(what) if what.contains("set appendfsync always")), "{why}");
     // Under `always` it does, until that is changed.
     server.command(&["CONFIG", "SET", "appendfsync", "always"]).unwrap();
     let store = open(&url(&server, "wait-aof=local")).await;

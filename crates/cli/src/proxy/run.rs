@@ -12,7 +12,7 @@ use oncegate_core::{ErrorChain, MemoryStore, Store, SystemClock};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Breaker, Engine};
 use oncegate_postgres::{PostgresOptions, PostgresStore};
-use oncegate_redis::{Gravity, RedisOptions, RedisStore};
+use oncegate_redis::{RedisOptions, RedisStore, Severity};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -76,8 +76,8 @@ const RESERVED_FILES: u64 = 64;
 const IDLE_MAX: u64 = 1024;
 const IDLE_PART: u64 = 8;
 
-/// At least so many requests without a key may be under way if nothing is configured and files are left: a load balancer may send
-/// them all over a few connections of HTTP/2.
+/// At least so many requests without a key may be under way if nothing is configured and files are left: a load balancer may
+/// send them all over a few connections of HTTP/2.
 const WITHOUT_KEY_MIN: usize = 1024;
 
 /// The limits that need open files: one for each connection of a client, and one for each request under way, for its connection
@@ -389,7 +389,7 @@ async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresSto
     // What takes longer is out of reach to the breaker, so its connection is of no use either.
     let options = options.with_command_timeout(patience);
     PostgresStore::open(options).await.map_err(|error| match error {
-        oncegate_postgres::OpenError::Unreachable { .. } => {
+        oncegate_postgres::PostgresOpenError::Unreachable { .. } => {
             NotOpened::Unreachable(ErrorChain(&error).to_string())
         }
         _ => NotOpened::Unfit(ErrorChain(&error).to_string()),
@@ -399,14 +399,14 @@ async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresSto
 async fn open_redis(options: &RedisOptions) -> Result<RedisStore, NotOpened> {
     let shown = options.shown();
     let store = RedisStore::open(options.clone()).await.map_err(|error| match error {
-        oncegate_redis::OpenError::Unreachable(what) => {
+        oncegate_redis::RedisOpenError::Unreachable(what) => {
             NotOpened::Unreachable(format!("store {shown}: {what}"))
         }
         error => NotOpened::Unfit(format!("store {shown}: {}", ErrorChain(&error))),
     })?;
     for finding in store.findings() {
-        match finding.gravity {
-            Gravity::Fine => tracing::info!("store {shown}: {finding}"),
+        match finding.severity {
+            Severity::Fine => tracing::info!("store {shown}: {finding}"),
             _ => tracing::warn!("store {shown}: {finding}"),
         }
     }

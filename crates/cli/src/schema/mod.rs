@@ -5,7 +5,7 @@ use std::io::Write as _;
 
 use clap::{Args, Subcommand, ValueEnum};
 use oncegate_core::{Durability, ErrorChain, Store as _};
-use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
+use oncegate_postgres::{PostgresOpenError, PostgresOptions, PostgresStore, schema};
 use oncegate_redis::contract::Scripts;
 
 use crate::config::{StoreChoice, store};
@@ -87,16 +87,16 @@ pub(crate) fn run(args: &SchemaArgs) -> Result<(), String> {
             let (name, needed) = (options.database(), status.needed);
             if !status.foreign_bindings.is_empty() {
                 let bindings = status.foreign_bindings;
-                return Err(OpenError::ForeignBindings { database: name, bindings }.to_string());
+                return Err(PostgresOpenError::ForeignBindings { database: name, bindings }.to_string());
             }
             match status.found {
                 Some(found) if found == needed => {
                     say(&format!("{name} has version {found}, as this program needs\n"))
                 }
                 Some(found) if found > needed => {
-                    Err(OpenError::NewerContract { database: name, found, known: needed }.to_string())
+                    Err(PostgresOpenError::NewerContract { database: name, found, known: needed }.to_string())
                 }
-                found => Err(OpenError::NoContract { database: name, found, needed }.to_string()),
+                found => Err(PostgresOpenError::NoContract { database: name, found, needed }.to_string()),
             }
         }
     }
@@ -127,7 +127,7 @@ pub(crate) fn usable(url: &str) -> Result<bool, String> {
         // What others may have put into it is worse than a version that is too old.
         let bindings = schema::status(&options).await?.foreign_bindings;
         if !bindings.is_empty() {
-            return Err(OpenError::ForeignBindings { database: options.database(), bindings });
+            return Err(PostgresOpenError::ForeignBindings { database: options.database(), bindings });
         }
         let store = PostgresStore::open(options).await?;
         let durability = store.capabilities().durability;
@@ -147,7 +147,7 @@ fn options(url: &str) -> Result<PostgresOptions, String> {
     PostgresOptions::new(url).map_err(|error| ErrorChain(&error).to_string())
 }
 
-fn block_on<T>(run: impl Future<Output = Result<T, OpenError>>) -> Result<T, String> {
+fn block_on<T>(run: impl Future<Output = Result<T, PostgresOpenError>>) -> Result<T, String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start a runtime: {error}"))?;
     runtime.block_on(run).map_err(|error| ErrorChain(&error).to_string())

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgDatabaseError};
 use sqlx::{ConnectOptions as _, Connection as _, Error, Row as _};
 
-use crate::error::{OpenError, in_words};
+use crate::backoff::Backoff;
+use crate::error::{PostgresOpenError, describe};
 use crate::options::PostgresOptions;
-use crate::pause::Pause;
 
 /// The version of the contract that this program needs.
 pub const VERSION: i32 = 1;
@@ -73,9 +73,9 @@ pub struct Status {
 /// It changes nothing. The role needs the right to connect and to call `oncegate.contract_version`.
 ///
 /// # Errors
-/// [`OpenError::Connect`] if the database cannot be reached, if the role lacks a right, or if the schema `oncegate` was not
-/// created by Oncegate.
-pub async fn status(options: &PostgresOptions) -> Result<Status, OpenError> {
+/// [`PostgresOpenError::Connect`] if the database cannot be reached, if the role lacks a right, or if the schema `oncegate`
+/// was not created by Oncegate.
+pub async fn status(options: &PostgresOptions) -> Result<Status, PostgresOpenError> {
     let mut connection = connect(options).await?;
     let status = look(&mut connection, options).await?;
     // An error here loses nothing.
@@ -89,20 +89,20 @@ pub async fn status(options: &PostgresOptions) -> Result<Status, OpenError> {
 /// moment at a time, because claims wait behind it, and tries again for a minute.
 ///
 /// # Errors
-/// - [`OpenError::NewerContract`] if the database has a later version;
-/// - [`OpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other transactions; nothing was
-///   changed;
-/// - [`OpenError::ForeignBindings`] if a part of the contract other than a function or a default is bound to an object
+/// - [`PostgresOpenError::NewerContract`] if the database has a later version;
+/// - [`PostgresOpenError::Connect`] if the database cannot be reached, refuses, or is kept locked by other transactions;
+///   nothing was changed;
+/// - [`PostgresOpenError::ForeignBindings`] if a part of the contract other than a function or a default is bound to an object
 ///   outside of it, such as an index that was added by hand.
-pub async fn apply(options: &PostgresOptions) -> Result<Status, OpenError> {
+pub async fn apply(options: &PostgresOptions) -> Result<Status, PostgresOpenError> {
     apply_contract(options, &CURRENT).await
 }
 
-async fn apply_contract(options: &PostgresOptions, contract: &Contract) -> Result<Status, OpenError> {
+async fn apply_contract(options: &PostgresOptions, contract: &Contract) -> Result<Status, PostgresOpenError> {
     let mut connection = connect(options).await?;
     let before = look(&mut connection, options).await?;
     if let Some(found) = before.found.filter(|found| *found > contract.version) {
-        return Err(OpenError::NewerContract {
+        return Err(PostgresOpenError::NewerContract {
             database: options.database(),
             found,
             known: contract.version,
@@ -110,7 +110,7 @@ async fn apply_contract(options: &PostgresOptions, contract: &Contract) -> Resul
     }
     let until = Instant::now() + LOCK_TIMEOUT;
     let [first, longest] = LOCK_PAUSES;
-    let mut pause = Pause::new(first, longest);
+    let mut pause = Backoff::new(first, longest);
     while let Err(error) = run(&mut connection, contract).await {
         if !is_blocked(&error) {
             return Err(not_applied(options, &error, &before));
@@ -124,22 +124,22 @@ async fn apply_contract(options: &PostgresOptions, contract: &Contract) -> Resul
     let _ = connection.close().await;
     if !after.foreign_bindings.is_empty() {
         let (database, bindings) = (options.database(), after.foreign_bindings);
-        return Err(OpenError::ForeignBindings { database, bindings });
+        return Err(PostgresOpenError::ForeignBindings { database, bindings });
     }
     Ok(before)
 }
 
 /// Names the foreign bindings, too: PostgreSQL replaces no function whose result type changes, so a foreign type stops the SQL.
-fn not_applied(options: &PostgresOptions, error: &Error, before: &Status) -> OpenError {
+fn not_applied(options: &PostgresOptions, error: &Error, before: &Status) -> PostgresOpenError {
     match failed(options, error) {
-        OpenError::Connect { database, why } if !before.foreign_bindings.is_empty() => {
+        PostgresOpenError::Connect { database, why } if !before.foreign_bindings.is_empty() => {
             let bindings = before.foreign_bindings.join("; ");
             let why = format!(
                 "nothing was changed: {why}. Parts of the schema oncegate are bound to objects outside of it, which may be the reason: \
                  {bindings}. docs/reference/store-contract-postgres.md, under \"Search path and owner\", says how to repair them by \
                  hand"
             );
-            OpenError::Connect { database, why }
+            PostgresOpenError::Connect { database, why }
         }
         error => error,
     }
@@ -175,7 +175,7 @@ const HOLDERS: &str = "SELECT pg_catalog.string_agg(DISTINCT a.pid::pg_catalog.t
      WHERE n.nspname = 'oncegate' AND l.granted AND a.datname = pg_catalog.current_database() \
      AND a.pid <> pg_catalog.pg_backend_pid()";
 
-async fn locked(options: &PostgresOptions, connection: &mut PgConnection) -> OpenError {
+async fn locked(options: &PostgresOptions, connection: &mut PgConnection) -> PostgresOpenError {
     let rows = sqlx::raw_sql(HOLDERS).fetch_all(connection).await;
     let pids = rows.ok().and_then(|rows| rows.first().and_then(|row| row.try_get::<String, _>("pids").ok()));
     let sessions = pids.map_or(String::new(), |pids| format!(" (sessions {pids} in pg_stat_activity)"));
@@ -183,7 +183,7 @@ async fn locked(options: &PostgresOptions, connection: &mut PgConnection) -> Ope
         "nothing was changed: for a minute other transactions{sessions} kept a table locked, or another apply is running; \
          end them, or try again when fewer run"
     );
-    OpenError::Connect { database: options.database(), why }
+    PostgresOpenError::Connect { database: options.database(), why }
 }
 
 /// Looks for the schema and its function that returns the version. The function is called only if it runs with the rights of
@@ -208,9 +208,9 @@ const FOREIGN_BINDINGS: &str = "WITH RECURSIVE parts AS ( \
        AND NOT EXISTS (SELECT FROM parts AS o WHERE o.classid = d.refclassid AND o.objid = d.refobjid) \
      ORDER BY binding LIMIT 20";
 
-async fn look(connection: &mut PgConnection, options: &PostgresOptions) -> Result<Status, OpenError> {
+async fn look(connection: &mut PgConnection, options: &PostgresOptions) -> Result<Status, PostgresOpenError> {
     let status = read_status(connection).await.map_err(|error| failed(options, &error))?;
-    status.ok_or_else(|| OpenError::Connect {
+    status.ok_or_else(|| PostgresOpenError::Connect {
         database: options.database(),
         why: "its schema oncegate was not created by Oncegate: find out who created it".to_owned(),
     })
@@ -241,24 +241,24 @@ async fn read_status(connection: &mut PgConnection) -> Result<Option<Status>, Er
     Ok(Some(status))
 }
 
-async fn connect(options: &PostgresOptions) -> Result<PgConnection, OpenError> {
+async fn connect(options: &PostgresOptions) -> Result<PgConnection, PostgresOpenError> {
     let connect: PgConnectOptions = options.bare_connect_options();
     match tokio::time::timeout(options.connect_timeout, connect.connect()).await {
         Ok(connected) => connected.map_err(|error| failed(options, &error)),
-        Err(_) => Err(OpenError::Connect {
+        Err(_) => Err(PostgresOpenError::Connect {
             database: options.database(),
             why: "no answer within the connect timeout".to_owned(),
         }),
     }
 }
 
-fn failed(options: &PostgresOptions, error: &Error) -> OpenError {
+fn failed(options: &PostgresOptions, error: &Error) -> PostgresOpenError {
     // The statements are the owner's own, so the messages contain no data of other roles.
     let why = match error {
         Error::Database(error) => error.message().to_owned(),
-        other => in_words(other),
+        other => describe(other),
     };
-    OpenError::Connect { database: options.database(), why }
+    PostgresOpenError::Connect { database: options.database(), why }
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Upgrades, tried with a second version of the contract that only these tests have: a new column, a new function, and a right to
-//! call it for the roles that may read records.
+//! Upgrades, tried with a second version of the contract that only these tests have: a new column, a new function, and a
+//! right to call it for the roles that may read records.
 
 use std::time::{Duration, Instant};
 
@@ -134,7 +134,7 @@ async fn a_program_of_the_first_version_refuses_a_database_of_the_second() {
     let opened = PostgresStore::open(database.options()).await.unwrap_err();
     let applied = apply(&database.options()).await.unwrap_err();
     for error in [opened, applied] {
-        assert!(matches!(&error, OpenError::NewerContract { found: 2, known: 1, .. }), "{error}");
+        assert!(matches!(&error, PostgresOpenError::NewerContract { found: 2, known: 1, .. }), "{error}");
         assert!(error.to_string().contains("upgrade"), "{error}");
     }
     let error = try_sql(&mut database.connect().await, &print()).await.unwrap_err();

@@ -31,7 +31,7 @@ pub struct Guard {
 #[derive(Debug)]
 #[must_use = "only `Execute` may execute"]
 #[non_exhaustive]
-pub enum Claimed {
+pub enum ClaimOutcome {
     /// Execute in this transaction, complete the guard, commit.
     Execute(Guard),
     /// Completed before: this is the answer.
@@ -94,14 +94,14 @@ impl std::error::Error for GuardError {
 /// Why header fields are not those of a sidecar.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum HeaderError {
+pub enum GuardHeaderError {
     /// `Oncegate-Record` is not 64 hexadecimal digits.
     Record,
     /// `Oncegate-Token` is not a number from 0 to 2^63 − 1 in decimal digits.
     Token,
 }
 
-impl fmt::Display for HeaderError {
+impl fmt::Display for GuardHeaderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Record => "Oncegate-Record must be 64 hexadecimal digits",
@@ -110,7 +110,7 @@ impl fmt::Display for HeaderError {
     }
 }
 
-impl std::error::Error for HeaderError {}
+impl std::error::Error for GuardHeaderError {}
 
 impl Guard {
     pub(crate) const fn new(
@@ -134,25 +134,25 @@ impl Guard {
     /// trust them.
     ///
     /// ```
-    /// use oncegate_postgres::{Guard, HeaderError};
+    /// use oncegate_postgres::{Guard, GuardHeaderError};
     ///
     /// let record = "0b5a".repeat(16);
     /// let guard = Guard::from_headers(&record, "1767225600000")?;
     /// assert_eq!(guard.token().get(), 1_767_225_600_000);
-    /// assert_eq!(Guard::from_headers(&record, "-1").unwrap_err(), HeaderError::Token);
-    /// # Ok::<(), HeaderError>(())
+    /// assert_eq!(Guard::from_headers(&record, "-1").unwrap_err(), GuardHeaderError::Token);
+    /// # Ok::<(), GuardHeaderError>(())
     /// ```
     ///
     /// # Errors
-    /// [`HeaderError`] where they are not what a sidecar writes.
-    pub fn from_headers(record: impl AsRef<[u8]>, token: impl AsRef<[u8]>) -> Result<Self, HeaderError> {
+    /// [`GuardHeaderError`] where they are not what a sidecar writes.
+    pub fn from_headers(record: impl AsRef<[u8]>, token: impl AsRef<[u8]>) -> Result<Self, GuardHeaderError> {
         let record = std::str::from_utf8(record.as_ref()).ok().and_then(RecordId::from_hex);
-        let record = record.ok_or(HeaderError::Record)?;
+        let record = record.ok_or(GuardHeaderError::Record)?;
         let digits = std::str::from_utf8(token.as_ref()).ok().filter(|token| {
             // `parse` takes a sign, too.
             token.bytes().all(|octet| octet.is_ascii_digit())
         });
-        let token = digits.and_then(|digits| digits.parse::<i64>().ok()).ok_or(HeaderError::Token)?;
+        let token = digits.and_then(|digits| digits.parse::<i64>().ok()).ok_or(GuardHeaderError::Token)?;
         Ok(Self::of_attempt(record, FencingToken::new(token.unsigned_abs())))
     }
 
@@ -281,11 +281,11 @@ mod tests {
             (record.clone(), i64::MAX.unsigned_abs())
         );
         for token in ["", "+1", "-1", " 1", "1 ", "0x1", "9223372036854775808", "1,1", "\u{661}"] {
-            assert_eq!(Guard::from_headers(&record, token).unwrap_err(), HeaderError::Token, "{token}");
+            assert_eq!(Guard::from_headers(&record, token).unwrap_err(), GuardHeaderError::Token, "{token}");
         }
         for record in ["", "a5", &"g5".repeat(32), &"a5".repeat(33), &format!(" {record}")] {
-            assert_eq!(Guard::from_headers(record, "1").unwrap_err(), HeaderError::Record, "{record}");
+            assert_eq!(Guard::from_headers(record, "1").unwrap_err(), GuardHeaderError::Record, "{record}");
         }
-        assert_eq!(Guard::from_headers([0xff; 64], "1").unwrap_err(), HeaderError::Record);
+        assert_eq!(Guard::from_headers([0xff; 64], "1").unwrap_err(), GuardHeaderError::Record);
     }
 }

@@ -1,11 +1,11 @@
 //! Claim, business rows and result in one transaction of the application's own.
 
+mod connection;
 mod error;
 mod guard;
 mod json;
-mod open;
-mod reserved;
-mod run;
+mod reservation;
+mod transact_fn;
 
 use std::fmt;
 use std::future::Future;
@@ -20,16 +20,16 @@ use serde::de::DeserializeOwned;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use tokio::time::Instant;
 
+pub use self::connection::{OpenTransaction, StatementError, TransactionConnection};
 pub use self::error::{RunError, TransactError, is_conflict, is_conflict_in, is_lost_in, is_rolled_back};
-pub use self::guard::{Claimed, Guard, GuardError, HeaderError};
+pub use self::guard::{ClaimOutcome, Guard, GuardError, GuardHeaderError};
 use self::json::{EncodeError, not_json};
-pub use self::open::{Held, Open, StepError};
-use self::reserved::{Inserted, Reserved};
-pub use self::run::{RunOn, RunWith};
+use self::reservation::{CompletionResult, Reservation};
+pub use self::transact_fn::{TransactFn, TransactFnWith};
+use crate::backoff::{Backoff, random_bits};
 use crate::call::{Arg, Call};
 use crate::error::store_error;
-use crate::pause::{Pause, random_bits};
-use crate::record::{self, Said};
+use crate::record::{self, Reply};
 use crate::store::{CLAIM, claim_call};
 
 const RESERVE_OR_CLAIM: &str = "SELECT * FROM oncegate.reserve_or_claim($1, $2, $3, $4, $5, $6, $7, $8, $9)";
@@ -55,8 +55,8 @@ pub struct Transactor {
     pool: PgPool,
     retention: Duration,
     wait: Duration,
-    patience: Duration,
-    runs: u32,
+    statement_timeout: Duration,
+    max_attempts: u32,
     isolation: Option<Isolation>,
     transaction_pooler: bool,
 }
@@ -75,14 +75,14 @@ pub enum Isolation {
 
 /// A value, and where it comes from. The same type for both, so that a retry is answered like the first request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transacted<T> {
+pub enum TransactOutcome<T> {
     /// This call ran and committed.
     Executed(T),
     /// An earlier call did; this is its value.
     Replayed(T),
 }
 
-impl<T> Transacted<T> {
+impl<T> TransactOutcome<T> {
     /// The value.
     pub fn into_inner(self) -> T {
         match self {
@@ -127,29 +127,29 @@ impl Request {
             on_abandoned: OnAbandoned::Park,
             label: self.label.clone(),
         };
-        claim_call(sql, &self.record, &claim).ok_or_else(record::strange)
+        claim_call(sql, &self.record, &claim).ok_or_else(record::unexpected_answer)
     }
 }
 
 /// How a transaction begins.
-enum Begun {
+enum ClaimStart {
     /// There is no record, and nobody else inserts one.
-    Reserved(Reserved),
+    Reservation(Reservation),
     /// What its claim came to.
-    Claimed(Said),
+    ClaimOutcome(Reply),
 }
 
 /// What a run may complete its record with.
-enum Right {
+enum CompletionRight {
     /// There was no record.
-    Reserved(Reserved),
+    Reservation(Reservation),
     /// There was one, which was free.
-    Claimed(Guard, FencingToken),
+    ClaimOutcome(Guard, FencingToken),
 }
 
 /// What one try came to.
-enum Try<T> {
-    Done(Transacted<T>),
+enum RunResult<T> {
+    Done(TransactOutcome<T>),
     /// Somebody else is at it.
     Busy {
         lease_left: Duration,
@@ -159,13 +159,13 @@ enum Try<T> {
     /// Nothing was run.
     Unreached(StoreError),
     /// COMMIT was sent, and its answer lost.
-    Lost(Sent),
+    LostCommit(SentCommit),
     Failed(TransactError),
 }
 
 /// What may have been committed.
 #[derive(Clone, Copy)]
-struct Sent {
+struct SentCommit {
     token: FencingToken,
     /// Until then the record is certainly there, if it was committed.
     kept_until: Instant,
@@ -173,8 +173,8 @@ struct Sent {
 
 /// A COMMIT whose answer was lost.
 #[derive(Clone, Copy)]
-struct Lost {
-    sent: Sent,
+struct LostCommit {
+    sent: SentCommit,
     until: Instant,
 }
 
@@ -186,8 +186,8 @@ impl Transactor {
             pool,
             retention: RETENTION,
             wait: Duration::ZERO,
-            patience: Duration::from_secs(10),
-            runs: 5,
+            statement_timeout: Duration::from_secs(10),
+            max_attempts: 5,
             isolation: None,
             transaction_pooler: false,
         }
@@ -229,11 +229,11 @@ impl Transactor {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+    pub fn with_statement_timeout(self, statement_timeout: Duration) -> Result<Self, ConfigError> {
         Ok(Self {
-            patience: ConfigError::check(
-                "the patience with the database",
-                patience,
+            statement_timeout: ConfigError::check(
+                "the statement_timeout with the database",
+                statement_timeout,
                 limits::LEASE_MIN..=limits::LEASE_MAX,
             )?,
             ..self
@@ -245,8 +245,11 @@ impl Transactor {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_runs(self, runs: u32) -> Result<Self, ConfigError> {
-        Ok(Self { runs: ConfigError::check("the number of runs", runs, 1..=100)?, ..self })
+    pub fn with_max_attempts(self, max_attempts: u32) -> Result<Self, ConfigError> {
+        Ok(Self {
+            max_attempts: ConfigError::check("the number of attempts", max_attempts, 1..=100)?,
+            ..self
+        })
     }
 
     /// The isolation level of the transaction. Default: what the connection or the server says.
@@ -270,7 +273,7 @@ impl Transactor {
     ///
     /// ```
     /// use oncegate_core::{IdempotencyKey, Scope};
-    /// use oncegate_postgres::{Transacted, Transactor, sqlx};
+    /// use oncegate_postgres::{TransactOutcome, Transactor, sqlx};
     ///
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
@@ -292,8 +295,8 @@ impl Transactor {
     ///     });
     ///     Ok::<_, Box<dyn std::error::Error>>(done.await?)
     /// };
-    /// assert_eq!(pay().await?, Transacted::Executed(1));
-    /// assert_eq!(pay().await?, Transacted::Replayed(1));
+    /// assert_eq!(pay().await?, TransactOutcome::Executed(1));
+    /// assert_eq!(pay().await?, TransactOutcome::Replayed(1));
     /// # Ok(()) }
     /// ```
     ///
@@ -304,8 +307,8 @@ impl Transactor {
     ///   its own.
     /// - An error that it returns rolls everything back and frees the key. What is to be remembered, such as that a card was
     ///   declined, it returns as a value.
-    /// - It is run again where the database says so (see [`with_runs`](Self::with_runs)), so it has no effect outside of the
-    ///   transaction. Where it calls somebody else's API, that call takes a key of its own:
+    /// - It is run again where the database says so (see [`with_max_attempts`](Self::with_max_attempts)), so it has no effect
+    ///   outside of the transaction. Where it calls somebody else's API, that call takes a key of its own:
     ///   [`RecordId::downstream_key`] of [`RecordId::derive`].
     ///
     /// # What becomes of it when things break
@@ -323,54 +326,60 @@ impl Transactor {
         key: &IdempotencyKey,
         input: &I,
         run: F,
-    ) -> impl Future<Output = Result<Transacted<T>, TransactError>> + Send + use<'t, I, T, F>
+    ) -> impl Future<Output = Result<TransactOutcome<T>, TransactError>> + Send + use<'t, I, T, F>
     where
         I: Serialize + ?Sized,
         T: Serialize + DeserializeOwned + Send + 't,
-        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync + 't,
+        F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync + 't,
     {
         let request = Request::new(scope, key, input).map_err(TransactError::Unserializable);
         async move { self.try_until_known(&request?, &run).await }
     }
 
-    async fn try_until_known<T, F>(&self, request: &Request, run: &F) -> Result<Transacted<T>, TransactError>
+    async fn try_until_known<T, F>(
+        &self,
+        request: &Request,
+        run: &F,
+    ) -> Result<TransactOutcome<T>, TransactError>
     where
         T: Serialize + DeserializeOwned + Send,
-        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
     {
         let record = request.record;
-        let mut runs_left = self.runs;
-        let mut lost: Option<Lost> = None;
+        let mut attempts_left = self.max_attempts;
+        let mut lost: Option<LostCommit> = None;
         let until = Instant::now() + self.wait;
-        let mut pause = Pause::new(Duration::from_millis(5), Duration::from_millis(250));
+        let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
-            let tried = self.try_once(request, run, runs_left > 0, &mut lost).await;
+            let tried = self.try_once(request, run, attempts_left > 0, &mut lost).await;
             let until = lost.map_or(until, |lost| lost.until);
             let error = match tried {
-                Try::Done(done) => return Ok(done),
-                Try::Failed(error) => return Err(error),
-                Try::Busy { lease_left } => TransactError::InProgress { lease_left },
-                Try::Unreached(error) if lost.is_some() => TransactError::Store(error),
-                Try::Unreached(error) => return Err(TransactError::Store(error)),
-                Try::Again(error) if lost.is_some() => error,
-                Try::Again(error) => {
-                    runs_left -= 1;
-                    if runs_left == 0 {
+                RunResult::Done(done) => return Ok(done),
+                RunResult::Failed(error) => return Err(error),
+                RunResult::Busy { lease_left } => TransactError::InProgress { lease_left },
+                RunResult::Unreached(error) if lost.is_some() => TransactError::Store(error),
+                RunResult::Unreached(error) => return Err(TransactError::Store(error)),
+                RunResult::Again(error) if lost.is_some() => error,
+                RunResult::Again(error) => {
+                    attempts_left -= 1;
+                    if attempts_left == 0 {
                         return Err(error);
                     }
                     pause.sleep(None).await;
                     continue;
                 }
-                Try::Lost(sent) => {
-                    runs_left -= 1;
+                RunResult::LostCommit(sent) => {
+                    attempts_left -= 1;
                     tracing::warn!(%record, "the answer to COMMIT was lost; finding out what became of it");
-                    lost = Some(Lost { sent, until: Instant::now() + self.patience });
+                    lost = Some(LostCommit { sent, until: Instant::now() + self.statement_timeout });
                     continue;
                 }
             };
             if Instant::now() >= until {
                 return Err(match lost {
-                    Some(Lost { sent, .. }) => TransactError::CommitUnknown { record, token: sent.token },
+                    Some(LostCommit { sent, .. }) => {
+                        TransactError::CommitUnknown { record, token: sent.token }
+                    }
                     None => error,
                 });
             }
@@ -383,111 +392,111 @@ impl Transactor {
         request: &Request,
         run: &F,
         may_run: bool,
-        lost: &mut Option<Lost>,
-    ) -> Try<T>
+        lost: &mut Option<LostCommit>,
+    ) -> RunResult<T>
     where
         T: Serialize + DeserializeOwned + Send,
-        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
     {
-        let mut held = match Held::acquire(&self.pool).await {
+        let mut held = match TransactionConnection::acquire(&self.pool).await {
             Ok(held) => held,
-            Err(error) => return Try::Unreached(error.into()),
+            Err(error) => return RunResult::Unreached(error.into()),
         };
-        let mut open = match held.begin(self.begin(), self.patience).await {
+        let mut open = match held.begin(self.begin(), self.statement_timeout).await {
             Ok(open) => open,
-            Err(error) => return Try::Unreached(error.into()),
+            Err(error) => return RunResult::Unreached(error.into()),
         };
         let record = request.record;
         // To find out what became of a COMMIT takes a claim: above READ COMMITTED, what is not seen may be there.
         let claimed = match lost {
             None => self.reserve_or_claim_on(&mut open, request).await,
-            Some(_) => self.claim_on(&mut open, request).await.map(Begun::Claimed),
+            Some(_) => self.claim_on(&mut open, request).await.map(ClaimStart::ClaimOutcome),
         };
         let claimed = match claimed {
-            Ok(Begun::Reserved(reserved)) => {
-                return self.run_and_commit(open, request, run, Right::Reserved(reserved)).await;
+            Ok(ClaimStart::Reservation(reserved)) => {
+                return self.run_and_commit(open, request, run, CompletionRight::Reservation(reserved)).await;
             }
-            Ok(Begun::Claimed(said)) => Ok(said),
+            Ok(ClaimStart::ClaimOutcome(said)) => Ok(said),
             Err(tried) => Err(tried),
         };
         let claimed = match claimed {
             Ok(claimed) => claimed,
             Err(tried) => {
-                open.rollback(self.patience).await;
+                open.rollback(self.statement_timeout).await;
                 return tried;
             }
         };
         let grant = match claimed {
-            Said::Outcome(Outcome::Execute(grant)) => grant,
-            Said::Outcome(Outcome::Unknown) => {
+            Reply::Outcome(Outcome::Execute(grant)) => grant,
+            Reply::Outcome(Outcome::Unknown) => {
                 // It may have been told apart just now; that is kept.
-                let _ = open.commit(self.patience).await;
-                return Try::Failed(TransactError::Unknown { record });
+                let _ = open.commit(self.statement_timeout).await;
+                return RunResult::Failed(TransactError::Unknown { record });
             }
-            Said::Outcome(Outcome::Replay(response)) => {
+            Reply::Outcome(Outcome::Replay(response)) => {
                 let is_ours = match lost {
                     Some(lost) => self.is_token(&mut open, record, lost.sent.token).await,
                     None => false,
                 };
-                open.rollback(self.patience).await;
+                open.rollback(self.statement_timeout).await;
                 return replay(record, &response, is_ours);
             }
             other => {
-                open.rollback(self.patience).await;
+                open.rollback(self.statement_timeout).await;
                 return match other {
-                    Said::Outcome(Outcome::InProgress { lease_left }) => Try::Busy { lease_left },
-                    Said::Locked => Try::Busy { lease_left: Duration::ZERO },
-                    Said::Outcome(Outcome::Mismatch) => Try::Failed(TransactError::Mismatch),
-                    Said::Outcome(Outcome::Unreplayable) => {
-                        Try::Failed(TransactError::Unreplayable { record })
+                    Reply::Outcome(Outcome::InProgress { lease_left }) => RunResult::Busy { lease_left },
+                    Reply::Locked => RunResult::Busy { lease_left: Duration::ZERO },
+                    Reply::Outcome(Outcome::Mismatch) => RunResult::Failed(TransactError::Mismatch),
+                    Reply::Outcome(Outcome::Unreplayable) => {
+                        RunResult::Failed(TransactError::Unreplayable { record })
                     }
-                    Said::Outcome(_) | Said::Large | Said::Later => {
-                        Try::Failed(TransactError::Store(record::strange()))
+                    Reply::Outcome(_) | Reply::Large | Reply::Later => {
+                        RunResult::Failed(TransactError::Store(record::unexpected_answer()))
                     }
                 };
             }
         };
-        if let Some(Lost { sent, .. }) = lost.take() {
+        if let Some(LostCommit { sent, .. }) = lost.take() {
             // It may have been committed, and forgotten since then.
             if Instant::now() >= sent.kept_until {
-                open.rollback(self.patience).await;
-                return Try::Failed(TransactError::CommitUnknown { record, token: sent.token });
+                open.rollback(self.statement_timeout).await;
+                return RunResult::Failed(TransactError::CommitUnknown { record, token: sent.token });
             }
             // It did not commit, or this claim would have found it.
             if !may_run {
-                open.rollback(self.patience).await;
-                return Try::Failed(TransactError::Store(StoreError::unavailable(
+                open.rollback(self.statement_timeout).await;
+                return RunResult::Failed(TransactError::Store(StoreError::unavailable(
                     "the connection to PostgreSQL ended before the commit; nothing was committed",
                 )));
             }
         }
         let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
-        self.run_and_commit(open, request, run, Right::Claimed(guard, grant.token)).await
+        self.run_and_commit(open, request, run, CompletionRight::ClaimOutcome(guard, grant.token)).await
     }
 
     async fn run_and_commit<T, F>(
         &self,
-        mut open: Open<'_>,
+        mut open: OpenTransaction<'_>,
         request: &Request,
         run: &F,
-        right: Right,
-    ) -> Try<T>
+        right: CompletionRight,
+    ) -> RunResult<T>
     where
         T: Serialize + DeserializeOwned + Send,
-        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
     {
         match self.run_on(&mut open, request, run, right).await {
-            Ok((value, Inserted::Completed(token), ended_at)) => {
-                let sent = Sent { token, kept_until: ended_at + self.retention };
+            Ok((value, CompletionResult::Completed(token), ended_at)) => {
+                let sent = SentCommit { token, kept_until: ended_at + self.retention };
                 self.commit(open, value, sent).await
             }
-            Ok((_, Inserted::Unknown, _)) => {
+            Ok((_, CompletionResult::Unknown, _)) => {
                 // That it is not known is kept.
-                let _ = open.commit(self.patience).await;
-                Try::Failed(TransactError::Fenced { record: request.record })
+                let _ = open.commit(self.statement_timeout).await;
+                RunResult::Failed(TransactError::Fenced { record: request.record })
             }
             Err(tried) => {
-                open.rollback(self.patience).await;
+                open.rollback(self.statement_timeout).await;
                 tried
             }
         }
@@ -496,23 +505,23 @@ impl Transactor {
     /// The run, and the completion of its record, with a time before which the record did not end.
     async fn run_on<T, F>(
         &self,
-        open: &mut Open<'_>,
+        open: &mut OpenTransaction<'_>,
         request: &Request,
         run: &F,
-        right: Right,
-    ) -> Result<(T, Inserted, Instant), Try<T>>
+        right: CompletionRight,
+    ) -> Result<(T, CompletionResult, Instant), RunResult<T>>
     where
         T: Serialize + DeserializeOwned + Send,
-        F: for<'c> RunOn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
+        F: for<'c> TransactFn<&'c mut PgConnection, T, Fut: Send> + Clone + Send + Sync,
     {
         let record = request.record;
         let value = run.clone()(open.connection()).await.map_err(|error| {
             let again = error.is_conflict();
             let error = TransactError::Failed(error.into_boxed());
-            if again { Try::Again(error) } else { Try::Failed(error) }
+            if again { RunResult::Again(error) } else { RunResult::Failed(error) }
         })?;
         let response = json::encode(&value).map_err(|error| {
-            Try::Failed(match error {
+            RunResult::Failed(match error {
                 EncodeError::Json(error) => TransactError::Unserializable(error),
                 EncodeError::Response(error) => TransactError::TooLarge(error),
             })
@@ -520,77 +529,89 @@ impl Transactor {
         let ended_at = Instant::now();
         let persistent = !self.transaction_pooler;
         let ended = open
-            .step(self.patience, async |connection| match right {
-                Right::Reserved(reserved) => {
+            .statement(self.statement_timeout, async |connection| match right {
+                CompletionRight::Reservation(reserved) => {
                     reserved.complete(connection, request, &response, self.retention, persistent).await
                 }
-                Right::Claimed(guard, token) => {
+                CompletionRight::ClaimOutcome(guard, token) => {
                     guard.try_end(connection, Some(&response)).await?;
-                    Ok(Inserted::Completed(token))
+                    Ok(CompletionResult::Completed(token))
                 }
             })
             .await;
         match ended {
             Ok(inserted) => Ok((value, inserted, ended_at)),
-            Err(StepError::Refused(error)) => Err(match error::sqlstate(&error).as_deref() {
-                Some("OG001") => Try::Failed(TransactError::Fenced { record }),
-                Some("25P02") => Try::Failed(TransactError::Failed(
+            Err(StatementError::Refused(error)) => Err(match error::sqlstate(&error).as_deref() {
+                Some("OG001") => RunResult::Failed(TransactError::Fenced { record }),
+                Some("25P02") => RunResult::Failed(TransactError::Failed(
                     "a statement of the run had failed, and the run passed over its error".into(),
                 )),
-                _ if is_conflict(&error) => Try::Again(TransactError::Store(store_error(&error))),
-                _ => Try::Failed(TransactError::Store(store_error(&error))),
+                _ if is_conflict(&error) => RunResult::Again(TransactError::Store(store_error(&error))),
+                _ => RunResult::Failed(TransactError::Store(store_error(&error))),
             }),
-            Err(timed_out) => Err(Try::Failed(TransactError::Store(timed_out.into()))),
+            Err(timed_out) => Err(RunResult::Failed(TransactError::Store(timed_out.into()))),
         }
     }
 
-    async fn commit<T>(&self, open: Open<'_>, value: T, sent: Sent) -> Try<T> {
-        match open.commit(self.patience).await {
-            Ok(()) => Try::Done(Transacted::Executed(value)),
-            Err(StepError::Refused(error)) if is_conflict(&error) => {
-                Try::Again(TransactError::Store(store_error(&error)))
+    async fn commit<T>(&self, open: OpenTransaction<'_>, value: T, sent: SentCommit) -> RunResult<T> {
+        match open.commit(self.statement_timeout).await {
+            Ok(()) => RunResult::Done(TransactOutcome::Executed(value)),
+            Err(StatementError::Refused(error)) if is_conflict(&error) => {
+                RunResult::Again(TransactError::Store(store_error(&error)))
             }
             // Such as a constraint that is checked at the end.
-            Err(StepError::Refused(error)) if is_rolled_back(&error) => {
-                Try::Failed(TransactError::Failed(Box::new(error)))
+            Err(StatementError::Refused(error)) if is_rolled_back(&error) => {
+                RunResult::Failed(TransactError::Failed(Box::new(error)))
             }
-            Err(_) => Try::Lost(sent),
+            Err(_) => RunResult::LostCommit(sent),
         }
     }
 
-    async fn reserve_or_claim_on<T>(&self, open: &mut Open<'_>, request: &Request) -> Result<Begun, Try<T>> {
+    async fn reserve_or_claim_on<T>(
+        &self,
+        open: &mut OpenTransaction<'_>,
+        request: &Request,
+    ) -> Result<ClaimStart, RunResult<T>> {
         let rows = self.ask_on(open, request, RESERVE_OR_CLAIM).await?;
-        match rows.first().map(Reserved::of).transpose() {
-            Ok(Some(Some(reserved))) => Ok(Begun::Reserved(reserved)),
-            Ok(_) => said_first(&rows).map(Begun::Claimed),
-            Err(_) => Err(Try::Failed(TransactError::Store(record::strange()))),
+        match rows.first().map(Reservation::of).transpose() {
+            Ok(Some(Some(reserved))) => Ok(ClaimStart::Reservation(reserved)),
+            Ok(_) => first_reply(&rows).map(ClaimStart::ClaimOutcome),
+            Err(_) => Err(RunResult::Failed(TransactError::Store(record::unexpected_answer()))),
         }
     }
 
-    async fn claim_on<T>(&self, open: &mut Open<'_>, request: &Request) -> Result<Said, Try<T>> {
-        said_first(&self.ask_on(open, request, CLAIM).await?)
+    async fn claim_on<T>(
+        &self,
+        open: &mut OpenTransaction<'_>,
+        request: &Request,
+    ) -> Result<Reply, RunResult<T>> {
+        first_reply(&self.ask_on(open, request, CLAIM).await?)
     }
 
     async fn ask_on<T>(
         &self,
-        open: &mut Open<'_>,
+        open: &mut OpenTransaction<'_>,
         request: &Request,
         sql: &'static str,
-    ) -> Result<Vec<PgRow>, Try<T>> {
-        let call = request.claim(self.retention, sql).map_err(Try::Unreached)?;
+    ) -> Result<Vec<PgRow>, RunResult<T>> {
+        let call = request.claim(self.retention, sql).map_err(RunResult::Unreached)?;
         let persistent = !self.transaction_pooler;
-        open.step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
-            .await
-            .map_err(unreached)
+        open.statement(self.statement_timeout, async |connection| {
+            call.in_transaction(connection, persistent).await
+        })
+        .await
+        .map_err(unreached)
     }
 
     /// Whether the record is that of the attempt with this token.
-    async fn is_token(&self, open: &mut Open<'_>, record: RecordId, token: FencingToken) -> bool {
+    async fn is_token(&self, open: &mut OpenTransaction<'_>, record: RecordId, token: FencingToken) -> bool {
         let call =
             Call::new("SELECT * FROM oncegate.lookup($1)", [Arg::Octets(record.as_bytes().to_vec().into())]);
         let persistent = !self.transaction_pooler;
         let rows = open
-            .step(self.patience, async |connection| call.in_transaction(connection, persistent).await)
+            .statement(self.statement_timeout, async |connection| {
+                call.in_transaction(connection, persistent).await
+            })
             .await;
         // Where it cannot be told, it is a replay: the value is the same.
         let Ok(rows) = rows else { return false };
@@ -599,12 +620,12 @@ impl Transactor {
             .is_some_and(|record| record.token == token && matches!(record.state, State::Completed(_)))
     }
 
-    /// Claims in a transaction of one's own, on the connection that it is open on. [`Claimed::Execute`] comes with a guard, to
-    /// be completed last of all in the same transaction.
+    /// Claims in a transaction of one's own, on the connection that it is open on. [`ClaimOutcome::Execute`] comes with a
+    /// guard, to be completed last of all in the same transaction.
     ///
     /// ```
     /// # use oncegate_core::{IdempotencyKey, Scope};
-    /// use oncegate_postgres::{Claimed, Transactor, sqlx};
+    /// use oncegate_postgres::{ClaimOutcome, Transactor, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
     /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
@@ -615,15 +636,15 @@ impl Transactor {
     ///
     /// let mut transaction = pool.begin().await?;
     /// match transactor.claim(&mut transaction, &scope, &key, &500).await? {
-    ///     Claimed::Execute(guard) => {
+    ///     ClaimOutcome::Execute(guard) => {
     ///         sqlx::query("INSERT INTO payments VALUES (500)").execute(&mut *transaction).await?;
     ///         guard.complete_json(&mut transaction, &"paid").await?;
     ///         transaction.commit().await?;
     ///     }
-    ///     Claimed::Replay(response) => println!("answer again with {:?}", response.body()),
+    ///     ClaimOutcome::Replay(response) => println!("answer again with {:?}", response.body()),
     ///     other => println!("refuse: {other:?}"),
     /// }
-    /// # assert!(matches!(transactor.claim(&mut *pool.acquire().await?, &scope, &key, &500).await?, Claimed::Replay(_)));
+    /// # assert!(matches!(transactor.claim(&mut *pool.acquire().await?, &scope, &key, &500).await?, ClaimOutcome::Replay(_)));
     /// # Ok(()) }
     /// ```
     ///
@@ -639,7 +660,7 @@ impl Transactor {
         scope: &Scope<'_>,
         key: &IdempotencyKey,
         input: &I,
-    ) -> Result<Claimed, GuardError> {
+    ) -> Result<ClaimOutcome, GuardError> {
         let request =
             Request::new(scope, key, input).map_err(|error| GuardError::Response(not_json(error)))?;
         let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
@@ -648,16 +669,21 @@ impl Transactor {
             if is_conflict(&error) { GuardError::Conflict } else { GuardError::Store(store_error(&error)) }
         })?;
         Ok(match said(rows.first()).map_err(GuardError::Store)? {
-            Said::Outcome(Outcome::Execute(grant)) => {
-                Claimed::Execute(Guard::new(request.record, grant.token, Some(self.retention), persistent))
+            Reply::Outcome(Outcome::Execute(grant)) => ClaimOutcome::Execute(Guard::new(
+                request.record,
+                grant.token,
+                Some(self.retention),
+                persistent,
+            )),
+            Reply::Outcome(Outcome::Replay(response)) => ClaimOutcome::Replay(response),
+            Reply::Outcome(Outcome::InProgress { lease_left }) => ClaimOutcome::InProgress { lease_left },
+            Reply::Locked => ClaimOutcome::InProgress { lease_left: Duration::ZERO },
+            Reply::Outcome(Outcome::Mismatch) => ClaimOutcome::Mismatch,
+            Reply::Outcome(Outcome::Unknown) => ClaimOutcome::Unknown,
+            Reply::Outcome(Outcome::Unreplayable) => ClaimOutcome::Unreplayable,
+            Reply::Outcome(_) | Reply::Large | Reply::Later => {
+                return Err(GuardError::Store(record::unexpected_answer()));
             }
-            Said::Outcome(Outcome::Replay(response)) => Claimed::Replay(response),
-            Said::Outcome(Outcome::InProgress { lease_left }) => Claimed::InProgress { lease_left },
-            Said::Locked => Claimed::InProgress { lease_left: Duration::ZERO },
-            Said::Outcome(Outcome::Mismatch) => Claimed::Mismatch,
-            Said::Outcome(Outcome::Unknown) => Claimed::Unknown,
-            Said::Outcome(Outcome::Unreplayable) => Claimed::Unreplayable,
-            Said::Outcome(_) | Said::Large | Said::Later => return Err(GuardError::Store(record::strange())),
         })
     }
 
@@ -678,28 +704,28 @@ pub const fn begin(isolation: Option<Isolation>) -> &'static str {
 }
 
 /// Where nothing was run.
-fn unreached<T>(error: StepError) -> Try<T> {
+fn unreached<T>(error: StatementError) -> RunResult<T> {
     match error {
-        StepError::Refused(error) if is_conflict(&error) => {
-            Try::Again(TransactError::Store(store_error(&error)))
+        StatementError::Refused(error) if is_conflict(&error) => {
+            RunResult::Again(TransactError::Store(store_error(&error)))
         }
-        other => Try::Unreached(other.into()),
+        other => RunResult::Unreached(other.into()),
     }
 }
 
-fn said_first<T>(rows: &[PgRow]) -> Result<Said, Try<T>> {
-    said(rows.first()).map_err(|error| Try::Failed(TransactError::Store(error)))
+fn first_reply<T>(rows: &[PgRow]) -> Result<Reply, RunResult<T>> {
+    said(rows.first()).map_err(|error| RunResult::Failed(TransactError::Store(error)))
 }
 
-fn said(row: Option<&PgRow>) -> Result<Said, StoreError> {
-    record::said(row.ok_or_else(record::strange)?)
+fn said(row: Option<&PgRow>) -> Result<Reply, StoreError> {
+    record::said(row.ok_or_else(record::unexpected_answer)?)
 }
 
-fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> Try<T> {
+fn replay<T: DeserializeOwned>(record: RecordId, response: &StoredResponse, is_ours: bool) -> RunResult<T> {
     match json::decode(response) {
-        Ok(value) if is_ours => Try::Done(Transacted::Executed(value)),
-        Ok(value) => Try::Done(Transacted::Replayed(value)),
-        Err(reason) => Try::Failed(TransactError::Undecodable { record, reason }),
+        Ok(value) if is_ours => RunResult::Done(TransactOutcome::Executed(value)),
+        Ok(value) => RunResult::Done(TransactOutcome::Replayed(value)),
+        Err(reason) => RunResult::Failed(TransactError::Undecodable { record, reason }),
     }
 }
 
@@ -708,8 +734,8 @@ impl fmt::Debug for Transactor {
         f.debug_struct("Transactor")
             .field("retention", &self.retention)
             .field("wait", &self.wait)
-            .field("patience", &self.patience)
-            .field("runs", &self.runs)
+            .field("statement_timeout", &self.statement_timeout)
+            .field("max_attempts", &self.max_attempts)
             .field("isolation", &self.isolation)
             .field("transaction_pooler", &self.transaction_pooler)
             .finish_non_exhaustive()

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{State, Store as _, StoreErrorKind};
-use oncegate_postgres::{PostgresOptions, PostgresStore, TransactError, Transacted, Transactor, schema};
+use oncegate_postgres::{PostgresOptions, PostgresStore, TransactError, TransactOutcome, Transactor, schema};
 use oncegate_servers::{Break, PostgresServer, Way};
 use sqlx::postgres::PgConnection;
 
@@ -17,7 +17,7 @@ async fn world(connections: u32) -> (Database, Way, Transactor) {
     let database = Database::fresh().await;
     let way = Way::to(database.server.port()).await.unwrap();
     let pool = database.payments_at(way.port(), connections).await;
-    let transactor = Transactor::new(pool).with_patience(LONG).unwrap();
+    let transactor = Transactor::new(pool).with_statement_timeout(LONG).unwrap();
     (database, way, transactor)
 }
 
@@ -30,7 +30,7 @@ async fn a_commit_that_the_server_got_is_found() {
         runs.fetch_add(1, Ordering::SeqCst);
         Ok(insert(connection, 500).await?)
     });
-    assert_eq!(done.await.unwrap(), Transacted::Executed(Charge { id: 1, cents: 500 }));
+    assert_eq!(done.await.unwrap(), TransactOutcome::Executed(Charge { id: 1, cents: 500 }));
     assert_eq!((runs.into_inner(), database.paid().await), (1, 1));
     assert!(pay(&transactor, "order-1", 500).await.unwrap().is_replayed());
 }
@@ -49,7 +49,7 @@ async fn a_commit_that_the_server_never_got_is_run_again() {
 
     // Where no run is left, nothing was committed and the caller is told so.
     way.arm(b"COMMIT", Break::Before);
-    let error = pay(&transactor.clone().with_runs(1).unwrap(), "order-2", 500).await.unwrap_err();
+    let error = pay(&transactor.clone().with_max_attempts(1).unwrap(), "order-2", 500).await.unwrap_err();
     assert!(
         matches!(&error, TransactError::Store(error) if error.kind() == StoreErrorKind::Unavailable),
         "{error:?}"
@@ -83,13 +83,13 @@ async fn a_commit_that_is_still_on_its_way_is_waited_for() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_finds_it() {
     let (database, way, transactor) = world(2).await;
-    let hurried = transactor.clone().with_patience(Duration::from_secs(2)).unwrap();
+    let hurried = transactor.clone().with_statement_timeout(Duration::from_secs(2)).unwrap();
     way.arm(b"COMMIT", Break::Late);
     let error = pay(&hurried, "order-1", 500).await.unwrap_err();
     assert!(matches!(error, TransactError::CommitUnknown { .. }), "{error:?}");
     way.go_on();
     let found = pay(&transactor.with_wait(LONG).unwrap(), "order-1", 500).await.unwrap();
-    assert_eq!(found, Transacted::Replayed(Charge { id: 1, cents: 500 }));
+    assert_eq!(found, TransactOutcome::Replayed(Charge { id: 1, cents: 500 }));
     assert_eq!(database.paid().await, 1);
 }
 
@@ -97,7 +97,9 @@ async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_fin
 async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
     let (database, way, transactor) = world(2).await;
     way.arm(b"COMMIT", Break::Silent);
-    let done = pay(&transactor.with_patience(Duration::from_secs(5)).unwrap(), "order-1", 500).await.unwrap();
+    let done = pay(&transactor.with_statement_timeout(Duration::from_secs(5)).unwrap(), "order-1", 500)
+        .await
+        .unwrap();
     assert!(!done.is_replayed());
     assert_eq!(database.paid().await, 1);
 }
@@ -108,7 +110,7 @@ async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
     let (database, way, transactor) = world(2).await;
     way.arm(b"COMMIT", Break::Silent);
     let transactor = transactor
-        .with_patience(Duration::from_secs(5))
+        .with_statement_timeout(Duration::from_secs(5))
         .unwrap()
         .with_retention(Duration::from_secs(1))
         .unwrap();

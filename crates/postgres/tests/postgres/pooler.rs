@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate_core::{Command, Completion, Outcome, Release, Store as _, StoreError};
-use oncegate_postgres::{PostgresOptions, PostgresStore, Transacted, Transactor};
+use oncegate_postgres::{PostgresOptions, PostgresStore, TransactOutcome, Transactor};
 use oncegate_servers::PgBouncer;
 use oncegate_testkit::conformance::check_concurrent_claims;
 use sqlx::PgPool;
@@ -108,7 +108,7 @@ async fn a_hundred_transactions_at_once_are_one_payment() {
     let pool = application(&bouncer, &database).await;
     let transactor = Transactor::new(pool)
         .with_transaction_pooler(true)
-        .with_patience(LONG)
+        .with_statement_timeout(LONG)
         .unwrap()
         .with_wait(LONG)
         .unwrap();
@@ -134,7 +134,7 @@ async fn a_run_that_fails_or_is_dropped_leaves_nothing_in_a_session_of_somebody_
     let pool = application(&bouncer, &database).await;
     let transactor = Transactor::new(pool)
         .with_transaction_pooler(true)
-        .with_patience(LONG)
+        .with_statement_timeout(LONG)
         .unwrap()
         .with_wait(LONG)
         .unwrap();
@@ -154,6 +154,6 @@ async fn a_run_that_fails_or_is_dropped_leaves_nothing_in_a_session_of_somebody_
         insert(connection, 700).await?;
         Ok(7)
     });
-    assert_eq!(done.await.unwrap(), Transacted::Executed(7));
+    assert_eq!(done.await.unwrap(), TransactOutcome::Executed(7));
     assert_eq!(database.paid().await, 1);
 }

@@ -7,7 +7,7 @@ use oncegate_core::{
     Answer, Claim, Command, Completion, Fingerprint, FingerprintInput, FingerprintRules, KeyTag, Outcome,
     RecordId, Release, State, Store as _,
 };
-use oncegate_postgres::{Isolation, PostgresStore, TransactError, Transacted, Transactor};
+use oncegate_postgres::{Isolation, PostgresStore, TransactError, TransactOutcome, Transactor};
 use sqlx::postgres::{PgConnection, PgPool};
 use sqlx::{AssertSqlSafe, Row as _};
 use tokio::sync::Notify;
@@ -39,7 +39,7 @@ fn claims_of(attempt: u128, cents: i64) -> Command {
 async fn world(connections: u32) -> (Database, PgPool, Transactor, PostgresStore) {
     let database = Database::fresh().await;
     let pool = database.payments(connections).await;
-    let transactor = Transactor::new(pool.clone()).with_patience(LONG).unwrap();
+    let transactor = Transactor::new(pool.clone()).with_statement_timeout(LONG).unwrap();
     let store = database.store().await;
     (database, pool, transactor, store)
 }
@@ -47,7 +47,7 @@ async fn world(connections: u32) -> (Database, PgPool, Transactor, PostgresStore
 /// A call that has written its row and stays open until it is told to go on.
 struct Held {
     go_on: Arc<Notify>,
-    call: tokio::task::JoinHandle<Result<Transacted<Charge>, TransactError>>,
+    call: tokio::task::JoinHandle<Result<TransactOutcome<Charge>, TransactError>>,
 }
 
 async fn held(transactor: &Transactor, order: &'static str, fails: bool) -> Held {

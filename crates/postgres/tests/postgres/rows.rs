@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_postgres::{Once, OnceError, Update, insert_once, update_latest, update_version};
+use oncegate_postgres::{
+    InsertError, InsertOutcome, UpdateOutcome, insert_once, update_latest, update_version,
+};
 use sqlx::PgPool;
 use sqlx::postgres::PgConnection;
 
@@ -25,7 +27,11 @@ async fn world(connections: u32) -> (Database, PgPool) {
     (database, pool)
 }
 
-async fn order(connection: &mut PgConnection, customer: &str, cart: &str) -> Result<Once<Order>, OnceError> {
+async fn order(
+    connection: &mut PgConnection,
+    customer: &str,
+    cart: &str,
+) -> Result<InsertOutcome<Order>, InsertError> {
     insert_once(
         connection,
         || sqlx::query_as(INSERT).bind(customer.to_owned()).bind(cart.to_owned()),
@@ -95,7 +101,7 @@ async fn whoever_sets_a_lock_timeout_waits_no_longer() {
     order(&mut other, "ada", "cart").await.unwrap();
     let mut hurried = pool.begin().await.unwrap();
     run(&mut hurried, "SET LOCAL lock_timeout = '50ms'").await;
-    let Err(OnceError::Database(error)) = order(&mut hurried, "ada", "cart").await else {
+    let Err(InsertError::Database(error)) = order(&mut hurried, "ada", "cart").await else {
         panic!("it waits")
     };
     assert_eq!(crate::support::sqlstate(&error), "55P03");
@@ -111,11 +117,11 @@ async fn a_row_that_is_deleted_in_between_is_inserted_again_and_not_for_ever() {
         "WITH gone AS (DELETE FROM orders RETURNING id) SELECT id, customer, cart FROM orders WHERE false";
     let insert = || sqlx::query_as::<_, Order>(INSERT).bind("ada").bind("cart");
     let again = insert_once(&mut connection, insert, || sqlx::query_as(look)).await.unwrap();
-    assert_eq!(again, Once::Created((3, "ada".to_owned(), "cart".to_owned())));
+    assert_eq!(again, InsertOutcome::Created((3, "ada".to_owned(), "cart".to_owned())));
     // Two statements that do not speak of the same row.
     let nowhere = || sqlx::query_as("SELECT id, customer, cart FROM orders WHERE false");
     let error = insert_once(&mut connection, insert, nowhere).await.unwrap_err();
-    assert!(matches!(error, OnceError::Vanished), "{error:?}");
+    assert!(matches!(error, InsertError::Vanished), "{error:?}");
     drop(database);
 }
 
@@ -132,13 +138,13 @@ async fn a_conflict_is_told_apart_from_a_row_that_is_not_there() {
         let update = || sqlx::query_as::<_, (i64, i64)>(UPDATE).bind(id).bind(400_i64).bind(version);
         update_version(&mut connection, update, || sqlx::query_as(CURRENT).bind(id)).await.unwrap()
     };
-    assert_eq!(set(1, 6).await, Update::Conflict((500, 7)));
-    assert_eq!(set(1, 7).await, Update::Updated((400, 8)));
-    assert_eq!(set(1, 7).await, Update::Conflict((400, 8)));
-    assert_eq!(set(2, 7).await, Update::NotFound);
+    assert_eq!(set(1, 6).await, UpdateOutcome::Conflict((500, 7)));
+    assert_eq!(set(1, 7).await, UpdateOutcome::Updated((400, 8)));
+    assert_eq!(set(1, 7).await, UpdateOutcome::Conflict((400, 8)));
+    assert_eq!(set(2, 7).await, UpdateOutcome::NotFound);
 }
 
-async fn withdraw(connection: &mut PgConnection, tries: u32, id: i64) -> Update<(i64, i64)> {
+async fn withdraw(connection: &mut PgConnection, tries: u32, id: i64) -> UpdateOutcome<(i64, i64)> {
     let change = |(cents, version): &(i64, i64)| {
         (*cents > 0).then(|| sqlx::query_as(UPDATE).bind(id).bind(cents - 1).bind(*version))
     };
@@ -159,8 +165,8 @@ async fn no_update_is_lost_among_many() {
                 let mut updated = 0;
                 for _ in 0..8 {
                     match withdraw(&mut connection, 100, 1).await {
-                        Update::Updated(_) => updated += 1,
-                        Update::Unchanged((0, 60)) => {}
+                        UpdateOutcome::Updated(_) => updated += 1,
+                        UpdateOutcome::Unchanged((0, 60)) => {}
                         other => panic!("{other:?}"),
                     }
                 }
@@ -174,8 +180,8 @@ async fn no_update_is_lost_among_many() {
     }
     assert_eq!(updated, 60);
     let mut connection = pool.acquire().await.unwrap();
-    assert_eq!(withdraw(&mut connection, 1, 1).await, Update::Unchanged((0, 60)));
-    assert_eq!(withdraw(&mut connection, 1, 2).await, Update::NotFound);
+    assert_eq!(withdraw(&mut connection, 1, 1).await, UpdateOutcome::Unchanged((0, 60)));
+    assert_eq!(withdraw(&mut connection, 1, 2).await, UpdateOutcome::NotFound);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -188,6 +194,6 @@ async fn tries_are_bounded_and_the_last_row_is_given() {
     let change = |row: &(i64, i64)| Some(sqlx::query_as(UPDATE).bind(1_i64).bind(0_i64).bind(row.1));
     for tries in [0, 3] {
         let update = update_latest(&mut connection, tries, read, change).await.unwrap();
-        assert_eq!(update, Update::Conflict((500, -1)));
+        assert_eq!(update, UpdateOutcome::Conflict((500, -1)));
     }
 }

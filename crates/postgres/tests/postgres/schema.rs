@@ -2,7 +2,7 @@
 
 use oncegate_core::{Completion, ListQuery, Outcome, Store as _};
 use oncegate_postgres::sqlx::Row as _;
-use oncegate_postgres::{OpenError, PostgresOptions, PostgresStore, schema};
+use oncegate_postgres::{PostgresOpenError, PostgresOptions, PostgresStore, schema};
 
 use crate::support::{Database, claims, completes, id, renews, response, run, sqlstate, token, try_run};
 
@@ -11,7 +11,7 @@ async fn programs_that_apply_the_contract_at_the_same_time_all_succeed() {
     let database = Database::empty().await;
     assert_eq!(schema::status(&database.options()).await.unwrap().found, None);
     let error = PostgresStore::open(database.options()).await.unwrap_err();
-    assert!(matches!(error, OpenError::NoContract { found: None, .. }), "{error}");
+    assert!(matches!(error, PostgresOpenError::NoContract { found: None, .. }), "{error}");
     assert!(error.to_string().contains("oncegate schema apply postgres"), "{error}");
     let at_once = (0..4).map(|_| {
         let options = database.options();
@@ -54,15 +54,15 @@ async fn a_store_refuses_an_older_and_a_newer_contract() {
     let mut owner = database.connect().await;
     run(&mut owner, "UPDATE oncegate.contract SET version = 0").await;
     let error = PostgresStore::open(database.options()).await.unwrap_err();
-    assert!(matches!(error, OpenError::NoContract { found: Some(0), .. }), "{error}");
+    assert!(matches!(error, PostgresOpenError::NoContract { found: Some(0), .. }), "{error}");
     assert!(error.to_string().contains("oncegate schema apply postgres"), "{error}");
     run(&mut owner, &format!("INSERT INTO oncegate.contract (version) VALUES ({})", schema::VERSION + 1))
         .await;
     let error = PostgresStore::open(database.options()).await.unwrap_err();
-    let OpenError::NewerContract { found, known, .. } = &error else { panic!("{error}") };
+    let PostgresOpenError::NewerContract { found, known, .. } = &error else { panic!("{error}") };
     assert_eq!((*found, *known), (schema::VERSION + 1, schema::VERSION));
     assert!(error.to_string().contains("upgrade"), "{error}");
-    assert!(matches!(schema::apply(&database.options()).await, Err(OpenError::NewerContract { .. })));
+    assert!(matches!(schema::apply(&database.options()).await, Err(PostgresOpenError::NewerContract { .. })));
 }
 
 /// Every part of the schema, its dependencies, and its definition as the server stores it.
@@ -231,7 +231,7 @@ async fn what_cannot_be_repaired_is_named() {
                  CREATE INDEX by_mine ON oncegate.records (public.mine(id))";
     run(&mut database.connect().await, index).await;
     let error = schema::apply(&database.options()).await.unwrap_err();
-    let OpenError::ForeignBindings { bindings, .. } = &error else { panic!("{error}") };
+    let PostgresOpenError::ForeignBindings { bindings, .. } = &error else { panic!("{error}") };
     let binding = "index oncegate.by_mine uses function public.mine(bytea)";
     assert_eq!(bindings, &[binding.to_owned()]);
     assert!(error.to_string().contains(binding), "{error}");

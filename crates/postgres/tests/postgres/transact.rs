@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncegate_core::{ErrorChain, IdempotencyKey, Scope, StoreErrorKind};
-use oncegate_postgres::{Isolation, RunError, TransactError, Transacted, Transactor};
+use oncegate_postgres::{Isolation, RunError, TransactError, TransactOutcome, Transactor};
 use serde::{Deserialize, Serialize};
 use sqlx::postgres::PgConnection;
 use sqlx::{Connection as _, PgPool};
@@ -44,7 +44,7 @@ pub(crate) async fn pay(
     transactor: &Transactor,
     order: &str,
     cents: i64,
-) -> Result<Transacted<Charge>, TransactError> {
+) -> Result<TransactOutcome<Charge>, TransactError> {
     let paid = transactor
         .transact(&scope(), &key(order), &cents, async |connection| Ok(insert(connection, cents).await?));
     paid.await
@@ -54,7 +54,7 @@ pub(crate) async fn pay(
 async fn world(connections: u32) -> (Database, PgPool, Transactor) {
     let database = Database::fresh().await;
     let pool = database.payments(connections).await;
-    let transactor = Transactor::new(pool.clone()).with_patience(LONG).unwrap();
+    let transactor = Transactor::new(pool.clone()).with_statement_timeout(LONG).unwrap();
     (database, pool, transactor)
 }
 
@@ -62,15 +62,15 @@ async fn world(connections: u32) -> (Database, PgPool, Transactor) {
 async fn a_retry_gets_the_first_result_and_another_input_is_refused() {
     let (database, _, transactor) = world(2).await;
     let first = pay(&transactor, "order-1", 500).await.unwrap();
-    assert_eq!(first, Transacted::Executed(Charge { id: 1, cents: 500 }));
+    assert_eq!(first, TransactOutcome::Executed(Charge { id: 1, cents: 500 }));
     let again = pay(&transactor, "order-1", 500).await.unwrap();
-    assert_eq!(again, Transacted::Replayed(Charge { id: 1, cents: 500 }));
+    assert_eq!(again, TransactOutcome::Replayed(Charge { id: 1, cents: 500 }));
     let other = pay(&transactor, "order-1", 900).await.unwrap_err();
     assert!(matches!(other, TransactError::Mismatch), "{other:?}");
     // The same key of somebody else, and for something else, is another key.
     for scope in [Scope::caller("customer", b"eve"), Scope::caller("customer", b"ada")] {
         let other = transactor.transact(&scope, &key("order-1"), &500, async |_| Ok(7)).await.unwrap();
-        assert_eq!(other, Transacted::Executed(7));
+        assert_eq!(other, TransactOutcome::Executed(7));
     }
     assert_eq!(database.paid().await, 1);
 }
@@ -91,8 +91,8 @@ async fn two_hundred_at_once_are_one_payment() {
         let (mut executed, mut replayed) = (0, 0);
         for call in calls {
             match call.await.unwrap() {
-                Transacted::Executed(charge) => executed += charge.cents,
-                Transacted::Replayed(charge) => replayed += charge.cents,
+                TransactOutcome::Executed(charge) => executed += charge.cents,
+                TransactOutcome::Replayed(charge) => replayed += charge.cents,
             }
         }
         assert_eq!((executed, replayed % 500), (500, 0), "{isolation:?}");
@@ -127,7 +127,7 @@ async fn while_one_runs_a_duplicate_is_told_so_at_once_and_one_that_waits_gets_t
     assert!(!pay(&transactor, "order-2", 500).await.unwrap().is_replayed());
     go_on.notify_one();
     let first = first.await.unwrap().unwrap();
-    assert_eq!(waits.await.unwrap().unwrap(), Transacted::Replayed(first.into_inner()));
+    assert_eq!(waits.await.unwrap().unwrap(), TransactOutcome::Replayed(first.into_inner()));
     assert_eq!(database.paid().await, 2);
 }
 
@@ -192,7 +192,7 @@ async fn an_error_that_the_run_passed_over_commits_nothing() {
         savepoint.commit().await?;
         Ok(())
     });
-    assert_eq!(done.await.unwrap(), Transacted::Executed(()));
+    assert_eq!(done.await.unwrap(), TransactOutcome::Executed(()));
     assert_eq!(database.paid().await, 2);
 }
 
@@ -306,12 +306,12 @@ async fn a_serialization_failure_is_run_again_however_it_is_wrapped() {
             Ok(cents + 1)
         });
         let expected = 11 * (number as i64 + 1);
-        assert_eq!(added.await.unwrap(), Transacted::Executed(expected), "{number}");
+        assert_eq!(added.await.unwrap(), TransactOutcome::Executed(expected), "{number}");
         assert_eq!(runs.into_inner(), 2, "{number}");
     }
     // Not for ever.
     let runs = AtomicU32::new(0);
-    let limited = transactor.with_runs(3).unwrap();
+    let limited = transactor.with_max_attempts(3).unwrap();
     let never = limited.transact(&scope(), &key("order-9"), &1, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
         sqlx::query("DO $$ BEGIN RAISE EXCEPTION 'again' USING ERRCODE = '40001'; END $$")

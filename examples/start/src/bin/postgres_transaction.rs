@@ -2,7 +2,7 @@
 
 use oncegate::core::{IdempotencyKey, Scope};
 use oncegate::postgres::sqlx::{self, PgPool};
-use oncegate::{Transacted, Transactor};
+use oncegate::{TransactOutcome, Transactor};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -19,8 +19,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Ok(id)
     });
     match payment.await? {
-        Transacted::Executed(id) => println!("paid: payment {id}"),
-        Transacted::Replayed(id) => println!("paid before: payment {id}"),
+        TransactOutcome::Executed(id) => println!("paid: payment {id}"),
+        TransactOutcome::Replayed(id) => println!("paid before: payment {id}"),
     }
     Ok(())
 }

@@ -14,14 +14,14 @@ pub type Statement<'q, R> = QueryAs<'q, Postgres, R, PgArguments>;
 
 /// A row, and whether it was there before. The same shape for both, so that a retry is answered like the first request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Once<R> {
+pub enum InsertOutcome<R> {
     /// This call inserted it.
     Created(R),
     /// It was there.
     Existing(R),
 }
 
-impl<R> Once<R> {
+impl<R> InsertOutcome<R> {
     /// The row.
     pub fn into_inner(self) -> R {
         match self {
@@ -39,7 +39,7 @@ impl<R> Once<R> {
 /// Why there is no row.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum OnceError {
+pub enum InsertError {
     /// The insert met a row, and the look did not find it, eight times: either somebody deletes it each time, or the two
     /// statements do not speak of the same row.
     Vanished,
@@ -47,7 +47,7 @@ pub enum OnceError {
     Database(sqlx::Error),
 }
 
-impl fmt::Display for OnceError {
+impl fmt::Display for InsertError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Vanished => f.write_str(
@@ -59,7 +59,7 @@ impl fmt::Display for OnceError {
     }
 }
 
-impl std::error::Error for OnceError {
+impl std::error::Error for InsertError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Vanished => None,
@@ -68,7 +68,7 @@ impl std::error::Error for OnceError {
     }
 }
 
-impl From<sqlx::Error> for OnceError {
+impl From<sqlx::Error> for InsertError {
     fn from(error: sqlx::Error) -> Self {
         Self::Database(error)
     }
@@ -82,7 +82,7 @@ impl From<sqlx::Error> for OnceError {
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
-/// use oncegate_postgres::{Once, insert_once, sqlx};
+/// use oncegate_postgres::{InsertOutcome, insert_once, sqlx};
 /// use sqlx::Connection as _;
 ///
 /// let mut connection = sqlx::PgConnection::connect(&server.url()).await?;
@@ -101,8 +101,8 @@ impl From<sqlx::Error> for OnceError {
 ///     )
 ///     .await
 /// };
-/// assert_eq!(order("ada", "cart-7").await?, Once::Created((1,)));
-/// assert_eq!(order("ada", "cart-7").await?, Once::Existing((1,)));
+/// assert_eq!(order("ada", "cart-7").await?, InsertOutcome::Created((1,)));
+/// assert_eq!(order("ada", "cart-7").await?, InsertOutcome::Existing((1,)));
 /// # Ok(()) }
 /// ```
 ///
@@ -116,22 +116,22 @@ impl From<sqlx::Error> for OnceError {
 /// transaction again, as `transact` does.
 ///
 /// # Errors
-/// [`OnceError`]. Without `ON CONFLICT` the database's own, for a key that is there.
+/// [`InsertError`]. Without `ON CONFLICT` the database's own, for a key that is there.
 pub async fn insert_once<'q, R>(
     connection: &mut PgConnection,
     insert: impl Fn() -> Statement<'q, R>,
     existing: impl Fn() -> Statement<'q, R>,
-) -> Result<Once<R>, OnceError>
+) -> Result<InsertOutcome<R>, InsertError>
 where
     R: for<'r> FromRow<'r, PgRow> + Send + Unpin,
 {
     for _ in 0..TRIES {
         if let Some(row) = insert().fetch_optional(&mut *connection).await? {
-            return Ok(Once::Created(row));
+            return Ok(InsertOutcome::Created(row));
         }
         if let Some(row) = existing().fetch_optional(&mut *connection).await? {
-            return Ok(Once::Existing(row));
+            return Ok(InsertOutcome::Existing(row));
         }
     }
-    Err(OnceError::Vanished)
+    Err(InsertError::Vanished)
 }

@@ -7,12 +7,12 @@ use tokio::time::Instant;
 
 /// The next pause.
 #[derive(Debug)]
-pub struct Pause {
+pub struct Backoff {
     most: Duration,
     longest: Duration,
 }
 
-impl Pause {
+impl Backoff {
     /// Pauses that begin with this one; each is twice as long as the one before, up to the longest.
     #[must_use]
     pub const fn new(first: Duration, longest: Duration) -> Self {

@@ -32,12 +32,12 @@ run! {
     /// Every async closure of this shape is one; it is for nobody to implement. It stands here because the language
     /// cannot yet say
     /// of an `AsyncFnMut` that its futures can be sent between threads, as every service needs it.
-    RunOn(C) -> RunError
+    TransactFn(C) -> RunError
 }
 
 run! {
     /// A run with something to run on: `async |connection, message| { …; Ok(value) }`, with an error of the caller's own.
     ///
-    /// Every async closure of this shape is one, as with [`RunOn`].
-    RunWith(C, M) -> E, for any E
+    /// Every async closure of this shape is one, as with [`TransactFn`].
+    TransactFnWith(C, M) -> E, for any E
 }

@@ -6,13 +6,13 @@
 use oncegate_core::{Command, Completion, Outcome, Resolution};
 use redis::Value;
 
-/// What [`Witness::is_borne_out`] wants to read of the record, in this order.
+/// What [`AppliedCheck::is_met_by`] wants to read of the record, in this order.
 pub(crate) const FIELDS: [&str; 8] =
     ["state", "token", "attempt", "lease_until", "resolved_to", "resolved_by", "resolved_reason", "steps"];
 
 /// What the record has to say, if the command was applied there.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Witness {
+pub(crate) enum AppliedCheck {
     Granted { attempt: String, token: u64, lease_until: u64 },
     Unknown,
     Stepped { token: u64, number: u64 },
@@ -21,7 +21,7 @@ pub(crate) enum Witness {
     Resolved { to: &'static str, actor: String, reason: String },
 }
 
-impl Witness {
+impl AppliedCheck {
     /// Of a command with its outcome, if that is one to wait for.
     ///
     /// An answer that is there is true, whoever else has it; and who renews may come too late, and hears of it then.
@@ -62,7 +62,7 @@ impl Witness {
 
     /// Whether the record says so. What somebody else did to it in the meantime may make it say something else; then it
     /// is not known, and whoever asks may send the command again.
-    pub(crate) fn is_borne_out(&self, fields: &Value) -> bool {
+    pub(crate) fn is_met_by(&self, fields: &Value) -> bool {
         let Value::Array(fields) = fields else { return false };
         let texts: Vec<_> = fields.iter().map(text).collect();
         let [state, token, attempt, lease_until, to, by, reason, steps] = texts.as_slice() else {

@@ -12,17 +12,17 @@ use crate::record;
 
 /// The right to insert a record, which nobody else has until the transaction with this number ends.
 #[derive(Clone, Copy)]
-pub(crate) struct Reserved(i64);
+pub(crate) struct Reservation(i64);
 
 /// What came of a completion.
-pub(crate) enum Inserted {
+pub(crate) enum CompletionResult {
     /// Under this token, if the transaction commits.
     Completed(FencingToken),
     /// The run had committed its transaction itself. The record is unknown now, if this is committed.
     Unknown,
 }
 
-impl Reserved {
+impl Reservation {
     /// The right that `oncegate.reserve_or_claim` gave. `None` where there is a record, or where somebody else is at it: then
     /// the rest of the row is what a claim said.
     pub(crate) fn of(row: &PgRow) -> Result<Option<Self>, sqlx::Error> {
@@ -37,7 +37,7 @@ impl Reserved {
         response: &StoredResponse,
         retention: Duration,
         persistent: bool,
-    ) -> Result<Inserted, sqlx::Error> {
+    ) -> Result<CompletionResult, sqlx::Error> {
         let args = [
             Arg::Octets(request.record.as_bytes().to_vec().into()),
             Arg::Big(self.0),
@@ -51,7 +51,8 @@ impl Reserved {
         let call = Call::new("SELECT oncegate.complete_reserved($1, $2, $3, $4, $5, $6, $7, $8)", args);
         let rows = call.in_transaction(connection, persistent).await?;
         let token: Option<i64> = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
-        Ok(token
-            .map_or(Inserted::Unknown, |token| Inserted::Completed(FencingToken::new(token.unsigned_abs()))))
+        Ok(token.map_or(CompletionResult::Unknown, |token| {
+            CompletionResult::Completed(FencingToken::new(token.unsigned_abs()))
+        }))
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, FromRow};
 
-use crate::once::Statement;
-use crate::pause::Pause;
+use crate::backoff::Backoff;
+use crate::insert_once::Statement;
 
 /// The first and the longest pause between tries.
 const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(100)];
@@ -14,7 +14,7 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(1
 /// What came of changing a row with a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "only `Updated` changed anything"]
-pub enum Update<R> {
+pub enum UpdateOutcome<R> {
     /// Changed; the row as it is now.
     Updated(R),
     /// Nothing was to be changed; the row as it was read.
@@ -34,7 +34,7 @@ pub enum Update<R> {
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
-/// use oncegate_postgres::{Update, sqlx, update_version};
+/// use oncegate_postgres::{UpdateOutcome, sqlx, update_version};
 /// use sqlx::Connection as _;
 ///
 /// let mut connection = sqlx::PgConnection::connect(&server.url()).await?;
@@ -52,9 +52,9 @@ pub enum Update<R> {
 ///     )
 ///     .await
 /// };
-/// assert_eq!(set(1, 400, 1).await?, Update::Updated((400, 2)));
-/// assert_eq!(set(1, 300, 1).await?, Update::Conflict((400, 2)));
-/// assert_eq!(set(9, 300, 1).await?, Update::NotFound);
+/// assert_eq!(set(1, 400, 1).await?, UpdateOutcome::Updated((400, 2)));
+/// assert_eq!(set(1, 300, 1).await?, UpdateOutcome::Conflict((400, 2)));
+/// assert_eq!(set(9, 300, 1).await?, UpdateOutcome::NotFound);
 /// # Ok(()) }
 /// ```
 ///
@@ -65,14 +65,14 @@ pub async fn update_version<'q, R>(
     connection: &mut PgConnection,
     update: impl Fn() -> Statement<'q, R>,
     current: impl Fn() -> Statement<'q, R>,
-) -> Result<Update<R>, Error>
+) -> Result<UpdateOutcome<R>, Error>
 where
     R: for<'r> FromRow<'r, PgRow> + Send + Unpin,
 {
     if let Some(row) = update().fetch_optional(&mut *connection).await? {
-        return Ok(Update::Updated(row));
+        return Ok(UpdateOutcome::Updated(row));
     }
-    Ok(current().fetch_optional(connection).await?.map_or(Update::NotFound, Update::Conflict))
+    Ok(current().fetch_optional(connection).await?.map_or(UpdateOutcome::NotFound, UpdateOutcome::Conflict))
 }
 
 /// Reads a row and changes it, again where somebody else was faster: `tries` times at the most, from 1 to 100, with growing
@@ -87,7 +87,7 @@ where
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
-/// # use oncegate_postgres::{Update, sqlx, update_latest};
+/// # use oncegate_postgres::{UpdateOutcome, sqlx, update_latest};
 /// # use sqlx::Connection as _;
 /// # let mut connection = sqlx::PgConnection::connect(&server.url()).await?;
 /// # sqlx::raw_sql("CREATE TABLE accounts (id bigint, cents bigint, version bigint); INSERT INTO accounts VALUES (1, 500, 1)")
@@ -102,7 +102,7 @@ where
 ///         (*cents >= 100).then(|| sqlx::query_as(update).bind(1_i64).bind(cents - 100).bind(*version))
 ///     },
 /// );
-/// assert_eq!(withdraw.await?, Update::Updated((400, 2)));
+/// assert_eq!(withdraw.await?, UpdateOutcome::Updated((400, 2)));
 /// # Ok(()) }
 /// ```
 ///
@@ -113,22 +113,24 @@ pub async fn update_latest<'q, R>(
     tries: u32,
     read: impl Fn() -> Statement<'q, R>,
     change: impl Fn(&R) -> Option<Statement<'q, R>>,
-) -> Result<Update<R>, Error>
+) -> Result<UpdateOutcome<R>, Error>
 where
     R: for<'r> FromRow<'r, PgRow> + Send + Unpin,
 {
     let [first, longest] = PAUSES;
-    let mut pause = Pause::new(first, longest);
+    let mut pause = Backoff::new(first, longest);
     let mut tries_left = tries.clamp(1, 100);
     loop {
-        let Some(row) = read().fetch_optional(&mut *connection).await? else { return Ok(Update::NotFound) };
-        let Some(update) = change(&row) else { return Ok(Update::Unchanged(row)) };
+        let Some(row) = read().fetch_optional(&mut *connection).await? else {
+            return Ok(UpdateOutcome::NotFound);
+        };
+        let Some(update) = change(&row) else { return Ok(UpdateOutcome::Unchanged(row)) };
         if let Some(row) = update.fetch_optional(&mut *connection).await? {
-            return Ok(Update::Updated(row));
+            return Ok(UpdateOutcome::Updated(row));
         }
         tries_left -= 1;
         if tries_left == 0 {
-            return Ok(Update::Conflict(row));
+            return Ok(UpdateOutcome::Conflict(row));
         }
         pause.sleep(None).await;
     }

@@ -13,13 +13,13 @@ use redis::Value;
 use crate::contract::VERSION;
 
 /// What a script said: a word, the server's time, and the rest.
-pub(crate) struct Said {
+pub(crate) struct Reply {
     word: String,
     pub(crate) now: Timestamp,
     rest: std::vec::IntoIter<Value>,
 }
 
-impl Said {
+impl Reply {
     pub(crate) fn read(value: Value) -> Option<Self> {
         let Value::Array(parts) = value else { return None };
         let mut rest = parts.into_iter();
@@ -46,7 +46,7 @@ impl Said {
             let response = self.octets().and_then(response);
             return response.map(Outcome::Replay).ok_or_else(unreadable);
         }
-        self.other_outcome().ok_or_else(senseless)
+        self.other_outcome().ok_or_else(unexpected_reply)
     }
 
     fn other_outcome(&mut self) -> Option<Outcome> {
@@ -93,30 +93,30 @@ impl Said {
     }
 
     /// The record that a lookup found, its response left out where the lookup left it out.
-    pub(crate) fn record(mut self) -> Result<Option<Found>, StoreError> {
+    pub(crate) fn record(mut self) -> Result<Option<FoundRecord>, StoreError> {
         match self.word.as_str() {
             "absent" => Ok(None),
             "found" => {
                 let mut fields = HashMap::new();
                 while let Some(name) = self.rest.next() {
                     let pair = octets(name).zip(self.octets());
-                    let (name, value) = pair.ok_or_else(senseless)?;
+                    let (name, value) = pair.ok_or_else(unexpected_reply)?;
                     fields.insert(name, value);
                 }
-                Found::read(fields).ok_or_else(unreadable).map(Some)
+                FoundRecord::read(fields).ok_or_else(unreadable).map(Some)
             }
-            _ => Err(senseless()),
+            _ => Err(unexpected_reply()),
         }
     }
 }
 
 /// A record, and whether its response is still to be read.
-pub(crate) struct Found {
+pub(crate) struct FoundRecord {
     pub(crate) record: Record,
     pub(crate) is_head: bool,
 }
 
-impl Found {
+impl FoundRecord {
     fn read(mut fields: HashMap<Vec<u8>, Vec<u8>>) -> Option<Self> {
         let mut take = |name: &str| fields.remove(name.as_bytes());
         if take("version")? != VERSION {
@@ -210,7 +210,7 @@ pub(crate) fn unreadable() -> StoreError {
 }
 
 /// The command may have been applied: its answer is as good as lost.
-pub(crate) fn senseless() -> StoreError {
+pub(crate) fn unexpected_reply() -> StoreError {
     StoreError::unavailable("Redis: the server's answer makes no sense")
 }
 
