@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_servers::{
-    Break, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, Way, freeze, thaw,
+    Fault, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, FaultProxy, freeze, thaw,
 };
 use support::{Message, Service, Sidecar, Wire, request, sidecar};
 use tokio::net::{TcpListener, TcpStream};
@@ -455,11 +455,11 @@ async fn an_answer_whose_record_another_transaction_holds_is_stored_later() {
     wait_until("the answer is stored", async || support::ask(address, &pay).await.status() == 201).await;
 }
 
-/// A way to the server, and its URL.
-async fn way_to(server: &PostgresServer) -> (Way, String) {
-    let way = Way::to(server.port()).await.unwrap();
-    let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
-    (way, format!("{url}?sslmode=disable"))
+/// A proxy to the server, and its URL.
+async fn proxy_to(server: &PostgresServer) -> (FaultProxy, String) {
+    let proxy = FaultProxy::start(server.port()).await.unwrap();
+    let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", proxy.port()));
+    (proxy, format!("{url}?sslmode=disable"))
 }
 
 /// The commit of a claim waits, for a standby that is away, and its connection is cut. Nothing is executed, so the key must be
@@ -468,7 +468,7 @@ async fn way_to(server: &PostgresServer) -> (Way, String) {
 async fn a_claim_that_is_cut_while_it_commits_leaves_no_unknown_outcome() {
     for lease in ["2s", "60s"] {
         let server = block_in_place(|| prepared(PostgresOptions::default()));
-        let (way, url) = way_to(&server).await;
+        let (proxy, url) = proxy_to(&server).await;
         let (ledger, to) = Ledger::start().await;
         let sidecar = start(to, &url, &[&format!("--lease={lease}")]).await;
         // What a prepared claim is, is sent as one message.
@@ -489,7 +489,7 @@ async fn a_claim_that_is_cut_while_it_commits_leaves_no_unknown_outcome() {
             run(&mut other, waiting).trim() != "0"
         })
         .await;
-        way.arm(b"POST /pay", Break::Sent);
+        proxy.arm(b"POST /pay", Fault::Sent);
         let first = pay(sidecar.address, "cut").await.unwrap();
         assert!([409, 503].contains(&first.status()), "{first:?}");
         if lease == "2s" {
@@ -497,7 +497,7 @@ async fn a_claim_that_is_cut_while_it_commits_leaves_no_unknown_outcome() {
         }
         run(&mut other, "ALTER SYSTEM RESET synchronous_standby_names;");
         run(&mut other, "SELECT pg_reload_conf();");
-        way.go_on();
+        proxy.go_on();
         let refused = AtomicUsize::new(0);
         let mut paid = None;
         wait_until("it is paid for", async || {
@@ -518,7 +518,7 @@ async fn postgres_whose_connections_are_cut_while_they_commit_leaves_no_unknown_
     options.fsync = true;
     options.settings = vec!["commit_delay=100000".to_owned(), "commit_siblings=0".to_owned()];
     let server = block_in_place(|| prepared(options));
-    let (way, url) = way_to(&server).await;
+    let (proxy, url) = proxy_to(&server).await;
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &url, &[]).await;
     let load = Load::start(sidecar.address, &ledger, "cuts");
@@ -527,7 +527,7 @@ async fn postgres_whose_connections_are_cut_while_they_commit_leaves_no_unknown_
     for number in 0..60_u64 {
         // At every moment of a commit.
         tokio::time::sleep(Duration::from_millis(250 + number * 7 % 100)).await;
-        way.cut();
+        proxy.cut();
     }
     beyond_the_lease().await;
     load.ends("PostgreSQL, slow commits and cuts", &[]).await;
@@ -540,13 +540,13 @@ async fn postgres_whose_connections_are_cut_while_they_commit_leaves_no_unknown_
 #[tokio::test(flavor = "multi_thread")]
 async fn postgres_behind_connections_that_swallow_everything_stalls_no_request_for_long() {
     let server = block_in_place(|| prepared(PostgresOptions::default()));
-    let (way, url) = way_to(&server).await;
+    let (proxy, url) = proxy_to(&server).await;
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &url, &[]).await;
     let load = Load::start(sidecar.address, &ledger, "swallowed");
     for round in 0..5 {
         load.goes_on(30).await;
-        way.swallow();
+        proxy.swallow();
         // Those that are asked now wait for twice the patience at most, and for what a busy machine takes.
         let begun = Instant::now();
         let mut answers = Vec::new();
@@ -694,10 +694,10 @@ async fn a_sidecar_starts_without_its_store_and_takes_it_up_when_it_is_there() {
     }
 }
 
-/// A way to a server on which every connection takes its time, and nothing after that.
+/// A proxy to a server on which every connection takes its time, and nothing after that.
 async fn slow_to_connect(port: u16, takes: Duration) -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
-    let way = listener.local_addr().unwrap().port();
+    let proxy = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
         while let Ok((mut client, _)) = listener.accept().await {
             tokio::spawn(async move {
@@ -708,14 +708,14 @@ async fn slow_to_connect(port: u16, takes: Duration) -> u16 {
             });
         }
     });
-    way
+    proxy
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_store_is_taken_up_that_takes_longer_to_open_than_to_answer() {
     let mut postgres = block_in_place(|| prepared(PostgresOptions::default()));
-    let way = slow_to_connect(postgres.port(), Duration::from_millis(1500)).await;
-    let url = postgres.url().replace(&format!(":{}/", postgres.port()), &format!(":{way}/"));
+    let proxy = slow_to_connect(postgres.port(), Duration::from_millis(1500)).await;
+    let url = postgres.url().replace(&format!(":{}/", postgres.port()), &format!(":{proxy}/"));
     block_in_place(|| postgres.stop_immediately()).unwrap();
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &url, &[]).await;

@@ -20,7 +20,7 @@ pub struct Key(Arc<str>);
 pub enum KeyError {
     /// There was no character.
     Empty,
-    /// There were more than [`limits::KEY_MAX`] characters.
+    /// There were more than [`limits::MAX_KEY_BYTES`] characters.
     TooLong {
         /// How many octets there were.
         octets: usize,
@@ -36,7 +36,7 @@ impl fmt::Display for KeyError {
         match self {
             Self::Empty => f.write_str("the key is empty; take 1 to 255 characters"),
             Self::TooLong { octets } => {
-                write!(f, "the key has {octets} octets; at most {} are allowed", limits::KEY_MAX)
+                write!(f, "the key has {octets} octets; at most {} are allowed", limits::MAX_KEY_BYTES)
             }
             Self::Character => {
                 f.write_str("the key has a character that is not visible ASCII, or a quote or a comma")
@@ -235,9 +235,9 @@ mod tests {
     #[test]
     fn a_key_has_1_to_255_visible_characters() {
         assert_eq!(Key::new("").unwrap_err(), KeyError::Empty);
-        assert!(Key::new(&"k".repeat(limits::KEY_MAX)).is_ok());
+        assert!(Key::new(&"k".repeat(limits::MAX_KEY_BYTES)).is_ok());
         assert_eq!(
-            Key::new(&"k".repeat(limits::KEY_MAX + 1)).unwrap_err(),
+            Key::new(&"k".repeat(limits::MAX_KEY_BYTES + 1)).unwrap_err(),
             KeyError::TooLong { octets: 256 }
         );
         for octet in 0..=255_u8 {

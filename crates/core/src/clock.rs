@@ -107,7 +107,7 @@ impl Clock for SystemClock {
 ///
 /// | the time of day is set | the store's time |
 /// |---|---|
-/// | ahead by at most [`limits::CLOCK_STEP_MAX`] | follows at once |
+/// | ahead by at most [`limits::MAX_CLOCK_STEP`] | follows at once |
 /// | ahead by more | goes on at its own pace until the clock is set back, or an operator [accepts](Self::accept) the new time |
 /// | back | goes on at its own pace |
 ///
@@ -137,7 +137,7 @@ struct Ahead {
 pub struct LastWrite {
     /// By the store's clock.
     pub time: Timestamp,
-    /// By the time of day. Later than `time` by more than [`limits::CLOCK_STEP_MAX`] if the store did not follow it.
+    /// By the time of day. Later than `time` by more than [`limits::MAX_CLOCK_STEP`] if the store did not follow it.
     pub wall: Timestamp,
     /// From when on, by the store's clock, it did not follow the time of day.
     pub lagging_since: Option<Timestamp>,
@@ -187,15 +187,15 @@ impl<C: Clock> StoreClock<C> {
     /// The time of a store that was last written by another process.
     pub fn resume(clock: C, last: LastWrite) -> Self {
         let wall = clock.now();
-        let lagged = last.wall.since(last.time) > limits::CLOCK_STEP_MAX;
-        let (time, ahead) = if lagged && wall.after(limits::CLOCK_STEP_MAX) >= last.wall {
+        let lagged = last.wall.since(last.time) > limits::MAX_CLOCK_STEP;
+        let (time, ahead) = if lagged && wall.after(limits::MAX_CLOCK_STEP) >= last.wall {
             // About as far apart as before: no process in between has accepted it.
             let since = Some(last.lagging_since.unwrap_or(last.time));
             (last.time.after(wall.since(last.wall)), Ahead { since, expected: false })
         } else if wall >= last.time {
             (wall, Ahead::default())
         } else {
-            let expected = last.time.since(wall) > limits::CLOCK_STEP_MAX;
+            let expected = last.time.since(wall) > limits::MAX_CLOCK_STEP;
             (last.time, Ahead { since: expected.then_some(last.time), expected })
         };
         let base = millis(time, clock.elapsed());
@@ -209,7 +209,7 @@ impl<C: Clock> StoreClock<C> {
     }
 
     /// The disagreement between the time of day and the time that has passed, if it is more than
-    /// [`limits::CLOCK_STEP_MAX`].
+    /// [`limits::MAX_CLOCK_STEP`].
     pub fn skew(&self) -> Option<ClockSkew> {
         let mut ahead = self.lock();
         let reading = self.read();
@@ -217,7 +217,7 @@ impl<C: Clock> StoreClock<C> {
         let Reading { time, wall, .. } = reading;
         let is_ahead = wall > time;
         let by = if is_ahead { wall.since(time) } else { time.since(wall) };
-        (by > limits::CLOCK_STEP_MAX).then(|| ClockSkew {
+        (by > limits::MAX_CLOCK_STEP).then(|| ClockSkew {
             by,
             is_ahead,
             since: ahead.since.unwrap_or(time),
@@ -274,7 +274,7 @@ struct Reading {
 
 impl Reading {
     fn can_follow(&self) -> bool {
-        self.wall.since(self.time) <= limits::CLOCK_STEP_MAX
+        self.wall.since(self.time) <= limits::MAX_CLOCK_STEP
     }
 }
 
@@ -353,7 +353,7 @@ mod tests {
     }
 
     const HOUR: u64 = 3_600_000;
-    const STEP: u64 = limits::CLOCK_STEP_MAX.as_millis() as u64;
+    const STEP: u64 = limits::MAX_CLOCK_STEP.as_millis() as u64;
     const START: u64 = 500_000 * HOUR;
 
     fn last(time: u64, wall: u64) -> LastWrite {

@@ -351,7 +351,7 @@ fn in_progress(record: &Record, lease_until: Timestamp, claim: &Claim, now: Time
     let State::InProgress { attempt, after_abandoned, .. } = record.state else {
         return Decision::keep(Outcome::InProgress { lease_left });
     };
-    if lease_left <= limits::LEASE_MAX.max(bound) {
+    if lease_left <= limits::MAX_LEASE.max(bound) {
         return Decision::keep(Outcome::InProgress { lease_left });
     }
     let shortened = now.after(bound);

@@ -21,7 +21,7 @@ pub struct IdempotencyKey(Arc<[u8]>);
 pub enum KeyError {
     /// There was no octet.
     Empty,
-    /// There were more than [`limits::KEY_MAX`] octets.
+    /// There were more than [`limits::MAX_KEY_BYTES`] octets.
     TooLong {
         /// How many there were.
         octets: usize,
@@ -35,7 +35,7 @@ impl fmt::Display for KeyError {
         match self {
             Self::Empty => f.write_str("the key is empty; send 1 to 255 octets"),
             Self::TooLong { octets } => {
-                write!(f, "the key has {octets} octets; at most {} are allowed", limits::KEY_MAX)
+                write!(f, "the key has {octets} octets; at most {} are allowed", limits::MAX_KEY_BYTES)
             }
             Self::EmptyValue => f.write_str("a value that the key is made of is empty"),
         }
@@ -57,12 +57,12 @@ impl IdempotencyKey {
     /// ```
     ///
     /// # Errors
-    /// [`KeyError`] if there are none, or more than [`limits::KEY_MAX`].
+    /// [`KeyError`] if there are none, or more than [`limits::MAX_KEY_BYTES`].
     pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, KeyError> {
         let bytes = bytes.as_ref();
         match bytes.len() {
             0 => Err(KeyError::Empty),
-            n if n > limits::KEY_MAX => Err(KeyError::TooLong { octets: n }),
+            n if n > limits::MAX_KEY_BYTES => Err(KeyError::TooLong { octets: n }),
             _ => Ok(Self(bytes.into())),
         }
     }
@@ -168,7 +168,7 @@ impl KeyTag {
     pub fn of(key: &IdempotencyKey) -> Self {
         let mut hash = Sha256::new();
         part(&mut hash, b"oncegate-key-1");
-        let mut folded = [0; limits::KEY_MAX];
+        let mut folded = [0; limits::MAX_KEY_BYTES];
         let folded = folded.get_mut(..key.as_bytes().len()).unwrap_or_default();
         for (to, from) in folded.iter_mut().zip(key.as_bytes()) {
             *to = from.to_ascii_lowercase();
@@ -211,33 +211,33 @@ impl fmt::Debug for KeyTag {
 
 /// The name of a service. Services that share a store keep their keys apart by it; programs with the same name share keys.
 ///
-/// 1 to [`limits::SERVICE_NAME_MAX`] visible ASCII characters. Cheap to clone.
+/// 1 to [`limits::MAX_SERVICE_NAME_CHARS`] visible ASCII characters. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ServiceName(Arc<str>);
 
 /// The error for a text that is not a [`ServiceName`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InvalidServiceName;
+pub struct ServiceNameError;
 
-impl fmt::Display for InvalidServiceName {
+impl fmt::Display for ServiceNameError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a service name has 1 to {} ASCII characters and no space", limits::SERVICE_NAME_MAX)
+        write!(f, "a service name has 1 to {} ASCII characters and no space", limits::MAX_SERVICE_NAME_CHARS)
     }
 }
 
-impl std::error::Error for InvalidServiceName {}
+impl std::error::Error for ServiceNameError {}
 
 impl ServiceName {
     /// Reads a name.
     ///
     /// # Errors
-    /// [`InvalidServiceName`] if it is empty, too long, or has a character other than visible ASCII.
-    pub fn new(name: &str) -> Result<Self, InvalidServiceName> {
-        let fits = (1..=limits::SERVICE_NAME_MAX).contains(&name.len());
+    /// [`ServiceNameError`] if it is empty, too long, or has a character other than visible ASCII.
+    pub fn new(name: &str) -> Result<Self, ServiceNameError> {
+        let fits = (1..=limits::MAX_SERVICE_NAME_CHARS).contains(&name.len());
         if fits && name.bytes().all(|byte| byte.is_ascii_graphic()) {
             Ok(Self(name.into()))
         } else {
-            Err(InvalidServiceName)
+            Err(ServiceNameError)
         }
     }
 
@@ -498,9 +498,9 @@ mod tests {
     fn a_key_has_1_to_255_octets() {
         assert_eq!(IdempotencyKey::new(b"").unwrap_err(), KeyError::Empty);
         assert!(IdempotencyKey::new([b'k'; 1]).is_ok());
-        assert!(IdempotencyKey::new([b'k'; limits::KEY_MAX]).is_ok());
+        assert!(IdempotencyKey::new([b'k'; limits::MAX_KEY_BYTES]).is_ok());
         assert_eq!(
-            IdempotencyKey::new([b'k'; limits::KEY_MAX + 1]).unwrap_err(),
+            IdempotencyKey::new([b'k'; limits::MAX_KEY_BYTES + 1]).unwrap_err(),
             KeyError::TooLong { octets: 256 }
         );
     }
@@ -573,18 +573,18 @@ mod tests {
         assert_eq!(tag("order-123").to_string(), "5254b927e4206baf");
         assert_eq!(tag("ORDER-123"), tag("order-123"));
         assert_ne!(tag("order-124"), tag("order-123"));
-        assert_ne!(tag(&"k".repeat(limits::KEY_MAX)), tag(&"k".repeat(limits::KEY_MAX - 1)));
+        assert_ne!(tag(&"k".repeat(limits::MAX_KEY_BYTES)), tag(&"k".repeat(limits::MAX_KEY_BYTES - 1)));
         assert_eq!(KeyTag::from_hex(&tag("k").to_string()), Some(tag("k")));
     }
 
     #[test]
     fn a_service_name_is_visible_ascii_within_its_limit() {
-        let longest = "x".repeat(limits::SERVICE_NAME_MAX);
+        let longest = "x".repeat(limits::MAX_SERVICE_NAME_CHARS);
         for name in ["orders", "a.b/c-1", &longest] {
             assert_eq!(ServiceName::new(name).unwrap().as_str(), name);
         }
         for name in ["", "two words", "größe", "a\n", &format!("{longest}x")] {
-            assert_eq!(ServiceName::new(name), Err(InvalidServiceName), "{name}");
+            assert_eq!(ServiceName::new(name), Err(ServiceNameError), "{name}");
         }
     }
 

@@ -62,10 +62,10 @@ pub use decide::{
 };
 pub use error_chain::ErrorChain;
 pub use fingerprint::{
-    Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NoNaturalKey,
+    Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NaturalKeyError,
 };
 pub use id::{
-    AttemptId, CallerTag, FencingToken, IdempotencyKey, InvalidServiceName, KeyError, KeyTag, RecordId,
+    AttemptId, CallerTag, FencingToken, IdempotencyKey, ServiceNameError, KeyError, KeyTag, RecordId,
     Scope, ServiceName,
 };
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};

@@ -4,77 +4,77 @@ use std::time::Duration;
 
 /// Longest key in octets. Stripe, ACP and most published APIs stop at 255; RFC 9651 lets a field definition
 /// constrain its strings.
-pub const KEY_MAX: usize = 255;
+pub const MAX_KEY_BYTES: usize = 255;
 
 /// Most members of a body that a key is built of. A business key has two or three; each costs a walk through the body.
-pub const KEY_MEMBERS_MAX: usize = 16;
+pub const MAX_KEY_MEMBERS: usize = 16;
 
 /// Longest name of a service, in characters. It is hashed into each record's identifier, and people type it.
-pub const SERVICE_NAME_MAX: usize = 100;
+pub const MAX_SERVICE_NAME_CHARS: usize = 100;
 
 /// Longest operation name (method and path) that is kept beside a record so that an operator can read it. Longer ones
 /// are cut at a character boundary: the name is for eyes, the [`RecordId`](crate::RecordId) holds the whole.
-pub const OPERATION_MAX: usize = 256;
+pub const MAX_OPERATION_BYTES: usize = 256;
 
 /// Shortest lease. Below this a renewal cannot be relied on to arrive in time.
-pub const LEASE_MIN: Duration = Duration::from_millis(100);
+pub const MIN_LEASE: Duration = Duration::from_millis(100);
 
 /// Longest lease. A crashed owner blocks its key for this long at the most.
-pub const LEASE_MAX: Duration = Duration::from_secs(60 * 60);
+pub const MAX_LEASE: Duration = Duration::from_secs(60 * 60);
 
 /// Shortest retention. Shorter than the lease of a retrying client it would protect nothing.
-pub const RETENTION_MIN: Duration = Duration::from_secs(1);
+pub const MIN_RETENTION: Duration = Duration::from_secs(1);
 
 /// Longest retention: 400 days, a year and a margin. The store is not an archive.
-pub const RETENTION_MAX: Duration = Duration::from_secs(400 * 24 * 60 * 60);
+pub const MAX_RETENTION: Duration = Duration::from_secs(400 * 24 * 60 * 60);
 
 /// Largest step of the time of day that a store in this process follows by itself. A clock that is disciplined moves by
 /// less; one that moves by more was set, and nothing tells whether it was right before or is right now.
-pub const CLOCK_STEP_MAX: Duration = Duration::from_secs(5 * 60);
+pub const MAX_CLOCK_STEP: Duration = Duration::from_secs(5 * 60);
 
 /// Largest response, headers and body, that a record may hold, whatever is configured. A store commits it in one
 /// transaction.
-pub const RESPONSE_MAX: usize = 64 * 1024 * 1024;
+pub const MAX_RESPONSE_BYTES: usize = 64 * 1024 * 1024;
 
 /// Most header fields, and most trailer fields, in a stored response.
-pub const FIELDS_MAX: usize = 128;
+pub const MAX_HEADER_FIELDS: usize = 128;
 
 /// Most records in one page of a listing, and most records that one purge step removes.
-pub const PAGE_MAX: usize = 1000;
+pub const MAX_PAGE_RECORDS: usize = 1000;
 
 /// Longest reason and longest actor name in an audit entry, in octets.
-pub const AUDIT_TEXT_MAX: usize = 1000;
+pub const MAX_AUDIT_TEXT_BYTES: usize = 1000;
 
 /// Most audit entries that a store keeps; the oldest go first.
-pub const AUDIT_ENTRIES_MAX: u64 = 100_000;
+pub const MAX_AUDIT_ENTRIES: u64 = 100_000;
 
 /// Most steps of one record. A step is a call of somebody else's API, with a write of its own in the store.
-pub const STEPS_MAX: usize = 256;
+pub const MAX_STEPS: usize = 256;
 
 /// Longest name of a step, in octets.
-pub const STEP_NAME_MAX: usize = 255;
+pub const MAX_STEP_NAME_BYTES: usize = 255;
 
 /// Most octets of all names and results of one record's steps together. They are read whole when an attempt resumes.
-pub const STEPS_OCTETS_MAX: usize = 1024 * 1024;
+pub const MAX_STEPS_BYTES: usize = 1024 * 1024;
 
 /// Most requests that wait for one owner's answer. One more hears at once that the request is in progress.
-pub const WAITERS_MAX: usize = 1000;
+pub const MAX_WAITERS: usize = 1000;
 
 /// Most completions that an engine goes on trying to write in the background while its store is out of reach; each holds
 /// a response in memory.
-pub const DEFERRED_MAX: usize = 1024;
+pub const MAX_DEFERRED: usize = 1024;
 
 /// Most pairs of a form that are compared as pairs; a form with more is compared byte by byte. Frameworks read 1000 to 4096
 /// pairs at most, and sorting hundreds of thousands keeps a processor busy for a second.
-pub const FORM_PAIRS_MAX: usize = 16_384;
+pub const MAX_FORM_PAIRS: usize = 16_384;
 
 /// Most parts and header lines of a multipart body that are compared one by one; a body with more is compared byte by byte.
 /// Each takes many times the memory of the few bytes that it has in the body.
-pub const MULTIPART_ITEMS_MAX: usize = 16_384;
+pub const MAX_MULTIPART_ITEMS: usize = 16_384;
 
 /// Most bytes that a byte of a compressed request body may become; a body that grows more is compared as it was sent. JSON
 /// and forms grow 5 to 50 times. Formats allow 1000 times, with which two kilobytes of request would keep a processor busy.
-pub const DECODED_RATIO_MAX: usize = 100;
+pub const MAX_DECODED_RATIO: usize = 100;
 
 /// Bytes that every compressed request body may become, however small it is: a short body may repeat itself.
 pub const DECODED_FREE: usize = 64 * 1024;

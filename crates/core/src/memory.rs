@@ -307,7 +307,7 @@ impl Audit {
     fn add(&mut self, entry: AuditEntry) {
         self.last += 1;
         self.entries.push_back(AuditEntry { number: self.last, ..entry });
-        if self.entries.len() as u64 > limits::AUDIT_ENTRIES_MAX {
+        if self.entries.len() as u64 > limits::MAX_AUDIT_ENTRIES {
             self.entries.pop_front();
         }
     }
@@ -340,11 +340,11 @@ mod tests {
             actor: String::new(),
             reason: String::new(),
         };
-        for _ in 0..=limits::AUDIT_ENTRIES_MAX {
+        for _ in 0..=limits::MAX_AUDIT_ENTRIES {
             audit.add(entry.clone());
         }
-        assert_eq!(audit.entries.len() as u64, limits::AUDIT_ENTRIES_MAX);
+        assert_eq!(audit.entries.len() as u64, limits::MAX_AUDIT_ENTRIES);
         assert_eq!(audit.entries.front().map(|entry| entry.number), Some(2));
-        assert_eq!(audit.entries.back().map(|entry| entry.number), Some(limits::AUDIT_ENTRIES_MAX + 1));
+        assert_eq!(audit.entries.back().map(|entry| entry.number), Some(limits::MAX_AUDIT_ENTRIES + 1));
     }
 }

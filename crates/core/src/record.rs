@@ -238,10 +238,10 @@ pub struct Label {
 }
 
 impl Label {
-    /// A label without the tag of a key. An operation longer than [`limits::OPERATION_MAX`] octets is cut.
+    /// A label without the tag of a key. An operation longer than [`limits::MAX_OPERATION_BYTES`] octets is cut.
     #[must_use]
     pub fn new(caller: CallerTag, operation: &str) -> Self {
-        let end = operation.floor_char_boundary(limits::OPERATION_MAX);
+        let end = operation.floor_char_boundary(limits::MAX_OPERATION_BYTES);
         Self { caller, key: None, operation: operation.get(..end).unwrap_or_default().into() }
     }
 
@@ -283,9 +283,9 @@ mod tests {
     #[test]
     fn a_long_operation_is_cut_at_a_character_boundary() {
         let cut = |text: String| Label::new(CallerTag::default(), &text).operation().len();
-        assert_eq!(cut("a".repeat(limits::OPERATION_MAX)), limits::OPERATION_MAX);
-        assert_eq!(cut("a".repeat(limits::OPERATION_MAX + 1)), limits::OPERATION_MAX);
-        assert_eq!(cut(format!("{}é", "a".repeat(limits::OPERATION_MAX - 1))), limits::OPERATION_MAX - 1);
+        assert_eq!(cut("a".repeat(limits::MAX_OPERATION_BYTES)), limits::MAX_OPERATION_BYTES);
+        assert_eq!(cut("a".repeat(limits::MAX_OPERATION_BYTES + 1)), limits::MAX_OPERATION_BYTES);
+        assert_eq!(cut(format!("{}é", "a".repeat(limits::MAX_OPERATION_BYTES - 1))), limits::MAX_OPERATION_BYTES - 1);
     }
 
     #[test]

@@ -31,11 +31,11 @@ pub enum ResponseError {
     NotFinal,
     /// A field's name is not ASCII.
     NotAscii,
-    /// More than [`limits::FIELDS_MAX`] header or trailer fields.
+    /// More than [`limits::MAX_HEADER_FIELDS`] header or trailer fields.
     TooManyFields,
     /// A field's name is longer than 65 535 octets.
     FieldTooLong,
-    /// Larger than [`limits::RESPONSE_MAX`] octets in all.
+    /// Larger than [`limits::MAX_RESPONSE_BYTES`] octets in all.
     TooLarge,
 }
 
@@ -44,9 +44,9 @@ impl fmt::Display for ResponseError {
         match self {
             Self::NotFinal => f.write_str("a status that is not from 200 to 999"),
             Self::NotAscii => f.write_str("a field name that is not ASCII"),
-            Self::TooManyFields => write!(f, "more than {} header or trailer fields", limits::FIELDS_MAX),
+            Self::TooManyFields => write!(f, "more than {} header or trailer fields", limits::MAX_HEADER_FIELDS),
             Self::FieldTooLong => f.write_str("a field name is longer than 65535 octets"),
-            Self::TooLarge => write!(f, "larger than {} octets", limits::RESPONSE_MAX),
+            Self::TooLarge => write!(f, "larger than {} octets", limits::MAX_RESPONSE_BYTES),
         }
     }
 }
@@ -74,7 +74,7 @@ impl StoredResponse {
         if !STATUSES.contains(&status) {
             return Err(ResponseError::NotFinal);
         }
-        if headers.len() > limits::FIELDS_MAX || trailers.len() > limits::FIELDS_MAX {
+        if headers.len() > limits::MAX_HEADER_FIELDS || trailers.len() > limits::MAX_HEADER_FIELDS {
             return Err(ResponseError::TooManyFields);
         }
         let fields = || headers.iter().chain(trailers);
@@ -87,7 +87,7 @@ impl StoredResponse {
         let fields_len: usize = fields().map(|(name, value)| FIELD_HEAD + name.len() + value.len()).sum();
         let body_len: usize = body.iter().map(Bytes::len).sum();
         let total = HEAD.saturating_add(fields_len).saturating_add(body_len);
-        if total > limits::RESPONSE_MAX {
+        if total > limits::MAX_RESPONSE_BYTES {
             return Err(ResponseError::TooLarge);
         }
         let mut to = BytesMut::with_capacity(total);
@@ -111,14 +111,14 @@ impl StoredResponse {
     /// Reads the published octets back. `None` where they are not such octets, whole and of a known version.
     #[must_use]
     pub fn decode(encoded: Bytes) -> Option<Self> {
-        if *encoded.first()? != VERSION || encoded.len() > limits::RESPONSE_MAX {
+        if *encoded.first()? != VERSION || encoded.len() > limits::MAX_RESPONSE_BYTES {
             return None;
         }
         if !STATUSES.contains(&u16_at(&encoded, 1)?) {
             return None;
         }
         let fields = usize::from(u16_at(&encoded, 3)?) + usize::from(u16_at(&encoded, 5)?);
-        if fields > 2 * limits::FIELDS_MAX {
+        if fields > 2 * limits::MAX_HEADER_FIELDS {
             return None;
         }
         let mut at = HEAD;
@@ -256,12 +256,12 @@ mod tests {
     #[test]
     fn is_bounded_in_fields_and_size() {
         let fields = |n| vec![("a", &b"b"[..]); n];
-        assert!(StoredResponse::new(200, &fields(limits::FIELDS_MAX), &[], &[]).is_ok());
-        let beyond = StoredResponse::new(200, &fields(limits::FIELDS_MAX + 1), &[], &[]);
+        assert!(StoredResponse::new(200, &fields(limits::MAX_HEADER_FIELDS), &[], &[]).is_ok());
+        let beyond = StoredResponse::new(200, &fields(limits::MAX_HEADER_FIELDS + 1), &[], &[]);
         assert_eq!(beyond, Err(ResponseError::TooManyFields));
-        let fits = Bytes::from(vec![0; limits::RESPONSE_MAX - HEAD]);
+        let fits = Bytes::from(vec![0; limits::MAX_RESPONSE_BYTES - HEAD]);
         assert!(StoredResponse::new(200, &[], &[fits], &[]).is_ok());
-        let beyond = Bytes::from(vec![0; limits::RESPONSE_MAX - HEAD + 1]);
+        let beyond = Bytes::from(vec![0; limits::MAX_RESPONSE_BYTES - HEAD + 1]);
         assert_eq!(StoredResponse::new(200, &[], &[beyond], &[]), Err(ResponseError::TooLarge));
     }
 

@@ -18,9 +18,9 @@ pub struct Step {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StepError {
-    /// Its name is empty, longer than [`limits::STEP_NAME_MAX`] octets, or has a NUL, which PostgreSQL cannot keep.
+    /// Its name is empty, longer than [`limits::MAX_STEP_NAME_BYTES`] octets, or has a NUL, which PostgreSQL cannot keep.
     Name,
-    /// Its result alone has more than [`limits::STEPS_OCTETS_MAX`] octets.
+    /// Its result alone has more than [`limits::MAX_STEPS_BYTES`] octets.
     TooLarge {
         /// How many it has.
         octets: usize,
@@ -31,12 +31,12 @@ impl fmt::Display for StepError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Name => {
-                write!(f, "the name of a step has 1 to {} octets, and no NUL", limits::STEP_NAME_MAX)
+                write!(f, "the name of a step has 1 to {} octets, and no NUL", limits::MAX_STEP_NAME_BYTES)
             }
             Self::TooLarge { octets } => write!(
                 f,
                 "the result of the step has {octets} octets; all of a record's steps may have {} together",
-                limits::STEPS_OCTETS_MAX
+                limits::MAX_STEPS_BYTES
             ),
         }
     }
@@ -50,10 +50,10 @@ impl Step {
     /// # Errors
     /// [`StepError`] where the name or the result is out of its bounds.
     pub fn new(name: &str, result: Bytes) -> Result<Self, StepError> {
-        if name.is_empty() || name.len() > limits::STEP_NAME_MAX || name.contains('\0') {
+        if name.is_empty() || name.len() > limits::MAX_STEP_NAME_BYTES || name.contains('\0') {
             return Err(StepError::Name);
         }
-        if name.len() + result.len() > limits::STEPS_OCTETS_MAX {
+        if name.len() + result.len() > limits::MAX_STEPS_BYTES {
             return Err(StepError::TooLarge { octets: result.len() });
         }
         Ok(Self { name: name.into(), result })
@@ -116,10 +116,10 @@ impl Steps {
         self.as_slice().iter().map(Step::octets).sum()
     }
 
-    /// Whether one more has room: [`limits::STEPS_MAX`], [`limits::STEPS_OCTETS_MAX`].
+    /// Whether one more has room: [`limits::MAX_STEPS`], [`limits::MAX_STEPS_BYTES`].
     #[must_use]
     pub fn has_room_for(&self, step: &Step) -> bool {
-        self.len() < limits::STEPS_MAX && self.octets() + step.octets() <= limits::STEPS_OCTETS_MAX
+        self.len() < limits::MAX_STEPS && self.octets() + step.octets() <= limits::MAX_STEPS_BYTES
     }
 
     /// These and one more.
@@ -152,22 +152,22 @@ mod tests {
 
     #[test]
     fn a_name_and_a_result_are_bounded() {
-        assert!(step(1, 0).is_ok() && step(limits::STEP_NAME_MAX, 0).is_ok());
+        assert!(step(1, 0).is_ok() && step(limits::MAX_STEP_NAME_BYTES, 0).is_ok());
         assert_eq!(step(0, 0), Err(StepError::Name));
-        assert_eq!(step(limits::STEP_NAME_MAX + 1, 0), Err(StepError::Name));
+        assert_eq!(step(limits::MAX_STEP_NAME_BYTES + 1, 0), Err(StepError::Name));
         assert_eq!(Step::new("a\0b", Bytes::new()), Err(StepError::Name));
-        assert!(step(1, limits::STEPS_OCTETS_MAX - 1).is_ok());
-        let octets = limits::STEPS_OCTETS_MAX;
+        assert!(step(1, limits::MAX_STEPS_BYTES - 1).is_ok());
+        let octets = limits::MAX_STEPS_BYTES;
         assert_eq!(step(1, octets), Err(StepError::TooLarge { octets }));
     }
 
     #[test]
     fn all_of_them_together_are_bounded() {
         let small = step(1, 0).unwrap();
-        let many: Steps = (1..limits::STEPS_MAX).map(|_| small.clone()).collect();
+        let many: Steps = (1..limits::MAX_STEPS).map(|_| small.clone()).collect();
         assert!(many.has_room_for(&small));
         assert!(!many.with(small.clone()).has_room_for(&small));
-        let large: Steps = [step(1, limits::STEPS_OCTETS_MAX - 2).unwrap()].into_iter().collect();
+        let large: Steps = [step(1, limits::MAX_STEPS_BYTES - 2).unwrap()].into_iter().collect();
         assert!(large.has_room_for(&small));
         assert!(!large.has_room_for(&step(1, 1).unwrap()));
     }

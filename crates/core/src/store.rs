@@ -175,7 +175,7 @@ pub struct ListQuery {
     pub min_age: Duration,
     /// Only records after this one: the cursor of the page before. Where the store's order is its own, it is no record.
     pub after: Option<RecordId>,
-    /// How many, [`limits::PAGE_MAX`] at most.
+    /// How many, [`limits::MAX_PAGE_RECORDS`] at most.
     pub limit: usize,
 }
 
@@ -208,7 +208,7 @@ impl ListQuery {
     /// The limit within its bounds.
     #[must_use]
     pub fn bounded_limit(&self) -> usize {
-        self.limit.clamp(1, limits::PAGE_MAX)
+        self.limit.clamp(1, limits::MAX_PAGE_RECORDS)
     }
 }
 
@@ -376,7 +376,7 @@ mod tests {
     fn a_page_is_bounded() {
         let bounded = |limit| ListQuery { limit, ..ListQuery::default() }.bounded_limit();
         assert_eq!(bounded(0), 1);
-        assert_eq!(bounded(limits::PAGE_MAX), limits::PAGE_MAX);
-        assert_eq!(bounded(limits::PAGE_MAX + 1), limits::PAGE_MAX);
+        assert_eq!(bounded(limits::MAX_PAGE_RECORDS), limits::MAX_PAGE_RECORDS);
+        assert_eq!(bounded(limits::MAX_PAGE_RECORDS + 1), limits::MAX_PAGE_RECORDS);
     }
 }

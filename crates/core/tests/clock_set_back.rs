@@ -61,7 +61,7 @@ fn they_are_shortened_to_their_length_and_nothing_else_is_changed() {
 /// The sender of the claim may be configured otherwise than the owner, and what may be a lease is one.
 #[test]
 fn what_can_be_a_lease_is_left_alone() {
-    let hour = limits::LEASE_MAX;
+    let hour = limits::MAX_LEASE;
     for (lease, ahead, other) in [
         (LEASE, Duration::ZERO, LEASE),
         (LEASE, hour - LEASE, LEASE),

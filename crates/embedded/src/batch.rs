@@ -180,7 +180,7 @@ impl<'txn> Batch<'txn> {
         let mut audit = self.txn.open_table(AUDIT)?;
         let number = audit.last()?.map_or(0, |(number, _)| number.value()) + 1;
         audit.insert(number, encode_audit(&entry).as_slice())?;
-        while audit.len()? > limits::AUDIT_ENTRIES_MAX {
+        while audit.len()? > limits::MAX_AUDIT_ENTRIES {
             audit.pop_first()?;
         }
         Ok(())

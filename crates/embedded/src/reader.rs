@@ -82,7 +82,7 @@ fn audit(
     let txn = database.begin_read()?;
     let audit = txn.open_table(AUDIT)?;
     let mut entries = Vec::new();
-    for entry in audit.range(..before.unwrap_or(u64::MAX))?.rev().take(limit.min(limits::PAGE_MAX)) {
+    for entry in audit.range(..before.unwrap_or(u64::MAX))?.rev().take(limit.min(limits::MAX_PAGE_RECORDS)) {
         let (number, octets) = entry?;
         let number = number.value();
         match decode_audit(number, octets.value()) {

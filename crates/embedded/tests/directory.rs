@@ -257,7 +257,7 @@ fn a_check_of_a_damaged_page_says_so() {
 fn the_audit_trail_keeps_its_newest_entries() {
     let dir = tempfile::tempdir().unwrap();
     drop(open(dir.path()).unwrap());
-    let most = oncegate_core::limits::AUDIT_ENTRIES_MAX;
+    let most = oncegate_core::limits::MAX_AUDIT_ENTRIES;
     write(dir.path(), |txn| {
         let mut audit = txn.open_table(AUDIT).unwrap();
         (1..=most).for_each(|number| drop(audit.insert(number, &b"older"[..]).unwrap()));

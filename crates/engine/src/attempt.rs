@@ -722,4 +722,4 @@ pub(crate) fn again_after(pause: Duration, error: &StoreError) -> Duration {
 const RENEWALS: usize = 3;
 
 /// How many completions may be tried again in the background at a time.
-pub(crate) const DEFERRED: usize = limits::DEFERRED_MAX;
+pub(crate) const DEFERRED: usize = limits::MAX_DEFERRED;

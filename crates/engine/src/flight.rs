@@ -192,7 +192,7 @@ impl Flight {
             if wanted(&phase.0) {
                 return Some(phase.0.clone());
             }
-            if phase.1 >= limits::WAITERS_MAX {
+            if phase.1 >= limits::MAX_WAITERS {
                 return None;
             }
             phase.1 += 1;

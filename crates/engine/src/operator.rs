@@ -98,7 +98,7 @@ impl StdError for ResolveError {
 pub enum AuditTextError {
     /// It is empty.
     Empty,
-    /// It has more than [`limits::AUDIT_TEXT_MAX`] bytes.
+    /// It has more than [`limits::MAX_AUDIT_TEXT_BYTES`] bytes.
     TooLong {
         /// How many it has.
         bytes: usize,
@@ -112,7 +112,7 @@ impl fmt::Display for AuditTextError {
         match self {
             Self::Empty => f.write_str("it is empty; the audit trail keeps it"),
             Self::TooLong { bytes } => {
-                write!(f, "it has {bytes} octets; at most {} are kept", limits::AUDIT_TEXT_MAX)
+                write!(f, "it has {bytes} octets; at most {} are kept", limits::MAX_AUDIT_TEXT_BYTES)
             }
             Self::Control => f.write_str("it has control characters; write one line of text"),
         }
@@ -129,7 +129,7 @@ pub fn audit_text(text: &str) -> Result<&str, AuditTextError> {
     let text = text.trim();
     match text.len() {
         0 => Err(AuditTextError::Empty),
-        bytes if bytes > limits::AUDIT_TEXT_MAX => Err(AuditTextError::TooLong { bytes }),
+        bytes if bytes > limits::MAX_AUDIT_TEXT_BYTES => Err(AuditTextError::TooLong { bytes }),
         _ if text.chars().any(char::is_control) => Err(AuditTextError::Control),
         _ => Ok(text),
     }
@@ -196,7 +196,7 @@ impl Operator {
     }
 
     /// The records of operations whose names begin like this that wait for an operator: their outcome is unknown, or their owner
-    /// is gone and nobody has come again. At most [`limits::PAGE_MAX`].
+    /// is gone and nobody has come again. At most [`limits::MAX_PAGE_RECORDS`].
     ///
     /// # Errors
     /// What the store said.
@@ -205,8 +205,8 @@ impl Operator {
         let mut query = ListQuery::default();
         query.states = StateSet::UNSETTLED;
         query.operation = Some(operation.to_owned());
-        while found.len() < limits::PAGE_MAX {
-            query.limit = limits::PAGE_MAX - found.len();
+        while found.len() < limits::MAX_PAGE_RECORDS {
+            query.limit = limits::MAX_PAGE_RECORDS - found.len();
             let page = self.list(query.clone()).await?;
             found.extend(page.records);
             query.after = page.next;

@@ -36,18 +36,18 @@ impl Policy {
     /// stays blocked after its owner crashed, not how long a handler may take.
     ///
     /// # Errors
-    /// Outside [`limits::LEASE_MIN`] to [`limits::LEASE_MAX`].
+    /// Outside [`limits::MIN_LEASE`] to [`limits::MAX_LEASE`].
     pub fn with_lease(self, lease: Duration) -> Result<Self, ConfigError> {
-        bounded("lease", lease, limits::LEASE_MIN, limits::LEASE_MAX)?;
+        bounded("lease", lease, limits::MIN_LEASE, limits::MAX_LEASE)?;
         Ok(Self { lease, ..self })
     }
 
     /// How long a completed record is kept, counted from its completion.
     ///
     /// # Errors
-    /// Outside [`limits::RETENTION_MIN`] to [`limits::RETENTION_MAX`].
+    /// Outside [`limits::MIN_RETENTION`] to [`limits::MAX_RETENTION`].
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
-        bounded("retention", retention, limits::RETENTION_MIN, limits::RETENTION_MAX)?;
+        bounded("retention", retention, limits::MIN_RETENTION, limits::MAX_RETENTION)?;
         Ok(Self { retention, ..self })
     }
 
@@ -55,9 +55,9 @@ impl Policy {
     /// default, so that a double click gets the answer. Zero does not wait.
     ///
     /// # Errors
-    /// Longer than [`limits::LEASE_MAX`].
+    /// Longer than [`limits::MAX_LEASE`].
     pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
-        bounded("wait", wait, Duration::ZERO, limits::LEASE_MAX)?;
+        bounded("wait", wait, Duration::ZERO, limits::MAX_LEASE)?;
         Ok(Self { wait, ..self })
     }
 
@@ -91,7 +91,7 @@ impl Policy {
     /// write. Not for the retention: requests that are refused would fill the store.
     #[must_use]
     pub fn released_retention(&self) -> Duration {
-        (self.lease * RELEASED_LEASES).clamp(limits::RETENTION_MIN, self.retention.max(limits::RETENTION_MIN))
+        (self.lease * RELEASED_LEASES).clamp(limits::MIN_RETENTION, self.retention.max(limits::MIN_RETENTION))
     }
 
     /// How long a duplicate waits.
@@ -131,14 +131,14 @@ mod tests {
     fn every_duration_is_bounded() {
         let policy = Policy::default();
         for (min, max, set) in [
-            (limits::LEASE_MIN, limits::LEASE_MAX, Policy::with_lease as fn(_, _) -> _),
-            (limits::RETENTION_MIN, limits::RETENTION_MAX, Policy::with_retention),
+            (limits::MIN_LEASE, limits::MAX_LEASE, Policy::with_lease as fn(_, _) -> _),
+            (limits::MIN_RETENTION, limits::MAX_RETENTION, Policy::with_retention),
         ] {
             assert!(set(policy, min).is_ok() && set(policy, max).is_ok());
             assert!(set(policy, min - BIT).is_err() && set(policy, max + BIT).is_err());
         }
-        assert!(policy.with_wait(Duration::ZERO).is_ok() && policy.with_wait(limits::LEASE_MAX).is_ok());
-        assert!(policy.with_wait(limits::LEASE_MAX + BIT).is_err());
+        assert!(policy.with_wait(Duration::ZERO).is_ok() && policy.with_wait(limits::MAX_LEASE).is_ok());
+        assert!(policy.with_wait(limits::MAX_LEASE + BIT).is_err());
     }
 
     #[test]

@@ -24,7 +24,7 @@
 //! its record repeats it: nobody can know better.
 //!
 //! Steps run one after the other; their order is that of the code. They last as long as the record is not completed, over
-//! lease, release and restart, at most [`limits::STEPS_MAX`] of them.
+//! lease, release and restart, at most [`limits::MAX_STEPS`] of them.
 
 use std::convert::Infallible;
 use std::error::Error as StdError;
@@ -49,7 +49,7 @@ const OWN: char = '~';
 pub(crate) const INPUT: &str = "~input";
 
 /// How large it may be, in octets of its JSON: half of what a record has room for.
-pub(crate) const INPUT_MAX: usize = limits::STEPS_OCTETS_MAX / 2;
+pub(crate) const INPUT_MAX: usize = limits::MAX_STEPS_BYTES / 2;
 
 /// What the name of a compensation starts with.
 const UNDO: &str = "~undo ";
@@ -297,7 +297,7 @@ impl Attempt {
         let Ok(mut progress) = self.0.progress.try_lock() else {
             return refused("another step is still running");
         };
-        let json = value::encode(&error, limits::STEPS_OCTETS_MAX).map(Bytes::from);
+        let json = value::encode(&error, limits::MAX_STEPS_BYTES).map(Bytes::from);
         let recorded = match json {
             Ok(json) => progress.end(self, FAIL, Some(json)).await,
             Err(why) => Err(not_recorded(why)),
@@ -640,7 +640,7 @@ impl Progress {
                 if !attempt.is_owner() {
                     return Err(StepError::Fenced);
                 }
-                let room = limits::STEPS_OCTETS_MAX.saturating_sub(self.octets_with_undo(None) + mark.len());
+                let room = limits::MAX_STEPS_BYTES.saturating_sub(self.octets_with_undo(None) + mark.len());
                 let error = error.filter(|error| error.len() <= room);
                 let error = error.unwrap_or(Bytes::from_static(NO_ERROR));
                 self.record(attempt, mark, error.clone()).await?;
@@ -677,15 +677,15 @@ impl Progress {
     /// `None` where there is no room for the step at all: it must not be run, because nobody could go on after it.
     fn room_for(&self, name: &str, is_undone: bool) -> Option<usize> {
         let own = is_undone.then_some(name);
-        if own.is_some_and(|name| UNDO.len() + name.len() > limits::STEP_NAME_MAX) {
+        if own.is_some_and(|name| UNDO.len() + name.len() > limits::MAX_STEP_NAME_BYTES) {
             return None;
         }
         let undone = self.undone(own).count();
         // Before anything is taken back it may have to be recorded that the operation failed.
         let (marks, mark) = if undone > 0 { (1, ERROR.len() + NO_ERROR.len()) } else { (0, 0) };
         let octets = self.octets_with_undo(own) + mark + name.len();
-        let room = limits::STEPS_OCTETS_MAX.checked_sub(octets).filter(|room| *room > 0);
-        room.filter(|_| self.recorded.len() + 1 + undone + marks <= limits::STEPS_MAX)
+        let room = limits::MAX_STEPS_BYTES.checked_sub(octets).filter(|room| *room > 0);
+        room.filter(|_| self.recorded.len() + 1 + undone + marks <= limits::MAX_STEPS)
     }
 
     async fn run<'a, T, F, E>(

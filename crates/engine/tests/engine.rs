@@ -923,7 +923,7 @@ async fn every_claim_has_exactly_one_outcome() {
 async fn one_waiter_more_than_may_wait_hears_at_once() {
     let world = Arc::new(World::new());
     let permit = world.permit(request()).await;
-    let waiters: Vec<_> = (0..limits::WAITERS_MAX)
+    let waiters: Vec<_> = (0..limits::MAX_WAITERS)
         .map(|_| {
             let world = world.clone();
             tokio::spawn(async move { replays(&world.claim(waiting(LEASE)).await, "one") })
@@ -943,7 +943,7 @@ async fn one_waiter_more_than_may_wait_hears_at_once() {
 async fn one_completion_more_than_may_be_tried_again_is_lost_at_once() {
     let world = World::new();
     world.faults.always(Operation::Complete, Fault::Refuse);
-    for number in 0..=limits::DEFERRED_MAX {
+    for number in 0..=limits::MAX_DEFERRED {
         assert!(!world.events.has(EventKind::SettlementLost), "{number}");
         let mut id = [0; 32];
         id[..8].copy_from_slice(&number.to_be_bytes());

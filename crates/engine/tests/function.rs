@@ -366,13 +366,13 @@ async fn a_call_that_is_none_runs_nothing() {
     }
     let world = World::new();
     assert!(matches!(never(&world, "", 1.0).await, FunctionError::Key(KeyError::Empty)));
-    let long = "k".repeat(limits::KEY_MAX + 1);
+    let long = "k".repeat(limits::MAX_KEY_BYTES + 1);
     assert!(matches!(never(&world, &long, 1.0).await, FunctionError::Key(KeyError::TooLong { .. })));
     // It would be the same input as infinity.
     assert!(matches!(never(&world, "k", f64::NAN).await, FunctionError::Input(NotJson::NotFinite)));
     assert_eq!(world.faults.calls(Operation::Claim), 0);
-    assert!(world.charge().with_result_max(limits::RESPONSE_MAX).is_ok());
-    assert!(world.charge().with_result_max(limits::RESPONSE_MAX + 1).is_err());
+    assert!(world.charge().with_result_max(limits::MAX_RESPONSE_BYTES).is_ok());
+    assert!(world.charge().with_result_max(limits::MAX_RESPONSE_BYTES + 1).is_err());
 }
 
 #[tokio::test(start_paused = true)]

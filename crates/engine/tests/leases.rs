@@ -222,9 +222,9 @@ async fn a_store_that_answers_slower_than_the_lease_lasts_grants_nothing() {
             command: Command,
         ) -> oncegate_core::StoreFuture<'_, oncegate_core::Outcome> {
             Box::pin(async move {
-                sleep(limits::LEASE_MIN).await;
+                sleep(limits::MIN_LEASE).await;
                 let outcome = self.0.apply(id, command).await;
-                sleep(limits::LEASE_MIN).await;
+                sleep(limits::MIN_LEASE).await;
                 outcome
             })
         }
@@ -258,7 +258,7 @@ async fn a_store_that_answers_slower_than_the_lease_lasts_grants_nothing() {
         }
     }
     let engine = Engine::new(Arc::new(Slow(shared_store())));
-    let error = engine.claim(with(policy().with_lease(limits::LEASE_MIN).unwrap())).await.unwrap_err();
+    let error = engine.claim(with(policy().with_lease(limits::MIN_LEASE).unwrap())).await.unwrap_err();
     assert!(error.to_string().contains("longer than the lease"), "{error}");
 }
 
@@ -269,7 +269,7 @@ struct StopsBeforeItBegins {
     has_stopped: AtomicUsize,
 }
 
-const SHORT: Duration = limits::LEASE_MIN;
+const SHORT: Duration = limits::MIN_LEASE;
 
 impl Observer for StopsBeforeItBegins {
     fn observe(&self, event: &Event) {
@@ -383,7 +383,7 @@ async fn those_who_wait_for_a_handler_that_loses_its_record_get_the_answer_of_th
     let waiters: Vec<_> = (0..3)
         .map(|_| {
             let engine = one.engine.clone();
-            let policy = reexecuting().policy.with_wait(limits::LEASE_MAX).unwrap();
+            let policy = reexecuting().policy.with_wait(limits::MAX_LEASE).unwrap();
             tokio::spawn(async move { engine.claim(with(policy)).await.unwrap() })
         })
         .collect();

@@ -8,7 +8,7 @@ use http::header::{self, HeaderName, HeaderValue};
 use http::request::Parts;
 use oncegate_core::fingerprint::FingerprintInput;
 use oncegate_core::{
-    Fingerprint, IdempotencyKey, KeyTag, Label, NaturalKey, NoNaturalKey, RecordId, Scope, limits,
+    Fingerprint, IdempotencyKey, KeyTag, Label, NaturalKey, NaturalKeyError, RecordId, Scope, limits,
 };
 
 use crate::budget::{Held, NoRoom};
@@ -73,9 +73,9 @@ pub(crate) fn natural_key(
     key: &NaturalKey,
     parts: &Parts,
     body: &DecodedBody<'_>,
-) -> Result<IdempotencyKey, NoNaturalKey> {
+) -> Result<IdempotencyKey, NaturalKeyError> {
     let content_type = field(parts, header::CONTENT_TYPE);
-    if body.coding.is_empty() { key.of(&content_type, &body.bytes) } else { Err(NoNaturalKey::NotJson) }
+    if body.coding.is_empty() { key.of(&content_type, &body.bytes) } else { Err(NaturalKeyError::NotJson) }
 }
 
 /// How many bytes at the end of a digest are those of the host alone, where the host is compared. So a request to another host
@@ -150,7 +150,7 @@ impl DecodedBody<'_> {
 }
 
 /// Undoes the content coding of a body. What cannot be undone, or would be larger than `max` bytes or than
-/// [`limits::DECODED_RATIO_MAX`] times what was sent, stays as it is.
+/// [`limits::MAX_DECODED_RATIO`] times what was sent, stays as it is.
 ///
 /// # Errors
 /// Where the budget has no room for what comes of it.
@@ -176,7 +176,7 @@ fn decode_coding<'a>(
     max: usize,
     held: &mut Held,
 ) -> Result<DecodedBody<'a>, NoRoom> {
-    let max = max.min(body.len().saturating_mul(limits::DECODED_RATIO_MAX).max(limits::DECODED_FREE));
+    let max = max.min(body.len().saturating_mul(limits::MAX_DECODED_RATIO).max(limits::DECODED_FREE));
     let name = String::from_utf8_lossy(coding.trim_ascii());
     let undone = match name.to_ascii_lowercase().as_str() {
         "" | "identity" => {
@@ -290,7 +290,7 @@ mod tests {
         let free = limits::DECODED_FREE;
         for (len, undone) in [(free, true), (free + 1, false), (8 * free, false)] {
             let bomb = gzip(&vec![b'x'; len], 9);
-            assert!(bomb.len() < free / limits::DECODED_RATIO_MAX, "{}", bomb.len());
+            assert!(bomb.len() < free / limits::MAX_DECODED_RATIO, "{}", bomb.len());
             assert_eq!(decoded(b"gzip", &bomb, 1 << 20).1.is_empty(), undone, "{len}");
         }
         // What is large already may grow, too.
@@ -390,7 +390,7 @@ mod tests {
             natural_key(&key, &parts, &undone(&parts))
         };
         assert!(natural(&[JSON]).is_ok());
-        assert_eq!(natural(&[JSON, ("content-type", "text/plain")]), Err(NoNaturalKey::NotJson));
+        assert_eq!(natural(&[JSON, ("content-type", "text/plain")]), Err(NaturalKeyError::NotJson));
     }
 
     #[test]

@@ -61,7 +61,7 @@ pub struct RequestEvent<'a> {
 #[non_exhaustive]
 pub struct KeyedEvent<'a> {
     /// Method and path, such as `POST /payments`, cut to
-    /// [`OPERATION_MAX`](oncegate_core::limits::OPERATION_MAX) octets.
+    /// [`MAX_OPERATION_BYTES`](oncegate_core::limits::MAX_OPERATION_BYTES) octets.
     pub operation: &'a str,
     /// The mark of the caller, if the request says whose it is.
     pub caller: Option<CallerTag>,

@@ -61,7 +61,7 @@ impl KeyFormat {
 impl Default for KeyGrammar {
     /// Lenient, any format, 1 to 255 octets.
     fn default() -> Self {
-        Self { syntax: KeySyntax::Lenient, format: KeyFormat::Any, min: 1, max: limits::KEY_MAX }
+        Self { syntax: KeySyntax::Lenient, format: KeyFormat::Any, min: 1, max: limits::MAX_KEY_BYTES }
     }
 }
 
@@ -81,10 +81,10 @@ impl KeyGrammar {
     /// How many octets a key has.
     ///
     /// # Errors
-    /// Outside 1 to [`limits::KEY_MAX`], or `min` above `max`.
+    /// Outside 1 to [`limits::MAX_KEY_BYTES`], or `min` above `max`.
     pub fn with_length(self, min: usize, max: usize) -> Result<Self, ConfigError> {
-        if min == 0 || min > max || max > limits::KEY_MAX {
-            let bound = limits::KEY_MAX;
+        if min == 0 || min > max || max > limits::MAX_KEY_BYTES {
+            let bound = limits::MAX_KEY_BYTES;
             return Err(ConfigError::new(format!(
                 "key length {min} to {max}; it must lie within 1 to {bound}"
             )));
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     fn a_key_has_at_most_255_octets_after_unescaping() {
-        let max = limits::KEY_MAX;
+        let max = limits::MAX_KEY_BYTES;
         assert!(lenient(&vec![b'k'; max]).is_ok());
         assert_eq!(lenient(&vec![b'k'; max + 1]), Err(KeyProblem::TooLong { octets: 256, max }));
         let quoted = |n: usize| format!("\"{}\"", r"\\".repeat(n)).into_bytes();

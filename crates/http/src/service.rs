@@ -14,7 +14,7 @@ use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::{
-    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, NoNaturalKey, RecordId, Scope,
+    CallerTag, ErrorChain, Extent, Fingerprint, IdempotencyKey, Label, NaturalKeyError, RecordId, Scope,
     StoreErrorKind, StoredResponse,
 };
 use oncegate_engine::{AnswerPermit, ClaimOutcome, ClaimRequest, Permit};
@@ -381,7 +381,7 @@ impl Keyed {
     /// to operators, too.
     fn natural_key(
         &mut self,
-        key: Option<Result<IdempotencyKey, NoNaturalKey>>,
+        key: Option<Result<IdempotencyKey, NaturalKeyError>>,
     ) -> Result<IdempotencyKey, Refusal> {
         let missing = || Refusal::new(Condition::KeyMissing);
         let members = self.settings.natural_key.as_ref().ok_or_else(missing)?;
@@ -650,7 +650,7 @@ const COMPARED_HERE: usize = 64 * 1024;
 struct Compared {
     fingerprint: Fingerprint,
     /// The key that the body carries, where the route asks for it.
-    natural_key: Option<Result<IdempotencyKey, NoNaturalKey>>,
+    natural_key: Option<Result<IdempotencyKey, NaturalKeyError>>,
 }
 
 impl Compared {

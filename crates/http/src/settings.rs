@@ -249,7 +249,7 @@ impl Settings {
     /// How many octets a key has.
     ///
     /// # Errors
-    /// Outside 1 to [`limits::KEY_MAX`].
+    /// Outside 1 to [`limits::MAX_KEY_BYTES`].
     pub fn with_key_length(mut self, min: usize, max: usize) -> Result<Self, ConfigError> {
         self.grammar = self.grammar.with_length(min, max)?;
         Ok(self)
@@ -395,10 +395,10 @@ impl Settings {
     /// cannot be replayed.
     ///
     /// # Errors
-    /// Above what a record can hold, [`limits::RESPONSE_MAX`].
+    /// Above what a record can hold, [`limits::MAX_RESPONSE_BYTES`].
     pub fn with_max_response_body(self, octets: usize) -> Result<Self, ConfigError> {
-        if octets > limits::RESPONSE_MAX {
-            let max = limits::RESPONSE_MAX;
+        if octets > limits::MAX_RESPONSE_BYTES {
+            let max = limits::MAX_RESPONSE_BYTES;
             return Err(ConfigError::new(format!(
                 "a response body of {octets} octets; at most {max} can be stored"
             )));
@@ -605,8 +605,8 @@ mod tests {
 
     #[test]
     fn the_stored_body_is_bounded_by_what_a_record_holds() {
-        assert!(Settings::default().with_max_response_body(limits::RESPONSE_MAX).is_ok());
-        assert!(Settings::default().with_max_response_body(limits::RESPONSE_MAX + 1).is_err());
+        assert!(Settings::default().with_max_response_body(limits::MAX_RESPONSE_BYTES).is_ok());
+        assert!(Settings::default().with_max_response_body(limits::MAX_RESPONSE_BYTES + 1).is_err());
     }
 
     #[test]

@@ -78,7 +78,7 @@ pub(crate) struct Inner {
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// The least that is remembered: longer than anybody looks for what became of a COMMIT.
-const RETENTION_MIN: Duration = Duration::from_secs(60 * 60);
+const MIN_RETENTION: Duration = Duration::from_secs(60 * 60);
 
 /// How long the database may take for a statement of ours, unless told otherwise, and at the most.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -119,7 +119,7 @@ impl TransactionalInbox {
     /// # Errors
     /// [`ConfigError`] where it is not from an hour to 400 days.
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
-        if !(RETENTION_MIN..=limits::RETENTION_MAX).contains(&retention) {
+        if !(MIN_RETENTION..=limits::MAX_RETENTION).contains(&retention) {
             return Err(ConfigError::new(format!(
                 "receipts are kept from an hour to 400 days, and not for {retention:?}"
             )));
@@ -161,7 +161,7 @@ impl TransactionalInbox {
     /// If it is out of these bounds.
     pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
         let patience =
-            ConfigError::check("the patience with the database", patience, limits::LEASE_MIN..=PATIENCE_MAX)?;
+            ConfigError::check("the patience with the database", patience, limits::MIN_LEASE..=PATIENCE_MAX)?;
         Ok(self.with(|inner| inner.receipts.patience = patience))
     }
 

@@ -258,7 +258,7 @@ pub struct MessageId {
 
 impl MessageId {
     fn new(mut parts: Vec<String>, topic: &str, id: &[u8]) -> Self {
-        let key = if id.len() > limits::KEY_MAX {
+        let key = if id.len() > limits::MAX_KEY_BYTES {
             parts.push("sha256".to_owned());
             let digest: [u8; 32] = Sha256::digest(id).into();
             IdempotencyKey::new(RecordId::from_bytes(digest).to_string().into_bytes())

@@ -138,10 +138,10 @@ impl Read {
             "fingerprint" => self.fingerprint = Some(list(name, "arguments, or parts of them", input)?),
             "skip" => self.skip = Some((name.span(), list(name, "arguments", input)?)),
             "retain" => {
-                self.retain = Some(duration(name, input, limits::RETENTION_MIN, limits::RETENTION_MAX)?);
+                self.retain = Some(duration(name, input, limits::MIN_RETENTION, limits::MAX_RETENTION)?);
             }
-            "lease" => self.lease = Some(duration(name, input, limits::LEASE_MIN, limits::LEASE_MAX)?),
-            "wait" => self.wait = Some(duration(name, input, Duration::ZERO, limits::LEASE_MAX)?),
+            "lease" => self.lease = Some(duration(name, input, limits::MIN_LEASE, limits::MAX_LEASE)?),
+            "wait" => self.wait = Some(duration(name, input, Duration::ZERO, limits::MAX_LEASE)?),
             "on_abandoned" => self.on_abandoned = Some(on_abandoned(&text(name, input)?)?),
             "policy" => self.policy = Some(value(name, input)?),
             "errors" => self.errors = Some(errors(value(name, input)?)?),

@@ -224,5 +224,5 @@ pub(crate) fn text(text: &str, most: usize) -> String {
 }
 
 pub(crate) fn operation(label: &Label) -> String {
-    text(label.operation(), limits::OPERATION_MAX)
+    text(label.operation(), limits::MAX_OPERATION_BYTES)
 }

@@ -145,7 +145,7 @@ impl Store for PostgresStore {
 
     fn purge(&self, limit: usize) -> StoreFuture<'_, usize> {
         self.on_runtime(move |shared| async move {
-            let limit = limit.min(limits::PAGE_MAX);
+            let limit = limit.min(limits::MAX_PAGE_RECORDS);
             let args = [Arg::Small(i32::try_from(limit).unwrap_or(i32::MAX))];
             let call = Call::new("SELECT * FROM oncegate.purge($1)", args);
             let rows = shared.call(call, CallOptions::long(Resend::IfUndone)).await?;
@@ -158,7 +158,7 @@ impl Store for PostgresStore {
         self.on_runtime(move |shared| async move {
             let before =
                 before.map_or(Arg::NoBig, |number| Arg::Big(i64::try_from(number).unwrap_or(i64::MAX)));
-            let most = Arg::Small(i32::try_from(limit.min(limits::PAGE_MAX)).unwrap_or(i32::MAX));
+            let most = Arg::Small(i32::try_from(limit.min(limits::MAX_PAGE_RECORDS)).unwrap_or(i32::MAX));
             let call = Call::new("SELECT * FROM oncegate.audit_trail($1, $2)", [before, most]);
             let rows = shared.call(call, CallOptions::long(Resend::Always)).await?;
             rows.iter().map(record::audit_entry).collect()
@@ -885,8 +885,8 @@ fn resolve_call(id: &RecordId, resolve: &Resolve) -> Option<Call> {
         duration_arg(resolve.retention),
         Arg::Flag(resolve.force),
         Arg::Flag(resolve.amend),
-        Arg::Text(record::text(&resolve.actor, limits::AUDIT_TEXT_MAX)),
-        Arg::Text(record::text(&resolve.reason, limits::AUDIT_TEXT_MAX)),
+        Arg::Text(record::text(&resolve.actor, limits::MAX_AUDIT_TEXT_BYTES)),
+        Arg::Text(record::text(&resolve.reason, limits::MAX_AUDIT_TEXT_BYTES)),
     ];
     Some(Call::new("SELECT * FROM oncegate.resolve($1, $2, $3, $4, $5, $6, $7, $8)", args))
 }

@@ -564,7 +564,7 @@ fn config(options: &RedisOptions) -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(Some(options.connect_timeout))
         .set_response_timeout(None)
-        .set_pipeline_buffer_size(limits::WAITERS_MAX)
+        .set_pipeline_buffer_size(limits::MAX_WAITERS)
 }
 
 fn connect_error(host: &str, port: u16, error: &RedisError) -> RedisOpenError {

@@ -12,7 +12,7 @@ mod program;
 mod rabbitmq;
 mod redis;
 mod sqs;
-mod way;
+mod fault_proxy;
 
 pub use database::PostgresDatabase;
 pub use nats::NatsServer;
@@ -23,4 +23,4 @@ pub use process::{freeze, thaw};
 pub use rabbitmq::{RabbitOptions, RabbitServer};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
 pub use sqs::SqsServer;
-pub use way::{Break, Way};
+pub use fault_proxy::{Fault, FaultProxy};

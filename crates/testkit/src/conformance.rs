@@ -195,13 +195,13 @@ pub fn check_steps<S: Store>(store: &S) {
     let step = |octets: usize| Step::new("s", Bytes::from(vec![7; octets])).expect("it is within the limits");
     let record = |(id, token), number, step| apply(id, Command::Step(RecordStep { token, number, step }));
     let many = owned(0xe0);
-    for number in 0..limits::STEPS_MAX {
+    for number in 0..limits::MAX_STEPS {
         assert_eq!(record(many, number, step(1)), Outcome::StepRecorded, "step {number}");
     }
-    assert_eq!(record(many, limits::STEPS_MAX, step(0)), Outcome::StepsFull);
-    assert_eq!(record(many, limits::STEPS_MAX - 1, step(1)), Outcome::StepRecorded, "sent again");
+    assert_eq!(record(many, limits::MAX_STEPS, step(0)), Outcome::StepsFull);
+    assert_eq!(record(many, limits::MAX_STEPS - 1, step(1)), Outcome::StepRecorded, "sent again");
     let large = owned(0xe1);
-    let half = limits::STEPS_OCTETS_MAX / 2;
+    let half = limits::MAX_STEPS_BYTES / 2;
     assert_eq!(record(large, 0, step(half)), Outcome::StepRecorded);
     assert_eq!(record(large, 1, step(half - 1)), Outcome::StepsFull, "with the octets of both names");
     assert_eq!(record(large, 1, step(half - 2)), Outcome::StepRecorded);
@@ -233,7 +233,7 @@ pub fn check_steps<S: Store>(store: &S) {
     assert_eq!(apply(left.0, resolve(Resolution::Release)), Outcome::NotResolvable { state });
     let resolved = Outcome::Resolved { from: StateName::Released };
     assert_eq!(apply(left.0, resolve(Resolution::Complete(None))), resolved);
-    for ((id, token), steps) in [(many, limits::STEPS_MAX), (large, 2)] {
+    for ((id, token), steps) in [(many, limits::MAX_STEPS), (large, 2)] {
         let found = block_on(store.lookup(id)).expect("the store answers").expect("it is there");
         assert_eq!(found.steps.len(), steps);
         let complete = Complete { token, completion: Completion::Tombstone, retention: minute };

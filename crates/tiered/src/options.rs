@@ -44,7 +44,7 @@ impl TieredOptions {
     }
 
     /// How long an entry is kept at the longest. For so long at the most the front gives an answer that the back has lost.
-    /// Between a second and [`limits::RETENTION_MAX`].
+    /// Between a second and [`limits::MAX_RETENTION`].
     ///
     /// # Errors
     /// If it is out of these bounds.
@@ -52,7 +52,7 @@ impl TieredOptions {
         self.keep = ConfigError::check(
             "the time that an entry is kept",
             keep,
-            limits::RETENTION_MIN..=limits::RETENTION_MAX,
+            limits::MIN_RETENTION..=limits::MAX_RETENTION,
         )?;
         Ok(self)
     }
@@ -100,9 +100,9 @@ mod tests {
     #[test]
     fn values_out_of_their_bounds_are_refused() {
         let options = TieredOptions::new;
-        assert!(options().with_keep(limits::RETENTION_MIN).is_ok());
-        assert!(options().with_keep(limits::RETENTION_MIN / 2).is_err());
-        assert!(options().with_keep(limits::RETENTION_MAX * 2).is_err());
+        assert!(options().with_keep(limits::MIN_RETENTION).is_ok());
+        assert!(options().with_keep(limits::MIN_RETENTION / 2).is_err());
+        assert!(options().with_keep(limits::MAX_RETENTION * 2).is_err());
         assert!(options().with_patience(Duration::from_secs(1)).is_ok());
         assert!(options().with_patience(Duration::from_secs(2)).is_err());
         assert!(options().with_patience(Duration::ZERO).is_err());

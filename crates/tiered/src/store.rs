@@ -330,7 +330,7 @@ impl Inner {
             attempt: AttemptId::new(u128::from(self.origin) << 64 | u128::from(number)),
             fingerprint,
             lease: FILL_LEASE,
-            retention: limits::RETENTION_MIN,
+            retention: limits::MIN_RETENTION,
             on_abandoned: OnAbandoned::Reexecute,
             label: entry::label(&entry, until, &response),
         };

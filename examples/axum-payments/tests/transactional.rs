@@ -9,7 +9,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use oncegate_servers::{Break, PostgresServer, Way};
+use oncegate_servers::{Fault, PostgresServer, FaultProxy};
 use service::Service;
 
 const KEY: &str = "\r\nidempotency-key: order-123";
@@ -55,16 +55,16 @@ fn a_payment_is_made_once_and_its_answer_given_again() {
 }
 
 /// Where the service is killed: at which message to the database, what becomes of that, and whether the payment is made.
-const POINTS: [(&[u8], Break, bool); 6] = [
+const POINTS: [(&[u8], Fault, bool); 6] = [
     // Before the lock, after it, after the row, after the completion.
-    (b"oncegate.reserve", Break::Hold, false),
-    (b"INSERT INTO payments", Break::Hold, false),
-    (b"oncegate.complete", Break::Hold, false),
-    (b"COMMIT", Break::Hold, false),
+    (b"oncegate.reserve", Fault::Hold, false),
+    (b"INSERT INTO payments", Fault::Hold, false),
+    (b"oncegate.complete", Fault::Hold, false),
+    (b"COMMIT", Fault::Hold, false),
     // COMMIT arrives when the service is dead.
-    (b"COMMIT", Break::Slow, true),
+    (b"COMMIT", Fault::Slow, true),
     // After the COMMIT, before the answer.
-    (b"COMMIT", Break::Silent, true),
+    (b"COMMIT", Fault::Silent, true),
 ];
 
 #[test]
@@ -73,18 +73,18 @@ fn killed_at_every_point_it_makes_exactly_one_payment() {
     for (message, how, is_made) in POINTS {
         let point = format!("{} {how:?}", String::from_utf8_lossy(message));
         let server = PostgresServer::start().unwrap();
-        let way = runtime.block_on(Way::to(server.port())).unwrap();
-        let through = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
+        let proxy = runtime.block_on(FaultProxy::start(server.port())).unwrap();
+        let through = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", proxy.port()));
         let service = start(&format!("{through}?sslmode=disable"));
-        way.arm(message, how);
+        proxy.arm(message, how);
         thread::scope(|scope| {
             let asked = scope.spawn(|| service.pay(KEY, ADA));
-            runtime.block_on(way.broken());
+            runtime.block_on(proxy.broken());
             service.kill();
             let answer = asked.join().unwrap();
             assert!(answer.is_empty(), "{point}: {answer}");
         });
-        way.go_on();
+        proxy.go_on();
 
         let service = start(&server.url());
         let answer = settled(&service);

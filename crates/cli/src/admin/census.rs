@@ -183,7 +183,7 @@ impl Census {
     async fn walk(&mut self) -> Result<(), StoreError> {
         let mut query = ListQuery::default();
         query.states = StateSet::OPEN;
-        query.limit = limits::PAGE_MAX;
+        query.limit = limits::MAX_PAGE_RECORDS;
         let (mut found, mut counts, mut is_partial) = (BTreeMap::new(), Counts::default(), false);
         let mut reread_at = Instant::now() + EVERY;
         loop {

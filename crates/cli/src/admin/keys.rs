@@ -180,7 +180,7 @@ async fn find_by_key(state: &AdminState, find: &Find) -> Answer {
     let key = searched_key(&find.key).map_err(|error| Problem::bad_request(format!("key: {error}.")))?;
     let mut filter = ListQuery::default();
     filter.key = Some(KeyTag::of(&key));
-    filter.limit = limits::PAGE_MAX;
+    filter.limit = limits::MAX_PAGE_RECORDS;
     listing::newest(state, filter, Period::default()).await
 }
 
@@ -571,9 +571,9 @@ fn field(name: &str, value: &str) -> Result<(HeaderName, HeaderValue), Problem> 
 
 fn limit(name: &str, text: &str) -> Result<usize, Problem> {
     match text.parse() {
-        Ok(limit @ 1..=limits::PAGE_MAX) => Ok(limit),
+        Ok(limit @ 1..=limits::MAX_PAGE_RECORDS) => Ok(limit),
         _ => {
-            let most = limits::PAGE_MAX;
+            let most = limits::MAX_PAGE_RECORDS;
             Err(Problem::bad_request(format!("{name}: {text:?} is not a number from 1 to {most}.")))
         }
     }

@@ -62,7 +62,7 @@ pub(super) async fn newest(
     period: Period,
 ) -> Result<Response, Problem> {
     let most = query.bounded_limit();
-    query.limit = limits::PAGE_MAX;
+    query.limit = limits::MAX_PAGE_RECORDS;
     query.after = None;
     let store = state.engine.store();
     let until = Instant::now() + WALK_TIMEOUT;
@@ -161,7 +161,7 @@ async fn in_order(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Prob
 
 async fn by_walking(store: &dyn Store, prefix: &str) -> Result<Vec<RecordId>, Problem> {
     let mut query = ListQuery::default();
-    query.limit = limits::PAGE_MAX;
+    query.limit = limits::MAX_PAGE_RECORDS;
     let until = Instant::now() + WALK_TIMEOUT;
     let mut found = Vec::new();
     loop {

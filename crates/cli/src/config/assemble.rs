@@ -354,7 +354,7 @@ fn settings(values: &Values) -> Result<Settings, ConfigError> {
     }
     if let Some(members) = &values.key_json {
         let key = NaturalKey::new(members.value.clone()).ok_or_else(|| {
-            let most = limits::KEY_MEMBERS_MAX;
+            let most = limits::MAX_KEY_MEMBERS;
             ConfigError::new(format!(
                 "a key is built of 1 to {most} members, and there are {}",
                 members.value.len()

@@ -82,7 +82,7 @@ pub(super) fn read(text: &str) -> Result<TieredChoice, String> {
         Some(text) => units::bounded(text, min, max).map_err(|error| format!("{name}: {error}")),
         None => Ok(default),
     };
-    let keep = time("keep", KEEP, limits::RETENTION_MIN, limits::RETENTION_MAX)?;
+    let keep = time("keep", KEEP, limits::MIN_RETENTION, limits::MAX_RETENTION)?;
     let patience = time("patience", PATIENCE, Duration::from_millis(1), Duration::from_secs(1))?;
     match (&front, &back) {
         (FrontChoice::Redis(_), StoreChoice::Directory(_)) => {

@@ -193,15 +193,15 @@ pub(super) fn bounded(text: &str, min: Duration, max: Duration) -> Read<Duration
 }
 
 pub(crate) fn lease(text: &str) -> Read<Duration> {
-    bounded(text, limits::LEASE_MIN, limits::LEASE_MAX)
+    bounded(text, limits::MIN_LEASE, limits::MAX_LEASE)
 }
 
 pub(crate) fn retention(text: &str) -> Read<Duration> {
-    bounded(text, limits::RETENTION_MIN, limits::RETENTION_MAX)
+    bounded(text, limits::MIN_RETENTION, limits::MAX_RETENTION)
 }
 
 pub(crate) fn wait(text: &str) -> Read<Duration> {
-    bounded(text, Duration::ZERO, limits::LEASE_MAX)
+    bounded(text, Duration::ZERO, limits::MAX_LEASE)
 }
 
 pub(crate) fn connect_timeout(text: &str) -> Read<Duration> {
@@ -330,7 +330,7 @@ pub(crate) fn max_store_bytes(text: &str) -> Read<u64> {
 const STORE_BYTES_MIN: u64 = 1024 * 1024;
 
 pub(crate) fn response_body(text: &str) -> Read<usize> {
-    at_most(text, limits::RESPONSE_MAX, "a record cannot hold more")
+    at_most(text, limits::MAX_RESPONSE_BYTES, "a record cannot hold more")
 }
 
 fn at_most(text: &str, max: usize, why: &str) -> Read<usize> {
@@ -629,7 +629,7 @@ pub(crate) fn documentation(text: &str) -> Read<String> {
 }
 
 pub(crate) fn key_length(text: &str) -> Read<usize> {
-    let most = limits::KEY_MAX;
+    let most = limits::MAX_KEY_BYTES;
     match text.parse() {
         Ok(length) if (1..=most).contains(&length) => Ok(length),
         _ => Err(format!("{text:?} is not the length of a key; write a number from 1 to {most}")),
@@ -855,8 +855,8 @@ mod tests {
 
     #[test]
     fn durations_keep_their_bounds() {
-        assert_eq!(lease("100ms"), Ok(limits::LEASE_MIN));
-        assert_eq!(lease("1h"), Ok(limits::LEASE_MAX));
+        assert_eq!(lease("100ms"), Ok(limits::MIN_LEASE));
+        assert_eq!(lease("1h"), Ok(limits::MAX_LEASE));
         assert_eq!(error(lease("99ms")), "\"99ms\" is out of bounds; from 100ms to 1h is allowed");
         assert_eq!(error(lease("3601s")), "\"3601s\" is out of bounds; from 100ms to 1h is allowed");
         assert_eq!(error(retention("401d")), "\"401d\" is out of bounds; from 1s to 400d is allowed");
@@ -890,7 +890,7 @@ mod tests {
         ] {
             assert!(error(size(text)).contains(why), "{text}: {}", error(size(text)));
         }
-        assert_eq!(response_body("64MiB"), Ok(limits::RESPONSE_MAX));
+        assert_eq!(response_body("64MiB"), Ok(limits::MAX_RESPONSE_BYTES));
         assert_eq!(
             error(response_body("67108865")),
             "\"67108865\" is too much; at most 64MiB is allowed: a record cannot hold more"

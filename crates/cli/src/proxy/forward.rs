@@ -451,7 +451,7 @@ mod tests {
         // Its leases are not renewed, as where the process is stopped.
         let stopped = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let engine = Engine::builder(store.clone()).with_runtime(stopped.handle().clone()).build();
-        let permit = claim(&engine, limits::LEASE_MIN).await.unwrap();
+        let permit = claim(&engine, limits::MIN_LEASE).await.unwrap();
         let (polls, connected) = (AtomicUsize::new(0), tokio::sync::Notify::new());
         let sending = async {
             polls.fetch_add(1, Ordering::SeqCst);
@@ -478,7 +478,7 @@ mod tests {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
         let other = Engine::new(store.clone());
         let result = sent_late(&store, async || {
-            let permit = claim(&other, limits::LEASE_MAX).await.expect("the lease is over");
+            let permit = claim(&other, limits::MAX_LEASE).await.expect("the lease is over");
             permit.complete(Completion::Tombstone).await;
         });
         assert_eq!(result.await, (false, false));

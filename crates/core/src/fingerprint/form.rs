@@ -24,7 +24,7 @@ impl Form {
         }
         let mut form = Self { bytes: Vec::new(), pairs: Vec::new() };
         for segment in body.split(|byte| *byte == b'&') {
-            if form.pairs.len() == limits::FORM_PAIRS_MAX {
+            if form.pairs.len() == limits::MAX_FORM_PAIRS {
                 return None;
             }
             let equals = segment.iter().position(|byte| *byte == b'=')?;

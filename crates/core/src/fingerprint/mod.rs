@@ -148,7 +148,7 @@ use sha2::{Digest as _, Sha256};
 use self::form::Form;
 use self::media_type::{Kind, MediaType};
 use self::multipart::Part;
-pub use self::natural::{NaturalKey, NoNaturalKey};
+pub use self::natural::{NaturalKey, NaturalKeyError};
 pub use self::pointer::{JsonPointer, JsonPointerError};
 
 /// The first part of a request's fingerprint. It changes with [`Fingerprint::VERSION`].

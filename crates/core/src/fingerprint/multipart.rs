@@ -18,7 +18,7 @@ pub(super) fn read<'b>(body: &'b [u8], boundary: &[u8]) -> Option<Vec<Part<'b>>>
     let dashes = delimiter.strip_prefix(b"\r\n")?;
     let mut rest = body.strip_prefix(b"\r\n").unwrap_or(body).strip_prefix(dashes)?;
     let mut parts = Vec::new();
-    let mut left = limits::MULTIPART_ITEMS_MAX;
+    let mut left = limits::MAX_MULTIPART_ITEMS;
     loop {
         // `rest` stands behind a delimiter.
         if let Some(epilogue) = rest.strip_prefix(b"--") {

@@ -43,7 +43,7 @@ pub struct NaturalKey {
 /// Why a request has no natural key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum NoNaturalKey {
+pub enum NaturalKeyError {
     /// The body is not of a JSON media type, or has no canonical form: it is no JSON, repeats a member, or has a number that
     /// programs read in different ways.
     NotJson,
@@ -51,7 +51,7 @@ pub enum NoNaturalKey {
     Missing(JsonPointer),
 }
 
-impl fmt::Display for NoNaturalKey {
+impl fmt::Display for NaturalKeyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotJson => f.write_str("the body is no JSON that every program reads alike"),
@@ -60,15 +60,15 @@ impl fmt::Display for NoNaturalKey {
     }
 }
 
-impl std::error::Error for NoNaturalKey {}
+impl std::error::Error for NaturalKeyError {}
 
 impl NaturalKey {
-    /// A key of these members. `None` where there is none, or there are more than [`limits::KEY_MEMBERS_MAX`].
+    /// A key of these members. `None` where there is none, or there are more than [`limits::MAX_KEY_MEMBERS`].
     #[must_use]
     pub fn new(mut members: Vec<JsonPointer>) -> Option<Self> {
         members.sort_unstable();
         members.dedup();
-        (1..=limits::KEY_MEMBERS_MAX).contains(&members.len()).then_some(Self { members })
+        (1..=limits::MAX_KEY_MEMBERS).contains(&members.len()).then_some(Self { members })
     }
 
     /// The members, sorted.
@@ -81,12 +81,12 @@ impl NaturalKey {
     ///
     /// # Errors
     /// Why it has none.
-    pub fn of(&self, content_type: &[u8], body: &[u8]) -> Result<IdempotencyKey, NoNaturalKey> {
+    pub fn of(&self, content_type: &[u8], body: &[u8]) -> Result<IdempotencyKey, NaturalKeyError> {
         if MediaType::read(content_type).kind != Kind::Json {
-            return Err(NoNaturalKey::NotJson);
+            return Err(NaturalKeyError::NotJson);
         }
         let mut scratch = Scratch::default();
-        let document = json::canonicalize(body, &mut scratch).ok_or(NoNaturalKey::NotJson)?;
+        let document = json::canonicalize(body, &mut scratch).ok_or(NaturalKeyError::NotJson)?;
         let mut hasher = Sha256::new();
         part(&mut hasher, DOMAIN);
         hasher.update((self.members.len() as u64).to_be_bytes());
@@ -95,7 +95,7 @@ impl NaturalKey {
             value.clear();
             pointer::select(document, member, &[], &mut value);
             if value.is_empty() {
-                return Err(NoNaturalKey::Missing(member.clone()));
+                return Err(NaturalKeyError::Missing(member.clone()));
             }
             part(&mut hasher, member.as_str().as_bytes());
             part(&mut hasher, &value);
@@ -106,7 +106,7 @@ impl NaturalKey {
             key.extend([byte >> 4, byte & 15].map(|digit| char::from_digit(digit.into(), 16).unwrap_or('0')));
         }
         // It is neither empty nor longer than a key may be.
-        IdempotencyKey::new(key.into_bytes()).map_err(|_| NoNaturalKey::NotJson)
+        IdempotencyKey::new(key.into_bytes()).map_err(|_| NaturalKeyError::NotJson)
     }
 }
 
@@ -184,22 +184,22 @@ mod tests {
     #[test]
     fn what_has_no_key_says_why() {
         let members = key(&["/customer", "/cart/id"]);
-        let missing = |member: &str| NoNaturalKey::Missing(JsonPointer::parse(member).unwrap());
+        let missing = |member: &str| NaturalKeyError::Missing(JsonPointer::parse(member).unwrap());
         for (content_type, body, why) in [
             (JSON, r#"{"customer":"ada"}"#, missing("/cart/id")),
             (JSON, r#"{"cart":{"id":1}}"#, missing("/customer")),
             (JSON, r#"{"customer":"ada","cart":7}"#, missing("/cart/id")),
             (JSON, r#"[1]"#, missing("/cart/id")),
-            (JSON, "", NoNaturalKey::NotJson),
-            (JSON, "{", NoNaturalKey::NotJson),
-            (JSON, r#"{"customer":"ada","customer":"eve","cart":{"id":1}}"#, NoNaturalKey::NotJson),
-            (JSON, r#"{"customer":"ada","cart":{"id":9007199254740993}}"#, NoNaturalKey::NotJson),
-            (b"text/plain", r#"{"customer":"ada","cart":{"id":1}}"#, NoNaturalKey::NotJson),
-            (b"", r#"{"customer":"ada","cart":{"id":1}}"#, NoNaturalKey::NotJson),
+            (JSON, "", NaturalKeyError::NotJson),
+            (JSON, "{", NaturalKeyError::NotJson),
+            (JSON, r#"{"customer":"ada","customer":"eve","cart":{"id":1}}"#, NaturalKeyError::NotJson),
+            (JSON, r#"{"customer":"ada","cart":{"id":9007199254740993}}"#, NaturalKeyError::NotJson),
+            (b"text/plain", r#"{"customer":"ada","cart":{"id":1}}"#, NaturalKeyError::NotJson),
+            (b"", r#"{"customer":"ada","cart":{"id":1}}"#, NaturalKeyError::NotJson),
             (
                 b"application/json; charset=latin1",
                 r#"{"customer":"ada","cart":{"id":1}}"#,
-                NoNaturalKey::NotJson,
+                NaturalKeyError::NotJson,
             ),
         ] {
             assert_eq!(members.of(content_type, body.as_bytes()), Err(why), "{body}");
@@ -212,8 +212,8 @@ mod tests {
         let members =
             |count: usize| (0..count).map(|n| JsonPointer::parse(&format!("/{n}")).unwrap()).collect();
         assert!(NaturalKey::new(members(0)).is_none());
-        assert!(NaturalKey::new(members(limits::KEY_MEMBERS_MAX)).is_some());
-        assert!(NaturalKey::new(members(limits::KEY_MEMBERS_MAX + 1)).is_none());
+        assert!(NaturalKey::new(members(limits::MAX_KEY_MEMBERS)).is_some());
+        assert!(NaturalKey::new(members(limits::MAX_KEY_MEMBERS + 1)).is_none());
     }
 
     #[test]

@@ -534,12 +534,12 @@ fn forms_are_compared_as_pairs() {
 
 #[test]
 fn forms_and_multipart_bodies_of_too_many_pieces_stay_raw() {
-    let max = limits::FORM_PAIRS_MAX;
+    let max = limits::MAX_FORM_PAIRS;
     let form = |pairs: usize| vec!["a=b"; pairs].join("&");
     assert_ne!(of(FORM, form(max)), raw(FORM, form(max)));
     assert_eq!(of(FORM, form(max + 1)), raw(FORM, form(max + 1)));
 
-    let max = limits::MULTIPART_ITEMS_MAX;
+    let max = limits::MAX_MULTIPART_ITEMS;
     let kind = "multipart/form-data; boundary=x";
     // A part with a line counts as two.
     for part in ["--x\r\n\r\n1\r\n", "--x\r\na:b\r\n\r\n1\r\n"] {
@@ -748,12 +748,12 @@ fn excluded_values_are_left_out() {
 fn a_form_has_a_bounded_number_of_pairs() {
     let pairs = |count: usize| format!("{}b=1", "a=1&".repeat(count - 1));
     assert_ne!(
-        of(FORM, pairs(crate::limits::FORM_PAIRS_MAX)),
-        raw(FORM, pairs(crate::limits::FORM_PAIRS_MAX))
+        of(FORM, pairs(crate::limits::MAX_FORM_PAIRS)),
+        raw(FORM, pairs(crate::limits::MAX_FORM_PAIRS))
     );
     assert_eq!(
-        of(FORM, pairs(crate::limits::FORM_PAIRS_MAX + 1)),
-        raw(FORM, pairs(crate::limits::FORM_PAIRS_MAX + 1))
+        of(FORM, pairs(crate::limits::MAX_FORM_PAIRS + 1)),
+        raw(FORM, pairs(crate::limits::MAX_FORM_PAIRS + 1))
     );
 }
 

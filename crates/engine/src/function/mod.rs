@@ -181,10 +181,10 @@ impl<P> Function<P> {
     /// stored.
     ///
     /// # Errors
-    /// More than [`limits::RESPONSE_MAX`].
+    /// More than [`limits::MAX_RESPONSE_BYTES`].
     pub fn with_result_max(self, octets: usize) -> Result<Self, ConfigError> {
-        if octets > limits::RESPONSE_MAX {
-            let max = limits::RESPONSE_MAX;
+        if octets > limits::MAX_RESPONSE_BYTES {
+            let max = limits::MAX_RESPONSE_BYTES;
             return Err(ConfigError::new(format!(
                 "a result of {octets} octets; at most {max} can be stored"
             )));

@@ -158,7 +158,7 @@ impl<P> Function<P> {
     ///
     /// # Errors
     /// Where the policy is `park`, or to reconcile: then it is not for the program to go on. Where the name has a NUL or more
-    /// than [`limits::OPERATION_MAX`] octets: then the function's records cannot be told by it.
+    /// than [`limits::MAX_OPERATION_BYTES`] octets: then the function's records cannot be told by it.
     pub fn resumable<I, T, E, F, Fut>(self, run: F) -> Result<Resumable<I, T, E, P>, ConfigError>
     where
         F: Fn(Attempt, I) -> Fut + Send + Sync + 'static,
@@ -171,7 +171,7 @@ impl<P> Function<P> {
         }
         let name = &*self.settings.name;
         if self.settings.label.operation() != name || name.contains('\0') {
-            let max = limits::OPERATION_MAX;
+            let max = limits::MAX_OPERATION_BYTES;
             return Err(ConfigError::new(format!(
                 "a resumable function is found by its name: that has no NUL, and at most {max} octets"
             )));

@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 use oncegate_inbox::{Failure, Handled, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
-use oncegate_servers::{Break, PgBouncer, PostgresOptions, PostgresServer, Way, freeze, thaw};
+use oncegate_servers::{Fault, PgBouncer, PostgresOptions, PostgresServer, FaultProxy, freeze, thaw};
 
 use crate::support::{
     Database, LONG, again, effect, inbox, new, ordered, pool, prepare, run, until, word, words,
 };
 
 /// How often the handler ran, and what came of a batch whose COMMIT was broken so. `late`: it is let go on after a while.
-async fn broken(how: Break, is_late: bool, batch: &[Arc<Message>]) -> (Database, u32, Vec<String>) {
+async fn broken(how: Fault, is_late: bool, batch: &[Arc<Message>]) -> (Database, u32, Vec<String>) {
     let database = Database::fresh().await;
-    let way = Way::to(database.server.port()).await.unwrap();
-    let inbox = inbox(pool(&database.url(), way.port(), 2).await);
-    way.arm(b"COMMIT", how);
+    let proxy = FaultProxy::start(database.server.port()).await.unwrap();
+    let inbox = inbox(pool(&database.url(), proxy.port(), 2).await);
+    proxy.arm(b"COMMIT", how);
     let runs = Arc::new(AtomicU32::new(0));
     let counted = {
         let runs = runs.clone();
@@ -31,10 +31,10 @@ async fn broken(how: Break, is_late: bool, batch: &[Arc<Message>]) -> (Database,
     };
     let release = async {
         if is_late {
-            way.broken().await;
+            proxy.broken().await;
             // Time to look for it a few times. The transaction is open all the while.
             tokio::time::sleep(Duration::from_millis(300)).await;
-            way.go_on();
+            proxy.go_on();
         }
     };
     let (handled, ()) = tokio::join!(inbox.process_batch(batch, counted), release);
@@ -48,10 +48,10 @@ async fn a_commit_whose_answer_is_lost_is_found_out() {
     for batch in [vec![new("a")], vec![again("a")], vec![new("a"), again("b"), new("c"), new("a")]] {
         let different = batch.len().min(3);
         let cases = [
-            (Break::After, false, 1),
-            (Break::Before, false, 2),
-            (Break::Late, true, 1),
-            (Break::LateEnd, true, 2),
+            (Fault::After, false, 1),
+            (Fault::Before, false, 2),
+            (Fault::Late, true, 1),
+            (Fault::LateEnd, true, 2),
         ];
         for (how, is_late, runs) in cases {
             let (database, ran, said) = broken(how, is_late, &batch).await;
@@ -65,14 +65,14 @@ async fn a_commit_whose_answer_is_lost_is_found_out() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
     let database = Database::fresh().await;
-    let way = Way::to(database.server.port()).await.unwrap();
+    let proxy = FaultProxy::start(database.server.port()).await.unwrap();
     let inbox =
-        inbox(pool(&database.url(), way.port(), 2).await).with_patience(Duration::from_secs(2)).unwrap();
-    way.arm(b"COMMIT", Break::Late);
+        inbox(pool(&database.url(), proxy.port(), 2).await).with_patience(Duration::from_secs(2)).unwrap();
+    proxy.arm(b"COMMIT", Fault::Late);
     let message = new("a");
     assert_eq!(word(&inbox.process(&message, effect).await), "in-flight");
     assert!(database.effects().await.is_empty());
-    way.go_on();
+    proxy.go_on();
     until("the commit", async || database.effects().await.len() == 1).await;
     assert_eq!(word(&inbox.process(&message, effect).await), "duplicate");
 }
@@ -257,11 +257,11 @@ async fn a_crash_of_the_server_in_a_handler_makes_no_letters_of_what_took_its_nu
 /// The handler's own COMMIT is under way while its connection ends: whoever asks hears that the transaction is in progress.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_of_a_handler_that_comes_late_is_waited_for() {
-    for (how, expected) in [(Break::Late, "dead outcome-unknown"), (Break::LateEnd, "processed 1")] {
+    for (how, expected) in [(Fault::Late, "dead outcome-unknown"), (Fault::LateEnd, "processed 1")] {
         let database = Database::fresh().await;
-        let way = Way::to(database.server.port()).await.unwrap();
-        let inbox = inbox(pool(&database.url(), way.port(), 2).await);
-        way.arm(b"COMMIT", how);
+        let proxy = FaultProxy::start(database.server.port()).await.unwrap();
+        let inbox = inbox(pool(&database.url(), proxy.port(), 2).await);
+        proxy.arm(b"COMMIT", how);
         let is_first = Arc::new(AtomicBool::new(true));
         let batch: Vec<_> = ["a", "b", "c"].map(new).into();
         let handled = inbox.process_batch(&batch, async move |connection, message| {
@@ -272,14 +272,14 @@ async fn a_commit_of_a_handler_that_comes_late_is_waited_for() {
             Ok(())
         });
         let release = async {
-            way.broken().await;
+            proxy.broken().await;
             // Time to ask for it a few times. The transaction is open all the while.
             tokio::time::sleep(Duration::from_millis(300)).await;
-            way.go_on();
+            proxy.go_on();
         };
         let (handled, ()) = tokio::join!(handled, release);
         assert_eq!(words(&handled), [expected; 3], "{how:?}");
-        let letters = if how == Break::Late { 3 } else { 0 };
+        let letters = if how == Fault::Late { 3 } else { 0 };
         assert_eq!(database.number("SELECT count(*) FROM oncegate.dead_letters").await, letters, "{how:?}");
     }
 }

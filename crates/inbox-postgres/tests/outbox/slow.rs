@@ -1,4 +1,4 @@
-//! A way to the database on which what waits does not get through in one piece.
+//! A proxy to the database on which what waits does not get through in one piece.
 
 use std::net::SocketAddr;
 use std::str::FromStr as _;
@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use crate::broker::Broker;
 use crate::database::{Database, Running, message, relay};
 
-/// A way to this port on which so many octets come back in a second.
+/// A proxy to this port on which so many octets come back in a second.
 async fn slow_way(to: u16, octets: usize) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -46,9 +46,9 @@ async fn publishes(payloads: usize, octets: usize, lease: Duration) {
         message
     };
     database.send(&(0..payloads).map(large).collect::<Vec<_>>()).await;
-    let way = slow_way(database.server.port(), 1 << 20).await;
+    let proxy = slow_way(database.server.port(), 1 << 20).await;
     let options = PgConnectOptions::from_str(&database.url()).unwrap();
-    let options = options.port(way.port()).ssl_mode(PgSslMode::Disable);
+    let options = options.port(proxy.port()).ssl_mode(PgSslMode::Disable);
     let pool = PgPoolOptions::new().max_connections(2).connect_lazy_with(options);
     let broker = Broker::good();
     let relay = relay(pool, broker.clone()).with_octets_max(24 << 20).with_lease(lease).unwrap();

@@ -162,7 +162,7 @@ impl Guard {
     /// If it is out of these bounds.
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
         let retention =
-            ConfigError::check("the retention", retention, limits::RETENTION_MIN..=limits::RETENTION_MAX)?;
+            ConfigError::check("the retention", retention, limits::MIN_RETENTION..=limits::MAX_RETENTION)?;
         Ok(Self { retention: Some(retention), ..self })
     }
 

@@ -39,7 +39,7 @@ const RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Nobody sees the claim of a transaction before its end, and with its end it is completed or gone. The lease counts only
 /// where a guard's transaction commits without completing.
-const LEASE: Duration = limits::LEASE_MAX;
+const LEASE: Duration = limits::MAX_LEASE;
 
 /// Runs business transactions once per key, each on one connection of the application's own pool. Cheap to clone.
 ///
@@ -208,7 +208,7 @@ impl Transactor {
             retention: ConfigError::check(
                 "the retention",
                 retention,
-                limits::RETENTION_MIN..=limits::RETENTION_MAX,
+                limits::MIN_RETENTION..=limits::MAX_RETENTION,
             )?,
             ..self
         })
@@ -220,7 +220,7 @@ impl Transactor {
     /// # Errors
     /// If it is out of these bounds.
     pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
-        Ok(Self { wait: ConfigError::check("the wait", wait, Duration::ZERO..=limits::LEASE_MAX)?, ..self })
+        Ok(Self { wait: ConfigError::check("the wait", wait, Duration::ZERO..=limits::MAX_LEASE)?, ..self })
     }
 
     /// How long the database may take for a claim, for a completion and for `COMMIT`, and how long it is tried after that to

@@ -96,7 +96,7 @@ async fn one_bad_command_spoils_no_other() {
         // The fifth is asked for as its owner would, the sixth again as its owner does, the seventh for too long.
         let mut claim = claim(if n == 6 { 1 } else { 2 });
         if n == 7 {
-            claim.retention = limits::RETENTION_MAX + Duration::from_secs(1);
+            claim.retention = limits::MAX_RETENTION + Duration::from_secs(1);
         }
         (id(n), Command::Claim(claim))
     };

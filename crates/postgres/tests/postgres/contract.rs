@@ -128,7 +128,7 @@ async fn hostile_octets_are_data() {
         assert_eq!(resolved, Outcome::Resolved { from: StateName::InProgress });
         let entry = store.audit(None, 1).await.unwrap().remove(0);
         assert_eq!(entry.actor, "o'brien\u{2400}");
-        assert!(entry.reason.len() <= limits::AUDIT_TEXT_MAX && entry.reason.starts_with("'); --"));
+        assert!(entry.reason.len() <= limits::MAX_AUDIT_TEXT_BYTES && entry.reason.starts_with("'); --"));
     }
 }
 
@@ -187,7 +187,7 @@ async fn what_does_not_fit_the_contract_is_refused() {
         assert_eq!(sqlstate(&error), "22023", "{octets}");
     }
     let mut store_response = claim(1);
-    store_response.retention = limits::RETENTION_MAX + Duration::from_millis(1);
+    store_response.retention = limits::MAX_RETENTION + Duration::from_millis(1);
     let store = database.store().await;
     let error = store.apply(id(9), Command::Claim(store_response)).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Invalid);

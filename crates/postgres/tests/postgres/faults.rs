@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{Completion, Extent, Outcome, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
-use oncegate_servers::{PostgresServer, Way};
+use oncegate_servers::{PostgresServer, FaultProxy};
 
 use crate::support::{Database, claims, completes, id, response, run, token};
 
@@ -169,9 +169,9 @@ async fn a_server_that_does_not_answer_is_not_waited_for() {
 async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
     for pooler in [false, true] {
         let database = Database::fresh().await;
-        let way = Way::to(database.server.port()).await.unwrap();
+        let proxy = FaultProxy::start(database.server.port()).await.unwrap();
         let url =
-            database.url().replace(&format!(":{}/", database.server.port()), &format!(":{}/", way.port()));
+            database.url().replace(&format!(":{}/", database.server.port()), &format!(":{}/", proxy.port()));
         let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
         let options = options.with_command_timeout(Duration::from_secs(1)).with_transaction_pooler(pooler);
         let store = Arc::new(
@@ -199,7 +199,7 @@ async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
         // As many connections as there may be.
         let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
         assert_eq!(at_once(0).await.0, 0);
-        way.swallow();
+        proxy.swallow();
         // Long before the time that a statement may take.
         let (error, took) = {
             let begun = Instant::now();
@@ -213,7 +213,7 @@ async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
         let ended = store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
         assert_eq!(ended, Outcome::Completed);
         // All at once: each finds out for itself, and none waits for another.
-        way.swallow();
+        proxy.swallow();
         let (_, took) = at_once(20).await;
         assert!(took < Duration::from_secs(4), "{took:?}");
         assert_eq!(at_once(30).await.0, 0);

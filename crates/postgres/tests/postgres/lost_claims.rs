@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{Completion, Outcome, State, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
-use oncegate_servers::{Break, PostgresServer, Way};
+use oncegate_servers::{Fault, PostgresServer, FaultProxy};
 use tokio::task::block_in_place;
 
 use crate::support::{claims, completes, id, token};
@@ -20,7 +20,7 @@ const A_CLAIM: &[u8] = b"POST /payments";
 /// A server whose commits wait, as long as they are told to, for a standby that is not there.
 struct World {
     server: PostgresServer,
-    way: Way,
+    proxy: FaultProxy,
     store: PostgresStore,
 }
 
@@ -28,8 +28,8 @@ impl World {
     async fn open(pooler: bool) -> Self {
         let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
         schema::apply(&PostgresOptions::new(&server.url()).unwrap()).await.unwrap();
-        let way = Way::to(server.port()).await.unwrap();
-        let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
+        let proxy = FaultProxy::start(server.port()).await.unwrap();
+        let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", proxy.port()));
         let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
         let options = options
             .with_connect_timeout(LONG)
@@ -38,7 +38,7 @@ impl World {
             .unwrap()
             .with_command_timeout(LONG);
         let store = PostgresStore::open(options.with_transaction_pooler(pooler)).await.unwrap();
-        Self { server, way, store }
+        Self { server, proxy, store }
     }
 
     /// Commits wait from now on. Whoever commits learns of that from another process of the server, which takes a moment.
@@ -78,7 +78,7 @@ async fn a_claim_is_not_sent_again_by_the_store() {
         // Prepared once, a claim is one message with what belongs to it.
         world.store.apply(id(9), claims(9)).await.unwrap();
         block_in_place(|| world.hold_commits());
-        world.way.arm(A_CLAIM, Break::Sent);
+        world.proxy.arm(A_CLAIM, Fault::Sent);
         let error = world.store.apply(id(1), claims(1)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unavailable);
         assert!(!error.is_unsent(), "it may have been granted: {error}");
@@ -120,7 +120,7 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
         }
     }
     let gathered: Vec<_> = (20..40).map(claim).collect();
-    world.way.cut();
+    world.proxy.cut();
     for claim in first {
         assert!(!claim.await.unwrap().unwrap_err().is_unsent());
     }
@@ -128,7 +128,7 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
     while block_in_place(|| world.waiting_commits()) < before + 3 {
         assert!(Instant::now() < give_up);
     }
-    world.way.cut();
+    world.proxy.cut();
     let mut cut = 0;
     block_in_place(|| world.let_commits_go_on());
     for claim in gathered {
@@ -151,11 +151,11 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_end_of_an_attempt_is_sent_again_by_the_store() {
     let world = World::open(false).await;
-    for (number, how) in [(1, Break::Before), (2, Break::Sent)] {
+    for (number, how) in [(1, Fault::Before), (2, Fault::Sent)] {
         let owner = token(&world.store.apply(id(number), claims(1)).await.unwrap());
-        world.way.arm(b"tombstone", how);
+        world.proxy.arm(b"tombstone", how);
         let ended = world.store.apply(id(number), completes(owner, Completion::Tombstone)).await;
         assert_eq!(ended.unwrap(), Outcome::Completed, "{how:?}");
-        world.way.go_on();
+        world.proxy.go_on();
     }
 }

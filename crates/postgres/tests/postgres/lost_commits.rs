@@ -13,7 +13,7 @@ use sqlx::{Connection as _, Row as _};
 use crate::support::{Database, claims, id, run, sql_id, sqlstate, token, try_run};
 use crate::transact::{Charge, LONG, insert, key, pay, scope};
 
-async fn world(connections: u32) -> (Database, Way, Transactor) {
+async fn world(connections: u32) -> (Database, FaultProxy, Transactor) {
     let database = Database::fresh().await;
     let way = Way::to(database.server.port()).await.unwrap();
     let pool = database.payments_at(way.port(), connections).await;
@@ -23,8 +23,8 @@ async fn world(connections: u32) -> (Database, Way, Transactor) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_the_server_got_is_found() {
-    let (database, way, transactor) = world(2).await;
-    way.arm(b"COMMIT", Break::After);
+    let (database, proxy, transactor) = world(2).await;
+    proxy.arm(b"COMMIT", Fault::After);
     let runs = AtomicU32::new(0);
     let done = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
@@ -37,8 +37,8 @@ async fn a_commit_that_the_server_got_is_found() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_the_server_never_got_is_run_again() {
-    let (database, way, transactor) = world(2).await;
-    way.arm(b"COMMIT", Break::Before);
+    let (database, proxy, transactor) = world(2).await;
+    proxy.arm(b"COMMIT", Fault::Before);
     let runs = AtomicU32::new(0);
     let done = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
         runs.fetch_add(1, Ordering::SeqCst);
@@ -60,19 +60,19 @@ async fn a_commit_that_the_server_never_got_is_run_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_is_still_on_its_way_is_waited_for() {
-    for (how, runs_expected) in [(Break::Late, 1), (Break::LateEnd, 2)] {
-        let (database, way, transactor) = world(2).await;
-        way.arm(b"COMMIT", how);
+    for (how, runs_expected) in [(Fault::Late, 1), (Fault::LateEnd, 2)] {
+        let (database, proxy, transactor) = world(2).await;
+        proxy.arm(b"COMMIT", how);
         let runs = AtomicU32::new(0);
         let calls = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
             runs.fetch_add(1, Ordering::SeqCst);
             Ok(insert(connection, 500).await?)
         });
         let release = async {
-            way.broken().await;
+            proxy.broken().await;
             // Time to look for it a few times. The transaction is open all the while.
             tokio::time::sleep(Duration::from_millis(300)).await;
-            way.go_on();
+            proxy.go_on();
         };
         let (done, ()) = tokio::join!(calls, release);
         assert!(!done.unwrap().is_replayed(), "{how:?}");
@@ -87,7 +87,7 @@ async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_fin
     way.arm(b"COMMIT", Break::Late);
     let error = pay(&hurried, "order-1", 500).await.unwrap_err();
     assert!(matches!(error, TransactError::CommitUnknown { .. }), "{error:?}");
-    way.go_on();
+    proxy.go_on();
     let found = pay(&transactor.with_wait(LONG).unwrap(), "order-1", 500).await.unwrap();
     assert_eq!(found, TransactOutcome::Replayed(Charge { id: 1, cents: 500 }));
     assert_eq!(database.paid().await, 1);
@@ -107,8 +107,8 @@ async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
 /// The record of a commit that took place is gone by then.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
-    let (database, way, transactor) = world(2).await;
-    way.arm(b"COMMIT", Break::Silent);
+    let (database, proxy, transactor) = world(2).await;
+    proxy.arm(b"COMMIT", Fault::Silent);
     let transactor = transactor
         .with_statement_timeout(Duration::from_secs(5))
         .unwrap()
@@ -121,16 +121,16 @@ async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_is_dropped_while_it_begins_leaves_no_transaction_behind() {
-    let (database, way, transactor) = world(1).await;
-    way.arm(b"BEGIN", Break::Slow);
+    let (database, proxy, transactor) = world(1).await;
+    proxy.arm(b"BEGIN", Fault::Slow);
     let call = tokio::spawn({
         let transactor = transactor.clone();
         async move { pay(&transactor, "order-1", 500).await }
     });
-    way.broken().await;
+    proxy.broken().await;
     call.abort();
     assert!(call.await.unwrap_err().is_cancelled());
-    way.go_on();
+    proxy.go_on();
     // The next one on the pool's only place commits by itself.
     let pool = transactor.pool();
     insert(&mut pool.acquire().await.unwrap(), 700).await.unwrap();

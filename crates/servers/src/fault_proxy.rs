@@ -1,4 +1,4 @@
-//! A TCP proxy in front of a PostgreSQL server, which breaks at a chosen message, or all at once.
+//! A TCP proxy in front of a PostgreSQL server that injects a fault at a chosen message, or on all connections at once.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,32 +10,32 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-/// What happens to the one message that the way waits for.
+/// The fault at the one message that the proxy waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Break {
-    /// The server never gets it; both connections end.
+pub enum Fault {
+    /// The server never receives the message; both connections end.
     Before,
-    /// The server carries it out; the client's connection ends before the answer.
+    /// The server executes the message; the client's connection ends before the answer.
     After,
-    /// The server gets it, and what belongs to it; the client's connection ends at once, whether the server has answered or not.
-    /// The server's connection ends when it is told to.
+    /// The server receives the message and the rest of its group; the client's connection ends at once, answered or not.
+    /// The server's connection ends at [`FaultProxy::go_on`].
     Sent,
-    /// The server carries it out; the answer is never passed on, and the client's connection stays.
+    /// The server executes the message; the answer is never passed on, and the client's connection stays open.
     Silent,
-    /// The client's connection ends; the server gets the message when it is told to.
+    /// The client's connection ends; the server receives the message at [`FaultProxy::go_on`].
     Late,
-    /// The client's connection ends; the server's ends when it is told to, without the message.
+    /// The client's connection ends; the server's ends at [`FaultProxy::go_on`], without the message.
     LateEnd,
-    /// Both connections stay; the server gets the message when it is told to.
+    /// Both connections stay open; the server receives the message at [`FaultProxy::go_on`].
     Slow,
-    /// Both connections stay until the client ends its own; the server never gets the message.
+    /// Both connections stay open until the client closes its own; the server never receives the message.
     Hold,
 }
 
 /// A TCP proxy between clients and a PostgreSQL server, without TLS, on the runtime that it was made on.
 #[derive(Debug)]
-pub struct Way {
+pub struct FaultProxy {
     port: u16,
     shared: Arc<Shared>,
 }
@@ -43,22 +43,23 @@ pub struct Way {
 #[derive(Debug)]
 struct Shared {
     server: u16,
-    /// What the message holds, and what happens to it; the first one only.
-    armed: Mutex<Option<(&'static [u8], Break)>>,
+    /// The bytes that the message contains, and the fault. Only the first such message is hit.
+    armed: Mutex<Option<(&'static [u8], Fault)>>,
     broken: Notify,
     go_on: Notify,
-    /// How many connections there were; and before which of them nothing passes any more.
+    /// The number of connections so far.
     connections: AtomicU64,
+    /// Connections up to this number pass nothing any more.
     swallowed: AtomicU64,
     cut: Notify,
 }
 
-impl Way {
-    /// A way to the server on this port of the loopback.
+impl FaultProxy {
+    /// Starts a proxy to the server on this loopback port.
     ///
     /// # Errors
-    /// Where there is no free port.
-    pub async fn to(server: u16) -> io::Result<Self> {
+    /// If there is no free port.
+    pub async fn start(server: u16) -> io::Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let port = listener.local_addr()?.port();
         let shared = Arc::new(Shared {
@@ -74,7 +75,6 @@ impl Way {
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 let shared = all.clone();
-                // A connection that ends is no news here.
                 tokio::spawn(async move {
                     tokio::select! {
                         () = shared.cut.notified() => {}
@@ -92,35 +92,35 @@ impl Way {
         self.port
     }
 
-    /// Breaks at the next message that holds these octets.
-    pub fn arm(&self, octets: &'static [u8], how: Break) {
-        *self.shared.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((octets, how));
+    /// Injects the fault at the next message that contains these bytes.
+    pub fn arm(&self, bytes: &'static [u8], fault: Fault) {
+        *self.shared.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((bytes, fault));
     }
 
-    /// Waits until the message came by.
+    /// Waits until the fault was injected.
     pub async fn broken(&self) {
         self.shared.broken.notified().await;
     }
 
-    /// Lets what is late happen.
+    /// Continues a fault that waits for it.
     pub fn go_on(&self) {
         self.shared.go_on.notify_one();
     }
 
-    /// Ends every connection that there is, on both sides.
+    /// Closes every open connection, on both sides.
     pub fn cut(&self) {
         self.shared.cut.notify_waiters();
     }
 
-    /// Swallows everything on the connections that there are, in both directions, and ends none of them: as a firewall does
-    /// that forgot them. New connections pass.
+    /// Drops everything on the open connections, in both directions, and closes none of them, as a firewall does that lost
+    /// its state. New connections pass.
     pub fn swallow(&self) {
         self.shared.swallowed.store(self.shared.connections.load(Ordering::SeqCst), Ordering::SeqCst);
     }
 }
 
 impl Shared {
-    fn breaks_at(&self, message: &[u8]) -> Option<Break> {
+    fn breaks_at(&self, message: &[u8]) -> Option<Fault> {
         let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
         let (octets, how) = (*armed)?;
         message.windows(octets.len()).any(|part| part == octets).then(|| {
@@ -197,16 +197,16 @@ async fn pass(client: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
             continue;
         };
         match how {
-            Break::Slow => {
+            Fault::Slow => {
                 shared.broken.notify_one();
                 shared.go_on.notified().await;
                 to_server.write_all(&message).await?;
             }
-            Break::Hold => {
+            Fault::Hold => {
                 shared.broken.notify_one();
                 return until_the_end(&mut from_client).await;
             }
-            Break::Sent => {
+            Fault::Sent => {
                 send_whole(message, &mut from_client, &mut to_server).await?;
                 let _from_server = answers.stop().await.map(|(from_server, to_client)| {
                     drop((from_client, to_client));
@@ -242,27 +242,27 @@ async fn send_whole(
 
 async fn break_at(
     message: &[u8],
-    how: Break,
+    how: Fault,
     mut from_client: OwnedReadHalf,
     ((mut from_server, to_client), mut to_server): ((OwnedReadHalf, OwnedWriteHalf), OwnedWriteHalf),
     shared: &Shared,
 ) -> io::Result<()> {
     let mut answer = [0; 1024];
-    if matches!(how, Break::After | Break::Silent) {
+    if matches!(how, Fault::After | Fault::Silent) {
         to_server.write_all(message).await?;
         // Its answer says that the server has carried it out.
         let _length = from_server.read(&mut answer).await?;
     }
-    if how == Break::Silent {
+    if how == Fault::Silent {
         shared.broken.notify_one();
         return until_the_end(&mut from_client).await;
     }
     drop((from_client, to_client));
     shared.broken.notify_one();
-    if matches!(how, Break::Late | Break::LateEnd) {
+    if matches!(how, Fault::Late | Fault::LateEnd) {
         shared.go_on.notified().await;
     }
-    if how == Break::Late {
+    if how == Fault::Late {
         to_server.write_all(message).await?;
         let _length = from_server.read(&mut answer).await?;
     }
