@@ -17,7 +17,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("oncegate-embedded", &["oncegate-core"]),
     ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-redis", &["oncegate-core"]),
-    ("oncegate-tiered", &["oncegate-core"]),
+    ("oncegate-cache", &["oncegate-core"]),
     ("oncegate-http", &["oncegate-core", "oncegate-engine"]),
     ("oncegate-inbox", &["oncegate-core", "oncegate-engine"]),
     ("oncegate-inbox-postgres", &["oncegate-core", "oncegate-engine", "oncegate-inbox", "oncegate-postgres"]),
@@ -44,7 +44,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-postgres",
             "oncegate-redis",
             "oncegate-sqs",
-            "oncegate-tiered",
+            "oncegate-cache",
             "oncegate-webhook",
         ],
     ),
@@ -58,7 +58,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-http",
             "oncegate-postgres",
             "oncegate-redis",
-            "oncegate-tiered",
+            "oncegate-cache",
         ],
     ),
     // Nothing may depend on these.
@@ -73,7 +73,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-redis",
             "oncegate-servers",
             "oncegate-testkit",
-            "oncegate-tiered",
+            "oncegate-cache",
         ],
     ),
     ("oncegate-servers", &[]),
@@ -118,7 +118,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-embedded", &["http", "hyper", "axum"]),
     ("oncegate-postgres", &["http", "hyper", "axum", "redb"]),
     ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
-    ("oncegate-tiered", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
+    ("oncegate-cache", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
     ("oncegate-macros", &["tokio", "http", "hyper", "redb", "tracing"]),
     (
@@ -152,7 +152,7 @@ const LIBRARIES: &[&str] = &[
     "redis",
     "servers",
     "sqs",
-    "tiered",
+    "cache",
     "webhook",
 ];
 

@@ -27,7 +27,7 @@ const POSTGRES_CONNECTIONS: usize = 400;
 const PATIENCE: &str = "timeout=15s&connect-timeout=15s";
 
 /// As long as a front may be waited for, in seconds: it is to be asked on this machine, too, and not to be skipped.
-pub(crate) const FRONT_PATIENCE: u64 = 1;
+pub(crate) const CACHE_TIMEOUT: u64 = 1;
 
 /// What a case has its records in. Others get it when this is dropped.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ enum Room {
     Cluster(Arc<RedisCluster>),
     Postgres(Arc<PostgresServer>, String),
     /// A front and a back.
-    Tiered(Box<Room>, Box<Room>),
+    Cached(Box<Room>, Box<Room>),
 }
 
 impl Place {
@@ -101,8 +101,8 @@ impl Room {
             }
             Self::Cluster(cluster) => format!("{}?{PATIENCE}", cluster.url()),
             Self::Postgres(server, database) => server.url_of(database),
-            Self::Tiered(front, back) => {
-                format!("tiered(front={},back={},patience={FRONT_PATIENCE}s)", front.url(), back.url())
+            Self::Cached(front, back) => {
+                format!("cached(cache={},store={},timeout={CACHE_TIMEOUT}s)", front.url(), back.url())
             }
         }
     }
@@ -120,7 +120,7 @@ impl Room {
                 waited_for(empty_postgres(&server.url_of(database))).map_err(io::Error::other)
             }
             // Nobody who is still at the back puts its answers into a front that is empty already.
-            Self::Tiered(front, back) => back.clear().and_then(|()| front.clear()),
+            Self::Cached(front, back) => back.clear().and_then(|()| front.clear()),
         }
     }
 }
@@ -215,7 +215,7 @@ impl Rooms {
                 RedisCluster::start_with(&options).map(|cluster| Room::Cluster(Arc::new(cluster)))
             }
             Kind::Postgres => self.make_postgres(format!("cases_{number}")),
-            Kind::Tiered => Ok(Room::Tiered(
+            Kind::Cached => Ok(Room::Cached(
                 Box::new(self.make_redis(REDIS_DATABASES + number)?),
                 Box::new(self.make_postgres(format!("tiered_{number}"))?),
             )),

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
     Clock, Command, ListQuery, MemoryStore, Outcome, Record, RecordId, Resolution, Resolve, Store,
     StoredResponse, Timestamp,
@@ -13,14 +14,13 @@ use oncegate_engine::Engine;
 use oncegate_postgres::{PostgresOptions, PostgresStore};
 use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_testkit::{Faults, FaultyStore};
-use oncegate_tiered::{Front, TieredOptions, TieredStore};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tower_layer::Layer;
 
 use crate::backend::{Backend, Served};
 use crate::client::{Answer, Broken, Connection, Request, until};
-use crate::places::{FRONT_PATIENCE, Place};
+use crate::places::{CACHE_TIMEOUT, Place};
 use crate::plan::Plan;
 use crate::sidecar::Sidecar;
 
@@ -61,13 +61,13 @@ pub enum Kind {
     /// In PostgreSQL.
     Postgres,
     /// In PostgreSQL, with Redis in front of it for answers.
-    Tiered,
+    Cached,
 }
 
 impl Kind {
     /// Every store.
     pub const ALL: [Self; 6] =
-        [Self::Memory, Self::Embedded, Self::Redis, Self::RedisCluster, Self::Postgres, Self::Tiered];
+        [Self::Memory, Self::Embedded, Self::Redis, Self::RedisCluster, Self::Postgres, Self::Cached];
 
     /// Those that only one process can have open.
     pub const OF_ONE_PROCESS: [Self; 2] = [Self::Memory, Self::Embedded];
@@ -87,7 +87,7 @@ impl Kind {
             Self::Redis => "redis",
             Self::RedisCluster => "redis-cluster",
             Self::Postgres => "postgres",
-            Self::Tiered => "tiered",
+            Self::Cached => "cached",
         }
     }
 }
@@ -151,13 +151,13 @@ enum Running {
 
 /// The store at this URL. Busy machines are given more time than the defaults are.
 pub(crate) async fn open_shared(url: &str) -> Arc<dyn Store> {
-    if let Some(tiers) = url.strip_prefix("tiered(front=") {
+    if let Some(tiers) = url.strip_prefix("cached(cache=") {
         // As places write it.
         let (front, rest) = tiers.split_once(",back=").expect("a back");
         let (back, _) = rest.split_once(",patience=").expect("a patience");
         let (front, back) = (open_one(front).await, open_one(back).await);
-        let options = TieredOptions::new().with_patience(Duration::from_secs(FRONT_PATIENCE)).unwrap();
-        return Arc::new(TieredStore::new(Front::on(front), back, options));
+        let options = CacheOptions::new().with_timeout(Duration::from_secs(CACHE_TIMEOUT)).unwrap();
+        return Arc::new(CachedStore::new(Cache::on(front), back, options));
     }
     open_one(url).await
 }

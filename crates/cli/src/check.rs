@@ -14,7 +14,7 @@ use oncegate_redis::{Finding, RedisOptions, RedisStore, Severity};
 use serde_json::{Value, json};
 
 use crate::config::{
-    Config, Draft, FrontChoice, ProxyArgs, StoreChoice, StoreUrl, TieredChoice, TlsFiles, duration_text,
+    CacheChoice, CachedChoice, Config, Draft, ProxyArgs, StoreChoice, StoreUrl, TlsFiles, duration_text,
     size_text,
 };
 use crate::proxy::{DEFAULT_SCOPE, HOSTS_COMPARED, certificate, server_config};
@@ -123,9 +123,9 @@ fn check(draft: &Draft, is_online: bool) -> Report {
         tls(files, &mut report);
     }
     match &draft.store {
-        Some(StoreChoice::Tiered(tiered)) => {
-            front(tiered, &mut report);
-            records(&tiered.back, draft.store_must_exist, &mut report);
+        Some(StoreChoice::Cached(cached)) => {
+            cache(cached, &mut report);
+            records(&cached.store, draft.store_must_exist, &mut report);
         }
         Some(choice) => records(choice, draft.store_must_exist, &mut report),
         None => {
@@ -147,27 +147,27 @@ fn records(choice: &StoreChoice, must_exist: bool, report: &mut Report) {
         }
         StoreChoice::Postgres(url) => postgres(url, report),
         StoreChoice::Redis(options) => redis(options, report),
-        StoreChoice::Tiered(_) => report.error("store: a tiered store has no other one in it"),
+        StoreChoice::Cached(_) => report.error("store: a cached store has no other one in it"),
     }
 }
 
 /// What stands before them. Nothing is lost with it, so nothing about it is an error.
-fn front(tiered: &TieredChoice, report: &mut Report) {
-    let keep = duration_text(tiered.keep);
-    match &tiered.front {
-        front @ FrontChoice::Memory(_) => {
-            report.ok(format!("front {front}: answers are kept for {keep} at most"));
+fn cache(cached: &CachedChoice, report: &mut Report) {
+    let keep = duration_text(cached.keep);
+    match &cached.cache {
+        cache @ CacheChoice::Memory(_) => {
+            report.ok(format!("cache {cache}: answers are kept for {keep} at most"));
         }
-        FrontChoice::Directory(dir) => store(dir, report),
-        front @ FrontChoice::Redis(options) => {
+        CacheChoice::Directory(dir) => store(dir, report),
+        cache @ CacheChoice::Redis(options) => {
             let options = (**options).clone().with_danger_allow_eviction(true);
             match look(&options) {
                 Ok(_) => {
-                    report.ok(format!("front {front}: can be used; answers are kept for {keep} at most"))
+                    report.ok(format!("cache {cache}: can be used; answers are kept for {keep} at most"))
                 }
                 Err(error) => {
                     report.warn(format!(
-                        "front {front}: {error}; the sidecar starts without it, and tries again"
+                        "cache {cache}: {error}; the sidecar starts without it, and tries again"
                     ));
                 }
             }

@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_servers::{
-    Fault, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, FaultProxy, freeze, thaw,
+    Fault, FaultProxy, PostgresOptions, PostgresServer, PostgresSession, RedisOptions, RedisServer, freeze,
+    thaw,
 };
 use support::{Message, Service, Sidecar, Wire, request, sidecar};
 use tokio::net::{TcpListener, TcpStream};

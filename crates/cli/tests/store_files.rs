@@ -70,7 +70,7 @@ fn is_found_where_the_configuration_says(server: &Server, url: &str) {
 
     // In the file: relative to the directory of the file.
     let file = conf.join("oncegate.toml");
-    let tiered = format!("tiered(front=memory:,back={url})");
+    let tiered = format!("cached(cache=memory:,store={url})");
     for store in [url, &tiered] {
         fs::write(&file, format!("store = \"{store}\"\n")).unwrap();
         let said = check(&elsewhere, &["--config", file.to_str().unwrap()], None);

@@ -62,11 +62,12 @@ pub use decide::{
 };
 pub use error_chain::ErrorChain;
 pub use fingerprint::{
-    Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey, NaturalKeyError,
+    Fingerprint, FingerprintInput, FingerprintRules, JsonPointer, JsonPointerError, NaturalKey,
+    NaturalKeyError,
 };
 pub use id::{
-    AttemptId, CallerTag, FencingToken, IdempotencyKey, ServiceNameError, KeyError, KeyTag, RecordId,
-    Scope, ServiceName,
+    AttemptId, CallerTag, FencingToken, IdempotencyKey, KeyError, KeyTag, RecordId, Scope, ServiceName,
+    ServiceNameError,
 };
 pub use map::{RecordHashState, RecordHasher, RecordMap, Sharded};
 pub use memory::MemoryStore;

@@ -285,7 +285,10 @@ mod tests {
         let cut = |text: String| Label::new(CallerTag::default(), &text).operation().len();
         assert_eq!(cut("a".repeat(limits::MAX_OPERATION_BYTES)), limits::MAX_OPERATION_BYTES);
         assert_eq!(cut("a".repeat(limits::MAX_OPERATION_BYTES + 1)), limits::MAX_OPERATION_BYTES);
-        assert_eq!(cut(format!("{}é", "a".repeat(limits::MAX_OPERATION_BYTES - 1))), limits::MAX_OPERATION_BYTES - 1);
+        assert_eq!(
+            cut(format!("{}é", "a".repeat(limits::MAX_OPERATION_BYTES - 1))),
+            limits::MAX_OPERATION_BYTES - 1
+        );
     }
 
     #[test]

@@ -44,7 +44,9 @@ impl fmt::Display for ResponseError {
         match self {
             Self::NotFinal => f.write_str("a status that is not from 200 to 999"),
             Self::NotAscii => f.write_str("a field name that is not ASCII"),
-            Self::TooManyFields => write!(f, "more than {} header or trailer fields", limits::MAX_HEADER_FIELDS),
+            Self::TooManyFields => {
+                write!(f, "more than {} header or trailer fields", limits::MAX_HEADER_FIELDS)
+            }
             Self::FieldTooLong => f.write_str("a field name is longer than 65535 octets"),
             Self::TooLarge => write!(f, "larger than {} octets", limits::MAX_RESPONSE_BYTES),
         }

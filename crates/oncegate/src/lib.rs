@@ -10,7 +10,7 @@
 //! - `postgres`, with the feature of this name: the store for any number of machines, and effects that commit in one
 //!   transaction with their record (`Transactor`),
 //! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
-//! - `tiered`, with the feature of this name: answers in a fast front, before one of the others (`TieredStore`),
+//! - `cache`, with the feature of this name: responses in a fast cache in front of another store (`CachedStore`),
 //! - `client`, with the feature of this name: the caller's side, which keeps one key per intent over every retry (`Client`),
 //! - `inbox`, with the feature of this name: messages of brokers and webhooks that are processed once,
 //! - `inbox_postgres`, with the feature `inbox-postgres`: effect and receipt of a message in one transaction, and an outbox,
@@ -76,6 +76,8 @@ pub use oncegate_engine as engine;
 
 #[cfg(feature = "amqp")]
 pub use oncegate_amqp as amqp;
+#[cfg(feature = "cache")]
+pub use oncegate_cache as cache;
 #[cfg(feature = "client")]
 pub use oncegate_client as client;
 #[cfg(feature = "embedded")]
@@ -96,11 +98,11 @@ pub use oncegate_postgres as postgres;
 pub use oncegate_redis as redis;
 #[cfg(feature = "experimental-sqs")]
 pub use oncegate_sqs as sqs;
-#[cfg(feature = "tiered")]
-pub use oncegate_tiered as tiered;
 #[cfg(feature = "webhook")]
 pub use oncegate_webhook as webhook;
 
+#[cfg(feature = "cache")]
+pub use oncegate_cache::{Cache, CacheOptions, CachedStore};
 #[cfg(feature = "client")]
 pub use oncegate_client::{Client, Intent, RetryPolicy};
 pub use oncegate_core::{IdempotencyKey, MemoryStore, Store, SystemClock};
@@ -117,5 +119,3 @@ pub use oncegate_postgres::{
 };
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{RedisOptions, RedisStore};
-#[cfg(feature = "tiered")]
-pub use oncegate_tiered::{Front, TieredOptions, TieredStore};

@@ -10,8 +10,8 @@ use oncegate::core::OnAbandoned;
 use oncegate::engine::{Completer, ErrorFate, Failure, FateOf, Resumable, StepError};
 use oncegate::postgres::schema;
 use oncegate::{
-    Attempt, EmbeddedOptions, EmbeddedStore, Engine, Front, MemoryStore, Policy, PostgresOptions,
-    PostgresStore, RedisOptions, RedisStore, Store, SystemClock, TieredOptions, TieredStore,
+    Attempt, Cache, CacheOptions, CachedStore, EmbeddedOptions, EmbeddedStore, Engine, MemoryStore, Policy,
+    PostgresOptions, PostgresStore, RedisOptions, RedisStore, Store, SystemClock,
 };
 use oncegate_servers::{PostgresServer, RedisCluster, RedisServer};
 
@@ -158,7 +158,7 @@ async fn on_redis_and_behind_a_front() {
     let open = || async { RedisStore::open(RedisOptions::from_url(&server.url()).unwrap()).await.unwrap() };
     is_finished_elsewhere(Arc::new(open().await)).await;
     server.command(&["FLUSHALL"]).unwrap();
-    let tiered = TieredStore::new(Front::in_memory(1 << 20), Arc::new(open().await), TieredOptions::new());
+    let tiered = CachedStore::new(Cache::in_memory(1 << 20), Arc::new(open().await), CacheOptions::new());
     is_finished_elsewhere(Arc::new(tiered)).await;
 }
 

@@ -370,7 +370,7 @@ impl Shared {
             Some(before) => format!("({before}-0"),
         };
         let mut command = cmd("XREVRANGE");
-        command.arg(AUDIT_KEY).arg(end).arg("-").arg("COUNT").arg(limit.min(limits::PAGE_MAX));
+        command.arg(AUDIT_KEY).arg(end).arg("-").arg("COUNT").arg(limit.min(limits::MAX_PAGE_RECORDS));
         let Value::Array(entries) = self.link.send(&command).await? else { return Err(unexpected_reply()) };
         let damaged = || StoreError::corrupt("an entry of the audit trail in Redis cannot be read");
         entries.into_iter().map(|entry| audit_entry(entry).ok_or_else(damaged)).collect()

@@ -3,6 +3,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod database;
+mod fault_proxy;
 mod nats;
 mod pgbouncer;
 mod port;
@@ -12,9 +13,9 @@ mod program;
 mod rabbitmq;
 mod redis;
 mod sqs;
-mod fault_proxy;
 
 pub use database::PostgresDatabase;
+pub use fault_proxy::{Fault, FaultProxy};
 pub use nats::NatsServer;
 pub use pgbouncer::PgBouncer;
 pub use port::free_port;
@@ -23,4 +24,3 @@ pub use process::{freeze, thaw};
 pub use rabbitmq::{RabbitOptions, RabbitServer};
 pub use redis::{Certificates, RedisCluster, RedisOptions, RedisSentinel, RedisServer};
 pub use sqs::SqsServer;
-pub use fault_proxy::{Fault, FaultProxy};

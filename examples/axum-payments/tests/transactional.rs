@@ -9,7 +9,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use oncegate_servers::{Fault, PostgresServer, FaultProxy};
+use oncegate_servers::{Fault, FaultProxy, PostgresServer};
 use service::Service;
 
 const KEY: &str = "\r\nidempotency-key: order-123";

@@ -17,9 +17,9 @@
 //!
 //! Refusals are problem details. Every answer has the field `Oncegate-Admin`. Who may ask is in [`guard`].
 
+mod cache;
 mod census;
 mod exposition;
-mod front;
 mod guard;
 mod keys;
 mod listing;
@@ -57,8 +57,8 @@ use self::problem::Problem;
 use crate::config::AdminToken;
 use crate::proxy::{ConnectionLimit, RequestLimit};
 
+pub(crate) use self::cache::CacheCollector;
 pub(crate) use self::census::{LeftBehind, run as count_records};
-pub(crate) use self::front::FrontCollector;
 pub(crate) use self::keys::searched_key;
 pub(crate) use self::metrics::{Metrics, ReconcileResult, ReloadSubject, UpstreamResult};
 pub(crate) use self::view::{days_to, time};

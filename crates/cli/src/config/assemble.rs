@@ -145,7 +145,7 @@ fn check_budgets<'a>(
 /// A server has limits of its own, which nobody may think are set here.
 fn check_room(values: &Values, problems: &mut Vec<Problem>) {
     let store = given(&values.store);
-    let (is_memory, is_directory) = match store.back() {
+    let (is_memory, is_directory) = match store.store() {
         StoreChoice::Memory => (true, false),
         StoreChoice::Directory(_) => (false, true),
         _ => (false, false),
@@ -305,7 +305,7 @@ fn check_upstream_completion(values: &Values, narrows: bool, problems: &mut Vec<
                     has committed nothing and is executed again; leave this out, or set \"reexecute\"";
         push_once(problems, Problem::error(given.source.clone(), what));
     }
-    let without_transactions = match given(&values.store).back() {
+    let without_transactions = match given(&values.store).store() {
         StoreChoice::Memory => "memory:",
         StoreChoice::Directory(_) => "a directory",
         StoreChoice::Redis(_) => "Redis",

@@ -5,6 +5,7 @@
 
 mod advice;
 mod assemble;
+mod cached;
 mod cors;
 mod env;
 mod file;
@@ -17,7 +18,6 @@ mod settings;
 mod store_url;
 #[cfg(test)]
 mod tests;
-mod tiered;
 mod trusted;
 mod units;
 
@@ -40,12 +40,12 @@ use crate::access_log::AccessLogFormat;
 use self::file::FileContent;
 use self::settings::{Given, Place, Raw, SETTINGS, Setting, Values};
 
+pub(crate) use self::cached::{CacheChoice, CachedChoice};
 pub(crate) use self::cors::{Cors, asked_method};
 pub(crate) use self::flags::ProxyArgs;
 #[cfg(test)]
 pub(crate) use self::flags::parse as parse_flags;
 pub(crate) use self::problem::{Problem, Problems, Source, did_you_mean};
-pub(crate) use self::tiered::{FrontChoice, TieredChoice};
 use self::trusted::TrustedProxies;
 #[cfg(test)]
 pub(crate) use self::units::admin_token;

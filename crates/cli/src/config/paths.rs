@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 
 use oncegate_redis::RedisOptions;
 
+use super::cached::CacheChoice;
 use super::problem::{Problem, Source};
 use super::settings::{Given, Values};
-use super::tiered::FrontChoice;
 use super::units::StoreChoice;
 
 /// Makes every path of `values` absolute. `file` is the configuration file, if there is one.
@@ -31,12 +31,12 @@ pub(super) fn make_absolute(values: &mut Values, file: Option<&Path>, problems: 
     }
     if let Some(Given { value, source }) = &mut values.store {
         note(source, base.apply_to_store(value, source));
-        if let StoreChoice::Tiered(choice) = value
-            && let (FrontChoice::Directory(front), StoreChoice::Directory(back)) =
-                (&choice.front, &choice.back)
-            && front == back
+        if let StoreChoice::Cached(choice) = value
+            && let (CacheChoice::Directory(cache), StoreChoice::Directory(store)) =
+                (&choice.cache, &choice.store)
+            && cache == store
         {
-            problems.push(Problem::error(source.clone(), "front and back are the same directory"));
+            problems.push(Problem::error(source.clone(), "cache and store are the same directory"));
         }
     }
 }
@@ -59,13 +59,13 @@ impl Base<'_> {
     fn apply_to_store(&self, store: &mut StoreChoice, source: &Source) -> io::Result<()> {
         match store {
             StoreChoice::Directory(path) => self.apply(path, source),
-            StoreChoice::Tiered(choice) => {
-                match &mut choice.front {
-                    FrontChoice::Directory(path) => self.apply(path, source)?,
-                    FrontChoice::Redis(options) => self.apply_to_ca(options, source)?,
-                    FrontChoice::Memory(_) => {}
+            StoreChoice::Cached(choice) => {
+                match &mut choice.cache {
+                    CacheChoice::Directory(path) => self.apply(path, source)?,
+                    CacheChoice::Redis(options) => self.apply_to_ca(options, source)?,
+                    CacheChoice::Memory(_) => {}
                 }
-                self.apply_to_store(&mut choice.back, source)
+                self.apply_to_store(&mut choice.store, source)
             }
             StoreChoice::Postgres(url) => url.change_paths(|path| self.apply(path, source)),
             StoreChoice::Redis(options) => self.apply_to_ca(options, source),

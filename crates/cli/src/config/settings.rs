@@ -196,7 +196,7 @@ settings! {
 
     /// Keeps records in this directory, which one process owns at a time; on a server that any number of sidecars share,
     /// with `postgres://USER@HOST/DATABASE` or `redis://HOST`; on one of these with answers kept in front of it, with
-    /// `tiered(front=STORE,back=STORE)`; or in memory with `memory:`, where nothing survives a restart. A relative path in
+    /// `cached(cache=STORE,store=STORE)`; or in memory with `memory:`, where nothing survives a restart. A relative path in
     /// the configuration file, also one that a URL names, is relative to the directory of that file. A URL with a password
     /// belongs into the environment. How URLs are written: docs/reference/configuration.md.
     "store" SERVICE Service One "DIR|URL|memory:" Value("./oncegate-data");

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use super::tiered;
+use super::cached;
 
 /// Where a database is. There may be a password in it, which is shown nowhere.
 #[derive(Clone, PartialEq, Eq)]
@@ -62,8 +62,8 @@ impl fmt::Debug for StoreUrl {
 
 /// A URL without its password and its parameters, also where it is not quite one. What is no URL stays as it is.
 pub(crate) fn safe_url(text: &str) -> String {
-    if tiered::is_one(text) {
-        return tiered::shown(text);
+    if cached::is_one(text) {
+        return cached::shown(text);
     }
     let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
     let (user, place) = match rest.rsplit_once('@') {

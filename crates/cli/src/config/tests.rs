@@ -369,7 +369,7 @@ fn single_mistakes_have_single_answers() {
              --service NAME, such as --service orders. Sidecars with the same name share keys",
         ),
         (
-            Given { env: &[TO], flags: &["--store", "tiered(front=memory:,back=redis://cache)"], ..NOTHING },
+            Given { env: &[TO], flags: &["--store", "cached(cache=memory:,store=redis://cache)"], ..NOTHING },
             "--store: a store on a server may have other services' records in it, so this service needs a name: give \
              --service NAME, such as --service orders. Sidecars with the same name share keys",
         ),
@@ -943,13 +943,13 @@ fn a_relative_path_in_the_file_is_relative_to_the_directory_of_the_file() {
     assert_eq!(draft.tls, Some(tls));
     assert_eq!(draft.store, Some(StoreChoice::Directory(dir.path().join("../data"))));
 
-    let tiered = "store = \"tiered(front=./front,back=./back)\"";
-    let (draft, dir) = Given { env: &[TO], file: tiered, ..NOTHING }.draft();
+    let cached = "store = \"cached(cache=./cache,store=./back)\"";
+    let (draft, dir) = Given { env: &[TO], file: cached, ..NOTHING }.draft();
     let shown = draft.store.unwrap().to_string();
     let dir = dir.path().display();
-    assert_eq!(shown, format!("tiered(front={dir}/front,back={dir}/back)"));
-    let twice = Given { env: &[TO], file: "store = \"tiered(front=./a,back=a)\"", ..NOTHING };
-    assert_eq!(twice.problems(), ["oncegate.toml:1:9: store: front and back are the same directory"]);
+    assert_eq!(shown, format!("cached(cache={dir}/cache,store={dir}/back)"));
+    let twice = Given { env: &[TO], file: "store = \"cached(cache=./a,store=a)\"", ..NOTHING };
+    assert_eq!(twice.problems(), ["oncegate.toml:1:9: store: cache and store are the same directory"]);
 
     let said = Given { env: &[TO, ("ONCEGATE_STORE", "data")], file, ..NOTHING }.draft().0.store;
     assert_eq!(said, Some(StoreChoice::Directory(here.join("data"))));

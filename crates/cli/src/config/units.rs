@@ -24,9 +24,9 @@ use oncegate_redis::RedisOptions;
 use crate::access_log::AccessLogFormat;
 use crate::proxy::is_always_removed;
 
+use super::cached::{self, CachedChoice};
 use super::problem::{did_you_mean, nearest};
 pub(crate) use super::store_url::{StoreUrl, safe_url};
-use super::tiered::{self, TieredChoice};
 
 type Read<T> = Result<T, String>;
 
@@ -46,19 +46,19 @@ pub(crate) enum StoreChoice {
     /// On Redis or Valkey.
     Redis(Box<RedisOptions>),
     /// Answers in front, and the records behind.
-    Tiered(Box<TieredChoice>),
+    Cached(Box<CachedChoice>),
 }
 
 impl StoreChoice {
     /// Whether the store is on a server, which other services may use too.
     pub(crate) fn is_shared(&self) -> bool {
-        matches!(self.back(), Self::Postgres(_) | Self::Redis(_))
+        matches!(self.store(), Self::Postgres(_) | Self::Redis(_))
     }
 
-    /// Where the records are: behind the front, if there is one.
-    pub(crate) fn back(&self) -> &Self {
+    /// Where the records are: behind the cache, if there is one.
+    pub(crate) fn store(&self) -> &Self {
         match self {
-            Self::Tiered(tiered) => &tiered.back,
+            Self::Cached(cached) => &cached.store,
             _ => self,
         }
     }
@@ -71,7 +71,7 @@ impl fmt::Display for StoreChoice {
             Self::Directory(directory) => directory.display().fmt(f),
             Self::Postgres(url) => url.fmt(f),
             Self::Redis(options) => f.write_str(&options.shown()),
-            Self::Tiered(tiered) => tiered.fmt(f),
+            Self::Cached(cached) => cached.fmt(f),
         }
     }
 }
@@ -442,11 +442,11 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
             Err("\"memory\" could be a directory; write \"memory:\" for a store in memory, or \"./memory\""
                 .to_owned())
         }
-        "tiered" => {
-            Err("\"tiered\" could be a directory; write \"tiered(front=…,back=…)\", or \"./tiered\""
+        "cached" => {
+            Err("\"cached\" could be a directory; write \"cached(cache=…,store=…)\", or \"./cached\""
                 .to_owned())
         }
-        _ if tiered::is_one(text) => Ok(StoreChoice::Tiered(Box::new(tiered::read(text)?))),
+        _ if cached::is_one(text) => Ok(StoreChoice::Cached(Box::new(cached::read(text)?))),
         _ if text.starts_with("postgres://") || text.starts_with("postgresql://") => {
             match PostgresOptions::new(text) {
                 Ok(_) => Ok(StoreChoice::Postgres(StoreUrl::new(text))),
@@ -468,7 +468,7 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
                 None => String::new(),
             };
             Err(format!(
-                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", or \"memory:\"{meant}"
+                "{shown:?} is a URL of none of the stores there are: a directory, \"postgres://…\", \"redis://…\", \"cached(…)\", or \"memory:\"{meant}"
             ))
         }
         _ => match looks_like_no_directory(text) {
@@ -483,12 +483,12 @@ pub(crate) fn store(text: &str) -> Read<StoreChoice> {
 /// a password in it.
 fn looks_like_no_directory(text: &str) -> Option<String> {
     const STORES: &str =
-        "the stores are a directory, \"postgres://…\", \"redis://…\", \"tiered(…)\", and \"memory:\";";
+        "the stores are a directory, \"postgres://…\", \"redis://…\", \"cached(…)\", and \"memory:\";";
     const OTHERWISE: &str = "a directory with this name is written with \"./\" in front";
     let first = text.split('/').next().unwrap_or_default();
     let lower = first.to_ascii_lowercase();
-    if lower.starts_with("tiered") && lower.contains('(') {
-        return Some(format!("this could be a tiered store; write \"tiered(front=…,back=…)\"; {OTHERWISE}"));
+    if lower.starts_with("cached") && lower.contains('(') {
+        return Some(format!("this could be a cached store; write \"cached(cache=…,store=…)\"; {OTHERWISE}"));
     }
     // A colon that was forgotten: `redis//localhost`.
     if let Some((scheme, _)) = text.split_once("//")
@@ -518,8 +518,8 @@ fn looks_like_no_directory(text: &str) -> Option<String> {
 
 /// A store as logs may show it: whatever stands before the host of a URL is left out.
 pub(crate) fn without_login(text: &str) -> String {
-    if tiered::is_one(text) {
-        return tiered::shown(text);
+    if cached::is_one(text) {
+        return cached::shown(text);
     }
     let Some((scheme, rest)) = text.split_once("://") else { return text.to_owned() };
     let (authority, path) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
@@ -1072,7 +1072,7 @@ mod tests {
             ("redis:/host", "\"redis:…\" is neither a store nor a directory; did you mean \"redis://…\"?"),
             ("redis:hunter2@host", "did you mean \"redis://…\"?"),
             ("Postgres:/u:hunter2@host/d", "did you mean \"postgres://…\"?"),
-            ("Tiered(front=memory:,back=./b)", "\"tiered(front=…,back=…)\""),
+            ("Cached(cache=memory:,store=./b)", "\"cached(cache=…,store=…)\""),
         ] {
             let said = error(store(wrong));
             assert!(said.contains(why) && !said.contains("hunter2"), "{wrong}: {said}");

@@ -53,7 +53,7 @@ pub(crate) struct DemoArgs {
     #[arg(long)]
     json: bool,
     /// Shows two sidecars that share this database, such as redis://HOST, postgres://USER@HOST/DATABASE (after `oncegate
-    /// schema apply`) or tiered(front=STORE,back=STORE): one is killed and stays away. Without it, one sidecar with a store of
+    /// schema apply`) or cached(cache=STORE,store=STORE): one is killed and stays away. Without it, one sidecar with a store of
     /// its own is killed and restarted. The records that it leaves in the database have a retention of an hour
     #[arg(long, value_name = "URL")]
     store: Option<String>,

@@ -24,7 +24,7 @@ impl Shared {
     /// Reads what `--store` says.
     pub(super) fn read(text: &str) -> Result<Self, String> {
         let choice = read_store(text).map_err(|error| format!("--store: {error}"))?;
-        if matches!(choice.back(), StoreChoice::Memory | StoreChoice::Directory(_)) {
+        if matches!(choice.store(), StoreChoice::Memory | StoreChoice::Directory(_)) {
             return Err("--store: two sidecars cannot share a store in memory or in a directory; name a database \
                         such as redis://HOST or postgres://USER@HOST/DATABASE, or leave it out to see one sidecar \
                         that is killed and started again on its own directory"

@@ -196,7 +196,7 @@ impl Store for LateStore {
         if let Some(store) = self.opened.get() {
             return store.capabilities();
         }
-        match self.config.store.back() {
+        match self.config.store.store() {
             StoreChoice::Postgres(_) => {
                 let mut least = Capabilities::new("postgres", Durability::Buffered, Fencing::Monotonic);
                 least.atomic_with_effect = true;

@@ -5,6 +5,7 @@
 
 mod admit;
 mod body;
+mod cached;
 pub(crate) mod certificate;
 mod client;
 mod cross_origin;
@@ -19,7 +20,6 @@ mod reconcile;
 mod reload;
 mod request_limit;
 mod run;
-mod tiered;
 pub(crate) mod tls;
 
 use std::io;

@@ -21,7 +21,7 @@ use super::late::{self, NotOpened};
 use super::live::Live;
 use super::reconcile::Questions;
 use super::reload::Reloader;
-use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, server_config, tiered};
+use super::{BoundAddress, ConnectionLimit, DataPath, RequestLimit, cached, server_config};
 use crate::access_log::AccessLog;
 use crate::admin::{self, AdminLive, AdminState, Draining, LeftBehind, count_records};
 use crate::check::{existing, has_other_things};
@@ -168,8 +168,8 @@ fn cannot_listen(flag: &str, address: SocketAddr, error: &std::io::Error) -> Str
     format!("{flag} {address}: cannot listen: {error}{hint}")
 }
 
-/// How long a stopping sidecar waits for what is just being put into the front of its store.
-const FRONT_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a stopping sidecar waits for what is just being put into the cache of its store.
+const CACHE_TIMEOUT: Duration = Duration::from_secs(1);
 
 async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), String> {
     let config = Arc::new(config);
@@ -184,7 +184,7 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         BoundAddress::new(config.admin).map_err(|error| cannot_listen("--admin", config.admin, &error))?;
     let (listen_address, admin_address) = (listen.address, admin.address);
     let opened = late::open(&config).await?;
-    let tier = tiered::open(&config).await?;
+    let tier = cached::open(&config).await?;
     let sockets =
         listen.listen(threads).map_err(|error| cannot_listen("--listen", listen_address, &error))?;
     let admin = admin
@@ -192,12 +192,12 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
         .and_then(|mut sockets| sockets.pop().map_or_else(|| Err(ErrorKind::AddrNotAvailable.into()), Ok))
         .and_then(tokio::net::TcpListener::from_std)
         .map_err(|error| cannot_listen("--admin", admin_address, &error))?;
-    let metrics = tiered::metrics(opened.store.clone(), tier.as_ref());
+    let metrics = cached::metrics(opened.store.clone(), tier.as_ref());
     let control = tokio::runtime::Handle::current();
     let breaker = Breaker::builder(metrics.measured(opened.store)).with_runtime(control.clone());
     let breaker = if opened.is_there { breaker } else { breaker.opened() };
     let breaker = breaker.with_patience(config.store_patience).map_err(|error| error.to_string())?.build();
-    let (store, tiered) = tiered::before(Arc::new(breaker.clone()), tier);
+    let (store, cached) = cached::before(Arc::new(breaker.clone()), tier);
     let left = LeftBehind::default();
     let builder = Engine::builder(store).with_runtime(control);
     let builder = match config.service.clone() {
@@ -277,8 +277,8 @@ async fn serve(config: Config, args: &ProxyArgs, hangup: Signal) -> Result<(), S
             if let Some(access_log) = access_log {
                 access_log.close();
             }
-            if let Some(tiered) = tiered {
-                tiered.close(FRONT_PATIENCE).await;
+            if let Some(cached) = cached {
+                cached.close(CACHE_TIMEOUT).await;
             }
             flatten(result)
         }
@@ -338,9 +338,9 @@ fn flatten(result: Result<Result<(), String>, tokio::task::JoinError>) -> Result
 const MEMORY_MAX_RECORDS: u64 = 10_000_000;
 const MEMORY_MAX_BYTES: u64 = 1 << 30;
 
-/// Opens the store, or the back of a tiered one.
+/// Opens the store, or the back of a cached one.
 pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
-    Ok(match config.store.back() {
+    Ok(match config.store.store() {
         StoreChoice::Memory => Arc::new(
             MemoryStore::new(SystemClock::new())
                 .with_max_records(config.max_records.unwrap_or(MEMORY_MAX_RECORDS))
@@ -367,8 +367,8 @@ pub(super) async fn open(config: &Config) -> Result<Arc<dyn Store>, NotOpened> {
         }
         StoreChoice::Postgres(url) => Arc::new(open_postgres(url, config.store_patience).await?),
         StoreChoice::Redis(options) => Arc::new(open_redis(options).await?),
-        StoreChoice::Tiered(_) => {
-            return Err(NotOpened::Unfit("a tiered store has no other one in it".to_owned()));
+        StoreChoice::Cached(_) => {
+            return Err(NotOpened::Unfit("a cached store has no other one in it".to_owned()));
         }
     })
 }

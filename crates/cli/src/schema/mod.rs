@@ -137,10 +137,10 @@ pub(crate) fn usable(url: &str) -> Result<bool, String> {
     Ok(durability == Durability::Synced)
 }
 
-/// Of a tiered store, the database that is its back.
+/// Of a cached store, the database of its records.
 fn options(url: &str) -> Result<PostgresOptions, String> {
     let choice = store(url).ok();
-    let url = match choice.as_ref().map(StoreChoice::back) {
+    let url = match choice.as_ref().map(StoreChoice::store) {
         Some(StoreChoice::Postgres(back)) => back.reveal(),
         _ => url,
     };

@@ -186,7 +186,7 @@ async fn no_store_is_created_among_other_things() {
     let elsewhere = tempfile::tempdir().unwrap();
     let store = format!("--store={}", directory.path().display());
     let back = elsewhere.path().join("records");
-    let front = format!("--store=tiered(front={},back={})", directory.path().display(), back.display());
+    let front = format!("--store=cached(cache={},store={})", directory.path().display(), back.display());
     for store in [&store, &front] {
         let (code, said) = refused(sidecar("http://127.0.0.1:9").arg(store)).await;
         assert_eq!(code, 1);

@@ -190,7 +190,8 @@ async fn open_metrics(sidecar: &Sidecar) -> Message {
 async fn metrics_can_be_read_by_what_reads_them() {
     let service = Service::new().await.answers(OK);
     let store = tempfile::tempdir().unwrap();
-    let tiered = format!("--store=tiered(front=memory:1MiB,back={})", store.path().join("records").display());
+    let tiered =
+        format!("--store=cached(cache=memory:1MiB,store={})", store.path().join("records").display());
     for flags in [["--store=memory:"], [&*tiered]] {
         let sidecar = Sidecar::start(service.address, &flags).await;
         for key in [KEY, KEY, "Idempotency-Key: two"] {

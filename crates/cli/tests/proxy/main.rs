@@ -4,6 +4,7 @@
 mod support;
 
 mod budget;
+mod cached;
 mod callers;
 mod config;
 mod cors;
@@ -26,7 +27,6 @@ mod resets;
 mod store;
 mod streams;
 mod taken_back;
-mod tiered;
 
 /// What a service says where it does not matter.
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";

@@ -267,7 +267,7 @@ async fn a_password_that_everybody_can_read_is_warned_of() {
             .any(|line| line.starts_with("warn  ") && line.contains("there is a password in this URL"))
     };
     assert!(warned("redis://:pass-word@127.0.0.1:1", 0o644).await);
-    assert!(warned("tiered(front=memory:1MiB,back=postgres://u:pass-word@127.0.0.1:1/d)", 0o644).await);
+    assert!(warned("cached(cache=memory:1MiB,store=postgres://u:pass-word@127.0.0.1:1/d)", 0o644).await);
     assert!(!warned("redis://:pass-word@127.0.0.1:1", 0o640).await);
     assert!(!warned("redis://127.0.0.1:1", 0o644).await);
 

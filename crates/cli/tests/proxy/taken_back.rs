@@ -91,7 +91,7 @@ async fn ask(sidecar: &Sidecar) -> Message {
 async fn a_wrong_answer_is_parked_and_amended() {
     let directory = tempfile::tempdir().unwrap();
     let dir = |name: &str| directory.path().join(name).display().to_string();
-    let tiered = format!("tiered(front=memory:64MiB,back={})", dir("back"));
+    let tiered = format!("cached(cache=memory:64MiB,store={})", dir("back"));
     for store in ["memory:", &dir("store"), &tiered] {
         let case = Case::new(store, UNKNOWN).await;
         case.is_unknown().await;

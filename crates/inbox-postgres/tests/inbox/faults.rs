@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use oncegate_inbox::{Failure, Handled, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
-use oncegate_servers::{Fault, PgBouncer, PostgresOptions, PostgresServer, FaultProxy, freeze, thaw};
+use oncegate_servers::{Fault, FaultProxy, PgBouncer, PostgresOptions, PostgresServer, freeze, thaw};
 
 use crate::support::{
     Database, LONG, again, effect, inbox, new, ordered, pool, prepare, run, until, word, words,

@@ -234,7 +234,7 @@ impl Transactor {
             statement_timeout: ConfigError::check(
                 "the statement_timeout with the database",
                 statement_timeout,
-                limits::LEASE_MIN..=limits::LEASE_MAX,
+                limits::MIN_LEASE..=limits::MAX_LEASE,
             )?,
             ..self
         })

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{Completion, Extent, Outcome, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
-use oncegate_servers::{PostgresServer, FaultProxy};
+use oncegate_servers::{FaultProxy, PostgresServer};
 
 use crate::support::{Database, claims, completes, id, response, run, token};
 

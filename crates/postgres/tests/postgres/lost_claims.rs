@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::{Completion, Outcome, State, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
-use oncegate_servers::{Fault, PostgresServer, FaultProxy};
+use oncegate_servers::{Fault, FaultProxy, PostgresServer};
 use tokio::task::block_in_place;
 
 use crate::support::{claims, completes, id, token};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncegate_core::{State, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, TransactError, TransactOutcome, Transactor, schema};
-use oncegate_servers::{Break, PostgresServer, Way};
+use oncegate_servers::{Fault, PostgresServer, FaultProxy};
 use sqlx::postgres::PgConnection;
 
 use sqlx::{Connection as _, Row as _};
@@ -15,10 +15,10 @@ use crate::transact::{Charge, LONG, insert, key, pay, scope};
 
 async fn world(connections: u32) -> (Database, FaultProxy, Transactor) {
     let database = Database::fresh().await;
-    let way = Way::to(database.server.port()).await.unwrap();
-    let pool = database.payments_at(way.port(), connections).await;
+    let proxy = FaultProxy::start(database.server.port()).await.unwrap();
+    let pool = database.payments_at(proxy.port(), connections).await;
     let transactor = Transactor::new(pool).with_statement_timeout(LONG).unwrap();
-    (database, way, transactor)
+    (database, proxy, transactor)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -48,7 +48,7 @@ async fn a_commit_that_the_server_never_got_is_run_again() {
     assert_eq!((runs.into_inner(), database.paid().await), (2, 1));
 
     // Where no run is left, nothing was committed and the caller is told so.
-    way.arm(b"COMMIT", Break::Before);
+    proxy.arm(b"COMMIT", Fault::Before);
     let error = pay(&transactor.clone().with_max_attempts(1).unwrap(), "order-2", 500).await.unwrap_err();
     assert!(
         matches!(&error, TransactError::Store(error) if error.kind() == StoreErrorKind::Unavailable),
@@ -82,9 +82,9 @@ async fn a_commit_that_is_still_on_its_way_is_waited_for() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_finds_it() {
-    let (database, way, transactor) = world(2).await;
+    let (database, proxy, transactor) = world(2).await;
     let hurried = transactor.clone().with_statement_timeout(Duration::from_secs(2)).unwrap();
-    way.arm(b"COMMIT", Break::Late);
+    proxy.arm(b"COMMIT", Fault::Late);
     let error = pay(&hurried, "order-1", 500).await.unwrap_err();
     assert!(matches!(error, TransactError::CommitUnknown { .. }), "{error:?}");
     proxy.go_on();
@@ -95,8 +95,8 @@ async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_fin
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
-    let (database, way, transactor) = world(2).await;
-    way.arm(b"COMMIT", Break::Silent);
+    let (database, proxy, transactor) = world(2).await;
+    proxy.arm(b"COMMIT", Fault::Silent);
     let done = pay(&transactor.with_statement_timeout(Duration::from_secs(5)).unwrap(), "order-1", 500)
         .await
         .unwrap();

@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use oncegate_cache::{CacheCounts, CachedStore};
 use oncegate_core::{
     AttemptId, AuditEntry, CallerTag, Capabilities, Claim, Clock as _, Command, Complete, Completion,
     Durability, FencingToken, Fingerprint, Label, ListPage, ListQuery, OnAbandoned, Outcome, Record,
     RecordId, Store, StoreError, StoreErrorKind, StoreFuture, StoredResponse, Timestamp,
 };
 use oncegate_testkit::ManualClock;
-use oncegate_tiered::{FrontCounts, TieredStore};
 
 pub(crate) const MINUTE: Duration = Duration::from_secs(60);
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -70,7 +70,7 @@ pub(crate) fn unavailable<T: std::fmt::Debug>(result: Result<T, StoreError>) {
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
 }
 
-pub(crate) fn counts(store: &TieredStore) -> FrontCounts {
+pub(crate) fn counts(store: &CachedStore) -> CacheCounts {
     store.stats().counts()
 }
 
@@ -83,13 +83,13 @@ pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
 }
 
 /// Until nothing waits to be put into the front.
-pub(crate) async fn settled(store: &TieredStore) {
+pub(crate) async fn settled(store: &CachedStore) {
     until("the front is filled", async || counts(store).pending == 0).await;
 }
 
 /// A tiered store whose front is filled when a command is answered, for the suite, which has no runtime.
 pub(crate) struct Settled {
-    pub(crate) store: TieredStore,
+    pub(crate) store: CachedStore,
     /// The time, where the back is told it before each command.
     pub(crate) clock: Option<Arc<ManualClock>>,
     pub(crate) tell_time: Box<dyn Fn() + Send + Sync>,
@@ -99,10 +99,10 @@ pub(crate) struct Settled {
     pub(crate) total: Total,
 }
 
-pub(crate) type Total = Arc<Mutex<FrontCounts>>;
+pub(crate) type Total = Arc<Mutex<CacheCounts>>;
 
 impl Settled {
-    pub(crate) fn new(store: TieredStore, total: &Total) -> Self {
+    pub(crate) fn new(store: CachedStore, total: &Total) -> Self {
         let nothing = || Box::new(|| ());
         Self { store, clock: None, tell_time: nothing(), close: nothing(), total: total.clone() }
     }
@@ -117,7 +117,7 @@ impl Settled {
 
     fn ask<'a, T: Send + 'a>(
         &'a self,
-        act: impl FnOnce(&'a TieredStore) -> StoreFuture<'a, T>,
+        act: impl FnOnce(&'a CachedStore) -> StoreFuture<'a, T>,
     ) -> StoreFuture<'a, T> {
         (self.tell_time)();
         let answer = act(&self.store);

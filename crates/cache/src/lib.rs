@@ -8,7 +8,7 @@
 //! ```
 //! use std::sync::Arc;
 //! use oncegate_core::{AttemptId, Claim, Command, Fingerprint, Label, MemoryStore, OnAbandoned, Outcome, RecordId, Store};
-//! use oncegate_tiered::{Front, TieredOptions, TieredStore};
+//! use oncegate_cache::{Cache, CacheOptions, CachedStore};
 //!
 //! # struct Wall;
 //! # impl oncegate_core::Clock for Wall {
@@ -16,7 +16,7 @@
 //! # }
 //! # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let back = Arc::new(MemoryStore::new(Wall)); // a PostgresStore, in real life
-//! let store = TieredStore::new(Front::in_memory(64 << 20), back, TieredOptions::new());
+//! let store = CachedStore::new(Cache::in_memory(64 << 20), back, CacheOptions::new());
 //!
 //! let claim = Command::Claim(Claim {
 //!     attempt: AttemptId::new(1),
@@ -41,7 +41,7 @@
 //!
 //! A record that is completed with an answer changes no more before its retention ends, so an answer in the front needs never
 //! be taken back; it only has to be gone when the record is. Therefore every entry has written in it until when it may be
-//! given, **by the back's clock**: at least [`MARGIN`] before the record ends, and [`TieredOptions::with_keep`] after it was
+//! given, **by the back's clock**: at least [`MARGIN`] before the record ends, and [`CacheOptions::with_keep`] after it was
 //! read at the latest. It is given only while the back's clock, as last seen, is before that time. So it does not matter what the
 //! front's own clock says, how late a write arrived there, or that the front was restored from an old backup: an entry from
 //! a key's former life is over by itself. An entry also has a checksum, over the key, the request and the answer.
@@ -54,7 +54,7 @@
 //!
 //! | what happens | what callers notice |
 //! |---|---|
-//! | the front fails, or is slower than its [patience](TieredOptions::with_patience) | it is not asked until it is quick |
+//! | the front fails, or is slower than its [patience](CacheOptions::with_timeout) | it is not asked until it is quick |
 //! | the front lost entries, or refuses new ones | replays cost a trip to the back |
 //! | an entry of the front cannot be read, or is not one of ours | it counts as missing |
 //! | the back is out of reach | keys that the front knows replay; everything else is `Unavailable` |
@@ -64,13 +64,13 @@
 mod cache;
 mod entry;
 mod fills;
-mod front;
+mod memory;
 mod options;
 mod stats;
 mod store;
 
-pub use front::Front;
+pub use cache::Cache;
 pub use oncegate_core::ConfigError;
-pub use options::{MARGIN, TieredOptions};
-pub use stats::{FrontCounts, FrontStats};
-pub use store::TieredStore;
+pub use options::{CacheOptions, MARGIN};
+pub use stats::{CacheCounts, CacheStats};
+pub use store::CachedStore;

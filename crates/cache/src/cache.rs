@@ -7,23 +7,23 @@ use std::sync::Arc;
 
 use oncegate_core::Store;
 
-use crate::cache::Cache;
+use crate::memory::MemoryCache;
 
 /// What stands in front of the back.
-pub struct Front(pub(crate) Kind);
+pub struct Cache(pub(crate) Kind);
 
 pub(crate) enum Kind {
-    Memory(Cache),
+    Memory(MemoryCache),
     Store(Arc<dyn Store>),
     Later(Pin<Box<dyn Future<Output = Arc<dyn Store>> + Send>>),
 }
 
-impl Front {
+impl Cache {
     /// Answers in the memory of this process, of about so many octets together. When they are used up, those that were not
     /// asked for lately make room. An answer of more than a 64th of it is not kept.
     #[must_use]
     pub fn in_memory(octets: usize) -> Self {
-        Self(Kind::Memory(Cache::new(octets)))
+        Self(Kind::Memory(MemoryCache::new(octets)))
     }
 
     /// Answers in another store, which several processes may share. They stand there as records of their own, with
@@ -41,13 +41,13 @@ impl Front {
     }
 }
 
-impl fmt::Debug for Front {
+impl fmt::Debug for Cache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match &self.0 {
             Kind::Memory(_) => "in memory",
             Kind::Store(store) => store.capabilities().name,
             Kind::Later(_) => "not open yet",
         };
-        f.debug_tuple("Front").field(&kind).finish()
+        f.debug_tuple("Cache").field(&kind).finish()
     }
 }

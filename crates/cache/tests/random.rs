@@ -6,12 +6,12 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
+use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
     Answer, AttemptId, Claim, Clock, Command, FencingToken, Fingerprint, MemoryStore, OnAbandoned, Outcome,
     Release, State, Store, StoreErrorKind, Timestamp,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, ManualClock, Operation};
-use oncegate_tiered::{Front, TieredOptions, TieredStore};
 use support::*;
 
 /// A small generator, so that a failing seed can be run again.
@@ -43,7 +43,7 @@ struct World {
     back_faults: Vec<Faults>,
     front_faults: Vec<Faults>,
     front_clocks: Vec<Arc<Skewed>>,
-    stores: Vec<TieredStore>,
+    stores: Vec<CachedStore>,
     dice: Dice,
     tokens: Vec<(u64, FencingToken)>,
     attempts: u128,
@@ -75,15 +75,15 @@ impl World {
         for process in 0..2 {
             let (back, back_faults) = FaultyStore::new(world.truth.clone());
             let front = if seed.is_multiple_of(3) || (seed % 3 == 1 && process == 0) {
-                Front::in_memory(1 << 20)
+                Cache::in_memory(1 << 20)
             } else {
                 let (front, front_faults) = FaultyStore::new(shared.clone());
                 world.front_faults.push(front_faults);
-                Front::on(Arc::new(front))
+                Cache::on(Arc::new(front))
             };
-            let options = TieredOptions::new().with_patience(Duration::from_secs(1)).unwrap();
+            let options = CacheOptions::new().with_timeout(Duration::from_secs(1)).unwrap();
             world.back_faults.push(back_faults);
-            world.stores.push(TieredStore::new(front, Arc::new(back), options));
+            world.stores.push(CachedStore::new(front, Arc::new(back), options));
         }
         world
     }
@@ -213,7 +213,7 @@ async fn a_fault_of_the_front_is_no_error_of_the_store() {
         for fault in [Fault::Refuse, Fault::LoseAnswer, Fault::Corrupt] {
             let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
             let back = Arc::new(MemoryStore::new(clock.clone()));
-            let store = TieredStore::new(Front::on(Arc::new(front)), back, TieredOptions::new());
+            let store = CachedStore::new(Cache::on(Arc::new(front)), back, CacheOptions::new());
             faults.always(operation, fault);
             for n in 0..3 {
                 complete(&store, n, n).await;

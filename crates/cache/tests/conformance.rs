@@ -6,6 +6,7 @@ mod support;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{Clock as _, MemoryStore, Store as _};
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
@@ -13,15 +14,14 @@ use oncegate_redis::{RedisOptions, RedisStore};
 use oncegate_servers::{PostgresServer, RedisOptions as ServerOptions, RedisServer};
 use oncegate_testkit::ManualClock;
 use oncegate_testkit::conformance::{Suite, check_concurrent_claims, check_operators};
-use oncegate_tiered::{Front, TieredOptions, TieredStore};
 use sqlx::postgres::PgConnection;
 use sqlx::{Connection as _, Executor as _};
 use support::{Settled, Total};
 use tokio::runtime::Runtime;
 
 /// On a busy machine, too.
-fn options() -> TieredOptions {
-    TieredOptions::new().with_patience(Duration::from_secs(1)).unwrap()
+fn options() -> CacheOptions {
+    CacheOptions::new().with_timeout(Duration::from_secs(1)).unwrap()
 }
 
 /// A suite in which the front had nothing to say would prove nothing.
@@ -30,12 +30,12 @@ fn took_part(total: &Total) {
     assert!(total.hits > 0 && total.fills > 0, "{total:?}");
 }
 
-fn before_a_store_in_memory(front: impl Fn() -> Front) {
+fn before_a_store_in_memory(front: impl Fn() -> Cache) {
     let (runtime, total) = (Runtime::new().unwrap(), Total::default());
     let _runtime = runtime.enter();
     Suite::new().with_cases(300).check(|| {
         |clock: Arc<ManualClock>| {
-            Settled::new(TieredStore::new(front(), Arc::new(MemoryStore::new(clock)), options()), &total)
+            Settled::new(CachedStore::new(front(), Arc::new(MemoryStore::new(clock)), options()), &total)
         }
     });
     took_part(&total);
@@ -43,7 +43,7 @@ fn before_a_store_in_memory(front: impl Fn() -> Front) {
 
 #[test]
 fn a_front_in_memory_before_a_store_in_memory() {
-    before_a_store_in_memory(|| Front::in_memory(1 << 20));
+    before_a_store_in_memory(|| Cache::in_memory(1 << 20));
 }
 
 #[test]
@@ -52,14 +52,14 @@ fn an_operator_takes_back_what_an_operator_said() {
     let _runtime = runtime.enter();
     let back = Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)));
     check_operators(&Settled::new(
-        TieredStore::new(Front::in_memory(1 << 20), back, options()),
+        CachedStore::new(Cache::in_memory(1 << 20), back, options()),
         &Total::default(),
     ));
 }
 
 #[test]
 fn a_memory_store_before_another() {
-    before_a_store_in_memory(|| Front::on(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)))));
+    before_a_store_in_memory(|| Cache::on(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000)))));
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn a_front_in_memory_before_a_directory() {
         move |clock: Arc<ManualClock>| {
             let on_disk = EmbeddedOptions::new(dir.path()).with_clock(clock);
             let back = Arc::new(EmbeddedStore::open(on_disk).unwrap());
-            let store = TieredStore::new(Front::in_memory(1 << 20), back.clone(), options());
+            let store = CachedStore::new(Cache::in_memory(1 << 20), back.clone(), options());
             let mut settled = Settled::new(store, total);
             settled.close = Box::new(move || back.close());
             settled
@@ -93,14 +93,14 @@ fn a_redis_before_a_postgres() {
     let (runtime, total) = (Runtime::new().unwrap(), Total::default());
     let redis = RedisServer::start(ServerOptions::new()).unwrap();
     let postgres = PostgresServer::start().unwrap();
-    let patience = Duration::from_secs(20);
+    let timeout = Duration::from_secs(20);
     let database = PostgresOptions::new(&postgres.url()).unwrap();
     let database = database
         .with_pool_size(6)
         .unwrap()
-        .with_connect_timeout(patience)
+        .with_connect_timeout(timeout)
         .unwrap()
-        .with_statement_timeout(patience)
+        .with_statement_timeout(timeout)
         .unwrap();
     let (mut control, front) = runtime.block_on(async {
         schema::apply(&database).await.unwrap();
@@ -135,7 +135,7 @@ fn a_redis_before_a_postgres() {
                 let _runtime = runtime.enter();
                 let back = Arc::new(runtime.block_on(PostgresStore::open(database.clone())).unwrap());
                 let store =
-                    TieredStore::new(Front::on(front.clone()), Arc::clone(&back) as _, options.clone());
+                    CachedStore::new(Cache::on(front.clone()), Arc::clone(&back) as _, options.clone());
                 let (run, shown, last) = (run.clone(), clock.clone(), Mutex::new(None));
                 // A clock that jumps ahead is known here with the next answer of the back, and not before: it is asked for one.
                 let tell_time = move || {
@@ -169,6 +169,6 @@ fn one_of_many_claimants_executes() {
     let runtime = Runtime::new().unwrap();
     let _runtime = runtime.enter();
     let back = || Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
-    check_concurrent_claims(&TieredStore::new(Front::in_memory(1 << 20), back(), options()), 20, 8);
-    check_concurrent_claims(&TieredStore::new(Front::on(back()), back(), options()), 20, 8);
+    check_concurrent_claims(&CachedStore::new(Cache::in_memory(1 << 20), back(), options()), 20, 8);
+    check_concurrent_claims(&CachedStore::new(Cache::on(back()), back(), options()), 20, 8);
 }

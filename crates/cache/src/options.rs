@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate_core::{ConfigError, limits};
 
-use crate::stats::FrontStats;
+use crate::stats::CacheStats;
 
 /// How long before a record of the back ends its answer in the front does, at the least; a thousandth of what was left when
 /// the record was read comes to it. The back's clock is known as well as its last answer told it, and what has passed here
@@ -14,32 +14,32 @@ pub const MARGIN: Duration = Duration::from_secs(5);
 /// Clocks of machines differ by less in the time that they measure.
 pub(crate) const MARGIN_PART: u32 = 1000;
 
-/// How a [`TieredStore`](crate::TieredStore) treats its front.
+/// How a [`CachedStore`](crate::CachedStore) treats its front.
 #[derive(Clone, Debug)]
-pub struct TieredOptions {
+pub struct CacheOptions {
     pub(crate) keep: Duration,
-    pub(crate) patience: Duration,
+    pub(crate) timeout: Duration,
     pub(crate) namespace: String,
     pub(crate) max_response: usize,
-    pub(crate) stats: FrontStats,
+    pub(crate) stats: CacheStats,
 }
 
-impl Default for TieredOptions {
+impl Default for CacheOptions {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl TieredOptions {
+impl CacheOptions {
     /// Entries are kept for an hour, the front has 25 ms to answer, and answers of up to 1 MiB are put into it.
     #[must_use]
     pub fn new() -> Self {
         Self {
             keep: Duration::from_secs(60 * 60),
-            patience: Duration::from_millis(25),
+            timeout: Duration::from_millis(25),
             namespace: String::new(),
             max_response: 1024 * 1024,
-            stats: FrontStats::default(),
+            stats: CacheStats::default(),
         }
     }
 
@@ -61,10 +61,10 @@ impl TieredOptions {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_patience(mut self, patience: Duration) -> Result<Self, ConfigError> {
-        self.patience = ConfigError::check(
-            "the patience with the front",
-            patience,
+    pub fn with_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
+        self.timeout = ConfigError::check(
+            "the timeout with the front",
+            timeout,
             Duration::from_millis(1)..=Duration::from_secs(1),
         )?;
         Ok(self)
@@ -87,7 +87,7 @@ impl TieredOptions {
 
     /// Where it is counted what the front is good for; otherwise in numbers of the store's own.
     #[must_use]
-    pub fn with_stats(mut self, stats: FrontStats) -> Self {
+    pub fn with_stats(mut self, stats: CacheStats) -> Self {
         self.stats = stats;
         self
     }
@@ -99,12 +99,12 @@ mod tests {
 
     #[test]
     fn values_out_of_their_bounds_are_refused() {
-        let options = TieredOptions::new;
+        let options = CacheOptions::new;
         assert!(options().with_keep(limits::MIN_RETENTION).is_ok());
         assert!(options().with_keep(limits::MIN_RETENTION / 2).is_err());
         assert!(options().with_keep(limits::MAX_RETENTION * 2).is_err());
-        assert!(options().with_patience(Duration::from_secs(1)).is_ok());
-        assert!(options().with_patience(Duration::from_secs(2)).is_err());
-        assert!(options().with_patience(Duration::ZERO).is_err());
+        assert!(options().with_timeout(Duration::from_secs(1)).is_ok());
+        assert!(options().with_timeout(Duration::from_secs(2)).is_err());
+        assert!(options().with_timeout(Duration::ZERO).is_err());
     }
 }

@@ -42,7 +42,7 @@ async fn a_redis_before_a_postgres() {
     let with_login = RedisOptions::new().with_user("app", "hunter2", "~* &* +@all");
     let mut redis = RedisServer::start(with_login.with("maxmemory-policy allkeys-lru")).unwrap();
     let passwords = ["hunter2", postgres.password()];
-    let store = format!("tiered(front={},back={},patience=1s)", redis.url(), postgres.url());
+    let store = format!("cached(cache={},store={},timeout=1s)", redis.url(), postgres.url());
     let run = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
         command.args(args).env_clear().env("ONCEGATE_STORE", &store).env("ONCEGATE_SERVICE", "tests");
@@ -55,24 +55,24 @@ async fn a_redis_before_a_postgres() {
     assert!(ok && text.contains("now has version 1"), "{text}");
     let check = ["check", "--to=http://127.0.0.1:9"];
     let (ok, text) = run(&check);
-    assert!(ok && text.contains("ok    front redis://127.0.0.1:"), "{text}");
+    assert!(ok && text.contains("ok    cache redis://127.0.0.1:"), "{text}");
     assert!(text.contains("warn  store postgres://oncegate@127.0.0.1:"), "{text}");
-    assert!(text.contains("store=tiered(front=redis://"), "{text}");
+    assert!(text.contains("store=cached(cache=redis://"), "{text}");
 
     let service = Service::new().await.answers(OK);
     let (one, two) = (start(&store, &service).await, start(&store, &service).await);
     let asked = request("POST", "/orders", &[KEY], "{}");
     let new = request("POST", "/orders", &[OTHER], "{}");
     assert!(!one.ask(&asked).await.has_status(200).is_replay());
-    // The other sidecar is answered by the front that they share.
-    until("the other sidecar hears it from the front", async || {
+    // The other sidecar replays from the cache that they share.
+    until("the other sidecar replays it from the cache", async || {
         assert!(two.ask(&asked).await.has_status(200).is_replay());
-        metric(&two, "oncegate_front_claims_total{result=\"hit\"}").await > 0.0
+        metric(&two, "oncegate_cache_claims_total{result=\"hit\"}").await > 0.0
     })
     .await;
     // Whichever of them put it there, one did.
     until("the fill is counted", async || {
-        let filled = "oncegate_front_fills_total{result=\"filled\"}";
+        let filled = "oncegate_cache_fills_total{result=\"filled\"}";
         metric(&one, filled).await + metric(&two, filled).await == 1.0
     })
     .await;
@@ -95,20 +95,20 @@ async fn a_redis_before_a_postgres() {
     assert!(one.ask(&asked).await.has_status(200).is_replay());
     let third = start(&store, &service).await;
     assert!(third.ask(&asked).await.has_status(200).is_replay());
-    assert_eq!(metric(&third, "oncegate_front_out").await, 1.0);
+    assert_eq!(metric(&third, "oncegate_cache_out").await, 1.0);
     let (ok, text) = run(&check);
-    assert!(ok && text.contains("warn  front redis://127.0.0.1:"), "{text}");
+    assert!(ok && text.contains("warn  cache redis://127.0.0.1:"), "{text}");
     redis.restart().unwrap();
     for sidecar in [&one, &third] {
         until("the front is used again", async || {
             assert!(sidecar.ask(&asked).await.has_status(200).is_replay());
-            metric(sidecar, "oncegate_front_claims_total{result=\"hit\"}").await > 0.0
-                && metric(sidecar, "oncegate_front_out").await == 0.0
+            metric(sidecar, "oncegate_cache_claims_total{result=\"hit\"}").await > 0.0
+                && metric(sidecar, "oncegate_cache_out").await == 0.0
         })
         .await;
     }
     assert_eq!(service.requests(), 2, "one effect for each key");
-    assert!(said(one, &passwords).await.contains("store tiered(front=redis://127.0.0.1:"));
+    assert!(said(one, &passwords).await.contains("store cached(cache=redis://127.0.0.1:"));
     said(two, &passwords).await;
     assert!(said(third, &passwords).await.contains("it is left out, and tried again"));
 }
@@ -116,20 +116,20 @@ async fn a_redis_before_a_postgres() {
 #[tokio::test(flavor = "multi_thread")]
 async fn memory_before_a_directory() {
     let dir = tempfile::tempdir().unwrap();
-    let store = format!("tiered(front=memory:1MiB,back={},keep=10m)", dir.path().join("records").display());
+    let store = format!("cached(cache=memory:1MiB,store={},keep=10m)", dir.path().join("records").display());
     let service = Service::new().await.answers(OK);
     let asked = request("POST", "/orders", &[KEY], "{}");
     let first = start(&store, &service).await;
     assert!(!first.ask(&asked).await.has_status(200).is_replay());
     until("the front has it", async || {
-        metric(&first, "oncegate_front_fills_total{result=\"filled\"}").await == 1.0
+        metric(&first, "oncegate_cache_fills_total{result=\"filled\"}").await == 1.0
     })
     .await;
     assert!(first.ask(&asked).await.has_status(200).is_replay());
-    assert_eq!(metric(&first, "oncegate_front_claims_total{result=\"hit\"}").await, 1.0);
+    assert_eq!(metric(&first, "oncegate_cache_claims_total{result=\"hit\"}").await, 1.0);
     assert!(said(first, &[]).await.contains(&format!("store {store}")));
     // The directory is free again, and knows.
     let second = start(&store, &service).await;
     assert!(second.ask(&asked).await.has_status(200).is_replay());
-    assert_eq!(metric(&second, "oncegate_front_claims_total{result=\"miss\"}").await, 1.0);
+    assert_eq!(metric(&second, "oncegate_cache_claims_total{result=\"miss\"}").await, 1.0);
 }

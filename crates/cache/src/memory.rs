@@ -10,7 +10,7 @@ use oncegate_core::{Fingerprint, RecordId, RecordMap, Sharded, StoredResponse, T
 const OVERHEAD: usize = 256;
 
 /// Answers, bounded by their octets.
-pub(crate) struct Cache {
+pub(crate) struct MemoryCache {
     shards: Sharded<Shard>,
     /// What one shard may hold.
     share: usize,
@@ -45,7 +45,7 @@ fn cost(response: &StoredResponse) -> usize {
     OVERHEAD + response.as_encoded().len()
 }
 
-impl Cache {
+impl MemoryCache {
     pub(crate) fn new(octets: usize) -> Self {
         Self { shards: Sharded::default(), share: octets / Sharded::<Shard>::COUNT }
     }
@@ -136,19 +136,19 @@ mod tests {
         StoredResponse::new(200, &[], &[vec![7; octets].into()], &[]).unwrap()
     }
 
-    fn cache(entries: usize) -> Cache {
-        Cache::new(entries * cost(&response(1000)) * Sharded::<Shard>::COUNT)
+    fn cache(entries: usize) -> MemoryCache {
+        MemoryCache::new(entries * cost(&response(1000)) * Sharded::<Shard>::COUNT)
     }
 
-    fn put(cache: &Cache, n: u8, response: &StoredResponse) -> bool {
+    fn put(cache: &MemoryCache, n: u8, response: &StoredResponse) -> bool {
         cache.put(id(n), fingerprint(), response, UNTIL, HOUR)
     }
 
-    fn has(cache: &Cache, n: u8) -> bool {
+    fn has(cache: &MemoryCache, n: u8) -> bool {
         cache.get(&id(n), &fingerprint(), NOW).is_some()
     }
 
-    fn octets(cache: &Cache) -> usize {
+    fn octets(cache: &MemoryCache) -> usize {
         cache.shards.each().map(|shard| shard.octets).sum()
     }
 

@@ -18,15 +18,15 @@ use tokio::time::{sleep, timeout};
 use tokio_util::context::TokioContext;
 use tracing::{debug, info, warn};
 
-use crate::cache::Cache;
+use crate::cache::{Cache, Kind};
 use crate::entry;
 use crate::fills::{Fills, Put};
-use crate::front::{Front, Kind};
-use crate::options::{MARGIN, MARGIN_PART, TieredOptions};
-use crate::stats::FrontStats;
+use crate::memory::MemoryCache;
+use crate::options::{CacheOptions, MARGIN, MARGIN_PART};
+use crate::stats::CacheStats;
 
 /// A front before a back. See the [crate's page](crate).
-pub struct TieredStore {
+pub struct CachedStore {
     inner: Arc<Inner>,
     /// Opens the front.
     opening: Option<AbortHandle>,
@@ -35,8 +35,8 @@ pub struct TieredStore {
 struct Inner {
     front: Opened,
     back: Arc<dyn Store>,
-    options: TieredOptions,
-    stats: FrontStats,
+    options: CacheOptions,
+    stats: CacheStats,
     fills: Fills,
     runtime: Handle,
     /// A purge of the front is under way.
@@ -48,7 +48,7 @@ struct Inner {
 }
 
 enum Opened {
-    Memory(Cache),
+    Memory(MemoryCache),
     /// Nothing, as long as it was not opened.
     Store(OnceLock<Arc<dyn Store>>),
 }
@@ -63,14 +63,14 @@ const FRONT_LIMIT: Duration = Duration::from_secs(30);
 const ASK_FIRST: Duration = Duration::from_millis(100);
 const ASK_LAST: Duration = Duration::from_secs(5);
 
-impl TieredStore {
+impl CachedStore {
     /// Puts a front before a back. The runtime that it is called on, with time enabled, fills the front; the store may then
     /// be used from any thread.
     ///
     /// # Panics
     /// Outside of a Tokio runtime.
     #[must_use]
-    pub fn new(front: Front, back: Arc<dyn Store>, options: TieredOptions) -> Self {
+    pub fn new(front: Cache, back: Arc<dyn Store>, options: CacheOptions) -> Self {
         let (front, later) = match front.0 {
             Kind::Memory(cache) => (Opened::Memory(cache), None),
             Kind::Store(store) => (Opened::Store(OnceLock::from(store)), None),
@@ -109,15 +109,15 @@ impl TieredStore {
 
     /// What the front was good for.
     #[must_use]
-    pub fn stats(&self) -> FrontStats {
+    pub fn stats(&self) -> CacheStats {
         self.inner.stats.clone()
     }
 
     /// Puts nothing more into the front, and waits for what is under way, for so long at the most. The store can be used
     /// after that, too; dropping it without this leaves what is under way to itself.
-    pub async fn close(&self, patience: Duration) {
+    pub async fn close(&self, timeout: Duration) {
         self.inner.stop_filling();
-        let _in_time = timeout(patience, self.inner.fills.idle()).await;
+        let _in_time = tokio::time::timeout(timeout, self.inner.fills.idle()).await;
     }
 
     /// Applies a command at the back, and has the front filled where the outcome says that there is an answer to keep.
@@ -172,7 +172,7 @@ impl TieredStore {
     }
 }
 
-impl Drop for TieredStore {
+impl Drop for CachedStore {
     fn drop(&mut self) {
         self.inner.stop_filling();
         if let Some(opening) = &self.opening {
@@ -200,7 +200,7 @@ impl Inner {
         fingerprint: &Fingerprint,
     ) -> Option<StoredResponse> {
         let entry = entry::id(&self.options.namespace, id, fingerprint);
-        let asked = async { timeout(self.options.patience, front.lookup(entry)).await };
+        let asked = async { timeout(self.options.timeout, front.lookup(entry)).await };
         let found = match self.within(asked).await {
             Ok(Ok(Some(record))) => entry::read(&entry, fingerprint, record, self.back.now())
                 .map_err(|_| "it holds something that is no entry".to_owned()),
@@ -236,7 +236,7 @@ impl Inner {
     fn lose_front(self: &Arc<Self>, front: &Arc<dyn Store>, why: &str) {
         if self.stats.cells().is_out.swap(1, Ordering::SeqCst) == 0 {
             warn!(why, "the front does not answer; every claim goes to the back until it does");
-            self.runtime.spawn(ask_again(Arc::downgrade(self), front.clone(), self.options.patience));
+            self.runtime.spawn(ask_again(Arc::downgrade(self), front.clone(), self.options.timeout));
         }
     }
 
@@ -270,7 +270,7 @@ impl Inner {
         if self.is_out() {
             return self.stats.add(|cells| &cells.shed);
         }
-        let result = timeout(FRONT_LIMIT, self.try_fill(id)).await;
+        let result = tokio::time::timeout(FRONT_LIMIT, self.try_fill(id)).await;
         match result.unwrap_or_else(|_| Err(StoreError::unavailable("no answer in time"))) {
             Ok(Filled::Yes) => self.stats.add(|cells| &cells.fills),
             Ok(Filled::Unfit) => self.stats.add(|cells| &cells.shed),
@@ -356,7 +356,7 @@ impl Inner {
         }
         let (front, inner) = (front.clone(), self.clone());
         self.runtime.spawn(async move {
-            if let Ok(Err(error)) = timeout(FRONT_LIMIT, front.purge(limit)).await {
+            if let Ok(Err(error)) = tokio::time::timeout(FRONT_LIMIT, front.purge(limit)).await {
                 debug!(error = %ErrorChain(&error), "the front was not purged");
             }
             inner.is_purging.store(false, Ordering::SeqCst);
@@ -420,7 +420,7 @@ impl Drop for Filling<'_> {
 
 /// Asks a front that was lost, more and more seldom, until it answers in time. Each question may take as long as the store
 /// itself gives it: that is how it finds out that its connection is dead, and makes another one.
-async fn ask_again(inner: Weak<Inner>, front: Arc<dyn Store>, patience: Duration) {
+async fn ask_again(inner: Weak<Inner>, front: Arc<dyn Store>, timeout: Duration) {
     let nobody = RecordId::from_bytes([0; 32]);
     let mut pause = ASK_FIRST;
     loop {
@@ -429,8 +429,8 @@ async fn ask_again(inner: Weak<Inner>, front: Arc<dyn Store>, patience: Duration
             return;
         }
         let asked = Instant::now();
-        let answer = timeout(FRONT_LIMIT, front.lookup(nobody)).await;
-        if matches!(answer, Ok(Ok(_))) && asked.elapsed() <= patience {
+        let answer = tokio::time::timeout(FRONT_LIMIT, front.lookup(nobody)).await;
+        if matches!(answer, Ok(Ok(_))) && asked.elapsed() <= timeout {
             break;
         }
         pause = (pause * 2).min(ASK_LAST);
@@ -441,7 +441,7 @@ async fn ask_again(inner: Weak<Inner>, front: Arc<dyn Store>, patience: Duration
     }
 }
 
-impl Store for TieredStore {
+impl Store for CachedStore {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         match command {
             Command::Claim(claim) => self.claim(id, claim),
@@ -496,14 +496,14 @@ impl Store for TieredStore {
 
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.inner.back.capabilities();
-        capabilities.name = "tiered";
+        capabilities.name = "cached";
         capabilities
     }
 }
 
-impl fmt::Debug for TieredStore {
+impl fmt::Debug for CachedStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TieredStore")
+        f.debug_struct("CachedStore")
             .field("back", &self.inner.back.capabilities().name)
             .finish_non_exhaustive()
     }

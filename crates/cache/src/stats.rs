@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a front was good for so far. Cheap to clone; all clones count the same.
 #[derive(Clone, Debug, Default)]
-pub struct FrontStats(Arc<Cells>);
+pub struct CacheStats(Arc<Cells>);
 
 #[derive(Debug, Default)]
 pub(crate) struct Cells {
@@ -20,10 +20,10 @@ pub(crate) struct Cells {
     pub(crate) is_out: AtomicU64,
 }
 
-/// The numbers of a [`FrontStats`] at one time. Each counts from the start of the store.
+/// The numbers of a [`CacheStats`] at one time. Each counts from the start of the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct FrontCounts {
+pub struct CacheCounts {
     /// Claims that the front answered, without a trip to the back.
     pub hits: u64,
     /// Claims that it knew nothing of.
@@ -44,13 +44,13 @@ pub struct FrontCounts {
     pub is_out: bool,
 }
 
-impl FrontStats {
+impl CacheStats {
     /// The numbers now.
     #[must_use]
-    pub fn counts(&self) -> FrontCounts {
+    pub fn counts(&self) -> CacheCounts {
         let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
         let cells = &self.0;
-        FrontCounts {
+        CacheCounts {
             hits: read(&cells.hits),
             misses: read(&cells.misses),
             errors: read(&cells.errors),

@@ -1,19 +1,19 @@
-//! What the front of a tiered store was good for, for Prometheus.
+//! What the cache of a cached store was good for, for Prometheus.
 
 use std::fmt;
 
-use oncegate_tiered::FrontStats;
+use oncegate_cache::CacheStats;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
-/// The numbers of a front, read whenever somebody asks.
+/// The numbers of a cache, read whenever somebody asks.
 #[derive(Debug)]
-pub(crate) struct FrontCollector(pub(crate) FrontStats);
+pub(crate) struct CacheCollector(pub(crate) CacheStats);
 
-impl Collector for FrontCollector {
+impl Collector for CacheCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let counts = self.0.counts();
         let claims = [
@@ -24,8 +24,8 @@ impl Collector for FrontCollector {
         ];
         let fills = [("filled", counts.fills), ("failed", counts.failed_fills), ("shed", counts.shed)];
         let families = [
-            ("front_claims", "What the front of the store said to claims", &claims[..]),
-            ("front_fills", "What became of answers that were to be put into the front", &fills[..]),
+            ("cache_claims", "What the cache of the store said to claims", &claims[..]),
+            ("cache_fills", "What became of answers that were to be put into the cache", &fills[..]),
         ];
         for (name, help, results) in families {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
@@ -34,8 +34,8 @@ impl Collector for FrontCollector {
             }
         }
         let gauges = [
-            ("front_pending", "Answers that wait to be put into the front", counts.pending),
-            ("front_out", "1 while the front is not asked because it did not answer", counts.is_out.into()),
+            ("cache_pending", "Answers that wait to be put into the cache", counts.pending),
+            ("cache_out", "1 while the cache is not asked because it did not answer", counts.is_out.into()),
         ];
         for (name, help, value) in gauges {
             let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));

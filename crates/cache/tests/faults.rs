@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use oncegate_cache::{Cache, CacheOptions, CachedStore};
 use oncegate_core::{
     AuditEntry, Capabilities, Command, Complete, Completion, ListPage, ListQuery, MemoryStore, Outcome,
     Record, RecordId, Resolution, Resolve, Store, StoreFuture, SystemClock, Timestamp,
@@ -16,12 +17,11 @@ use oncegate_servers::{
     PostgresServer, RedisOptions as ServerOptions, RedisSentinel, RedisServer, freeze, thaw,
 };
 use oncegate_testkit::{Fault, FaultyStore, Latch, ManualClock, Operation};
-use oncegate_tiered::{Front, TieredOptions, TieredStore};
 use support::*;
 
 /// On a busy machine, too.
-fn options() -> TieredOptions {
-    TieredOptions::new().with_patience(Duration::from_secs(1)).unwrap()
+fn options() -> CacheOptions {
+    CacheOptions::new().with_timeout(Duration::from_secs(1)).unwrap()
 }
 
 async fn redis(url: &str) -> Arc<RedisStore> {
@@ -40,12 +40,12 @@ async fn postgres(server: &PostgresServer) -> Arc<PostgresStore> {
     Arc::new(PostgresStore::open(options).await.unwrap())
 }
 
-async fn until_asked(store: &TieredStore) {
+async fn until_asked(store: &CachedStore) {
     until("the front is asked again", async || !counts(store).is_out).await;
 }
 
 /// Fills the front with the answers that it should have, and sees that it gives them.
-async fn until_hit(store: &TieredStore, n: u64, answer: u64) {
+async fn until_hit(store: &CachedStore, n: u64, answer: u64) {
     let before = counts(store).hits;
     until("the front knows the answer", async || {
         replays(store, n, answer).await;
@@ -61,9 +61,9 @@ async fn a_redis_before_a_postgres_and_either_is_lost() {
     let mut back_server = PostgresServer::start().unwrap();
     let back = postgres(&back_server).await;
     let front = redis(&front_server.url()).await;
-    let store = TieredStore::new(Front::on(front.clone()), back.clone(), options());
+    let store = CachedStore::new(Cache::on(front.clone()), back.clone(), options());
     let capabilities = store.capabilities();
-    assert_eq!((capabilities.name, capabilities.atomic_with_effect), ("tiered", true));
+    assert_eq!((capabilities.name, capabilities.atomic_with_effect), ("cached", true));
     assert_eq!(capabilities.fencing, back.capabilities().fencing);
 
     for n in 0..20 {
@@ -122,7 +122,7 @@ async fn a_front_that_hangs_costs_one_request_its_patience() {
     let server = RedisServer::start(ServerOptions::new()).unwrap();
     let front = redis(&format!("{}?timeout=500ms&connect-timeout=500ms", server.url())).await;
     let back = Arc::new(MemoryStore::new(SystemClock::new()));
-    let store = TieredStore::new(Front::on(front), back, options());
+    let store = CachedStore::new(Cache::on(front), back, options());
     complete(&store, 1, 1).await;
     until_hit(&store, 1, 1).await;
     freeze(server.pid().unwrap()).unwrap();
@@ -146,10 +146,10 @@ async fn a_front_that_hangs_costs_one_request_its_patience() {
 async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
-    let store = TieredStore::new(
-        Front::on(Arc::new(front)),
+    let store = CachedStore::new(
+        Cache::on(Arc::new(front)),
         Arc::new(MemoryStore::new(clock)),
-        TieredOptions::new().with_patience(Duration::from_millis(20)).unwrap(),
+        CacheOptions::new().with_timeout(Duration::from_millis(20)).unwrap(),
     );
     complete(&store, 1, 1).await;
     settled(&store).await;
@@ -169,7 +169,7 @@ async fn a_front_that_is_slow_is_left_alone_until_it_is_quick() {
 async fn a_front_that_lies_is_not_believed() {
     let server = RedisServer::start(ServerOptions::new()).unwrap();
     let back = Arc::new(MemoryStore::new(SystemClock::new()));
-    let store = TieredStore::new(Front::on(redis(&server.url()).await), back, options());
+    let store = CachedStore::new(Cache::on(redis(&server.url()).await), back, options());
     for n in 0..6 {
         complete(&store, n, n).await;
         until_hit(&store, n, n).await;
@@ -223,7 +223,7 @@ async fn a_front_fails_over_to_an_older_copy() {
     let mut front = RedisSentinel::start().unwrap();
     let url = front.url();
     let back = Arc::new(MemoryStore::new(SystemClock::new()));
-    let store = TieredStore::new(Front::on(redis(&url).await), back, options());
+    let store = CachedStore::new(Cache::on(redis(&url).await), back, options());
     complete(&store, 1, 1).await;
     until_hit(&store, 1, 1).await;
     front.servers[0].kill();
@@ -294,7 +294,7 @@ async fn what_a_failover_of_the_back_lost_replays_as_long_as_the_front_keeps_it(
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let back = Arc::new(Switch(Mutex::new(Arc::new(MemoryStore::new(clock.clone())))));
     let store =
-        TieredStore::new(Front::in_memory(1 << 20), back.clone(), options().with_keep(MINUTE).unwrap());
+        CachedStore::new(Cache::in_memory(1 << 20), back.clone(), options().with_keep(MINUTE).unwrap());
     complete(&store, 1, 1).await;
     settled(&store).await;
     *back.0.lock().unwrap() = Arc::new(MemoryStore::new(clock.clone()));
@@ -313,7 +313,7 @@ async fn an_entry_that_arrives_late_is_not_given_for_the_keys_next_life() {
         (Arc::new(ManualClock::at_millis(1)), Arc::new(ManualClock::at_millis(1_000_000)));
     let (front, faults) = FaultyStore::new(Arc::new(MemoryStore::new(front_clock)));
     let back = Arc::new(MemoryStore::new(clock.clone()));
-    let store = TieredStore::new(Front::on(Arc::new(front)), back, options());
+    let store = CachedStore::new(Cache::on(Arc::new(front)), back, options());
     let latch = Latch::new();
     faults.next(1, Operation::Complete, Fault::StallBefore(latch.clone()));
     complete(&store, 1, 1).await;
@@ -334,10 +334,10 @@ async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
     let still = Arc::new(ManualClock::at_millis(1));
-    let fronts = [Front::in_memory(1 << 20), Front::on(Arc::new(MemoryStore::new(still)))];
+    let fronts = [Cache::in_memory(1 << 20), Cache::on(Arc::new(MemoryStore::new(still)))];
     let back: Arc<dyn Store> = Arc::new(back);
     for (n, front) in (1..).zip(fronts) {
-        let store = TieredStore::new(front, back.clone(), options().with_keep(100 * MINUTE).unwrap());
+        let store = CachedStore::new(front, back.clone(), options().with_keep(100 * MINUTE).unwrap());
         let token = execute(&store, n, n).await;
         store.apply(id(n), completion(token, n, Duration::from_secs(1000))).await.unwrap();
         settled(&store).await;
@@ -356,7 +356,7 @@ async fn an_entry_ends_before_its_record_and_by_the_clock_of_the_back() {
 async fn of_two_processes_neither_gives_an_answer_of_a_former_life() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let back = Arc::new(MemoryStore::new(clock.clone()));
-    let process = || TieredStore::new(Front::in_memory(1 << 20), back.clone(), options());
+    let process = || CachedStore::new(Cache::in_memory(1 << 20), back.clone(), options());
     let (one, other) = (process(), process());
     complete(&one, 1, 1).await;
     settled(&one).await;
@@ -379,7 +379,7 @@ async fn backs_of_different_names_share_a_front_and_no_answer() {
     let clock = || SystemClock::new();
     let front: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
     let named = |name: &str, back: Arc<dyn Store>| {
-        TieredStore::new(Front::on(front.clone()), back, options().with_namespace(name))
+        CachedStore::new(Cache::on(front.clone()), back, options().with_namespace(name))
     };
     let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
     let other: Arc<dyn Store> = Arc::new(MemoryStore::new(clock()));
@@ -398,7 +398,7 @@ async fn backs_of_different_names_share_a_front_and_no_answer() {
 async fn only_answers_are_kept() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
-    let store = TieredStore::new(Front::in_memory(1 << 20), Arc::new(back), options());
+    let store = CachedStore::new(Cache::in_memory(1 << 20), Arc::new(back), options());
     let end = |token, completion| Command::Complete(Complete { token, completion, retention: 10 * MINUTE });
     let tombstone = execute(&store, 1, 1).await;
     store.apply(id(1), end(tombstone, Completion::Tombstone)).await.unwrap();
@@ -427,12 +427,12 @@ async fn only_answers_are_kept() {
 
     // Too large for the front: the back has it, and is not asked for it once more.
     for (front, options) in [
-        (Front::in_memory(1 << 20), options().with_max_response(10)),
-        (Front::in_memory(64), options()),
-        (Front::on(Arc::new(MemoryStore::new(clock.clone()))), options().with_max_response(10)),
+        (Cache::in_memory(1 << 20), options().with_max_response(10)),
+        (Cache::in_memory(64), options()),
+        (Cache::on(Arc::new(MemoryStore::new(clock.clone()))), options().with_max_response(10)),
     ] {
         let (back, faults) = FaultyStore::new(Arc::new(MemoryStore::new(clock.clone())));
-        let small = TieredStore::new(front, Arc::new(back), options);
+        let small = CachedStore::new(front, Arc::new(back), options);
         complete(&small, 1, 1).await;
         settled(&small).await;
         replays(&small, 1, 1).await;
@@ -447,17 +447,17 @@ async fn only_answers_are_kept() {
 async fn an_answer_that_an_operator_gave_is_not_kept() {
     let shared: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
     for front in
-        [|_: &Arc<dyn Store>| Front::in_memory(1 << 20), |shared: &Arc<dyn Store>| Front::on(shared.clone())]
+        [|_: &Arc<dyn Store>| Cache::in_memory(1 << 20), |shared: &Arc<dyn Store>| Cache::on(shared.clone())]
     {
         let back: Arc<dyn Store> = Arc::new(MemoryStore::new(SystemClock::new()));
         // Two processes before one store.
-        let stores = [0; 2].map(|_| TieredStore::new(front(&shared), back.clone(), options()));
+        let stores = [0; 2].map(|_| CachedStore::new(front(&shared), back.clone(), options()));
         let [one, other] = &stores;
         let resolve = |resolution, amend| {
             let (actor, reason) = ("test".to_owned(), "test".to_owned());
             Command::Resolve(Resolve { resolution, retention: MINUTE, force: false, amend, actor, reason })
         };
-        let resolved = async |store: &TieredStore, command| {
+        let resolved = async |store: &CachedStore, command| {
             let outcome = store.apply(id(1), command).await.unwrap();
             assert!(matches!(outcome, Outcome::Resolved { .. }), "{outcome:?}");
         };
@@ -487,8 +487,8 @@ async fn an_answer_that_an_operator_gave_is_not_kept() {
 async fn a_front_that_comes_later_and_one_that_is_closed() {
     let back = Arc::new(MemoryStore::new(SystemClock::new()));
     let (send, receive) = tokio::sync::oneshot::channel::<Arc<dyn Store>>();
-    let later = Front::later(async { receive.await.unwrap() });
-    let store = TieredStore::new(later, back.clone(), options());
+    let later = Cache::later(async { receive.await.unwrap() });
+    let store = CachedStore::new(later, back.clone(), options());
     complete(&store, 1, 1).await;
     replays(&store, 1, 1).await;
     let before = counts(&store);
@@ -512,7 +512,7 @@ async fn a_purge_reaches_both_and_counts_the_back() {
     let clock = Arc::new(ManualClock::at_millis(1_000_000));
     let front = Arc::new(MemoryStore::new(clock.clone()));
     let store =
-        TieredStore::new(Front::on(front.clone()), Arc::new(MemoryStore::new(clock.clone())), options());
+        CachedStore::new(Cache::on(front.clone()), Arc::new(MemoryStore::new(clock.clone())), options());
     for n in 0..3 {
         complete(&store, n, n).await;
     }
