@@ -153,11 +153,11 @@ enum Running {
 pub(crate) async fn open_shared(url: &str) -> Arc<dyn Store> {
     if let Some(tiers) = url.strip_prefix("cached(cache=") {
         // As places write it.
-        let (front, rest) = tiers.split_once(",back=").expect("a back");
-        let (back, _) = rest.split_once(",patience=").expect("a patience");
-        let (front, back) = (open_one(front).await, open_one(back).await);
+        let (cache, rest) = tiers.split_once(",store=").expect("a store");
+        let (store, _) = rest.split_once(",timeout=").expect("a timeout");
+        let (cache, store) = (open_one(cache).await, open_one(store).await);
         let options = CacheOptions::new().with_timeout(Duration::from_secs(CACHE_TIMEOUT)).unwrap();
-        return Arc::new(CachedStore::new(Cache::on(front), back, options));
+        return Arc::new(CachedStore::new(Cache::on(cache), store, options));
     }
     open_one(url).await
 }

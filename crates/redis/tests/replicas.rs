@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::io::Write as _;
 use std::process::Command as Process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -309,9 +310,11 @@ async fn on_a_cluster_nothing_counts_that_a_failover_lost() {
     until("somebody waits for the replica", blocked).await;
     until("the records are there", || (100..130).any(|n| has(primary, n))).await;
     let lost: Vec<u64> = (100..130).filter(|n| has(primary, *n)).collect();
-    // Then it takes over, without asking and without what it did not get.
+    // Then it takes over, without asking and without what it did not get. The order waits in its socket, so that the replica
+    // reads it before it can connect to its primary again.
+    let mut order = std::net::TcpStream::connect(("127.0.0.1", replica.port())).unwrap();
+    order.write_all(b"CLUSTER FAILOVER TAKEOVER\r\n").unwrap();
     drop(stopped);
-    until("it takes over", || replica.command(&["CLUSTER", "FAILOVER", "TAKEOVER"]).is_ok()).await;
     until("it is the primary", || replica.command(&["ROLE"]).is_ok_and(|role| role.contains("master"))).await;
     until("the other one has heard", || primary.command(&["ROLE"]).is_ok_and(|role| role.contains("slave")))
         .await;

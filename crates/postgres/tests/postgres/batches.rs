@@ -260,15 +260,18 @@ async fn a_slow_server_gets_smaller_batches_instead_of_losing_large_ones() {
     }
     run(&mut admin, "TRUNCATE oncegate.records").await;
     run(&mut admin, PER_ROW).await;
-    let first = all(&store, (0..250).map(|n| (id(n), claims(n.into())))).await;
-    let (lost, answered): (Vec<_>, Vec<_>) = first.into_iter().partition(Result::is_err);
-    // The first large ones are lost, and no more.
-    assert!(lost.len() <= 200, "{} lost", lost.len());
-    assert!(
-        lost.iter().flat_map(|lost| lost.as_ref().err()).all(|e| e.kind() == StoreErrorKind::Unavailable)
-    );
-    assert!(answered.len() >= 50, "{}", answered.len());
-    run(&mut admin, "DELETE FROM oncegate.records").await;
-    let second = all(&store, (0..200).map(|n| (id(n), claims(5000 + u128::from(n))))).await;
-    assert!(second.iter().all(Result::is_ok), "{second:?}");
+    // The first large ones are lost. After few rounds, more of them on a busy machine, none is.
+    let mut round = 0;
+    loop {
+        round += 1;
+        run(&mut admin, "DELETE FROM oncegate.records").await;
+        let claims = (0..200).map(|n| (id(n), claims(u128::from(n) + 10_000 * round)));
+        let lost: Vec<_> = all(&store, claims).await.into_iter().filter_map(Result::err).collect();
+        assert!(lost.iter().all(|error| error.kind() == StoreErrorKind::Unavailable), "{lost:?}");
+        if lost.is_empty() {
+            break;
+        }
+        assert!(round < 8, "{} lost in round {round}", lost.len());
+    }
+    assert!(round > 1, "no large batch was lost, so that nothing had to adapt");
 }
