@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncegate_core::{State, Store as _, StoreErrorKind};
 use oncegate_postgres::{PostgresOptions, PostgresStore, TransactError, TransactOutcome, Transactor, schema};
-use oncegate_servers::{Fault, PostgresServer, FaultProxy};
+use oncegate_servers::{Fault, FaultProxy, PostgresServer};
 use sqlx::postgres::PgConnection;
 
 use sqlx::{Connection as _, Row as _};
