@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use oncegate_engine::ConfigError;
 use oncegate_inbox::{
-    Consumer, ConsumerName, Delivery, Failure, Handled, Identity, Message, Processor, Source, SourceError,
+    Consumer, ConsumerName, Delivery, HandlerError, Identity, Message, ProcessOutcome, Processor, Source,
+    SourceError,
 };
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::{PostgresOptions, schema};
@@ -34,7 +35,7 @@ pub(crate) async fn measure() -> Result<()> {
     }
     let inbox = || -> Result<_> {
         let name = ConsumerName::new("benchmark")?;
-        Ok(TransactionalInbox::new(pool.clone(), name, Identity::header("id")).with_batch_max(BATCH)?)
+        Ok(TransactionalInbox::new(pool.clone(), name, Identity::header("id")).with_max_batch(BATCH)?)
     };
     for (title, each, count, again) in [
         ("one statement for each message", true, 20_000, 0),
@@ -82,13 +83,16 @@ fn name() -> ConsumerName {
     ConsumerName::new("by-hand").unwrap_or_else(|_| unreachable!("a good name"))
 }
 
-async fn pay(connection: &mut PgConnection, message: &Message) -> std::result::Result<(), Failure> {
+async fn pay(connection: &mut PgConnection, message: &Message) -> std::result::Result<(), HandlerError> {
     let insert = sqlx::query("INSERT INTO effects (customer, cents) VALUES ($1, $2)");
     insert.bind(customer(message)).bind(4999_i64).execute(connection).await?;
     Ok(())
 }
 
-async fn pay_all(connection: &mut PgConnection, messages: &[&Message]) -> std::result::Result<(), Failure> {
+async fn pay_all(
+    connection: &mut PgConnection,
+    messages: &[&Message],
+) -> std::result::Result<(), HandlerError> {
     let customers: Vec<String> = messages.iter().map(|message| customer(message)).collect();
     let insert = sqlx::query("INSERT INTO effects (customer, cents) SELECT unnest($1::text[]), 4999");
     insert.bind(customers).execute(connection).await?;
@@ -105,7 +109,7 @@ async fn consume(messages: Messages, processor: impl Processor) -> Result<f64> {
     let start = Instant::now();
     let consumer = Consumer::new(messages, processor)
         .with_concurrency(IN_FLIGHT)?
-        .with_held_max(BATCH * IN_FLIGHT * 2)?;
+        .with_max_held(BATCH * IN_FLIGHT * 2)?;
     consumer.run(async { all.is_done().await }).await?;
     Ok(start.elapsed().as_secs_f64())
 }
@@ -215,7 +219,7 @@ enum How {
 }
 
 impl ByHand {
-    async fn handle(&self, messages: &[Arc<Message>]) -> std::result::Result<(), Failure> {
+    async fn handle(&self, messages: &[Arc<Message>]) -> std::result::Result<(), HandlerError> {
         let mut transaction = self.pool.begin().await?;
         match self.how {
             How::Each => {
@@ -248,7 +252,7 @@ impl Processor for ByHand {
         &self.name
     }
 
-    fn batch_max(&self) -> usize {
+    fn max_batch(&self) -> usize {
         if self.how == How::RowForEach { 1 } else { BATCH }
     }
 
@@ -260,13 +264,14 @@ impl Processor for ByHand {
         Ok(())
     }
 
-    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<ProcessOutcome> {
         let done = self.handle(messages).await;
-        let said = |failed: &str| Handled::Failed { attempts: 1, failure: Failure::retry(failed) };
+        let said =
+            |failed: &str| ProcessOutcome::Failed { attempts: 1, failure: HandlerError::retry(failed) };
         messages
             .iter()
             .map(|_| match &done {
-                Ok(()) => Handled::Processed { attempts: 1 },
+                Ok(()) => ProcessOutcome::Processed { attempts: 1 },
                 Err(failure) => said(&failure.to_string()),
             })
             .collect()

@@ -16,7 +16,7 @@ use std::time::Duration;
 use oncegate_amqp::{AmqpBroker, AmqpSource};
 use oncegate_engine::ConfigError;
 use oncegate_inbox::{
-    Consumer, ConsumerName, Failure, Handled, Identity, Message, Order, Processor, SourceInfo,
+    Consumer, ConsumerName, HandlerError, Identity, Message, Order, ProcessOutcome, Processor, SourceInfo,
 };
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPoolOptions};
@@ -43,10 +43,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// The effect of all messages that are new, in the transaction of their receipts.
-async fn invoice(connection: &mut PgConnection, orders: &[&Message]) -> Result<(), Failure> {
+async fn invoice(connection: &mut PgConnection, orders: &[&Message]) -> Result<(), HandlerError> {
     let mut numbers = Vec::with_capacity(orders.len());
     for order in orders {
-        numbers.push(std::str::from_utf8(&order.payload).map_err(Failure::reject)?.to_owned());
+        numbers.push(std::str::from_utf8(&order.payload).map_err(HandlerError::reject)?.to_owned());
     }
     query("INSERT INTO invoices SELECT unnest($1::text[])").bind(numbers).execute(connection).await?;
     die_at("before-commit");
@@ -67,8 +67,8 @@ impl<P: Processor> Processor for DiesAfterCommit<P> {
         self.0.consumer()
     }
 
-    fn batch_max(&self) -> usize {
-        self.0.batch_max()
+    fn max_batch(&self) -> usize {
+        self.0.max_batch()
     }
 
     fn retention(&self) -> Duration {
@@ -79,9 +79,9 @@ impl<P: Processor> Processor for DiesAfterCommit<P> {
         self.0.check(source)
     }
 
-    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<ProcessOutcome> {
         let handled = self.0.process(messages).await;
-        if handled.iter().any(|handled| matches!(handled, Handled::Processed { .. })) {
+        if handled.iter().any(|handled| matches!(handled, ProcessOutcome::Processed { .. })) {
             die_at("after-commit");
         }
         handled

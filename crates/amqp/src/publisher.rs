@@ -65,7 +65,7 @@ struct Shared {
 struct Settings {
     channels: u16,
     patience: Duration,
-    payload_max: usize,
+    max_payload_bytes: usize,
 }
 
 #[derive(Default)]
@@ -79,7 +79,7 @@ impl AmqpPublisher {
     /// To the default exchange, which hands each message to the queue that is called as its routing key.
     #[must_use]
     pub fn new(broker: AmqpBroker) -> Self {
-        let settings = Settings { channels: CHANNELS, patience: PATIENCE, payload_max: PAYLOAD_MAX };
+        let settings = Settings { channels: CHANNELS, patience: PATIENCE, max_payload_bytes: PAYLOAD_MAX };
         Self::made(broker, String::new(), settings)
     }
 
@@ -116,7 +116,7 @@ impl AmqpPublisher {
     ///
     /// # Errors
     /// Outside of 1 to 1000.
-    pub fn with_channels(self, channels: u16) -> Result<Self, ConfigError> {
+    pub fn with_max_channels(self, channels: u16) -> Result<Self, ConfigError> {
         if !(1..=CHANNELS_MAX).contains(&channels) {
             return Err(ConfigError::new(format!("a publisher has 1 to {CHANNELS_MAX} channels")));
         }
@@ -128,7 +128,7 @@ impl AmqpPublisher {
     ///
     /// # Errors
     /// For less than 100 milliseconds or more than an hour.
-    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+    pub fn with_confirm_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
         if !(Duration::from_millis(100)..=Duration::from_secs(3600)).contains(&patience) {
             return Err(ConfigError::new("the patience of a publisher is 100 milliseconds to an hour"));
         }
@@ -138,8 +138,8 @@ impl AmqpPublisher {
     /// How many octets a message may say: what the broker has as `max_message_size`, 16 MiB where nothing is said. The broker
     /// ends the channel for a larger one without telling which one it was, so a larger one is refused here.
     #[must_use]
-    pub fn with_payload_max(self, octets: usize) -> Self {
-        self.again(Settings { payload_max: octets, ..self.shared.settings })
+    pub fn with_max_payload_bytes(self, octets: usize) -> Self {
+        self.again(Settings { max_payload_bytes: octets, ..self.shared.settings })
     }
 }
 
@@ -156,10 +156,10 @@ impl Publisher for AmqpPublisher {
 
 impl Shared {
     async fn publish(&self, message: Outgoing) -> Result<(), PublishError> {
-        if message.payload.len() > self.settings.payload_max {
+        if message.payload.len() > self.settings.max_payload_bytes {
             return Err(PublishError::refused(format!(
                 "the message has more than {} octets",
-                self.settings.payload_max
+                self.settings.max_payload_bytes
             )));
         }
         let routing_key = ShortString::try_new(&*message.topic)

@@ -132,7 +132,7 @@ impl AmqpSource {
     /// The topic of a message is its routing key, and not the queue. Where messages pass through other queues on their way, as
     /// with a queue for those that wait, their routing key may change.
     #[must_use]
-    pub fn with_topic_of_routing_key(self) -> Self {
+    pub fn with_topic_from_routing_key(self) -> Self {
         Self { topic: Topic::RoutingKey, ..self }
     }
 
@@ -171,7 +171,7 @@ impl AmqpSource {
             }
             State::Connecting(task) => {
                 let linked = task.await.unwrap_or_else(|error| {
-                    Err(SourceError::passing("connecting to the broker was cut off").with_source(error))
+                    Err(SourceError::transient("connecting to the broker was cut off").with_source(error))
                 });
                 match linked {
                     Ok(link) => {
@@ -215,8 +215,8 @@ impl AmqpSource {
                 .find(|(n, _)| n.eq_ignore_ascii_case(name))
                 .map(|(_, value)| value.clone()),
         };
-        let hold_max = self.consumer_timeout.map(|time| time / 4);
-        AmqpDelivery { message: Arc::new(message), acker, gone, hold_max, is_settled: AtomicBool::new(false) }
+        let max_hold = self.consumer_timeout.map(|time| time / 4);
+        AmqpDelivery { message: Arc::new(message), acker, gone, max_hold, is_settled: AtomicBool::new(false) }
     }
 }
 
@@ -229,7 +229,7 @@ fn jittered(pause: Duration) -> Duration {
 }
 
 async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Link, SourceError> {
-    let failed = |what: &str, error| SourceError::passing(format!("{what} ({queue})")).with_source(error);
+    let failed = |what: &str, error| SourceError::transient(format!("{what} ({queue})")).with_source(error);
     let connecting = async {
         let connection = broker
             .connect()
@@ -261,7 +261,7 @@ async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Lin
     };
     let linked = timeout(CONNECT_PATIENCE, connecting).await;
     linked.unwrap_or_else(|_| {
-        Err(SourceError::passing(format!("the broker of the queue does not answer ({queue})")))
+        Err(SourceError::transient(format!("the broker of the queue does not answer ({queue})")))
     })
 }
 
@@ -295,7 +295,7 @@ impl Source for AmqpSource {
                 ended => {
                     self.wait();
                     let error =
-                        SourceError::passing(format!("the broker ended the consumer of {}", self.queue));
+                        SourceError::transient(format!("the broker ended the consumer of {}", self.queue));
                     return Err(match ended {
                         Some(Err(why)) => error.with_source(why),
                         _ => error,
@@ -323,9 +323,9 @@ impl Source for AmqpSource {
         match ended {
             Ok(Ok(())) => Ok(()),
             Ok(Err(error)) => {
-                Err(SourceError::passing("the consumer did not end in order").with_source(error))
+                Err(SourceError::transient("the consumer did not end in order").with_source(error))
             }
-            Err(_) => Err(SourceError::passing("the broker did not answer when the consumer ended")),
+            Err(_) => Err(SourceError::transient("the broker did not answer when the consumer ended")),
         }
     }
 }
@@ -361,7 +361,7 @@ pub struct AmqpDelivery {
     /// Told when the channel is of no more use.
     gone: CancellationToken,
     /// How long it may wait to be given back.
-    hold_max: Option<Duration>,
+    max_hold: Option<Duration>,
     /// Whether something was said of it.
     is_settled: AtomicBool,
 }
@@ -398,7 +398,7 @@ impl Delivery for AmqpDelivery {
     async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
         self.is_settled.store(true, Ordering::Relaxed);
         let after = if after.is_zero() && self.message.order_key.is_some() { STOPPING } else { after };
-        let after = self.hold_max.map_or(after, |most| after.min(most));
+        let after = self.max_hold.map_or(after, |most| after.min(most));
         if after.is_zero() {
             return said(self.acker.nack(REQUEUE).await);
         }
@@ -422,10 +422,10 @@ fn said(told: lapin::Result<bool>) -> Result<(), SourceError> {
     match told {
         Ok(true) => Ok(()),
         Ok(false) => {
-            Err(SourceError::passing("the channel that delivered the message is gone; it comes again"))
+            Err(SourceError::transient("the channel that delivered the message is gone; it comes again"))
         }
         Err(error) => {
-            Err(SourceError::passing("the broker could not be told of a message").with_source(error))
+            Err(SourceError::transient("the broker could not be told of a message").with_source(error))
         }
     }
 }

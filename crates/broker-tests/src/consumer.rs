@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use oncegate_inbox::{
-    Consumer, ConsumerName, Event, EventKind, Failure, Identity, MESSAGE_ID, Observer, Order, Source,
+    Consumer, ConsumerName, Event, EventKind, HandlerError, Identity, MESSAGE_ID, Observer, Order, Source,
 };
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -28,8 +28,11 @@ pub async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>
     let processor = inbox.batch_processor(async move |connection, messages| {
         let mut ids = Vec::with_capacity(messages.len());
         for message in messages {
-            let id =
-                message.header(MESSAGE_ID).ok().flatten().ok_or_else(|| Failure::reject("no identifier"))?;
+            let id = message
+                .header(MESSAGE_ID)
+                .ok()
+                .flatten()
+                .ok_or_else(|| HandlerError::reject("no identifier"))?;
             ids.push(String::from_utf8(id.to_vec())?);
         }
         sqlx::query("INSERT INTO ledger (id) SELECT unnest($1::text[])")

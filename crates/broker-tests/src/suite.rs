@@ -9,8 +9,8 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, OnAbandoned, Store, SystemClock};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    Consumer, ConsumerName, Counts, DeadLetter, DeadLetters, DeadReason, Delivery, EventKind, Failure,
-    Handled, Identity, Inbox, Message, Order, Outgoing, Publisher, PutFuture, Source,
+    Consumer, ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadReason, Delivery, EventKind,
+    HandlerError, Identity, Inbox, Message, Order, Outgoing, ProcessOutcome, Publisher, PutFuture, Source,
 };
 use oncegate_postgres::{PostgresOptions, PostgresStore, schema};
 use oncegate_servers::PostgresServer;
@@ -110,7 +110,7 @@ pub fn id(message: &Message) -> String {
 #[derive(Clone, Default)]
 pub struct Letters(Arc<Mutex<Vec<DeadLetter>>>);
 
-impl DeadLetters for Letters {
+impl DeadLetterSink for Letters {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move {
             self.0.lock().unwrap().push(letter.clone());
@@ -125,7 +125,7 @@ pub fn store() -> Arc<dyn Store> {
 }
 
 /// An inbox with a short lease, as one process has it.
-pub fn inbox(store: &Arc<dyn Store>, dead: impl DeadLetters) -> Inbox {
+pub fn inbox(store: &Arc<dyn Store>, dead: impl DeadLetterSink) -> Inbox {
     let name = ConsumerName::new("billing").unwrap();
     let engine = Engine::new(store.clone());
     let inbox = Inbox::new(engine, name, Identity::message_id(), OnAbandoned::Reexecute, dead);
@@ -166,7 +166,7 @@ pub fn run<S, F, Fut>(
 where
     S: Source,
     F: Fn(oncegate_engine::Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<(), Failure>> + Send + 'static,
+    Fut: Future<Output = Result<(), HandlerError>> + Send + 'static,
 {
     let counts = Counts::default();
     let consumer = Consumer::new(source, inbox.processor(handler)).with_observer(counts.clone());
@@ -216,7 +216,10 @@ async fn take_all<S: Source>(
             Ok(())
         });
         let handled = handled.await;
-        assert!(matches!(handled, Handled::Processed { .. } | Handled::Duplicate), "{handled:?}");
+        assert!(
+            matches!(handled, ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate),
+            "{handled:?}"
+        );
         seen.insert(id(&message));
         deliveries.push(delivery);
     }
@@ -265,7 +268,7 @@ pub async fn order_holds<B: Broker>(broker: B) {
             async move {
                 sleep(Duration::from_millis(1)).await;
                 if fails {
-                    return Err(Failure::retry("not yet"));
+                    return Err(HandlerError::retry("not yet"));
                 }
                 effects.note(&message);
                 Ok(())
@@ -291,14 +294,14 @@ pub async fn poison<B: Broker>(broker: B, order: Order, unidentified: impl Futur
     let noted = effects.clone();
     let running = run(
         broker.source().await,
-        inbox(&store, letters.clone()).with_attempts_max(3).unwrap(),
+        inbox(&store, letters.clone()).with_max_attempts(3).unwrap(),
         |consumer| consumer.with_order(order),
         move |_, message| {
             let effects = noted.clone();
             async move {
                 match id(&message).as_bytes().last() {
-                    Some(b'3') => Err(Failure::reject("this will never do")),
-                    Some(b'7') => Err(Failure::retry("not this time")),
+                    Some(b'3') => Err(HandlerError::reject("this will never do")),
+                    Some(b'7') => Err(HandlerError::retry("not this time")),
                     _ => {
                         effects.note(&message);
                         Ok(())
@@ -333,11 +336,11 @@ pub async fn stopping_loses_nothing<B: Broker>(broker: B) {
         run(
             broker.source().await,
             inbox(&store, Letters::default()),
-            |consumer| consumer.with_concurrency(4).unwrap().with_held_max(50).unwrap(),
+            |consumer| consumer.with_concurrency(4).unwrap().with_max_held(50).unwrap(),
             move |_, message| {
                 let (effects, gate) = (noted.clone(), gate.clone());
                 async move {
-                    gate.acquire().await.map_err(|_| Failure::retry("closed"))?.forget();
+                    gate.acquire().await.map_err(|_| HandlerError::retry("closed"))?.forget();
                     effects.note(&message);
                     Ok(())
                 }
@@ -373,7 +376,7 @@ pub async fn a_full_buffer<B: Broker>(broker: B) {
         run(
             broker.source().await,
             inbox(&store, Letters::default()),
-            |consumer| consumer.with_concurrency(2).unwrap().with_held_max(4).unwrap(),
+            |consumer| consumer.with_concurrency(2).unwrap().with_max_held(4).unwrap(),
             move |_, message| {
                 let (effects, slow) = (noted.clone(), slow.clone());
                 began.fetch_add(1, SeqCst);
@@ -405,7 +408,7 @@ pub async fn one_of_two_dies<B: Broker>(broker: B) {
     let dying = run(
         broker.source().await,
         inbox(&store, Letters::default()),
-        |consumer| consumer.with_held_max(20).unwrap(),
+        |consumer| consumer.with_max_held(20).unwrap(),
         move |_, message| {
             let effects = noted.clone();
             async move {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use oncegate_core::{ErrorChain, Fingerprint, StoreError, StoreErrorKind};
 use oncegate_engine::{Panicked, catch_panic};
-use oncegate_inbox::{DeadLetter, DeadReason, Failure, Handled, Message, MessageId, Settlement};
+use oncegate_inbox::{DeadLetter, DeadReason, HandlerError, Message, MessageId, ProcessOutcome, Settlement};
 use oncegate_postgres::sqlx::postgres::{PgDatabaseError, PgSeverity};
 use oncegate_postgres::sqlx::{self, Connection as _};
 use oncegate_postgres::transaction::{
@@ -43,7 +43,7 @@ struct Slot<'m> {
     is_to_begin: bool,
     /// It was noted that it is begun.
     is_begun: bool,
-    handled: Option<Handled>,
+    handled: Option<ProcessOutcome>,
 }
 
 /// What must stay in order.
@@ -68,7 +68,7 @@ enum Tried {
     /// Nothing was run: there is nothing new, or not all of it may be run together.
     NotRun(Vec<Said>),
     /// The handler failed, or COMMIT did. Rolled back.
-    Failed(Failure),
+    Failed(HandlerError),
     /// The handler failed, and the transaction may have been committed all the same, with the receipts of all.
     Torn(Vec<Said>, Transaction),
     /// Rolled back before or after the handler, and worth another run.
@@ -82,23 +82,27 @@ enum Tried {
 enum Known {
     Committed(Vec<Said>),
     NotRun(Vec<Said>),
-    Failed(Failure),
+    Failed(HandlerError),
     Torn(Vec<Said>, Transaction),
     Away(StoreError),
 }
 
 impl Inner {
     /// As many as there are, in batches.
-    pub(crate) async fn process_all<W: Work>(&self, messages: &[Arc<Message>], work: &W) -> Vec<Handled> {
+    pub(crate) async fn process_all<W: Work>(
+        &self,
+        messages: &[Arc<Message>],
+        work: &W,
+    ) -> Vec<ProcessOutcome> {
         let messages: Vec<&Message> = messages.iter().map(|message| &**message).collect();
         self.process(&messages, work).await
     }
 
     /// Says for each message what became of it, in their order.
-    pub(crate) async fn process<W: Work>(&self, messages: &[&Message], work: &W) -> Vec<Handled> {
+    pub(crate) async fn process<W: Work>(&self, messages: &[&Message], work: &W) -> Vec<ProcessOutcome> {
         let mut handled = Vec::with_capacity(messages.len());
         let mut behind = HashSet::new();
-        for messages in messages.chunks(self.batch_max) {
+        for messages in messages.chunks(self.max_batch) {
             let mut slots: Vec<Slot<'_>> = messages.iter().map(|message| self.slot(message)).collect();
             self.process_batch(&mut slots, work, &behind).await;
             self.take_back(&slots).await;
@@ -108,7 +112,7 @@ impl Inner {
                 {
                     behind.insert(key);
                 }
-                handled.push(slot.handled.unwrap_or(Handled::NotBegun));
+                handled.push(slot.handled.unwrap_or(ProcessOutcome::NotBegun));
             }
         }
         self.receipts.tidy();
@@ -141,13 +145,13 @@ impl Inner {
             match self.until_known(&asked, work, &mut cut).await {
                 Known::Committed(said) => {
                     set(slots, &batch, said, |said| match said.what {
-                        What::Process => Some(Handled::Processed { attempts: said.attempts + 1 }),
+                        What::Process => Some(ProcessOutcome::Processed { attempts: said.attempts + 1 }),
                         _ => known(&said),
                     });
                     break;
                 }
                 Known::NotRun(said) => {
-                    let max = self.attempts_max;
+                    let max = self.max_attempts;
                     set(slots, &batch, said, |said| known(&said));
                     for at in batch {
                         let slot = slots.get_mut(at).filter(|slot| slot.handled.is_none());
@@ -175,11 +179,11 @@ impl Inner {
                 behind.contains(&key) || earlier.iter().any(|slot| slot.key() == Some(key) && !slot.is_done())
             });
             slot.handled = Some(match twin(earlier, slot) {
-                _ if is_behind => Handled::NotBegun,
+                _ if is_behind => ProcessOutcome::NotBegun,
                 Some(handled) => handled,
                 None => self.process_alone(slot, work, &mut cut).await,
             });
-            if matches!(slot.handled, Some(Handled::Unavailable(_))) {
+            if matches!(slot.handled, Some(ProcessOutcome::Unavailable(_))) {
                 // What is out of reach is not tried for each of the others.
                 return;
             }
@@ -229,12 +233,12 @@ impl Inner {
     /// Takes back that those are begun which were not, because of one before them: the broker may give them to another process
     /// next, which must not take them for ones that were cut off.
     async fn take_back(&self, slots: &[Slot<'_>]) {
-        if slots.iter().any(|slot| matches!(slot.handled, Some(Handled::Unavailable(_)))) {
+        if slots.iter().any(|slot| matches!(slot.handled, Some(ProcessOutcome::Unavailable(_)))) {
             return;
         }
         let left = slots
             .iter()
-            .filter(|slot| slot.is_begun && matches!(slot.handled, None | Some(Handled::NotBegun)));
+            .filter(|slot| slot.is_begun && matches!(slot.handled, None | Some(ProcessOutcome::NotBegun)));
         let ids: Vec<_> =
             left.filter_map(|slot| slot.receipt.as_ref().ok().map(|receipt| receipt.id)).collect();
         if !ids.is_empty() {
@@ -243,7 +247,7 @@ impl Inner {
     }
 
     /// What is known of a message when it is begun.
-    fn known_begun(&self, said: &Said) -> Option<Handled> {
+    fn known_begun(&self, said: &Said) -> Option<ProcessOutcome> {
         match said.what {
             // Whether it is the same message is to be seen yet.
             What::Processed | What::Dead(_) if self.compares_payloads => None,
@@ -252,7 +256,12 @@ impl Inner {
     }
 
     /// In a transaction of its own, with everything that follows from a failure.
-    async fn process_alone<W: Work>(&self, slot: &Slot<'_>, work: &W, cut: &mut Option<Instant>) -> Handled {
+    async fn process_alone<W: Work>(
+        &self,
+        slot: &Slot<'_>,
+        work: &W,
+        cut: &mut Option<Instant>,
+    ) -> ProcessOutcome {
         let receipt = match &slot.receipt {
             Ok(receipt) => receipt,
             Err(why) => {
@@ -268,13 +277,13 @@ impl Inner {
                         return handled;
                     }
                 }
-                Err(error) => return Handled::Unavailable(error.into()),
+                Err(error) => return ProcessOutcome::Unavailable(error.into()),
             }
         }
         match self.until_known(&[slot], work, cut).await {
             Known::Committed(said) => {
                 let attempts = said.first().map_or(0, |said| said.attempts);
-                Handled::Processed { attempts: attempts.saturating_add(1) }
+                ProcessOutcome::Processed { attempts: attempts.saturating_add(1) }
             }
             Known::NotRun(said) => match said.first() {
                 Some(Said { what: What::Process, attempts }) => {
@@ -287,12 +296,12 @@ impl Inner {
                     let why = "another message has the same identity".to_owned();
                     self.bury(&beside, slot.message, DeadReason::IdentityReused, 0, why).await
                 }
-                said => said.and_then(known).unwrap_or(Handled::NotBegun),
+                said => said.and_then(known).unwrap_or(ProcessOutcome::NotBegun),
             },
             Known::Failed(failure) => self.failed(receipt, slot.message, failure, *cut).await,
             // Of a message by itself what was committed is its effect, as its handler wanted it.
-            Known::Torn(..) => Handled::Duplicate,
-            Known::Away(error) => Handled::Unavailable(error),
+            Known::Torn(..) => ProcessOutcome::Duplicate,
+            Known::Away(error) => ProcessOutcome::Unavailable(error),
         }
     }
 
@@ -301,32 +310,32 @@ impl Inner {
         &self,
         receipt: &Receipt,
         message: &Message,
-        failure: Failure,
+        failure: HandlerError,
         cut: Option<Instant>,
-    ) -> Handled {
+    ) -> ProcessOutcome {
         if failure.error().is::<StreamBusy>() {
             // The broker may give it to another process next, which must not take it for one that was cut off.
             if self.counts_crashes && may_be_known(message) {
                 self.receipts.not_begun(&[receipt.id]).await;
             }
-            return Handled::InFlight { retry_after: ASK_AGAIN };
+            return ProcessOutcome::InFlight { retry_after: ASK_AGAIN };
         }
         let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         let counted = loop {
             match self.receipts.failed(receipt.id).await {
                 Ok(Said { what: What::InFlight, .. }) if is_ahead(cut) => pause.sleep(cut).await,
                 Ok(counted) => break counted,
-                Err(error) => return Handled::Unavailable(error),
+                Err(error) => return ProcessOutcome::Unavailable(error),
             }
         };
         let attempts = counted.attempts;
         let reason = match failure {
             _ if counted.what != What::Failed => {
-                return known(&counted).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN });
+                return known(&counted).unwrap_or(ProcessOutcome::InFlight { retry_after: ASK_AGAIN });
             }
-            Failure::Reject(_) => DeadReason::Rejected,
-            _ if attempts >= self.attempts_max => DeadReason::AttemptsExhausted,
-            failure => return Handled::Failed { attempts, failure },
+            HandlerError::Reject(_) => DeadReason::Rejected,
+            _ if attempts >= self.max_attempts => DeadReason::AttemptsExhausted,
+            failure => return ProcessOutcome::Failed { attempts, failure },
         };
         self.bury(receipt, message, reason, attempts, failure.to_error_text()).await
     }
@@ -358,13 +367,17 @@ impl Inner {
             }
             let handled = self.torn_one(receipt, slot.message, said.attempts, transaction, until).await;
             match handled {
-                Some(Handled::Dead { is_known: false, .. }) => written += 1,
-                Some(Handled::Unavailable(_) | Handled::InFlight { .. } | Handled::Failed { .. }) => {
+                Some(ProcessOutcome::Dead { is_known: false, .. }) => written += 1,
+                Some(
+                    ProcessOutcome::Unavailable(_)
+                    | ProcessOutcome::InFlight { .. }
+                    | ProcessOutcome::Failed { .. },
+                ) => {
                     unwritten += 1;
                 }
                 _ => {}
             }
-            if let Some(Handled::Unavailable(error)) = handled {
+            if let Some(ProcessOutcome::Unavailable(error)) = handled {
                 out_of_reach = Some(error);
             } else {
                 slot.handled = handled;
@@ -388,7 +401,7 @@ impl Inner {
         attempts: u32,
         transaction: Transaction,
         until: Instant,
-    ) -> Option<Handled> {
+    ) -> Option<ProcessOutcome> {
         let why = "a handler ended the transaction of the batch by a statement of its own; the receipt is there, and \
              perhaps the effect is not";
         let letter = self.letter(receipt, message, DeadReason::OutcomeUnknown, attempts, why.to_owned());
@@ -398,7 +411,8 @@ impl Inner {
                 Ok(Said { what: What::Open, .. }) => return None,
                 said => buried(said, &letter),
             };
-            let is_again = matches!(handled, Handled::InFlight { .. } | Handled::Unavailable(_));
+            let is_again =
+                matches!(handled, ProcessOutcome::InFlight { .. } | ProcessOutcome::Unavailable(_));
             if !is_again || !is_ahead(Some(until)) {
                 return Some(handled);
             }
@@ -414,7 +428,7 @@ impl Inner {
         reason: DeadReason,
         attempts: u32,
         error: String,
-    ) -> Handled {
+    ) -> ProcessOutcome {
         let letter = self.letter(receipt, message, reason, attempts, error);
         buried(self.receipts.dead(receipt, &letter, None).await, &letter)
     }
@@ -462,7 +476,7 @@ impl Inner {
                 Tried::Away(error) => return Known::Away(error),
                 Tried::Torn(said, transaction) => return Known::Torn(said, transaction),
                 Tried::Again(error) if !is_alone || runs_left <= 1 => {
-                    return Known::Failed(Failure::retry(error));
+                    return Known::Failed(HandlerError::retry(error));
                 }
                 Tried::Again(_) => runs_left -= 1,
                 Tried::Failed(failure) => {
@@ -523,8 +537,8 @@ impl Inner {
             Ok(()) => return Tried::Committed(said),
             Err(StatementError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
             // Such as a constraint that is checked at the end.
-            Err(StatementError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
-                Tried::Failed(Failure::unsure(error))
+            Err(StepError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
+                Tried::Failed(HandlerError::unsure(error))
             }
             Err(_) => return Tried::Lost(said),
         };
@@ -561,15 +575,15 @@ impl Inner {
         match catch_panic(work.run(open.connection(), &new)).await {
             Ok(Ok(())) => {}
             Ok(Err(failure)) => return Err(Tried::Failed(failure)),
-            Err(Panicked) => return Err(Tried::Failed(Failure::unsure("the handler panicked"))),
+            Err(Panicked) => return Err(Tried::Failed(HandlerError::unsure("the handler panicked"))),
         }
         // A COMMIT of a transaction in which a statement had failed says that all is well, and rolls back.
         match self.receipts.is_still(open, transaction).await {
             Ok(true) => Ok(said),
-            Ok(false) => Err(Tried::Failed(Failure::unsure("the handler ended the transaction itself"))),
+            Ok(false) => Err(Tried::Failed(HandlerError::unsure("the handler ended the transaction itself"))),
             // A statement was refused because one before it had failed.
-            Err(StatementError::Refused(error)) if has_code(&error, "25P02") => {
-                Err(Tried::Failed(Failure::unsure(
+            Err(StepError::Refused(error)) if has_code(&error, "25P02") => {
+                Err(Tried::Failed(HandlerError::unsure(
                     "a statement of the handler had failed, and the handler passed over its error",
                 )))
             }
@@ -577,8 +591,8 @@ impl Inner {
                 Err(Tried::Again(store_error(&error)))
             }
             // What its session ended of, or a statement failed of whose answer nobody waited for. It may do so each time.
-            Err(StatementError::Refused(error)) => Err(Tried::Failed(Failure::unsure(error))),
-            Err(StatementError::TimedOut) => Err(Tried::Away(StatementError::TimedOut.into())),
+            Err(StepError::Refused(error)) => Err(Tried::Failed(HandlerError::unsure(error))),
+            Err(StepError::TimedOut) => Err(Tried::Away(StepError::TimedOut.into())),
         }
     }
 
@@ -589,7 +603,7 @@ impl Inner {
         for (slot, said) in slots.iter().zip(said) {
             let key = slot.key();
             match said.what {
-                What::Process if said.attempts >= self.attempts_max => return false,
+                What::Process if said.attempts >= self.max_attempts => return false,
                 What::Process if key.is_some_and(|key| waiting.contains(&key)) => return false,
                 What::Reused => return false,
                 What::InFlight => waiting.extend(key),
@@ -627,15 +641,15 @@ fn together(slots: &[Slot<'_>], behind: &HashSet<OrderKey<'_>>) -> Vec<usize> {
 }
 
 /// What becomes of a message whose like was in the batch before it.
-fn twin(earlier: &[Slot<'_>], slot: &Slot<'_>) -> Option<Handled> {
+fn twin(earlier: &[Slot<'_>], slot: &Slot<'_>) -> Option<ProcessOutcome> {
     let receipt = slot.receipt.as_ref().ok()?;
     let twin = earlier.iter().find(|earlier| {
         earlier.receipt.as_ref().is_ok_and(|r| r.id == receipt.id && r.digest == receipt.digest)
     })?;
     Some(match twin.handled.as_ref()? {
-        Handled::Processed { .. } | Handled::Duplicate => Handled::Duplicate,
-        Handled::Dead { reason, .. } => Handled::Dead { reason: *reason, is_known: true },
-        _ => Handled::InFlight { retry_after: ASK_AGAIN },
+        ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate => ProcessOutcome::Duplicate,
+        ProcessOutcome::Dead { reason, .. } => ProcessOutcome::Dead { reason: *reason, is_known: true },
+        _ => ProcessOutcome::InFlight { retry_after: ASK_AGAIN },
     })
 }
 
@@ -644,30 +658,37 @@ fn is_ahead(until: Option<Instant>) -> bool {
 }
 
 /// What is known of a message without running it.
-fn known(said: &Said) -> Option<Handled> {
+fn known(said: &Said) -> Option<ProcessOutcome> {
     match said.what {
-        What::Processed => Some(Handled::Duplicate),
-        What::Dead(reason) => Some(Handled::Dead { reason, is_known: true }),
-        What::InFlight => Some(Handled::InFlight { retry_after: ASK_AGAIN }),
+        What::Processed => Some(ProcessOutcome::Duplicate),
+        What::Dead(reason) => Some(ProcessOutcome::Dead { reason, is_known: true }),
+        What::InFlight => Some(ProcessOutcome::InFlight { retry_after: ASK_AGAIN }),
         What::Process | What::Alone | What::Reused | What::Failed | What::Written | What::Open => None,
     }
 }
 
 /// What becomes of a message whose letter was to be written.
-fn buried(said: Result<Said, StoreError>, letter: &DeadLetter) -> Handled {
+fn buried(said: Result<Said, StoreError>, letter: &DeadLetter) -> ProcessOutcome {
     match said {
-        Ok(Said { what: What::Written, .. }) => Handled::Dead { reason: letter.reason, is_known: false },
-        Ok(said) => known(&said).unwrap_or(Handled::InFlight { retry_after: ASK_AGAIN }),
+        Ok(Said { what: What::Written, .. }) => {
+            ProcessOutcome::Dead { reason: letter.reason, is_known: false }
+        }
+        Ok(said) => known(&said).unwrap_or(ProcessOutcome::InFlight { retry_after: ASK_AGAIN }),
         // It holds up its own message alone.
         Err(error) if error.kind() == StoreErrorKind::Invalid => {
-            let failure = Failure::retry(format!("its dead letter is refused: {}", ErrorChain(&error)));
-            Handled::Failed { attempts: letter.attempts.max(1), failure }
+            let failure = HandlerError::retry(format!("its dead letter is refused: {}", ErrorChain(&error)));
+            ProcessOutcome::Failed { attempts: letter.attempts.max(1), failure }
         }
-        Err(error) => Handled::Unavailable(error),
+        Err(error) => ProcessOutcome::Unavailable(error),
     }
 }
 
-fn set(slots: &mut [Slot<'_>], at: &[usize], said: Vec<Said>, handled: impl Fn(Said) -> Option<Handled>) {
+fn set(
+    slots: &mut [Slot<'_>],
+    at: &[usize],
+    said: Vec<Said>,
+    handled: impl Fn(Said) -> Option<ProcessOutcome>,
+) {
     for (at, said) in at.iter().zip(said) {
         if let Some(slot) = slots.get_mut(*at) {
             if matches!(said.what, What::Process | What::Alone) {
@@ -684,7 +705,7 @@ fn set(slots: &mut [Slot<'_>], at: &[usize], said: Vec<Said>, handled: impl Fn(S
 fn away(slots: &mut [Slot<'_>], error: StoreError) {
     let mut error = Some(error);
     for slot in slots.iter_mut().filter(|slot| slot.handled.is_none()) {
-        slot.handled = Some(error.take().map_or(Handled::NotBegun, Handled::Unavailable));
+        slot.handled = Some(error.take().map_or(ProcessOutcome::NotBegun, ProcessOutcome::Unavailable));
     }
 }
 
@@ -715,7 +736,7 @@ fn is_refusal(error: &sqlx::Error) -> bool {
     })
 }
 
-fn is_rolled_back_in(failure: &Failure) -> bool {
+fn is_rolled_back_in(failure: &HandlerError) -> bool {
     failure.error().downcast_ref::<sqlx::Error>().is_some_and(is_rolled_back)
 }
 

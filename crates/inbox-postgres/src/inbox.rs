@@ -7,15 +7,16 @@ use std::time::Duration;
 use oncegate_core::limits;
 use oncegate_engine::ConfigError;
 use oncegate_inbox::{
-    ConsumerName, DEFAULT_MAX_ATTEMPTS, Failure, Handled, Identity, Message, Processor, SourceInfo,
+    ConsumerName, DEFAULT_MAX_ATTEMPTS, HandlerError, Identity, Message, ProcessOutcome, Processor,
+    SourceInfo,
 };
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
 use oncegate_postgres::{Isolation, TransactFnWith};
 
 use crate::batch::digest;
-use crate::letters::{DeadLetterTable, Taken};
+use crate::dead_letters::{DeadLetterTable, Taken};
 use crate::receipts::Receipts;
-use crate::work::{Each, Together, Work};
+use crate::work::{PerMessage, WholeBatch, Work};
 
 /// Processes each message once where its effect is rows in PostgreSQL: the receipt commits with the effect, or neither does.
 /// Cheap to clone.
@@ -33,7 +34,7 @@ use crate::work::{Each, Together, Work};
 /// use std::sync::Arc;
 ///
 /// use oncegate_inbox_postgres::TransactionalInbox;
-/// use oncegate_inbox::{ConsumerName, Handled, Identity, Message};
+/// use oncegate_inbox::{ConsumerName, ProcessOutcome, Identity, Message};
 /// use oncegate_postgres::{PostgresOptions, schema, sqlx};
 ///
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -52,8 +53,8 @@ use crate::work::{Each, Together, Work};
 ///         Ok(())
 ///     }).await
 /// };
-/// assert!(matches!(handle().await, Handled::Processed { attempts: 1 }));
-/// assert!(matches!(handle().await, Handled::Duplicate));
+/// assert!(matches!(handle().await, ProcessOutcome::Processed { attempts: 1 }));
+/// assert!(matches!(handle().await, ProcessOutcome::Duplicate));
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
@@ -66,12 +67,12 @@ pub(crate) struct Inner {
     pub(crate) receipts: Receipts,
     pub(crate) consumer: ConsumerName,
     pub(crate) identity: Identity,
-    pub(crate) attempts_max: u32,
+    pub(crate) max_attempts: u32,
     pub(crate) compares_payloads: bool,
     pub(crate) counts_crashes: bool,
     pub(crate) runs: u32,
     pub(crate) isolation: Option<Isolation>,
-    pub(crate) batch_max: usize,
+    pub(crate) max_batch: usize,
 }
 
 /// How long is remembered that a message was processed, unless told otherwise.
@@ -98,12 +99,12 @@ impl TransactionalInbox {
             receipts: Receipts::new(pool, RETENTION, PATIENCE),
             consumer,
             identity,
-            attempts_max: DEFAULT_MAX_ATTEMPTS,
+            max_attempts: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
             counts_crashes: true,
             runs: 5,
             isolation: None,
-            batch_max: BATCH,
+            max_batch: BATCH,
         };
         Self { inner: Arc::new(inner) }
     }
@@ -131,9 +132,9 @@ impl TransactionalInbox {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_attempts_max(self, attempts: u32) -> Result<Self, ConfigError> {
+    pub fn with_max_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
         let attempts = ConfigError::check("the number of attempts", attempts, 1..=i32::MAX.unsigned_abs())?;
-        Ok(self.with(|inner| inner.attempts_max = attempts))
+        Ok(self.with(|inner| inner.max_attempts = attempts))
     }
 
     /// Compares payloads: a message with a known identity and another payload becomes a dead letter, not a duplicate.
@@ -159,7 +160,7 @@ impl TransactionalInbox {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+    pub fn with_statement_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
         let patience =
             ConfigError::check("the patience with the database", patience, limits::MIN_LEASE..=PATIENCE_MAX)?;
         Ok(self.with(|inner| inner.receipts.patience = patience))
@@ -171,7 +172,7 @@ impl TransactionalInbox {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_runs(self, runs: u32) -> Result<Self, ConfigError> {
+    pub fn with_max_runs(self, runs: u32) -> Result<Self, ConfigError> {
         let runs = ConfigError::check("the number of runs", runs, 1..=100)?;
         Ok(self.with(|inner| inner.runs = runs))
     }
@@ -194,9 +195,9 @@ impl TransactionalInbox {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_batch_max(self, messages: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_batch(self, messages: usize) -> Result<Self, ConfigError> {
         let messages = ConfigError::check("the size of a batch", messages, 1..=BATCH_MAX)?;
-        Ok(self.with(|inner| inner.batch_max = messages))
+        Ok(self.with(|inner| inner.max_batch = messages))
     }
 
     /// Whether receipts whose retention is over are removed beside the work, at first and once a minute. On by
@@ -213,8 +214,8 @@ impl TransactionalInbox {
         &self.inner.consumer
     }
 
-    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a
-    /// program starts. Without, each message is [`Unavailable`](Handled::Unavailable) for as long as that is so.
+    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a program
+    /// starts. Without, each message is [`Unavailable`](ProcessOutcome::Unavailable) for as long as that is so.
     ///
     /// # Errors
     /// [`StoreError`](oncegate_core::StoreError) that says what is missing, or that the database is out of reach.
@@ -228,42 +229,32 @@ impl TransactionalInbox {
     /// it runs. What it writes on the connection commits with the receipt. It must not commit or roll back by statements of
     /// its own. It has no effect elsewhere: it runs again where the database says so. An error that it returns by `?` rolls
     /// everything back, and is an attempt that failed. Dropping this rolls back.
-    pub async fn process<F>(&self, message: &Message, run: F) -> Handled
+    pub async fn process<F>(&self, message: &Message, run: F) -> ProcessOutcome
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
     {
-        let handled = self.inner.process(&[message], &Each(run)).await;
-        handled.into_iter().next().unwrap_or(Handled::NotBegun)
+        let handled = self.inner.process(&[message], &PerMessage(run)).await;
+        handled.into_iter().next().unwrap_or(ProcessOutcome::NotBegun)
     }
 
-    /// Processes messages, those that are new together in one transaction, and says for each what became of it. `run` is
-    /// called for one after the other. Where one fails everything is rolled back, and each is processed alone, in order; after
-    /// one that is to come again, later ones of its order key are [`NotBegun`](Handled::NotBegun).
+    /// Processes several messages and returns the outcome of each, in their order.
     ///
-    /// A handler that commits by a statement of its own commits the receipts of the whole batch. Where that is found out, all
-    /// of them are dead letters whose outcome is unknown.
+    /// The new ones among them share one transaction. `run` gets all of them at once, for statements that write many rows. If
+    /// it fails, everything is rolled back, and it runs again for each message alone, in order, as a list of one. After a
+    /// message that is to be delivered again, later ones with its order key are [`NotBegun`](ProcessOutcome::NotBegun).
     ///
-    /// More than 1000 are processed as several batches.
-    pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<Handled>
-    where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
-            + Clone
-            + Send
-            + Sync,
-    {
-        self.inner.process_all(messages, &Each(run)).await
-    }
-
-    /// As [`process_batch`](Self::process_batch), but `run` gets all messages that are new at once, for statements that write
-    /// many rows. Where it fails it is run again for each message alone, as a list of one.
+    /// A handler that commits by a statement of its own commits the receipts of the whole batch. If that is found out, all of
+    /// these messages become dead letters with an unknown outcome.
+    ///
+    /// More messages than [`with_max_batch`](Self::with_max_batch) allows are processed as several batches.
     ///
     /// ```
     /// # use std::sync::Arc;
     /// # use oncegate_inbox_postgres::TransactionalInbox;
-    /// # use oncegate_inbox::{ConsumerName, Handled, Identity, Message};
+    /// # use oncegate_inbox::{ConsumerName, ProcessOutcome, Identity, Message};
     /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
@@ -272,23 +263,23 @@ impl TransactionalInbox {
     /// # sqlx::query("CREATE TABLE invoices (order_number text)").execute(&pool).await?;
     /// # let inbox = TransactionalInbox::new(pool, ConsumerName::new("billing")?, Identity::payload());
     /// let messages: Vec<_> = ["17", "18", "17"].map(|order| Arc::new(Message::new("orders", order))).into();
-    /// let handled = inbox.process_together(&messages, async |connection, messages| {
+    /// let handled = inbox.process_batch(&messages, async |connection, messages| {
     ///     let orders: Vec<_> = messages.iter().map(|m| String::from_utf8_lossy(&m.payload).into_owned()).collect();
     ///     sqlx::query("INSERT INTO invoices SELECT unnest($1::text[])").bind(orders).execute(connection).await?;
     ///     Ok(())
     /// });
     /// let handled = handled.await;
-    /// assert!(matches!(handled[..], [Handled::Processed { .. }, Handled::Processed { .. }, Handled::Duplicate]));
+    /// assert!(matches!(handled[..], [ProcessOutcome::Processed { .. }, ProcessOutcome::Processed { .. }, ProcessOutcome::Duplicate]));
     /// # Ok(()) }
     /// ```
-    pub async fn process_together<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<Handled>
+    pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<ProcessOutcome>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
     {
-        self.inner.process_all(messages, &Together(run)).await
+        self.inner.process_all(messages, &WholeBatch(run)).await
     }
 
     /// Processes the message of a dead letter of this consumer, once: the letter is deleted, the receipt written and the effect
@@ -297,45 +288,48 @@ impl TransactionalInbox {
     ///
     /// # Errors
     /// What `run` says; a letter of another consumer; one that somebody else holds; an error of the database.
-    pub async fn process_letter<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
+    pub async fn process_dead_letter<T, F>(&self, number: u64, run: F) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
+        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
     {
         let inner = &self.inner;
         let process = async move |connection: &mut PgConnection, taken: Taken| {
             if taken.consumer != inner.consumer.as_str() {
-                return Err(Failure::retry(format!("the letter is one of the consumer {}", taken.consumer)));
+                return Err(HandlerError::retry(format!(
+                    "the letter is one of the consumer {}",
+                    taken.consumer
+                )));
             }
             let digest = inner.compares_payloads.then(|| digest(&taken.message));
             inner.receipts.receive_again(connection, taken.id, digest).await?;
             run(connection, taken.message).await
         };
-        DeadLetterTable::of(&inner.receipts).take_with(letter, inner.isolation, process).await
+        DeadLetterTable::of(&inner.receipts).take_with(number, inner.isolation, process).await
     }
 
     /// A processor for a consumer's loop, as [`process_batch`](Self::process_batch).
-    pub fn processor<F>(self, run: F) -> TransactionalProcessor<Each<F>>
+    pub fn processor<F>(self, run: F) -> TransactionalProcessor<PerMessage<F>>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync
             + 'static,
     {
-        TransactionalProcessor { inbox: self, work: Each(run) }
+        TransactionalProcessor { inbox: self, work: PerMessage(run) }
     }
 
-    /// A processor for a consumer's loop, as [`process_together`](Self::process_together).
-    pub fn batch_processor<F>(self, run: F) -> TransactionalProcessor<Together<F>>
+    /// A processor for a consumer's loop, as [`process_batch`](Self::process_batch).
+    pub fn batch_processor<F>(self, run: F) -> TransactionalProcessor<WholeBatch<F>>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync
             + 'static,
     {
-        TransactionalProcessor { inbox: self, work: Together(run) }
+        TransactionalProcessor { inbox: self, work: WholeBatch(run) }
     }
 
     /// Removes receipts whose retention is over, until there are none left; says how many. Beside the work that happens by
@@ -353,8 +347,8 @@ impl fmt::Debug for TransactionalInbox {
         f.debug_struct("TransactionalInbox")
             .field("consumer", &self.inner.consumer)
             .field("identity", &self.inner.identity)
-            .field("attempts_max", &self.inner.attempts_max)
-            .field("batch_max", &self.inner.batch_max)
+            .field("max_attempts", &self.inner.max_attempts)
+            .field("max_batch", &self.inner.max_batch)
             .finish_non_exhaustive()
     }
 }
@@ -374,8 +368,8 @@ impl<W: Work + 'static> Processor for TransactionalProcessor<W> {
         self.inbox.inner.receipts.retention
     }
 
-    fn batch_max(&self) -> usize {
-        self.inbox.inner.batch_max
+    fn max_batch(&self) -> usize {
+        self.inbox.inner.max_batch
     }
 
     /// Any redelivery time will do: what the broker delivers again while the transaction is open is in flight.
@@ -383,7 +377,7 @@ impl<W: Work + 'static> Processor for TransactionalProcessor<W> {
         self.inbox.inner.identity.check(source)
     }
 
-    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<ProcessOutcome> {
         self.inbox.inner.process_all(messages, &self.work).await
     }
 }

@@ -11,17 +11,17 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod batch;
+mod dead_letters;
 mod inbox;
-mod letters;
 mod outbox;
 mod receipts;
 mod streams;
 mod work;
 
+pub use self::dead_letters::{DeadLetterTable, StoredDeadLetter};
 pub use self::inbox::{TransactionalInbox, TransactionalProcessor};
-pub use self::letters::{DeadLetterTable, KeptLetter};
 pub use self::outbox::{
     OnRefused, Outbox, OutboxDeadLetters, OutboxStatus, Relay, RelayCounts, RelayEvent, RelayEventKind,
     RelayObserver, RelayWaker,
 };
-pub use self::streams::{Applied, StreamBusy, StreamEvent, StreamGap, Streams};
+pub use self::streams::{ApplyOutcome, StreamBusy, StreamEvent, StreamGap, Streams};

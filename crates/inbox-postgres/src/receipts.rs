@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{ErrorChain, RecordId, StoreError};
-use oncegate_inbox::{DeadLetter, DeadReason, Failure};
+use oncegate_inbox::{DeadLetter, DeadReason, HandlerError};
 use oncegate_postgres::sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::query::Query;
 use oncegate_postgres::sqlx::{self, Connection as _, Postgres, Row as _};
@@ -152,7 +152,7 @@ impl Receipts {
         connection: &mut PgConnection,
         id: Vec<u8>,
         digest: Option<[u8; 32]>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), HandlerError> {
         let query = sqlx::query_scalar("SELECT outcome FROM oncegate.receive($1, $2, $3)")
             .persistent(!self.transaction_pooler)
             .bind(id)
@@ -162,7 +162,7 @@ impl Receipts {
         if outcome == "process" {
             return Ok(());
         }
-        Err(Failure::retry(format!("the message of the letter is {outcome} by now")))
+        Err(HandlerError::retry(format!("the message of the letter is {outcome} by now")))
     }
 
     /// Whether this transaction is still that one, and may commit.

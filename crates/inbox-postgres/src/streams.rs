@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use oncegate_engine::ConfigError;
-use oncegate_inbox::{ConsumerName, Failure};
-use oncegate_postgres::TransactFnWith;
+use oncegate_inbox::{ConsumerName, HandlerError};
+use oncegate_postgres::RunWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
 
@@ -16,13 +16,13 @@ use oncegate_postgres::sqlx::{self, Row as _};
 ///
 /// An event that was applied is passed over. One that comes too early is a gap, which is left to the caller
 /// ([`apply`](Self::apply)), filled in ([`apply_or_fetch`](Self::apply_or_fetch)), or waited for
-/// ([`apply_or_park`](Self::apply_or_park)). While a transaction that applied an event is open, nobody else applies one of that
+/// ([`apply_or_buffer`](Self::apply_or_buffer)). While a transaction that applied an event is open, nobody else applies one of that
 /// stream: the others are told at once that it is busy ([`StreamBusy`]), which an inbox takes for a message in flight.
 ///
 /// In the handler of a [`TransactionalInbox`](crate::TransactionalInbox), or in any transaction:
 ///
 /// ```
-/// # use oncegate_inbox_postgres::{Applied, Streams};
+/// # use oncegate_inbox_postgres::{ApplyOutcome, Streams};
 /// # use oncegate_inbox::ConsumerName;
 /// # use oncegate_postgres::{PostgresOptions, schema, sqlx};
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -34,7 +34,7 @@ use oncegate_postgres::sqlx::{self, Row as _};
 /// let mut transaction = pool.begin().await?;
 /// let mut applied = Vec::new();
 /// for (sequence, event) in [(2, "paid"), (1, "placed"), (2, "paid")] {
-///     let one = streams.apply_or_park(&mut transaction, "order-17", sequence, event.as_bytes(), async |connection, event| {
+///     let one = streams.apply_or_buffer(&mut transaction, "order-17", sequence, event.as_bytes(), async |connection, event| {
 ///         let line = String::from_utf8_lossy(&event.event).into_owned();
 ///         sqlx::query("INSERT INTO history VALUES ($1)").bind(line).execute(connection).await?;
 ///         Ok(())
@@ -42,14 +42,14 @@ use oncegate_postgres::sqlx::{self, Row as _};
 ///     applied.push(one.await.map_err(|failure| failure.to_string())?);
 /// }
 /// transaction.commit().await?;
-/// assert_eq!(applied, [Applied::Parked { expected: 1 }, Applied::Now { events: 2 }, Applied::Before]);
+/// assert_eq!(applied, [ApplyOutcome::Buffered { expected: 1 }, ApplyOutcome::Applied { events: 2 }, ApplyOutcome::AlreadyApplied]);
 /// # Ok(()) }
 /// ```
 #[derive(Clone, Debug)]
 pub struct Streams {
     consumer: ConsumerName,
     first: u64,
-    parked_max: u32,
+    max_buffered: u32,
     transaction_pooler: bool,
 }
 
@@ -66,16 +66,16 @@ pub struct StreamEvent {
 /// What became of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a gap was not applied"]
-pub enum Applied {
+pub enum ApplyOutcome {
     /// It was applied now, with those that waited for it or that it waited for.
-    Now {
+    Applied {
         /// How many were applied.
         events: u64,
     },
     /// It was applied before.
-    Before,
+    AlreadyApplied,
     /// It is kept until the missing ones are there.
-    Parked {
+    Buffered {
         /// The first one that is missing.
         expected: u64,
     },
@@ -86,14 +86,14 @@ pub enum Applied {
     },
 }
 
-impl Applied {
+impl ApplyOutcome {
     /// A gap as a failure, for a handler whose message is to come again.
     ///
     /// # Errors
-    /// [`Failure::Retry`] of a [`StreamGap`].
-    pub fn or_again(self) -> Result<(), Failure> {
+    /// [`HandlerError::Retry`] of a [`StreamGap`].
+    pub fn or_retry(self) -> Result<(), HandlerError> {
         match self {
-            Self::Gap { expected } => Err(Failure::retry(StreamGap { expected })),
+            Self::Gap { expected } => Err(HandlerError::retry(StreamGap { expected })),
             _ => Ok(()),
         }
     }
@@ -131,18 +131,18 @@ const EVENT: &str =
 const TAKE: &str = "SELECT t.sequence, t.event, t.is_more FROM oncegate.take_buffered($1, $2) AS t";
 
 /// What the database says of an event.
-enum Said {
+enum Turn {
     Apply { is_more: bool },
-    Before,
+    AlreadyApplied,
     Gap { expected: u64 },
-    Parked { expected: u64 },
+    Buffered { expected: u64 },
 }
 
 impl Streams {
     /// Streams of this consumer, whose events are counted from 1. At most 1000 events of a stream are kept or fetched.
     #[must_use]
     pub const fn new(consumer: ConsumerName) -> Self {
-        Self { consumer, first: 1, parked_max: 1000, transaction_pooler: false }
+        Self { consumer, first: 1, max_buffered: 1000, transaction_pooler: false }
     }
 
     /// The number of the first event of each stream: 0 or 1, mostly.
@@ -155,8 +155,11 @@ impl Streams {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_parked_max(self, events: u32) -> Result<Self, ConfigError> {
-        Ok(Self { parked_max: ConfigError::check("the number of events kept", events, 0..=100_000)?, ..self })
+    pub fn with_max_buffered(self, events: u32) -> Result<Self, ConfigError> {
+        Ok(Self {
+            max_buffered: ConfigError::check("the number of events kept", events, 0..=100_000)?,
+            ..self
+        })
     }
 
     /// The connection goes through a pooler that gives each transaction another session: statements are prepared without a
@@ -169,7 +172,7 @@ impl Streams {
     /// Applies an event if it is the next one; then those that are parked behind it.
     ///
     /// # Errors
-    /// [`StreamBusy`] as a [`Failure::Retry`]; an error of the database; what `apply` says. Roll back, then.
+    /// [`StreamBusy`] as a [`HandlerError::Retry`]; an error of the database; what `apply` says. Roll back, then.
     pub async fn apply<F>(
         &self,
         connection: &mut PgConnection,
@@ -177,9 +180,9 @@ impl Streams {
         sequence: u64,
         event: &[u8],
         apply: F,
-    ) -> Result<Applied, Failure>
+    ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -191,23 +194,23 @@ impl Streams {
     /// the missing ones are there.
     ///
     /// # Errors
-    /// As [`apply`](Self::apply); [`StreamGap`] as a [`Failure::Retry`] where as many are kept as may be.
-    pub async fn apply_or_park<F>(
+    /// As [`apply`](Self::apply); [`StreamGap`] as a [`HandlerError::Retry`] where as many are kept as may be.
+    pub async fn apply_or_buffer<F>(
         &self,
         connection: &mut PgConnection,
         stream: &str,
         sequence: u64,
         event: &[u8],
         apply: F,
-    ) -> Result<Applied, Failure>
+    ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
     {
         match self.run(connection, stream, sequence, event, true, &apply).await? {
-            Applied::Gap { expected } => Err(Failure::retry(StreamGap { expected })),
+            ApplyOutcome::Gap { expected } => Err(HandlerError::retry(StreamGap { expected })),
             applied => Ok(applied),
         }
     }
@@ -216,8 +219,8 @@ impl Streams {
     /// applied before it in the same transaction.
     ///
     /// # Errors
-    /// As [`apply`](Self::apply); what `fetch` says; [`StreamGap`] as a [`Failure::Retry`] where it does not bring as many as
-    /// are missing, or where these are more than may be.
+    /// As [`apply`](Self::apply); what `fetch` says; [`StreamGap`] as a [`HandlerError::Retry`] where it does not bring as many as are
+    /// missing, or where these are more than may be.
     pub async fn apply_or_fetch<F, G, Fut>(
         &self,
         connection: &mut PgConnection,
@@ -226,38 +229,38 @@ impl Streams {
         event: &[u8],
         apply: F,
         fetch: G,
-    ) -> Result<Applied, Failure>
+    ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
         G: FnOnce(Range<u64>) -> Fut + Send,
-        Fut: Future<Output = Result<Vec<Bytes>, Failure>> + Send,
+        Fut: Future<Output = Result<Vec<Bytes>, HandlerError>> + Send,
     {
         let expected = match self.run(connection, stream, sequence, event, false, &apply).await? {
-            Applied::Gap { expected } => expected,
+            ApplyOutcome::Gap { expected } => expected,
             applied => return Ok(applied),
         };
         let missing = sequence.saturating_sub(expected);
-        if missing > u64::from(self.parked_max) {
-            return Err(Failure::retry(StreamGap { expected }));
+        if missing > u64::from(self.max_buffered) {
+            return Err(HandlerError::retry(StreamGap { expected }));
         }
         let fetched = fetch(expected..sequence).await?;
         if fetched.len() as u64 != missing {
             let expected = expected.saturating_add(fetched.len() as u64);
-            return Err(Failure::retry(StreamGap { expected }));
+            return Err(HandlerError::retry(StreamGap { expected }));
         }
         let mut events = 0;
         for (sequence, event) in (expected..).zip(fetched.iter().map(|event| &event[..]).chain([event])) {
             // One of them may have been parked; it is applied as it was fetched.
-            if let Said::Apply { .. } = self.ask(connection, stream, sequence, None).await? {
+            if let Turn::Apply { .. } = self.ask(connection, stream, sequence, None).await? {
                 apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
                 events += 1;
             }
         }
-        events += self.run_parked(connection, stream, &apply).await?;
-        Ok(Applied::Now { events })
+        events += self.apply_buffered(connection, stream, &apply).await?;
+        Ok(ApplyOutcome::Applied { events })
     }
 
     /// Applies it if it is its turn, and those that are parked behind it.
@@ -267,37 +270,38 @@ impl Streams {
         stream: &str,
         sequence: u64,
         event: &[u8],
-        parks: bool,
+        buffers: bool,
         apply: &F,
-    ) -> Result<Applied, Failure>
+    ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
     {
         let mut earlier = 0;
         loop {
-            return match self.ask(connection, stream, sequence, parks.then_some(event)).await? {
-                Said::Apply { is_more } => {
+            return match self.ask(connection, stream, sequence, buffers.then_some(event)).await? {
+                Turn::Apply { is_more } => {
                     apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
-                    let parked = if is_more { self.run_parked(connection, stream, apply).await? } else { 0 };
-                    Ok(Applied::Now { events: earlier + 1 + parked })
+                    let buffered =
+                        if is_more { self.apply_buffered(connection, stream, apply).await? } else { 0 };
+                    Ok(ApplyOutcome::Applied { events: earlier + 1 + buffered })
                 }
                 // It was among those that were parked.
-                Said::Before if earlier > 0 => Ok(Applied::Now { events: earlier }),
-                Said::Before => Ok(Applied::Before),
-                said @ (Said::Parked { expected } | Said::Gap { expected }) => {
+                Turn::AlreadyApplied if earlier > 0 => Ok(ApplyOutcome::Applied { events: earlier }),
+                Turn::AlreadyApplied => Ok(ApplyOutcome::AlreadyApplied),
+                turn @ (Turn::Buffered { expected } | Turn::Gap { expected }) => {
                     // Where an operator has set the stream to an event that is parked, nobody else brings that one.
-                    if parks && earlier == 0 {
-                        earlier = self.run_parked(connection, stream, apply).await?;
+                    if buffers && earlier == 0 {
+                        earlier = self.apply_buffered(connection, stream, apply).await?;
                         if earlier > 0 {
                             continue;
                         }
                     }
-                    match said {
-                        Said::Parked { .. } => Ok(Applied::Parked { expected }),
-                        _ => Ok(Applied::Gap { expected }),
+                    match turn {
+                        Turn::Buffered { .. } => Ok(ApplyOutcome::Buffered { expected }),
+                        _ => Ok(ApplyOutcome::Gap { expected }),
                     }
                 }
             };
@@ -305,14 +309,14 @@ impl Streams {
     }
 
     /// Applies what is parked, as far as it is the next one.
-    async fn run_parked<F>(
+    async fn apply_buffered<F>(
         &self,
         connection: &mut PgConnection,
         stream: &str,
         apply: &F,
-    ) -> Result<u64, Failure>
+    ) -> Result<u64, HandlerError>
     where
-        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), Failure, Fut: Send>
+        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -338,7 +342,7 @@ impl Streams {
         stream: &str,
         sequence: u64,
         event: Option<&[u8]>,
-    ) -> Result<Said, Failure> {
+    ) -> Result<Turn, HandlerError> {
         let number = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
         let query = sqlx::query(EVENT)
             .persistent(!self.transaction_pooler)
@@ -347,20 +351,20 @@ impl Streams {
             .bind(number(sequence))
             .bind(number(self.first))
             .bind(event.map(<[u8]>::to_vec))
-            .bind(i32::try_from(self.parked_max).unwrap_or(i32::MAX));
-        said(&query.fetch_one(connection).await?)
+            .bind(i32::try_from(self.max_buffered).unwrap_or(i32::MAX));
+        turn(&query.fetch_one(connection).await?)
     }
 }
 
-fn said(row: &PgRow) -> Result<Said, Failure> {
+fn turn(row: &PgRow) -> Result<Turn, HandlerError> {
     let expected = row.try_get::<Option<i64>, _>("expected")?.unwrap_or_default().unsigned_abs();
     match row.try_get("outcome")? {
-        "apply" => Ok(Said::Apply { is_more: row.try_get("is_more")? }),
-        "applied" => Ok(Said::Before),
-        "gap" | "full" => Ok(Said::Gap { expected }),
-        "buffered" => Ok(Said::Parked { expected }),
-        "busy" => Err(Failure::retry(StreamBusy)),
-        _ => Err(Failure::retry("PostgreSQL gave an answer that is not that of the contract")),
+        "apply" => Ok(Turn::Apply { is_more: row.try_get("is_more")? }),
+        "applied" => Ok(Turn::AlreadyApplied),
+        "gap" | "full" => Ok(Turn::Gap { expected }),
+        "buffered" => Ok(Turn::Buffered { expected }),
+        "busy" => Err(HandlerError::retry(StreamBusy)),
+        _ => Err(HandlerError::retry("PostgreSQL gave an answer that is not that of the contract")),
     }
 }
 

@@ -1,6 +1,6 @@
 //! What is run in the transaction.
 
-use oncegate_inbox::{Failure, Message};
+use oncegate_inbox::{HandlerError, Message};
 use std::future::Future;
 use std::pin::Pin;
 
@@ -14,25 +14,22 @@ pub trait Work: Send + Sync {
         &self,
         connection: &mut PgConnection,
         messages: &[&Message],
-    ) -> impl Future<Output = Result<(), Failure>> + Send;
+    ) -> impl Future<Output = Result<(), HandlerError>> + Send;
 }
 
 /// A handler of one message.
 #[derive(Debug)]
-pub struct Each<F>(pub(crate) F);
+pub struct PerMessage<F>(pub(crate) F);
 
 /// A handler of many.
 #[derive(Debug)]
-pub struct Together<F>(pub(crate) F);
+pub struct WholeBatch<F>(pub(crate) F);
 
-impl<F> Work for Each<F>
+impl<F> Work for PerMessage<F>
 where
-    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), Failure, Fut: Send>
-        + Clone
-        + Send
-        + Sync,
+    F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send> + Clone + Send + Sync,
 {
-    async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), Failure> {
+    async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), HandlerError> {
         for message in messages {
             boxed(self.0.clone(), &mut *connection, *message).await?;
         }
@@ -40,24 +37,24 @@ where
     }
 }
 
-impl<F> Work for Together<F>
+impl<F> Work for WholeBatch<F>
 where
-    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), Failure, Fut: Send>
+    F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
         + Clone
         + Send
         + Sync,
 {
-    async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), Failure> {
+    async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), HandlerError> {
         boxed(self.0.clone(), connection, messages).await
     }
 }
 
-type Running<'c> = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send + 'c>>;
+type Running<'c> = Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send + 'c>>;
 
 /// In a future that is not boxed, the compiler loses sight of the two lifetimes being one.
 fn boxed<'c, F, M>(run: F, connection: &'c mut PgConnection, what: M) -> Running<'c>
 where
-    F: TransactFnWith<&'c mut PgConnection, M, (), Failure, Fut: Send + 'c>,
+    F: RunWith<&'c mut PgConnection, M, (), HandlerError, Fut: Send + 'c>,
 {
     Box::pin(run(connection, what))
 }

@@ -16,8 +16,8 @@ use tokio_util::time::DelayQueue;
 use tracing::{Instrument as _, debug, error, info_span, warn};
 
 use crate::event::{Event, EventKind, Observer};
-use crate::handled::{DeadReason, Handled, Settlement};
 use crate::message::Message;
+use crate::outcome::{DeadReason, ProcessOutcome, Settlement};
 use crate::processor::Processor;
 use crate::source::{Delivery, Source, SourceError};
 
@@ -40,8 +40,8 @@ pub struct Consumer<S, P> {
 
 struct Settings {
     concurrency: usize,
-    held_max: usize,
-    octets_max: usize,
+    max_held: usize,
+    max_bytes: usize,
     order: Order,
     backoff: (Duration, Duration),
     patience: Duration,
@@ -53,7 +53,7 @@ impl<S, P> fmt::Debug for Consumer<S, P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Consumer")
             .field("concurrency", &self.settings.concurrency)
-            .field("held_max", &self.settings.held_max)
+            .field("max_held", &self.settings.max_held)
             .field("order", &self.settings.order)
             .finish_non_exhaustive()
     }
@@ -131,7 +131,7 @@ const CUT_PATIENCE: Duration = Duration::from_secs(1);
 const MAX_DEAD_IN_A_ROW: u32 = 100;
 
 /// Extensions that are under way at once.
-const EXTENDING_MAX: usize = 32;
+const MAX_EXTENDING: usize = 32;
 
 impl<S: Source, P: Processor> Consumer<S, P> {
     /// Eight batches at a time, at most 1000 messages and 64 MiB held, order per key, pauses of 100 ms to 30 s after failures,
@@ -139,8 +139,8 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     pub fn new(source: S, processor: P) -> Self {
         let settings = Settings {
             concurrency: 8,
-            held_max: 1000,
-            octets_max: 64 << 20,
+            max_held: 1000,
+            max_bytes: 64 << 20,
             order: Order::PerKey,
             backoff: (Duration::from_millis(100), Duration::from_secs(30)),
             patience: Duration::from_secs(30),
@@ -163,14 +163,14 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_held_max(mut self, messages: usize) -> Result<Self, ConfigError> {
-        self.settings.held_max = ConfigError::check("the number of messages held", messages, 1..=100_000)?;
+    pub fn with_max_held(mut self, messages: usize) -> Result<Self, ConfigError> {
+        self.settings.max_held = ConfigError::check("the number of messages held", messages, 1..=100_000)?;
         Ok(self)
     }
 
     /// How many octets of messages are held at the most; one message is, whatever its size.
-    pub fn with_octets_max(mut self, octets: usize) -> Self {
-        self.settings.octets_max = octets;
+    pub fn with_max_bytes(mut self, octets: usize) -> Self {
+        self.settings.max_bytes = octets;
         self
     }
 
@@ -195,7 +195,7 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     /// How long what runs may take when the consumer is stopped. What has not ended by then is cut off, and comes again. A
     /// handler that blocks its thread cannot be cut off: [`run`](Self::run) returns without it, and tokio's runtime waits for it
     /// when it is dropped. Blocking work belongs into `spawn_blocking`.
-    pub fn with_patience(mut self, patience: Duration) -> Self {
+    pub fn with_shutdown_timeout(mut self, patience: Duration) -> Self {
         self.settings.patience = patience;
         self
     }
@@ -300,14 +300,14 @@ struct DeadInARow {
 }
 
 impl DeadInARow {
-    fn note(&mut self, handled: &Handled) {
+    fn note(&mut self, handled: &ProcessOutcome) {
         match handled {
-            Handled::Processed { .. } => *self = Self::default(),
-            Handled::Dead { reason, is_known: false } => {
+            ProcessOutcome::Processed { .. } => *self = Self::default(),
+            ProcessOutcome::Dead { reason, is_known: false } => {
                 self.count = self.count.saturating_add(1);
                 self.reason = Some(*reason);
             }
-            Handled::Failed { failure, .. } => self.failure = Some(failure.to_error_text()),
+            ProcessOutcome::Failed { failure, .. } => self.failure = Some(failure.to_error_text()),
             _ => {}
         }
     }
@@ -367,7 +367,7 @@ struct Run<S: Source, P> {
     ready: VecDeque<LaneKey>,
     parked: DelayQueue<LaneKey>,
     batches: HashMap<Id, Batch<S::Delivery>>,
-    running: JoinSet<Vec<Handled>>,
+    running: JoinSet<Vec<ProcessOutcome>>,
     /// Tells how many octets it frees.
     settling: JoinSet<usize>,
     extending: Option<AbortHandle>,
@@ -425,7 +425,7 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 
     fn has_room(&self) -> bool {
-        self.held < self.settings.held_max && (self.held == 0 || self.octets < self.settings.octets_max)
+        self.held < self.settings.max_held && (self.held == 0 || self.octets < self.settings.max_bytes)
     }
 
     /// Takes what came, and what else is there already, so that batches are as full as they can be.
@@ -482,14 +482,14 @@ impl<S: Source, P: Processor> Run<S, P> {
 
     /// Begins as many batches as may run.
     fn dispatch(&mut self) {
-        let batch_max = self.processor.batch_max().max(1);
+        let max_batch = self.processor.max_batch().max(1);
         while self.running.len() < self.settings.concurrency && !self.away.is_on() {
             let mut batch = Batch { lanes: Vec::new(), began: Instant::now() };
             let mut messages = Vec::new();
-            while messages.len() < batch_max
+            while messages.len() < max_batch
                 && let Some(key) = self.ready.pop_front()
             {
-                let taken = self.take(&key, batch_max - messages.len());
+                let taken = self.take(&key, max_batch - messages.len());
                 if taken.is_empty() {
                     self.place(key, None);
                 } else {
@@ -552,7 +552,7 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 
     /// A batch has ended.
-    fn done(&mut self, done: Result<(Id, Vec<Handled>), tokio::task::JoinError>) {
+    fn done(&mut self, done: Result<(Id, Vec<ProcessOutcome>), tokio::task::JoinError>) {
         let (id, handled) = match done {
             Ok((id, handled)) => (id, Some(handled)),
             Err(error) => (error.id(), None),
@@ -575,7 +575,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                     Some(handled) => {
                         // What was given back comes again as one that has not failed; its attempts are counted elsewhere, too.
                         let before = match &handled {
-                            Handled::Failed { attempts, .. } => attempts.saturating_sub(1),
+                            ProcessOutcome::Failed { attempts, .. } => attempts.saturating_sub(1),
                             _ => 0,
                         };
                         let backoff = self.backoff(held.failures.max(before));
@@ -583,30 +583,31 @@ impl<S: Source, P: Processor> Run<S, P> {
                         self.tell(held.message(), &handled);
                         self.dead_in_a_row.note(&handled);
                         match &handled {
-                            Handled::Unavailable(_) => is_away = true,
-                            Handled::Failed { .. } => held.failures = held.failures.saturating_add(1),
+                            ProcessOutcome::Unavailable(_) => is_away = true,
+                            ProcessOutcome::Failed { .. } => held.failures = held.failures.saturating_add(1),
                             _ => {}
                         }
-                        let may_go = !matches!(handled, Handled::Unavailable(_) | Handled::NotBegun);
+                        let may_go =
+                            !matches!(handled, ProcessOutcome::Unavailable(_) | ProcessOutcome::NotBegun);
                         (handled.settlement(backoff), may_go)
                     }
                     None => {
                         let backoff = self.backoff(held.failures);
                         held.failures = held.failures.saturating_add(u32::from(panicked));
-                        (Settlement::Later(backoff), false)
+                        (Settlement::RedeliverAfter(backoff), false)
                     }
                 };
                 match settlement {
                     (Settlement::Acknowledge, _) => self.settle(held, None),
-                    (Settlement::Later(_), _) if held.delivery.is_lost() => {
+                    (Settlement::RedeliverAfter(_), _) if held.delivery.is_lost() => {
                         self.forget(&held, EventKind::Lost)
                     }
-                    (Settlement::Later(wait), true)
+                    (Settlement::RedeliverAfter(wait), true)
                         if S::Delivery::GIVES_BACK && matches!(key, LaneKey::Single(_)) =>
                     {
                         self.settle(held, Some(wait));
                     }
-                    (Settlement::Later(wait), _) => {
+                    (Settlement::RedeliverAfter(wait), _) => {
                         // Those behind it wait as long as the first one.
                         after.get_or_insert(wait);
                         kept.push(held);
@@ -632,17 +633,17 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 
     /// Tells the log. What a handler says of its failures is its own affair; nothing else here comes from a message.
-    fn tell(&self, message: &Message, handled: &Handled) {
+    fn tell(&self, message: &Message, handled: &ProcessOutcome) {
         let (consumer, topic) = (self.processor.consumer().as_str(), message.topic.as_str());
         match handled {
-            Handled::Failed { attempts, failure } => {
+            ProcessOutcome::Failed { attempts, failure } => {
                 let failure = ErrorChain(failure.error());
                 warn!(consumer, topic, attempts, %failure, "a message was not processed; it is tried again");
             }
-            Handled::Dead { reason, is_known: false } => {
+            ProcessOutcome::Dead { reason, is_known: false } => {
                 warn!(consumer, topic, %reason, "a message is a dead letter now");
             }
-            Handled::Unavailable(error) => {
+            ProcessOutcome::Unavailable(error) => {
                 warn!(consumer, topic, error = %ErrorChain(&error), "a message cannot be processed now; it is tried again");
             }
             handled => {
@@ -713,7 +714,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         let task = tokio::spawn(async move {
             let mut under_way = JoinSet::new();
             for delivery in due {
-                if under_way.len() >= EXTENDING_MAX {
+                if under_way.len() >= MAX_EXTENDING {
                     under_way.join_next().await;
                 }
                 let (observer, processor) = (observer.clone(), processor.clone());

@@ -1,74 +1,74 @@
-//! What happened, for metrics and logs.
+//! Events for metrics and logs.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::handled::{DeadReason, Handled};
+use crate::outcome::{DeadReason, ProcessOutcome};
 
-/// Something that happened to a delivery. Names neither the message nor what it says.
+/// An event of a delivery. It contains neither the message nor its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Event<'a> {
-    /// Whose message it is.
+    /// The consumer of the message.
     pub consumer: &'a str,
-    /// Where it came from.
+    /// The topic of the message.
     pub topic: &'a str,
-    /// What.
+    /// The kind of the event.
     pub kind: EventKind,
-    /// How long it took to process the batch that it was in, or to settle it.
+    /// The duration of processing its batch, or of settling it.
     pub took: Duration,
 }
 
 impl<'a> Event<'a> {
-    /// An event.
+    /// Creates an event.
     #[must_use]
     pub const fn new(consumer: &'a str, topic: &'a str, kind: EventKind, took: Duration) -> Self {
         Self { consumer, topic, kind, took }
     }
 }
 
-/// What happened.
+/// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum EventKind {
     /// A message was processed now.
     Processed,
-    /// It was processed before.
+    /// A message was processed before.
     Duplicate,
-    /// Somebody else was processing it.
+    /// Another consumer was processing the message.
     InFlight,
-    /// It failed, and will be tried again.
+    /// An attempt failed, and the message will be tried again.
     Failed,
-    /// It is given up.
+    /// A message was given up.
     Dead(DeadReason),
     /// The store, the database or the destination of dead letters was out of reach.
     Unavailable,
-    /// It was not begun, because an earlier one of its order key was not processed.
+    /// A message was not started, because an earlier one with its order key was not processed.
     NotBegun,
-    /// It was acknowledged.
+    /// A message was acknowledged.
     Acknowledged,
-    /// It was given back to its broker.
+    /// A message was given back to its broker.
     GivenBack,
-    /// It was not begun or not settled, because the broker delivers it to somebody else by now.
+    /// A message was not started or not settled, because the broker delivers it to another consumer by now.
     Lost,
-    /// The broker could not be told of it. It comes again.
+    /// The broker did not confirm an acknowledgement or a return. The message is delivered again.
     SettlementFailed,
-    /// The broker did not give more time for it. It may come again while it is processed.
+    /// The broker did not give more time for a message. It may be delivered again while it is processed.
     ExtensionFailed,
-    /// The broker was out of reach, or said that something is wrong.
+    /// The broker was out of reach, or reported an error.
     SourceFailed,
-    /// What processes messages panicked.
+    /// The processor panicked.
     Panicked,
-    /// A request was refused: it is no webhook of its sender's, or it did not arrive whole.
+    /// A request was refused: it is not a valid webhook of its sender, or it did not arrive completely.
     Refused,
-    /// A webhook was sent away, because as many as may are being processed.
+    /// A webhook was refused because the maximum number of webhooks is being processed.
     Overloaded,
 }
 
 impl EventKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 20] = [
         Self::Processed,
         Self::Duplicate,
@@ -92,21 +92,21 @@ impl EventKind {
         Self::Overloaded,
     ];
 
-    /// What a handled delivery is as an event.
+    /// Returns the event kind of an outcome.
     #[must_use]
-    pub const fn of(handled: &Handled) -> Self {
+    pub const fn of(handled: &ProcessOutcome) -> Self {
         match handled {
-            Handled::Processed { .. } => Self::Processed,
-            Handled::Duplicate => Self::Duplicate,
-            Handled::InFlight { .. } => Self::InFlight,
-            Handled::Failed { .. } => Self::Failed,
-            Handled::Dead { reason, .. } => Self::Dead(*reason),
-            Handled::Unavailable(_) => Self::Unavailable,
-            Handled::NotBegun => Self::NotBegun,
+            ProcessOutcome::Processed { .. } => Self::Processed,
+            ProcessOutcome::Duplicate => Self::Duplicate,
+            ProcessOutcome::InFlight { .. } => Self::InFlight,
+            ProcessOutcome::Failed { .. } => Self::Failed,
+            ProcessOutcome::Dead { reason, .. } => Self::Dead(*reason),
+            ProcessOutcome::Unavailable(_) => Self::Unavailable,
+            ProcessOutcome::NotBegun => Self::NotBegun,
         }
     }
 
-    /// The word that metrics have for it, and for a dead letter its reason.
+    /// The word for this kind in metrics. Dead letters have their reason in a label of its own.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -137,18 +137,18 @@ impl EventKind {
     }
 }
 
-/// Hears every [`Event`]. Called where messages are handled: it must be quick and must not block.
+/// Receives every [`Event`]. It is called on the processing path, so it must be quick and must not block.
 pub trait Observer: Send + Sync + 'static {
-    /// Takes note.
+    /// Receives one event.
     fn observe(&self, event: &Event<'_>);
 }
 
-/// Hears nothing.
+/// Ignores all events.
 impl Observer for () {
     fn observe(&self, _: &Event<'_>) {}
 }
 
-/// Two hear in turn.
+/// Passes each event to both observers.
 impl<A: Observer, B: Observer> Observer for (A, B) {
     fn observe(&self, event: &Event<'_>) {
         self.0.observe(event);
@@ -156,7 +156,7 @@ impl<A: Observer, B: Observer> Observer for (A, B) {
     }
 }
 
-/// Counts events. Cheap to clone; all clones count the same.
+/// Counts events. Clones are cheap and share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Counts(Arc<Cells>);
 
@@ -164,14 +164,13 @@ pub struct Counts(Arc<Cells>);
 struct Cells([AtomicU64; EventKind::ALL.len()]);
 
 impl Counts {
-    /// How often this happened.
+    /// Returns the number of events of this kind.
     #[must_use]
     pub fn get(&self, kind: EventKind) -> u64 {
         self.cell(kind).map_or(0, |cell| cell.load(Ordering::Relaxed))
     }
 
-    /// The numbers in the text format of Prometheus: `oncegate_messages_total`, with the labels `consumer`, `event` and
-    /// `reason`.
+    /// Formats the counts for Prometheus: `oncegate_messages_total`, with the labels `consumer`, `event` and `reason`.
     #[must_use]
     pub fn to_prometheus(&self, consumer: &crate::ConsumerName) -> String {
         let mut text = String::from(

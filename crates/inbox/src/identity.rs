@@ -1,4 +1,4 @@
-//! What tells that two deliveries are one message.
+//! Identities: the rule by which two deliveries are recognized as one message.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,18 +13,18 @@ use sha2::{Digest as _, Sha256};
 use crate::message::Message;
 use crate::source::SourceInfo;
 
-/// What a message is told by. The same at each of its deliveries, and at no other message's.
+/// The rule that identifies a message: the same result at each of its deliveries, another one for every other message.
 ///
-/// An identifier that the producer gives a message is one wherever the message turns up, also in a retry queue. What is taken
-/// out of its content is one within its topic only: an order that was paid may have the number of the order that was placed.
-/// [`within_topic`](Self::within_topic) decides otherwise.
+/// An identifier that the producer sets is valid everywhere, for example also after a retry queue. An identity from the
+/// content is valid within its topic only, because a paid order may have the number of the placed order.
+/// [`within_topic`](Self::within_topic) overrides this.
 #[derive(Clone, Debug)]
 pub struct Identity {
     kind: Kind,
     within_topic: bool,
 }
 
-/// A function of the application's own.
+/// A function of the application.
 type Own = Arc<dyn Fn(&Message) -> Option<String> + Send + Sync>;
 
 #[derive(Clone)]
@@ -40,72 +40,78 @@ enum Kind {
 }
 
 impl Identity {
-    /// What the broker tells the message by. It is another one when the producer sends a message again, so that is
-    /// no duplicate; use what the producer gives where it gives something.
+    /// The broker's own identifier.
+    ///
+    /// If the producer sends a message again, the broker gives it another identifier, so the copy is not recognized as
+    /// a duplicate. Prefer an identifier of the producer if there is one.
     #[must_use]
     pub const fn broker() -> Self {
         Self { kind: Kind::Broker, within_topic: true }
     }
 
-    /// The value of a header that the producer sets, its name compared without case.
+    /// The value of a header that the producer sets. Its name is compared without case.
     #[must_use]
     pub fn header(name: impl Into<String>) -> Self {
         Self { kind: Kind::Header(name.into()), within_topic: false }
     }
 
-    /// What [`Outbox`-relayed](crate::Outgoing) messages have: the header [`MESSAGE_ID`](crate::MESSAGE_ID).
+    /// The header [`MESSAGE_ID`](crate::MESSAGE_ID), which every [`Publisher`](crate::Publisher) and the outbox relay
+    /// set.
     #[must_use]
     pub fn message_id() -> Self {
         Self::header(crate::MESSAGE_ID)
     }
 
-    /// `source` and `id` of a CloudEvent (CloudEvents 1.0), from its attributes in headers (`ce-`, `ce_`, `cloudEvents:` or
-    /// `cloudEvents_` before their names) or, where there are none, from an event in JSON.
+    /// The `source` and `id` of a CloudEvent (CloudEvents 1.0).
+    ///
+    /// They are read from headers with the prefix `ce-`, `ce_`, `cloudEvents:` or `cloudEvents_`. Without such headers
+    /// they are read from an event in JSON.
     #[must_use]
     pub const fn cloud_events() -> Self {
         Self { kind: Kind::CloudEvents, within_topic: false }
     }
 
-    /// The header `webhook-id` of Standard Webhooks, or `svix-id`, as it was called before.
+    /// The header `webhook-id` of Standard Webhooks, or its older name `svix-id`.
     #[must_use]
     pub const fn standard_webhooks() -> Self {
         Self { kind: Kind::StandardWebhooks, within_topic: false }
     }
 
-    /// A member of the payload, which is JSON: a string that is not empty, or an integer.
+    /// One member of a JSON payload: a string that is not empty, or an integer.
     #[must_use]
     pub const fn json(pointer: JsonPointer) -> Self {
         Self { kind: Kind::Json(pointer), within_topic: true }
     }
 
-    /// Several members of the payload, which is JSON, together.
+    /// Several members of a JSON payload together.
     #[must_use]
     pub const fn natural(key: NaturalKey) -> Self {
         Self { kind: Kind::Natural(key), within_topic: true }
     }
 
-    /// The payload as a whole: the last resort. Two orders of the same thing are one message then.
+    /// The whole payload: the last resort, because two equal orders are then one message.
     #[must_use]
     pub const fn payload() -> Self {
         Self { kind: Kind::Payload, within_topic: true }
     }
 
-    /// What this function makes of the message; `None` where it has no identity. Where it panics there is none, either.
+    /// The result of a function. `None`, or a panic, means that the message has no identity.
     #[must_use]
     pub fn with(id: impl Fn(&Message) -> Option<String> + Send + Sync + 'static) -> Self {
         Self { kind: Kind::With(Arc::new(id)), within_topic: false }
     }
 
-    /// Whether messages of two topics are never one message, even if they are told by the same.
+    /// Limits the identity to its topic: equal identifiers in two topics are then two messages.
     #[must_use]
     pub fn within_topic(self, within_topic: bool) -> Self {
         Self { within_topic, ..self }
     }
 
-    /// Whether messages of such a source can have this identity. Every message would be a dead letter otherwise.
+    /// Checks that messages of a source can have this identity. If they cannot, every message would become a dead
+    /// letter.
     ///
     /// # Errors
-    /// What the source cannot have, and what to take instead.
+    /// The property that the source lacks, and the identity to use instead.
     pub fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
         match &self.kind {
             Kind::Broker if !source.has_broker_ids() => Err(ConfigError::new(
@@ -119,14 +125,14 @@ impl Identity {
         }
     }
 
-    /// What this message is told by.
+    /// Returns the identifier of a message.
     ///
     /// # Errors
-    /// [`NoIdentity`], with what is missing.
-    pub fn of(&self, message: &Message) -> Result<MessageId, NoIdentity> {
+    /// [`IdentityError`] with the missing part.
+    pub fn of(&self, message: &Message) -> Result<MessageId, IdentityError> {
         let (kind, id) = self.kind.of(message)?;
         if id.is_empty() {
-            return Err(NoIdentity(format!("{} is empty", self.kind)));
+            return Err(IdentityError(format!("{} is empty", self.kind)));
         }
         let topic = if self.within_topic { message.topic.as_str() } else { "" };
         Ok(MessageId::new(kind, topic, &id))
@@ -134,11 +140,11 @@ impl Identity {
 }
 
 impl Kind {
-    /// Where the identity was found, and what it is.
-    fn of(&self, message: &Message) -> Result<(Vec<String>, Bytes), NoIdentity> {
-        let missing = || NoIdentity(format!("the message has no {self}"));
+    /// Returns the place where the identity was found, and the identity.
+    fn of(&self, message: &Message) -> Result<(Vec<String>, Bytes), IdentityError> {
+        let missing = || IdentityError(format!("the message has no {self}"));
         let header = |name: &str| {
-            message.header(name).map_err(|_| NoIdentity(format!("the message has several headers {name}")))
+            message.header(name).map_err(|_| IdentityError(format!("the message has several headers {name}")))
         };
         let kind = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect();
         match self {
@@ -163,18 +169,18 @@ impl Kind {
             }
             Self::Json(pointer) => {
                 let payload: Value = serde_json::from_slice(&message.payload)
-                    .map_err(|_| NoIdentity("the payload is not JSON".to_owned()))?;
+                    .map_err(|_| IdentityError("the payload is not JSON".to_owned()))?;
                 match payload.pointer(pointer.as_str()).ok_or_else(missing)? {
                     Value::String(id) => Ok((kind(&["json", pointer.as_str()]), id.clone().into())),
                     Value::Number(id) if id.is_u64() || id.is_i64() => {
                         Ok((kind(&["json-number", pointer.as_str()]), id.to_string().into()))
                     }
-                    _ => Err(NoIdentity(format!("{self} is neither a string nor an integer"))),
+                    _ => Err(IdentityError(format!("{self} is neither a string nor an integer"))),
                 }
             }
             Self::Natural(key) => {
                 let key = key.of(b"application/json", &message.payload);
-                let key = key.map_err(|missing| NoIdentity(missing.to_string()))?;
+                let key = key.map_err(|missing| IdentityError(missing.to_string()))?;
                 Ok((kind(&["natural"]), Bytes::copy_from_slice(key.as_bytes())))
             }
             Self::Payload => {
@@ -182,9 +188,10 @@ impl Kind {
                 Ok((kind(&["payload"]), RecordId::from_bytes(digest).to_string().into()))
             }
             Self::With(id) => {
-                // A message that it cannot stand is a dead letter, and not one that is tried for ever.
+                // A message on which the function panics must become a dead letter. If the panic escaped, the message
+                // would be retried forever.
                 let id = catch_unwind(AssertUnwindSafe(|| id(message)));
-                let id = id.map_err(|_| NoIdentity(format!("what is to make its {self} panicked")))?;
+                let id = id.map_err(|_| IdentityError(format!("what is to make its {self} panicked")))?;
                 Ok((kind(&["own"]), id.ok_or_else(missing)?.into()))
             }
         }
@@ -212,17 +219,17 @@ impl fmt::Debug for Kind {
     }
 }
 
-/// `source` and `id`.
+/// Returns `source` and `id`.
 fn cloud_event<'m>(
     message: &'m Message,
-    header: impl Fn(&str) -> Result<Option<&'m Bytes>, NoIdentity>,
-) -> Result<Option<(String, Bytes)>, NoIdentity> {
+    header: impl Fn(&str) -> Result<Option<&'m Bytes>, IdentityError>,
+) -> Result<Option<(String, Bytes)>, IdentityError> {
     let text = |octets: &Bytes| String::from_utf8_lossy(octets).into_owned();
     for prefix in ["ce-", "ce_", "cloudEvents:", "cloudEvents_"] {
         match (header(&format!("{prefix}source"))?, header(&format!("{prefix}id"))?) {
             (Some(source), Some(id)) => return Ok(Some((text(source), id.clone()))),
             (None, None) => {}
-            _ => return Err(NoIdentity("the CloudEvent has only one of source and id".to_owned())),
+            _ => return Err(IdentityError("the CloudEvent has only one of source and id".to_owned())),
         }
     }
     let Ok(Value::Object(event)) = serde_json::from_slice(&message.payload) else { return Ok(None) };
@@ -232,26 +239,26 @@ fn cloud_event<'m>(
     }
     match (member("source"), member("id")) {
         (Some(source), Some(id)) if !source.is_empty() => Ok(Some((source, id.into()))),
-        _ => Err(NoIdentity("the CloudEvent lacks source or id".to_owned())),
+        _ => Err(IdentityError("the CloudEvent lacks source or id".to_owned())),
     }
 }
 
-/// A message of which nobody can tell whether it was processed: why.
+/// The reason why a message has no identity. Without one, duplicates cannot be recognized.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NoIdentity(String);
+pub struct IdentityError(String);
 
-impl fmt::Display for NoIdentity {
+impl fmt::Display for IdentityError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for NoIdentity {}
+impl std::error::Error for IdentityError {}
 
-/// What one message is told by. `Debug` does not show it, because people put customer data in such identifiers.
+/// The identifier of one message. `Debug` does not show it, because such identifiers often contain customer data.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct MessageId {
-    /// Where it was found; the topic, or nothing.
+    /// The kind of identity, and the topic or an empty string.
     parts: Vec<String>,
     key: IdempotencyKey,
 }
@@ -266,15 +273,15 @@ impl MessageId {
             IdempotencyKey::new(id)
         };
         parts.push(topic.to_owned());
-        // It is not empty, and 64 octets are not too many.
+        // The identifier is not empty, and 64 bytes are within the limit.
         let key = key.unwrap_or_else(|_| unreachable!("an identity has between 1 and 255 octets"));
         Self { parts, key }
     }
 
     /// The identity under which the dead letter of a message without an identity is recorded.
     ///
-    /// It is made of the topic, the broker's own identifier, the headers and the payload. Two messages with the same content
-    /// have two dead letters if the broker's identifiers differ.
+    /// It is derived from the topic, the broker's own identifier, the headers and the payload. Two messages with the
+    /// same content have two dead letters if the broker's identifiers differ.
     #[must_use]
     pub fn of_content(message: &Message) -> Self {
         let broker_id = message.broker_id.as_deref().unwrap_or_default();
@@ -287,14 +294,16 @@ impl MessageId {
         Self::new(vec!["unidentified".to_owned()], &message.topic, id.as_bytes())
     }
 
-    /// The identifier itself, or its SHA-256 in hexadecimal digits where it is longer than a key may be.
+    /// The identifier, or its SHA-256 in hexadecimal digits if it is longer than a key may be.
     #[must_use]
     pub const fn key(&self) -> &IdempotencyKey {
         &self.key
     }
 
-    /// Where the record of this message is for this consumer: [`RecordId::derive`] with the scope of a single tenant, the
-    /// operation `message`, the consumer's name, what kind of identity it is, and the topic where that counts.
+    /// Returns the record of this message for a consumer.
+    ///
+    /// It is [`RecordId::derive`] with the scope of a single tenant, the operation `message`, the consumer's name, the
+    /// kind of identity, and the topic if the identity is limited to it.
     #[must_use]
     pub fn record_id(&self, consumer: &ConsumerName) -> RecordId {
         let mut operation: Vec<&[u8]> = vec![b"message", consumer.as_str().as_bytes()];
@@ -309,25 +318,28 @@ impl fmt::Debug for MessageId {
     }
 }
 
-/// Who consumes. Two consumers of one topic each process a message once; all processes of one service have one name, and
-/// keep it.
+/// The name of a consumer.
+///
+/// Two consumers of one topic each process a message once. All processes of one service share one name, and the name
+/// must not change: under a new name all messages are new.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ConsumerName(Arc<str>);
 
 impl ConsumerName {
-    /// Most octets of a name.
-    pub const MAX: usize = 100;
+    /// The maximum length of a name.
+    pub const MAX_BYTES: usize = 100;
 
-    /// A name of 1 to 100 octets of printable ASCII, without spaces.
+    /// Creates a name of 1 to 100 bytes of printable ASCII without spaces.
     ///
     /// # Errors
-    /// [`BadName`] where it is something else.
-    pub fn new(name: &str) -> Result<Self, BadName> {
-        let is_good = (1..=Self::MAX).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic());
-        if is_good { Ok(Self(name.into())) } else { Err(BadName) }
+    /// [`ConsumerNameError`] for any other name.
+    pub fn new(name: &str) -> Result<Self, ConsumerNameError> {
+        let is_good =
+            (1..=Self::MAX_BYTES).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic());
+        if is_good { Ok(Self(name.into())) } else { Err(ConsumerNameError) }
     }
 
-    /// The name.
+    /// Returns the name.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -340,17 +352,17 @@ impl fmt::Display for ConsumerName {
     }
 }
 
-/// A name of a consumer that is none.
+/// An invalid consumer name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BadName;
+pub struct ConsumerNameError;
 
-impl fmt::Display for BadName {
+impl fmt::Display for ConsumerNameError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a consumer's name has 1 to {} characters of ASCII, and no spaces", ConsumerName::MAX)
+        write!(f, "a consumer's name has 1 to {} characters of ASCII, and no spaces", ConsumerName::MAX_BYTES)
     }
 }
 
-impl std::error::Error for BadName {}
+impl std::error::Error for ConsumerNameError {}
 
 #[cfg(test)]
 mod tests {
@@ -457,7 +469,7 @@ mod tests {
                 assert!(seen.insert(id.record_id(&ConsumerName::new(consumer).unwrap())), "{identity:?}");
             }
         }
-        // What is taken out of the content is told apart by topics, what producers give is not.
+        // Identities from the content differ by topic, identities of the producer do not.
         let differs = identities.map(|i| record(&i, &message("orders")) != record(&i, &message("paid")));
         assert_eq!(differs, [true, false, false, true, true, true, true, false, true]);
     }

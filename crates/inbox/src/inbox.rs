@@ -14,10 +14,10 @@ use oncegate_engine::{
     catch_panic,
 };
 
-use crate::dead::{DeadLetter, DeadLetters};
-use crate::handled::{DeadReason, Failure, Handled};
+use crate::dead_letters::{DeadLetter, DeadLetterSink};
 use crate::identity::{ConsumerName, Identity, MessageId};
 use crate::message::Message;
+use crate::outcome::{DeadReason, HandlerError, ProcessOutcome};
 use crate::processor::Processor;
 use crate::source::{PublishError, SourceInfo};
 
@@ -45,10 +45,10 @@ struct Inner {
     consumer: ConsumerName,
     identity: Identity,
     policy: Policy,
-    attempts_max: u32,
+    max_attempts: u32,
     compares_payloads: bool,
     label: Label,
-    dead: Arc<dyn DeadLetters>,
+    dead: Arc<dyn DeadLetterSink>,
 }
 
 /// How long a claim lasts unless told otherwise: less than brokers wait before they deliver again.
@@ -90,7 +90,7 @@ impl Inbox {
         consumer: ConsumerName,
         identity: Identity,
         on_abandoned: OnAbandoned,
-        dead: impl DeadLetters,
+        dead: impl DeadLetterSink,
     ) -> Self {
         let policy = Policy::default().with_on_abandoned(on_abandoned);
         let policy = policy.with_lease(LEASE).and_then(|policy| policy.with_retention(RETENTION));
@@ -103,7 +103,7 @@ impl Inbox {
             identity,
             // All are within their bounds.
             policy: policy.unwrap_or_default(),
-            attempts_max: DEFAULT_MAX_ATTEMPTS,
+            max_attempts: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
             label,
             dead: Arc::new(dead),
@@ -140,9 +140,9 @@ impl Inbox {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_attempts_max(self, attempts: u32) -> Result<Self, ConfigError> {
+    pub fn with_max_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
         let attempts = ConfigError::check("the number of attempts", attempts, 1..=u32::MAX)?;
-        Ok(self.with(|inner| inner.attempts_max = attempts))
+        Ok(self.with(|inner| inner.max_attempts = attempts))
     }
 
     /// Whether a message with the identity of another one, and another payload, is a dead letter
@@ -155,10 +155,10 @@ impl Inbox {
 
     /// Processes a message, if nobody has and nobody is at it. The handler's future runs in place: dropping this leaves the
     /// message to the time after the lease, as if the consumer had died.
-    pub async fn process<F, Fut>(&self, message: &Arc<Message>, run: F) -> Handled
+    pub async fn process<F, Fut>(&self, message: &Arc<Message>, run: F) -> ProcessOutcome
     where
         F: FnOnce(Attempt, Arc<Message>) -> Fut,
-        Fut: Future<Output = Result<(), Failure>>,
+        Fut: Future<Output = Result<(), HandlerError>>,
     {
         let inner = &self.inner;
         let id = match inner.identity.of(message) {
@@ -177,12 +177,12 @@ impl Inbox {
                     inner.bury_beside(id, message, reason, attempts, error, &which).await
                 }
                 // Written by somebody who knows more than this one.
-                None if is_unwritten(&response) => Handled::InFlight { retry_after: ASK_LAST },
+                None if is_unwritten(&response) => ProcessOutcome::InFlight { retry_after: ASK_LAST },
                 None => known(&response),
             },
-            Ok(ClaimOutcome::Unreplayable) => Handled::Duplicate,
+            Ok(ClaimOutcome::Unreplayable) => ProcessOutcome::Duplicate,
             Ok(ClaimOutcome::InProgress { lease_left, .. }) => {
-                Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
+                ProcessOutcome::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
             }
             Ok(ClaimOutcome::Unknown) => {
                 let why = "an earlier attempt did not end, and may have taken effect".to_owned();
@@ -197,8 +197,8 @@ impl Inbox {
                 inner.bury_beside(id, message, reason, 0, why, reason.as_str()).await
             }
             // Nobody asks for answers here; what is not known is asked again.
-            Ok(_) => Handled::InFlight { retry_after: ASK_LAST },
-            Err(error) => Handled::Unavailable(error),
+            Ok(_) => ProcessOutcome::InFlight { retry_after: ASK_LAST },
+            Err(error) => ProcessOutcome::Unavailable(error),
         }
     }
 
@@ -206,7 +206,7 @@ impl Inbox {
     pub fn processor<F, Fut>(self, run: F) -> InboxProcessor<F>
     where
         F: Fn(Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
-        Fut: Future<Output = Result<(), Failure>> + Send,
+        Fut: Future<Output = Result<(), HandlerError>> + Send,
     {
         InboxProcessor { inbox: self, run }
     }
@@ -228,14 +228,14 @@ impl Inner {
         self.engine.claim(ClaimRequest { id, fingerprint, label, policy: self.policy }).await
     }
 
-    async fn attempt<F, Fut>(&self, permit: Permit, message: &Arc<Message>, run: F) -> Handled
+    async fn attempt<F, Fut>(&self, permit: Permit, message: &Arc<Message>, run: F) -> ProcessOutcome
     where
         F: FnOnce(Attempt, Arc<Message>) -> Fut,
-        Fut: Future<Output = Result<(), Failure>>,
+        Fut: Future<Output = Result<(), HandlerError>>,
     {
         let attempt = permit.attempt();
         let attempts = attempt.number();
-        if attempts > self.attempts_max {
+        if attempts > self.max_attempts {
             let why = "its last attempt did not end".to_owned();
             return self.bury(permit, message, DeadReason::AttemptsExhausted, attempts - 1, why).await;
         }
@@ -243,40 +243,42 @@ impl Inner {
         if let Err(error) = attempt.confirm_lease().await {
             drop(permit.release().await);
             return match error {
-                LeaseError::Store(error) => Handled::Unavailable(error),
-                _ => Handled::InFlight { retry_after: ASK_FIRST },
+                LeaseError::Store(error) => ProcessOutcome::Unavailable(error),
+                _ => ProcessOutcome::InFlight { retry_after: ASK_FIRST },
             };
         }
         let message_of_run = message.clone();
         let result = catch_panic(async move { run(attempt, message_of_run).await }).await;
         let failure = match result {
             Ok(Ok(())) => {
-                return settled(permit.complete(processed()).await, Handled::Processed { attempts });
+                return settled(permit.complete(processed()).await, ProcessOutcome::Processed { attempts });
             }
             Ok(Err(failure)) => failure,
-            Err(Panicked) => Failure::unsure("the handler panicked"),
+            Err(Panicked) => HandlerError::unsure("the handler panicked"),
         };
         // What its steps finished is taken back before the message is given up.
         let failure = match failure {
-            Failure::Reject(error) => match permit.attempt().take_back().await {
-                Ok(()) => Failure::Reject(error),
-                Err(why) => Failure::unsure(format!("rejected, and a step is not taken back yet: {why}")),
+            HandlerError::Reject(error) => match permit.attempt().take_back().await {
+                Ok(()) => HandlerError::Reject(error),
+                Err(why) => {
+                    HandlerError::unsure(format!("rejected, and a step is not taken back yet: {why}"))
+                }
             },
             failure => failure,
         };
         let text = failure.to_error_text();
         match failure {
-            Failure::Reject(_) => self.bury(permit, message, DeadReason::Rejected, attempts, text).await,
-            Failure::Unsure(_) if self.policy.on_abandoned() == OnAbandoned::Park => {
+            HandlerError::Reject(_) => self.bury(permit, message, DeadReason::Rejected, attempts, text).await,
+            HandlerError::Unsure(_) if self.policy.on_abandoned() == OnAbandoned::Park => {
                 self.park(permit, message, attempts, text).await
             }
-            _ if attempts >= self.attempts_max => {
+            _ if attempts >= self.max_attempts => {
                 self.bury(permit, message, DeadReason::AttemptsExhausted, attempts, text).await
             }
             failure => match permit.release().await {
                 // An attempt after one that was cut off leaves its record to its lease; it is tried again then.
-                Settled::Left => Handled::Failed { attempts, failure },
-                ended => settled(ended, Handled::Failed { attempts, failure }),
+                Settled::Left => ProcessOutcome::Failed { attempts, failure },
+                ended => settled(ended, ProcessOutcome::Failed { attempts, failure }),
             },
         }
     }
@@ -290,10 +292,12 @@ impl Inner {
         reason: DeadReason,
         attempts: u32,
         error: String,
-    ) -> Handled {
+    ) -> ProcessOutcome {
         let attempt = permit.attempt();
         match self.write(attempt.record_id(), message, reason, attempts, error.clone()).await {
-            Ok(()) => settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false }),
+            Ok(()) => {
+                settled(permit.complete(dead(reason)).await, ProcessOutcome::Dead { reason, is_known: false })
+            }
             Err(why) => {
                 let ended = match dead_without_letter(reason, attempts, attempt.token(), error) {
                     Some(left) => permit.complete(left).await,
@@ -305,12 +309,18 @@ impl Inner {
     }
 
     /// Gives a message up of which nobody knows whether it took effect. Its record stays unknown, for an operator.
-    async fn park(&self, permit: Permit, message: &Arc<Message>, attempts: u32, error: String) -> Handled {
+    async fn park(
+        &self,
+        permit: Permit,
+        message: &Arc<Message>,
+        attempts: u32,
+        error: String,
+    ) -> ProcessOutcome {
         let id = permit.attempt().record_id();
         match permit.complete(Completion::Unknown).await {
             Settled::Done => {}
-            Settled::Deferred(error) => return Handled::Unavailable(error),
-            _ => return Handled::InFlight { retry_after: ASK_FIRST },
+            Settled::Deferred(error) => return ProcessOutcome::Unavailable(error),
+            _ => return ProcessOutcome::InFlight { retry_after: ASK_FIRST },
         }
         let reason = DeadReason::OutcomeUnknown;
         self.bury_beside(id, message, reason, attempts, error, reason.as_str()).await
@@ -326,7 +336,7 @@ impl Inner {
         attempts: u32,
         error: String,
         which: &str,
-    ) -> Handled {
+    ) -> ProcessOutcome {
         let letter = DeadLetter::separate_id(&self.consumer, id, which.as_bytes());
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
         let fingerprint = Fingerprint::of_parts("dead letter", &[]);
@@ -334,9 +344,10 @@ impl Inner {
         match self.engine.claim(request).await {
             Ok(ClaimOutcome::Execute(permit)) => match self.write(id, message, reason, attempts, error).await
             {
-                Ok(()) => {
-                    settled(permit.complete(dead(reason)).await, Handled::Dead { reason, is_known: false })
-                }
+                Ok(()) => settled(
+                    permit.complete(dead(reason)).await,
+                    ProcessOutcome::Dead { reason, is_known: false },
+                ),
                 Err(error) => {
                     // How often that was tried; its own attempts may be none.
                     let tries = permit.attempt().number();
@@ -345,14 +356,14 @@ impl Inner {
                 }
             },
             Ok(ClaimOutcome::Replay(_) | ClaimOutcome::Unreplayable) => {
-                Handled::Dead { reason, is_known: true }
+                ProcessOutcome::Dead { reason, is_known: true }
             }
             Ok(ClaimOutcome::InProgress { lease_left, .. }) => {
-                Handled::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
+                ProcessOutcome::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
             }
             // An operator's word on a letter: it is not written again.
-            Ok(_) => Handled::Dead { reason, is_known: true },
-            Err(error) => Handled::Unavailable(error),
+            Ok(_) => ProcessOutcome::Dead { reason, is_known: true },
+            Err(error) => ProcessOutcome::Unavailable(error),
         }
     }
 
@@ -373,26 +384,26 @@ impl Inner {
 
 /// What becomes of a delivery whose dead letter could not be written: it is kept. A letter that is refused holds up its own
 /// message alone; where letters cannot be written at all, there is nothing to be gained by going on.
-fn unwritten(error: PublishError, attempts: u32) -> Handled {
+fn unwritten(error: PublishError, attempts: u32) -> ProcessOutcome {
     match error {
         PublishError::Refused(error) => {
-            let failure = Failure::retry(format!("its dead letter is refused: {}", ErrorChain(&*error)));
-            Handled::Failed { attempts, failure }
+            let failure = HandlerError::retry(format!("its dead letter is refused: {}", ErrorChain(&*error)));
+            ProcessOutcome::Failed { attempts, failure }
         }
         PublishError::Unconfirmed(error) => {
             let error = StoreError::unavailable("a dead letter could not be written").with_source(error);
-            Handled::Unavailable(error)
+            ProcessOutcome::Unavailable(error)
         }
     }
 }
 
 /// What becomes of a delivery whose attempt ended so.
-fn settled(settled: Settled, handled: Handled) -> Handled {
+fn settled(settled: Settled, handled: ProcessOutcome) -> ProcessOutcome {
     match settled {
         Settled::Done => handled,
-        Settled::Deferred(error) => Handled::Unavailable(error),
+        Settled::Deferred(error) => ProcessOutcome::Unavailable(error),
         // Somebody else is at it, because our lease ended.
-        _ => Handled::InFlight { retry_after: ASK_FIRST },
+        _ => ProcessOutcome::InFlight { retry_after: ASK_FIRST },
     }
 }
 
@@ -435,14 +446,14 @@ fn is_unwritten(response: &StoredResponse) -> bool {
 }
 
 /// What a completed record says of its message.
-fn known(response: &StoredResponse) -> Handled {
+fn known(response: &StoredResponse) -> ProcessOutcome {
     if response.status() < 400 {
-        return Handled::Duplicate;
+        return ProcessOutcome::Duplicate;
     }
     let reason = response.headers().find(|(name, _)| name.eq_ignore_ascii_case(REASON));
     let reason = reason.and_then(|(_, value)| DeadReason::from_word(std::str::from_utf8(value).ok()?));
     // An operator may have said that it failed.
-    Handled::Dead { reason: reason.unwrap_or(DeadReason::Rejected), is_known: true }
+    ProcessOutcome::Dead { reason: reason.unwrap_or(DeadReason::Rejected), is_known: true }
 }
 
 impl fmt::Debug for Inbox {
@@ -463,7 +474,7 @@ pub struct InboxProcessor<F> {
 impl<F, Fut> Processor for InboxProcessor<F>
 where
     F: Fn(Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<(), Failure>> + Send,
+    Fut: Future<Output = Result<(), HandlerError>> + Send,
 {
     fn consumer(&self) -> &ConsumerName {
         &self.inbox.inner.consumer
@@ -485,8 +496,8 @@ where
         }
     }
 
-    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
-        let mut handled: Vec<Handled> = Vec::with_capacity(messages.len());
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<ProcessOutcome> {
+        let mut handled: Vec<ProcessOutcome> = Vec::with_capacity(messages.len());
         for message in messages {
             let is_behind = messages.iter().zip(&handled).any(|(earlier, what)| {
                 earlier.order_key.is_some()
@@ -494,7 +505,7 @@ where
                     && what.settlement(Duration::ZERO) != crate::Settlement::Acknowledge
             });
             handled.push(if is_behind {
-                Handled::NotBegun
+                ProcessOutcome::NotBegun
             } else {
                 self.inbox.process(message, &self.run).await
             });

@@ -1,20 +1,21 @@
 //! Messages of brokers that deliver at least once, processed once.
 //!
-//! A broker that hears no acknowledgement delivers again, and a producer that hears no confirmation sends again. So a
-//! consumer has to know what it has processed, and that has to be known as surely as the effect is. An [`Inbox`] knows it on
-//! any store; on PostgreSQL effect and receipt can be one transaction.
+//! A broker that gets no acknowledgement delivers again, and a producer that gets no confirmation sends again. So a
+//! consumer must know which messages it has processed, and that knowledge must be as durable as the effect. An
+//! [`Inbox`] keeps it on any store. On PostgreSQL, the effect and its receipt can be one transaction.
 //!
-//! For each message: **claim → process → settle**. It is acknowledged only after its effect and its receipt are durable. A
-//! duplicate of what was processed is acknowledged and skipped; a duplicate of what is being processed is not acknowledged, and
-//! comes back later. What fails is tried again, counted over redeliveries and processes, and after the last attempt it is
-//! one dead letter that says why.
+//! The steps for each message: **claim → process → settle**. A message is acknowledged only after its effect and its
+//! receipt are durable. A duplicate of a processed message is acknowledged and skipped. A duplicate of a message that
+//! is being processed is not acknowledged, and is delivered again later. A message that fails is tried again; attempts
+//! are counted over redeliveries and processes. After the last attempt the message becomes one dead letter with the
+//! reason.
 //!
 //! ```
 //! use std::sync::Arc;
 //! use oncegate_core::{Clock, MemoryStore, OnAbandoned, Timestamp};
 //! use oncegate_engine::Engine;
 //! use oncegate_inbox::{
-//!     ConsumerName, DeadLetter, DeadLetters, Failure, Handled, Identity, Inbox, Message, PutFuture,
+//!     ConsumerName, DeadLetter, DeadLetterSink, HandlerError, ProcessOutcome, Identity, Inbox, Message, PutFuture,
 //! };
 //!
 //! struct Wall;
@@ -26,7 +27,7 @@
 //! }
 //!
 //! struct Nowhere;
-//! impl DeadLetters for Nowhere {
+//! impl DeadLetterSink for Nowhere {
 //!     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
 //!         Box::pin(async move { panic!("no letter is expected, but {}", letter.reason) })
 //!     }
@@ -41,17 +42,17 @@
 //! let message = Arc::new(Message::new("orders.paid", "order 7").with_header("event-id", "e-41"));
 //! let charge = async |attempt: oncegate_engine::Attempt, _: Arc<Message>| {
 //!     let _key = attempt.downstream_key("charge"); // … charge the card under this key …
-//!     Ok::<_, Failure>(())
+//!     Ok::<_, HandlerError>(())
 //! };
-//! assert!(matches!(inbox.process(&message, charge).await, Handled::Processed { .. }));
-//! assert!(matches!(inbox.process(&message, charge).await, Handled::Duplicate));
+//! assert!(matches!(inbox.process(&message, charge).await, ProcessOutcome::Processed { .. }));
+//! assert!(matches!(inbox.process(&message, charge).await, ProcessOutcome::Duplicate));
 //! # Ok::<_, Box<dyn std::error::Error>>(()) }).unwrap();
 //! ```
 //!
-//! [`Consumer`] is the loop around it: it takes deliveries from a [`Source`], keeps those in order that have one order key,
-//! bounds what it holds, extends what takes long, acknowledges what is done, and comes to rest when it is told to. What a broker
-//! needs is an adapter, each a crate of its own; an application can write one, too: [`Source`] and [`Delivery`]
-//! have seven functions between them.
+//! [`Consumer`] is the loop around the inbox. It takes deliveries from a [`Source`], keeps messages with one order key
+//! in order, bounds what it holds, asks the broker for more time when processing is slow, acknowledges what is done,
+//! and shuts down gracefully. Each broker has an adapter in a crate of its own. An application can write one, too:
+//! [`Source`] and [`Delivery`] have seven functions together.
 //!
 //! # The crates around this one
 //! | crate | |
@@ -63,43 +64,42 @@
 //! | `oncegate-kafka`, `oncegate-sqs` | the same for Kafka and Amazon SQS; experimental |
 //! | `oncegate-webhook` | `WebhookReceiver`, for axum |
 //!
-//! The guide is `docs/reference/messages.md`; each crate has a whole program in its `examples`.
+//! The guide is `docs/reference/messages.md`. Each crate has a complete program in its `examples`.
 //!
-//! # What is promised
+//! # Guarantees
 //!
-//! | where the effect is | what happens once |
+//! | place of the effect | happens once |
 //! |---|---|
-//! | in the transaction of the receipt | the effect |
-//! | in an API that takes a key, called under the [downstream key] | the effect, as long as that API remembers the key |
-//! | anywhere else, under [`Park`] | the effect, or a dead letter that says that nobody knows |
-//! | anywhere else, under [`Reexecute`] | nothing: a crash in the middle does it again |
+//! | the transaction of the receipt | the effect |
+//! | an API that takes a key, called under the [downstream key] | the effect, as long as that API remembers the key |
+//! | anywhere else, under [`Park`] | the effect, or a dead letter with an unknown outcome |
+//! | anywhere else, under [`Reexecute`] | nothing: after a crash in the middle the effect is repeated |
 //!
-//! [downstream key]: oncegate_engine::Attempt::downstream_key
-//! [`Park`]: oncegate_core::OnAbandoned::Park
-//! [`Reexecute`]: oncegate_core::OnAbandoned::Reexecute
+//! [downstream key]: oncegate_engine::Attempt::downstream_key [`Park`]: oncegate_core::OnAbandoned::Park [`Reexecute`]:
+//! oncegate_core::OnAbandoned::Reexecute
 //!
-//! A message is known for as long as its receipt is kept ([`Inbox::with_retention`]): one that comes after that is processed
-//! again. Dead letters are written at least once, under one identifier.
+//! Duplicates are recognized as long as the receipt is kept ([`Inbox::with_retention`]). A message that is delivered
+//! after that is processed again. Dead letters are written at least once, under one identifier.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
 mod consumer;
-mod dead;
+mod dead_letters;
 mod event;
-mod handled;
 mod identity;
 mod inbox;
 mod message;
+mod outcome;
 mod processor;
 mod source;
 
 pub use consumer::{Consumer, ConsumerError, Order};
-pub use dead::{DeadLetter, DeadLetterTopic, DeadLetters, ERROR_MAX, PutFuture};
+pub use dead_letters::{DeadLetter, DeadLetterSink, DeadLetterTopic, MAX_ERROR_BYTES, PutFuture};
 pub use event::{Counts, Event, EventKind, Observer};
-pub use handled::{DeadReason, Failure, Handled, Settlement};
-pub use identity::{BadName, ConsumerName, Identity, MessageId, NoIdentity};
+pub use identity::{ConsumerName, ConsumerNameError, Identity, IdentityError, MessageId};
 pub use inbox::{DEFAULT_MAX_ATTEMPTS, Inbox, InboxProcessor};
-pub use message::{Ambiguous, Message};
+pub use message::{AmbiguousHeader, Message};
+pub use outcome::{DeadReason, HandlerError, ProcessOutcome, Settlement};
 pub use processor::Processor;
 pub use source::{
     Delivery, MESSAGE_ID, Outgoing, PublishError, PublishFuture, Publisher, Source, SourceError, SourceInfo,

@@ -1,61 +1,63 @@
-//! A message as every broker's adapter hands it over.
+//! The message that every broker adapter hands to the inbox.
 
 use std::fmt;
 
 use bytes::Bytes;
 
-/// A message that was delivered, whatever the broker.
+/// A delivered message of any broker.
 ///
-/// `Debug` shows how large it is and not what it says.
+/// `Debug` shows its size and not its content.
 #[derive(Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Message {
-    /// Where it came from: a topic, a queue, a stream, the path of a webhook.
+    /// The origin of the message: a topic, a queue, a stream, or the path of a webhook.
     pub topic: String,
-    /// Its headers, properties or attributes, in the order in which they came. Names are kept as they are.
+    /// Headers, properties or attributes, in the order of delivery. Names keep their spelling.
     pub headers: Vec<(String, Bytes)>,
-    /// What it says.
+    /// The content of the message.
     pub payload: Bytes,
-    /// What the broker itself tells it by, the same at every delivery: `orders/3/1041` for a partition and an offset, a
-    /// sequence number of a stream, an identifier that the broker made. `None` where the broker has none.
+    /// The broker's own identifier, the same at every delivery.
+    ///
+    /// Examples: `orders/3/1041` for a partition and an offset, a sequence number of a stream, an identifier that the
+    /// broker made. `None` if the broker has none.
     pub broker_id: Option<String>,
-    /// What must stay in order: messages with the same one are processed one after the other. `None` where there is no order.
+    /// The order key: messages with the same key are processed one after the other. `None` means no order.
     pub order_key: Option<Bytes>,
-    /// Whether it may have been delivered before. `false` only where the broker is certain that it was not.
+    /// `true` if the message may have been delivered before, `false` only if the broker is certain that it was not.
     pub is_redelivered: bool,
-    /// How often the broker says that it has delivered it, this time included.
+    /// The number of deliveries that the broker has counted, this one included.
     pub deliveries: Option<u32>,
 }
 
 impl Message {
-    /// A message with this content, from there; perhaps delivered before.
+    /// Creates a message from its topic and payload; it counts as possibly delivered before.
     #[must_use]
     pub fn new(topic: impl Into<String>, payload: impl Into<Bytes>) -> Self {
         Self { topic: topic.into(), payload: payload.into(), is_redelivered: true, ..Self::default() }
     }
 
-    /// With one more header.
+    /// Adds a header.
     #[must_use]
     pub fn with_header(mut self, name: impl Into<String>, value: impl Into<Bytes>) -> Self {
         self.headers.push((name.into(), value.into()));
         self
     }
 
-    /// With the broker's own identifier.
+    /// Sets the broker's own identifier.
     #[must_use]
     pub fn with_broker_id(mut self, id: impl Into<String>) -> Self {
         self.broker_id = Some(id.into());
         self
     }
 
-    /// In order with others that have this key.
+    /// Sets the order key.
     #[must_use]
     pub fn with_order_key(mut self, key: impl Into<Bytes>) -> Self {
         self.order_key = Some(key.into());
         self
     }
 
-    /// How often it was delivered, as far as the broker knows.
+    /// Sets the broker's delivery count, and the flag for a possible redelivery.
     #[must_use]
     pub const fn with_deliveries(mut self, deliveries: Option<u32>, is_redelivered: bool) -> Self {
         self.deliveries = deliveries;
@@ -63,24 +65,24 @@ impl Message {
         self
     }
 
-    /// The value of a header, its name compared without case. `None` where there is none.
+    /// Returns the value of a header, its name compared without case, or `None` if the header is absent.
     ///
     /// # Errors
-    /// [`Ambiguous`] where there are several with different values: nobody knows which one counts.
-    pub fn header(&self, name: &str) -> Result<Option<&Bytes>, Ambiguous> {
+    /// [`AmbiguousHeader`] if the header occurs several times with different values.
+    pub fn header(&self, name: &str) -> Result<Option<&Bytes>, AmbiguousHeader> {
         let mut values =
             self.headers.iter().filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, value)| value);
         let first = values.next();
         if values.any(|value| Some(value) != first) {
-            return Err(Ambiguous);
+            return Err(AmbiguousHeader);
         }
         Ok(first)
     }
 }
 
-/// A header that is there several times, with different values.
+/// A header that occurs several times with different values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ambiguous;
+pub struct AmbiguousHeader;
 
 impl fmt::Debug for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,4 +1,4 @@
-//! What stands between a consumer's loop and the effect.
+//! The interface between a consumer's loop and the effect.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -6,32 +6,37 @@ use std::time::Duration;
 
 use oncegate_engine::ConfigError;
 
-use crate::handled::Handled;
 use crate::identity::ConsumerName;
 use crate::message::Message;
+use crate::outcome::ProcessOutcome;
 use crate::source::SourceInfo;
 
-/// Processes messages once each. The consumer's loop acknowledges what it says is durable, and nothing else.
+/// Processes each message once. The consumer's loop acknowledges the messages that it reports as durable, and no
+/// others.
 pub trait Processor: Send + Sync + 'static {
-    /// Whose messages these are.
+    /// The consumer that processes the messages.
     fn consumer(&self) -> &ConsumerName;
 
-    /// How many messages are best processed together.
-    fn batch_max(&self) -> usize {
+    /// The number of messages that should be processed together.
+    fn max_batch(&self) -> usize {
         1
     }
 
-    /// How long is remembered that a message was processed: for so long its duplicates are known.
+    /// The time for which a processed message is remembered, so that its duplicates are recognized.
     fn retention(&self) -> Duration;
 
-    /// Whether it fits a source: a claim's lease must end before the broker delivers again, and the source must be able to
-    /// have the identity that messages are told by ([`Identity::check`](crate::Identity::check)).
+    /// Checks that the processor fits a source.
+    ///
+    /// The lease of a claim must end before the broker delivers again, and messages of the source must be able to have
+    /// the identity that the processor uses ([`Identity::check`](crate::Identity::check)).
     ///
     /// # Errors
-    /// What does not fit, and what to do.
+    /// The mismatch, and the change that resolves it.
     fn check(&self, source: &SourceInfo) -> Result<(), ConfigError>;
 
-    /// Processes messages, in this order where they have the same order key, and says for each what became of it. Where a
-    /// message is to come again, later ones with the same order key are [`NotBegun`](Handled::NotBegun).
-    fn process(&self, messages: &[Arc<Message>]) -> impl Future<Output = Vec<Handled>> + Send;
+    /// Processes messages and returns the outcome of each.
+    ///
+    /// Messages with the same order key are processed in the given order. If one of them is to be delivered again,
+    /// later ones with its order key are [`NotBegun`](ProcessOutcome::NotBegun).
+    fn process(&self, messages: &[Arc<Message>]) -> impl Future<Output = Vec<ProcessOutcome>> + Send;
 }

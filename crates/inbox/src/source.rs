@@ -1,4 +1,4 @@
-//! What an adapter is: a source of deliveries, and a destination of messages.
+//! The interface of a broker adapter: a source of deliveries, and a destination of messages.
 
 use std::error::Error;
 use std::fmt;
@@ -11,24 +11,28 @@ use bytes::Bytes;
 
 use crate::message::Message;
 
-/// Where messages come from: a consumer of one broker.
+/// A source of messages: a consumer of one broker.
 pub trait Source: Send + 'static {
-    /// One message that was delivered.
+    /// The type of a delivered message.
     type Delivery: Delivery;
 
-    /// When its messages come again, and what they can carry.
+    /// Describes the redelivery time and the properties of the messages.
     fn info(&self) -> SourceInfo;
 
-    /// The next delivery. It is dropped and called again at any time, and must lose nothing then. It reconnects by itself;
-    /// what it returns as an error is told to the log, and it is called again after a pause.
+    /// Returns the next delivery.
+    ///
+    /// The future may be dropped and the function called again at any time, without losing a message. The source
+    /// reconnects by itself. An error goes to the log, and the function is called again after a pause.
     fn next(&mut self) -> impl Future<Output = Result<Self::Delivery, SourceError>> + Send;
 
-    /// Nothing more is asked for. What was acknowledged is told to the broker before this returns; what was not comes again.
+    /// Closes the source. The broker knows of all acknowledgements when this returns; all other messages are delivered
+    /// again.
     fn close(&mut self) -> impl Future<Output = Result<(), SourceError>> + Send;
 }
 
-/// When the messages of a source come again, and what they can carry: so a consumer whose settings do not fit is refused
-/// before it turns every message into a dead letter.
+/// The redelivery time of a source, and the properties of its messages.
+///
+/// With it, a consumer whose settings do not fit is refused before it turns every message into a dead letter.
 #[derive(Clone, Copy)]
 pub struct SourceInfo {
     redelivery: Option<Duration>,
@@ -37,39 +41,41 @@ pub struct SourceInfo {
 }
 
 impl SourceInfo {
-    /// A source whose broker delivers a message again after this time if it hears nothing of it: a visibility time-out, a wait
-    /// for acknowledgement. `None` if it does so only when the connection or the assignment ends. Its messages have a
-    /// [`broker_id`](Message::broker_id), and headers of any name.
+    /// Describes a source whose broker delivers a message again after this time without an acknowledgement.
+    ///
+    /// The time is a visibility timeout or an acknowledgement wait. `None` means that the broker delivers again only
+    /// when the connection or the assignment ends. Messages have a [`broker_id`](Message::broker_id), and headers with
+    /// any name.
     #[must_use]
     pub const fn new(redelivery: Option<Duration>) -> Self {
         Self { redelivery, has_broker_ids: true, is_header_name: |_| true }
     }
 
-    /// Its messages have no [`broker_id`](Message::broker_id).
+    /// States that messages have no [`broker_id`](Message::broker_id).
     #[must_use]
     pub const fn without_broker_ids(self) -> Self {
         Self { has_broker_ids: false, ..self }
     }
 
-    /// The names that headers of its messages can have.
+    /// Sets the header names that messages can have.
     #[must_use]
     pub const fn with_header_names(self, is_header_name: fn(&str) -> bool) -> Self {
         Self { is_header_name, ..self }
     }
 
-    /// After which time the broker delivers a message again.
+    /// The time after which the broker delivers a message again.
     #[must_use]
     pub const fn redelivery(&self) -> Option<Duration> {
         self.redelivery
     }
 
-    /// Whether its messages have an identifier of the broker's.
+    /// Returns `true` if messages have an identifier of the broker.
     #[must_use]
     pub const fn has_broker_ids(&self) -> bool {
         self.has_broker_ids
     }
 
-    /// Whether a message of it can have a header of this name.
+    /// Returns `true` if a message can have a header with this name.
     #[must_use]
     pub fn is_header_name(&self, name: &str) -> bool {
         !name.is_empty() && (self.is_header_name)(name)
@@ -85,20 +91,25 @@ impl fmt::Debug for SourceInfo {
     }
 }
 
-/// One message that was delivered, until it is acknowledged or given back. Dropped without either it comes again when the
-/// broker's time is over.
+/// A delivered message, until it is acknowledged or given back.
+///
+/// If it is dropped without either, the broker delivers the message again when its redelivery time is over.
 pub trait Delivery: Send + Sync + 'static {
-    /// Whether [`give_back`](Self::give_back) makes it come again while the assignment lasts. Where it does not, as with a
-    /// log that is read by offsets, the consumer keeps the message and tries it again itself.
+    /// `true` if a message that is [given back](Self::give_back) is delivered again while the assignment lasts.
+    ///
+    /// If it is `false`, for example for a log that is read by offsets, the consumer keeps the message and tries it
+    /// again itself.
     const GIVES_BACK: bool;
 
-    /// What was delivered.
+    /// The delivered message.
     fn message(&self) -> &Arc<Message>;
 
-    /// Whether it is certain that the broker delivers it to somebody else by now, because its partition was assigned to
-    /// another consumer or its connection is gone. It is not begun then, and neither acknowledged nor given back. Where a
-    /// message with an order key can be lost and a later one with the same key not be, it is not lost in this sense: it would be
-    /// overtaken. It is begun then, and found to be a duplicate or in flight if somebody else has it.
+    /// Returns `true` if the broker certainly delivers the message to another consumer by now.
+    ///
+    /// The reason is that its partition was assigned to another consumer, or that its connection is gone. Such a
+    /// message is not started, and neither acknowledged nor given back. Return `false` if the message has an order key
+    /// and a later message with the same key may not be lost: the later one would overtake it. The message is then
+    /// started, and found to be a duplicate or in flight if another consumer has it.
     fn is_lost(&self) -> bool {
         false
     }
@@ -106,15 +117,16 @@ pub trait Delivery: Send + Sync + 'static {
     /// Asks the broker for another [redelivery time](SourceInfo::redelivery).
     fn extend(&self) -> impl Future<Output = Result<(), SourceError>> + Send;
 
-    /// The broker may forget it. Returns when the broker has said so, or has it in hand in a way that a lost
-    /// acknowledgement is only another delivery.
+    /// Acknowledges the message: the broker may forget it.
+    ///
+    /// Returns when the broker has confirmed this, or when a lost acknowledgement can lead only to another delivery.
     fn ack(&self) -> impl Future<Output = Result<(), SourceError>> + Send;
 
-    /// It has to come again, after so long where the broker can wait.
+    /// Asks the broker to deliver the message again, after this time if the broker supports a delay.
     fn give_back(&self, after: Duration) -> impl Future<Output = Result<(), SourceError>> + Send;
 }
 
-/// What a broker, or the way to it, said.
+/// An error of a broker, or of the connection to it.
 #[derive(Debug)]
 pub struct SourceError {
     is_fatal: bool,
@@ -123,24 +135,24 @@ pub struct SourceError {
 }
 
 impl SourceError {
-    /// Something that may pass: it is tried again.
-    pub fn passing(message: impl Into<String>) -> Self {
+    /// Creates an error that may pass: the consumer tries again.
+    pub fn transient(message: impl Into<String>) -> Self {
         Self { is_fatal: false, message: message.into(), source: None }
     }
 
-    /// Something that will not: the consumer stops, and says so.
+    /// Creates an error that will not pass: the consumer stops and reports it.
     pub fn fatal(message: impl Into<String>) -> Self {
         Self { is_fatal: true, message: message.into(), source: None }
     }
 
-    /// Adds its cause. It holds no password: logs show it.
+    /// Adds the cause. It must not contain a password, because logs show it.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         self.source = Some(source.into());
         self
     }
 
-    /// Whether it makes no sense to go on.
+    /// Returns `true` if the consumer has to stop.
     #[must_use]
     pub const fn is_fatal(&self) -> bool {
         self.is_fatal
@@ -163,24 +175,25 @@ impl Error for SourceError {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Outgoing {
-    /// What it is told by, the same however often it is published: at most 255 octets, printable ASCII. Sent along as a
-    /// header ([`MESSAGE_ID`]) and, where the broker has a field of its own for it, there, too.
+    /// The identifier, the same each time the message is published: at most 255 bytes of printable ASCII.
+    ///
+    /// It is sent as the header [`MESSAGE_ID`], and also in the broker's own field for identifiers if there is one.
     pub id: String,
-    /// Where it goes: a topic, a queue or routing key, a subject.
+    /// The destination: a topic, a queue, a routing key or a subject.
     pub topic: String,
-    /// What must stay in order.
+    /// The order key.
     pub order_key: Option<Bytes>,
-    /// Its headers.
+    /// The headers.
     pub headers: Vec<(String, Bytes)>,
-    /// What it says.
+    /// The content.
     pub payload: Bytes,
 }
 
-/// The header with the identifier of a message that was published here.
+/// The header with the identifier of a message that Oncegate published.
 pub const MESSAGE_ID: &str = "oncegate-message-id";
 
 impl Outgoing {
-    /// A message with this identifier and content, to go there.
+    /// Creates a message from its identifier, destination and content.
     #[must_use]
     pub fn new(id: impl Into<String>, topic: impl Into<String>, payload: impl Into<Bytes>) -> Self {
         Self {
@@ -203,33 +216,35 @@ impl fmt::Debug for Outgoing {
     }
 }
 
-/// Where messages go: a producer of one broker.
+/// A destination of messages: a producer of one broker.
 pub trait Publisher: Send + Sync + 'static {
-    /// Publishes a message. Returns when the broker has confirmed that it has it, as durably as the destination is. After
-    /// an error it may have been published all the same; it is published again under the same identifier.
+    /// Publishes a message.
+    ///
+    /// Returns when the broker has confirmed it; the confirmation is as durable as the destination. After an error the
+    /// message may have been published anyway. It is then published again under the same identifier.
     fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a>;
 }
 
-/// What [`Publisher::publish`] returns.
+/// The future of [`Publisher::publish`].
 pub type PublishFuture<'a> = Pin<Box<dyn Future<Output = Result<(), PublishError>> + Send + 'a>>;
 
-/// Why a message was not published, as far as is known.
+/// The reason why a message was not published, as far as it is known.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum PublishError {
-    /// It will never be taken: too large, a destination that does not exist and is not made, not allowed.
+    /// The broker will never accept the message: it is too large, its destination does not exist, or it is not allowed.
     Refused(Box<dyn Error + Send + Sync>),
-    /// The broker did not confirm it. It may have it.
+    /// The broker did not confirm the message. It may have it.
     Unconfirmed(Box<dyn Error + Send + Sync>),
 }
 
 impl PublishError {
-    /// It will never be taken.
+    /// Creates an error for a message that the broker will never accept.
     pub fn refused(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Refused(error.into())
     }
 
-    /// The broker did not confirm it.
+    /// Creates an error for a message that the broker did not confirm.
     pub fn unconfirmed(error: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Unconfirmed(error.into())
     }

@@ -15,9 +15,9 @@ use oncegate_core::{
 };
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
-    Consumer, ConsumerError, ConsumerName, Counts, DeadLetter, DeadLetterTopic, DeadLetters, DeadReason,
-    Delivery, EventKind, Failure, Handled, Identity, Inbox, Message, Order, Outgoing, PublishError,
-    PublishFuture, Publisher, PutFuture, Source, SourceError, SourceInfo,
+    Consumer, ConsumerError, ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadLetterTopic, DeadReason,
+    Delivery, EventKind, HandlerError, Identity, Inbox, Message, Order, Outgoing, ProcessOutcome,
+    PublishError, PublishFuture, Publisher, PutFuture, Source, SourceError, SourceInfo,
 };
 use oncegate_testkit::FaultyStore;
 use tokio::sync::{Notify, oneshot};
@@ -260,7 +260,7 @@ fn count_down(left: &AtomicUsize) -> bool {
     left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
 }
 
-impl DeadLetters for Letters {
+impl DeadLetterSink for Letters {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move {
             if count_down(&self.refuse) {
@@ -336,7 +336,7 @@ impl World {
     ) -> Consumer<Subscription, impl oncegate_inbox::Processor + use<F, Fut>>
     where
         F: Fn(Attempt, String) -> Fut + Send + Sync + 'static,
-        Fut: Future<Output = Result<(), Failure>> + Send + 'static,
+        Fut: Future<Output = Result<(), HandlerError>> + Send + 'static,
     {
         let processor = inbox.processor(noting(&self.ledger, and));
         Consumer::new(Subscription::of(&self.broker), processor).with_observer(self.counts.clone())
@@ -352,12 +352,12 @@ fn id_of(message: &Message) -> String {
 }
 
 /// What a handler comes to.
-type Said = Pin<Box<dyn Future<Output = Result<(), Failure>> + Send>>;
+type Said = Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send>>;
 
 fn noting<F, Fut>(ledger: &Ledger, and: F) -> impl Fn(Attempt, Arc<Message>) -> Said + use<F, Fut>
 where
     F: Fn(Attempt, String) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<(), Failure>> + Send + 'static,
+    Fut: Future<Output = Result<(), HandlerError>> + Send + 'static,
 {
     let (ledger, and) = (ledger.clone(), Arc::new(and));
     move |attempt, message| {
@@ -394,7 +394,7 @@ impl Running {
     }
 }
 
-async fn fine(_: Attempt, _: String) -> Result<(), Failure> {
+async fn fine(_: Attempt, _: String) -> Result<(), HandlerError> {
     Ok(())
 }
 
@@ -485,7 +485,7 @@ async fn messages_of_one_key_stay_in_order_while_one_of_them_fails_and_others_go
         async move {
             sleep(Duration::from_millis(10)).await;
             if id == "b4" && times.fetch_add(1, Ordering::SeqCst) < 3 {
-                return Err(Failure::retry("not yet"));
+                return Err(HandlerError::retry("not yet"));
             }
             if id == "b4" {
                 seen.store(ledger.count("a9") == 1 && ledger.count("c9") == 1, Ordering::SeqCst);
@@ -519,9 +519,9 @@ async fn a_message_that_fails_comes_back_later_and_after_the_last_attempt_is_one
         world.broker.send("poison");
         world.broker.send("good");
         let began = Instant::now();
-        let inbox = world.inbox(on_abandoned).with_attempts_max(3).unwrap();
+        let inbox = world.inbox(on_abandoned).with_max_attempts(3).unwrap();
         let consumer = run(world.consumer(inbox, |_, id| async move {
-            if id == "poison" { Err(Failure::retry("no such customer")) } else { Ok(()) }
+            if id == "poison" { Err(HandlerError::retry("no such customer")) } else { Ok(()) }
         }));
         world.broker.is_empty().await;
         consumer.stop().await;
@@ -544,7 +544,7 @@ async fn pauses_grow_with_the_attempts_of_what_is_given_back_too() {
         world.broker.publish(if in_order { poison.with_order_key("k") } else { poison });
         let began = Instant::now();
         let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
-            Err(Failure::retry("no such customer"))
+            Err(HandlerError::retry("no such customer"))
         }));
         world.broker.is_empty().await;
         consumer.stop().await;
@@ -559,7 +559,7 @@ async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_tha
     let world = World::new();
     world.broker.send("kills");
     for attempt in 1..=3 {
-        let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3).unwrap();
+        let inbox = world.inbox(OnAbandoned::Reexecute).with_max_attempts(3).unwrap();
         let tell = Arc::new(Notify::new());
         let telling = tell.clone();
         let consumer = run(world.consumer(inbox, move |seen, _| {
@@ -573,7 +573,7 @@ async fn attempts_are_counted_over_redeliveries_and_processes_and_an_attempt_tha
         tell.notified().await;
         consumer.kill().await;
     }
-    let inbox = world.inbox(OnAbandoned::Reexecute).with_attempts_max(3).unwrap();
+    let inbox = world.inbox(OnAbandoned::Reexecute).with_max_attempts(3).unwrap();
     let consumer = run(world.consumer(inbox, fine));
     world.broker.is_empty().await;
     consumer.stop().await;
@@ -627,7 +627,7 @@ async fn what_was_cut_off_runs_again_under_its_downstream_key_or_is_a_letter_tha
 
 #[tokio::test(start_paused = true)]
 async fn what_a_handler_says_decides() {
-    type Say = fn() -> Result<(), Failure>;
+    type Say = fn() -> Result<(), HandlerError>;
     let question_mark: Say = || {
         "x".parse::<i32>()?;
         Ok(())
@@ -636,20 +636,25 @@ async fn what_a_handler_says_decides() {
     // Under which policy, what it says, how often it runs, the letter.
     let cases: [(OnAbandoned, Say, usize, Option<DeadReason>); 9] = [
         (OnAbandoned::Park, || Ok(()), 1, None),
-        (OnAbandoned::Park, || Err(Failure::retry("again")), 2, Some(DeadReason::AttemptsExhausted)),
-        (OnAbandoned::Park, || Err(Failure::reject("never")), 1, Some(DeadReason::Rejected)),
+        (OnAbandoned::Park, || Err(HandlerError::retry("again")), 2, Some(DeadReason::AttemptsExhausted)),
+        (OnAbandoned::Park, || Err(HandlerError::reject("never")), 1, Some(DeadReason::Rejected)),
         (OnAbandoned::Park, question_mark, 1, Some(DeadReason::OutcomeUnknown)),
         (OnAbandoned::Park, panics, 1, Some(DeadReason::OutcomeUnknown)),
-        (OnAbandoned::Reexecute, || Err(Failure::reject("never")), 1, Some(DeadReason::Rejected)),
+        (OnAbandoned::Reexecute, || Err(HandlerError::reject("never")), 1, Some(DeadReason::Rejected)),
         (OnAbandoned::Reexecute, question_mark, 2, Some(DeadReason::AttemptsExhausted)),
         (OnAbandoned::Reexecute, panics, 2, Some(DeadReason::AttemptsExhausted)),
-        (OnAbandoned::Reexecute, || Err(Failure::unsure("maybe")), 2, Some(DeadReason::AttemptsExhausted)),
+        (
+            OnAbandoned::Reexecute,
+            || Err(HandlerError::unsure("maybe")),
+            2,
+            Some(DeadReason::AttemptsExhausted),
+        ),
     ];
     for (number, (on_abandoned, say, runs, letter)) in cases.into_iter().enumerate() {
         let world = World::new();
         world.broker.send("a");
         world.broker.send("a");
-        let inbox = world.inbox(on_abandoned).with_attempts_max(2).unwrap();
+        let inbox = world.inbox(on_abandoned).with_max_attempts(2).unwrap();
         let consumer = run(world.consumer(inbox, move |_, _| async move { say() }));
         world.broker.is_empty().await;
         world.broker.send("a");
@@ -716,8 +721,8 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
         world.letters.refuse.store(refused, Ordering::SeqCst);
         world.letters.lose.store(lost, Ordering::SeqCst);
         world.broker.send("a");
-        let inbox = world.inbox(OnAbandoned::Park).with_attempts_max(1).unwrap();
-        let consumer = run(world.consumer(inbox, |_, _| async { Err(Failure::retry("no")) }));
+        let inbox = world.inbox(OnAbandoned::Park).with_max_attempts(1).unwrap();
+        let consumer = run(world.consumer(inbox, |_, _| async { Err(HandlerError::retry("no")) }));
         world.broker.is_empty().await;
         consumer.stop().await;
         assert_eq!(world.seen(EventKind::Unavailable), (refused + lost) as u64);
@@ -731,14 +736,17 @@ async fn a_letter_that_cannot_be_written_holds_its_message_and_one_whose_confirm
 #[tokio::test(start_paused = true)]
 async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_again_meanwhile() {
     let world = World::new();
-    let inbox = || world.inbox(OnAbandoned::Reexecute).with_attempts_max(3).unwrap();
+    let inbox = || world.inbox(OnAbandoned::Reexecute).with_max_attempts(3).unwrap();
     for (id, after, attempts) in [("a", 0, 1), ("b", 1, 2)] {
         world.letters.refuse.store(7, Ordering::SeqCst);
         world.broker.send(id);
         let failed = AtomicUsize::new(after);
         let consumer = run(world.consumer(inbox(), move |_, _| {
-            let failure =
-                if count_down(&failed) { Failure::retry("not yet") } else { Failure::reject("never") };
+            let failure = if count_down(&failed) {
+                HandlerError::retry("not yet")
+            } else {
+                HandlerError::reject("never")
+            };
             async { Err(failure) }
         }));
         world.broker.is_empty().await;
@@ -749,7 +757,10 @@ async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_agai
         assert_eq!(world.ledger.count(id), attempts as usize, "where letters go costs no attempt");
         // It is known what became of it, and its letter is not written again.
         let again = inbox().process(&Arc::new(message(id)), async |_, _| panic!("it is over")).await;
-        assert!(matches!(again, Handled::Dead { reason: DeadReason::Rejected, is_known: true }), "{again:?}");
+        assert!(
+            matches!(again, ProcessOutcome::Dead { reason: DeadReason::Rejected, is_known: true }),
+            "{again:?}"
+        );
         assert_eq!(world.letters.letters.lock().unwrap().drain(..).count(), 1);
     }
 }
@@ -757,7 +768,7 @@ async fn a_letter_that_waited_says_why_its_message_is_dead_and_nothing_runs_agai
 #[tokio::test(start_paused = true)]
 async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
     struct Refuses(Arc<AtomicUsize>);
-    impl DeadLetters for Refuses {
+    impl DeadLetterSink for Refuses {
         fn put<'a>(&'a self, _: &'a DeadLetter) -> PutFuture<'a> {
             self.0.fetch_add(1, Ordering::SeqCst);
             Box::pin(async { Err(PublishError::refused("too large")) })
@@ -767,9 +778,9 @@ async fn a_letter_that_is_refused_holds_up_its_own_message_and_no_other() {
     let asked = Arc::new(AtomicUsize::new(0));
     let (engine, name) = (Engine::new(world.store.clone()), consumer_name("billing"));
     let (identity, refuses) = (Identity::header("id"), Refuses(asked.clone()));
-    let inbox = Inbox::new(engine, name, identity, OnAbandoned::Park, refuses).with_attempts_max(2).unwrap();
+    let inbox = Inbox::new(engine, name, identity, OnAbandoned::Park, refuses).with_max_attempts(2).unwrap();
     let consumer = run(world.consumer(inbox, |_, id| async move {
-        if id == "poison" { Err(Failure::retry("no")) } else { Ok(()) }
+        if id == "poison" { Err(HandlerError::retry("no")) } else { Ok(()) }
     }));
     world.broker.send("poison");
     for number in 1..=10 {
@@ -806,7 +817,7 @@ async fn a_letter_that_somebody_else_has_still_to_write_for_a_reason_unknown_her
     });
     drop(handled.await);
     let again = inbox.process(&message, |_, _| async { panic!("it must not run") }).await;
-    assert!(matches!(again, Handled::InFlight { .. }), "{again:?}");
+    assert!(matches!(again, ProcessOutcome::InFlight { .. }), "{again:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -830,7 +841,7 @@ async fn a_letter_says_what_happened_in_its_headers() {
         OnAbandoned::Park,
         DeadLetterTopic::new(topic.clone(), "orders.dead"),
     );
-    let consumer = run(world.consumer(inbox, |_, _| async { Err(Failure::reject("two\nlines")) }));
+    let consumer = run(world.consumer(inbox, |_, _| async { Err(HandlerError::reject("two\nlines")) }));
     world.broker.is_empty().await;
     consumer.stop().await;
     let letters = topic.0.lock().unwrap();
@@ -881,7 +892,7 @@ async fn a_stop_ends_what_runs_gives_back_the_rest_and_loses_nothing() {
         sleep(Duration::from_secs(5)).await;
         Ok(())
     });
-    let consumer = run(consumer.with_concurrency(4).unwrap().with_held_max(10).unwrap());
+    let consumer = run(consumer.with_concurrency(4).unwrap().with_max_held(10).unwrap());
     world
         .broker
         .until("ten are held", |queue| {
@@ -910,7 +921,7 @@ async fn what_does_not_end_in_time_is_cut_off_and_comes_again() {
     let world = World::new();
     world.broker.send("hangs");
     let consumer = world.consumer(world.inbox(OnAbandoned::Reexecute), |_, _| std::future::pending());
-    let consumer = run(consumer.with_patience(Duration::from_secs(7)));
+    let consumer = run(consumer.with_shutdown_timeout(Duration::from_secs(7)));
     world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
     let began = Instant::now();
     consumer.stop().await;
@@ -935,7 +946,7 @@ async fn a_handler_that_blocks_its_thread_does_not_hold_up_the_end() {
             Ok(())
         }
     });
-    let consumer = run(consumer.with_patience(Duration::from_millis(100)));
+    let consumer = run(consumer.with_shutdown_timeout(Duration::from_millis(100)));
     world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
     timeout(Duration::from_secs(60), consumer.stop()).await.unwrap();
     assert_eq!(world.broker.acknowledged(), 0);
@@ -951,7 +962,7 @@ async fn while_the_store_is_away_messages_are_held_and_neither_given_back_nor_co
     for n in 0..10 {
         world.broker.send(&format!("m{n}"));
     }
-    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park).with_attempts_max(1).unwrap(), fine));
+    let consumer = run(world.consumer(world.inbox(OnAbandoned::Park).with_max_attempts(1).unwrap(), fine));
     sleep(Duration::from_secs(300)).await;
     assert_eq!(world.broker.acknowledged(), 0);
     assert_eq!(world.broker.deliveries(), [1; 10]);
@@ -997,7 +1008,7 @@ async fn a_log_that_takes_nothing_back_has_its_messages_tried_again_in_place() {
             let times = times.clone();
             async move {
                 if id == "m2" && times.fetch_add(1, Ordering::SeqCst) < 2 {
-                    return Err(Failure::retry("not yet"));
+                    return Err(HandlerError::retry("not yet"));
                 }
                 Ok(())
             }
@@ -1077,11 +1088,11 @@ async fn a_consumer_that_can_process_nothing_stops_and_says_why() {
         let engine = Engine::new(world.store.clone());
         let (name, identity) = (consumer_name("billing"), Identity::header(header));
         let inbox = Inbox::new(engine, name, identity, OnAbandoned::Reexecute, world.letters.clone());
-        let inbox = inbox.with_attempts_max(2).unwrap();
+        let inbox = inbox.with_max_attempts(2).unwrap();
         let consumer = world.consumer(inbox, move |_, _| async move {
             Err(match expected {
-                DeadReason::Rejected => Failure::reject("it is none of ours"),
-                _ => Failure::retry("relation \"invoices\" does not exist"),
+                DeadReason::Rejected => HandlerError::reject("it is none of ours"),
+                _ => HandlerError::retry("relation \"invoices\" does not exist"),
             })
         });
         let ended = timeout(PATIENCE, consumer.run(std::future::pending())).await.unwrap().unwrap_err();
@@ -1110,7 +1121,7 @@ async fn dead_letters_between_processed_messages_end_no_consumer_and_neither_do_
     let mostly_broken = |_: Attempt, id: String| async move {
         match id[1..].parse::<usize>().unwrap() % 3 {
             0 => Ok(()),
-            _ => Err(Failure::reject("broken")),
+            _ => Err(HandlerError::reject("broken")),
         }
     };
     send(0..300);
@@ -1145,7 +1156,7 @@ async fn dead_letters_between_processed_messages_end_no_consumer_and_neither_do_
 async fn a_source_that_fails_is_asked_again_and_one_that_is_gone_ends_the_consumer_in_good_order() {
     let world = World::new();
     world.broker.with(|queue| {
-        queue.errors.extend((0..5).map(|_| SourceError::passing("no connection")));
+        queue.errors.extend((0..5).map(|_| SourceError::transient("no connection")));
     });
     world.broker.send("a");
     let broker = world.broker.clone();
@@ -1174,7 +1185,7 @@ async fn octets_are_bounded_too_and_one_message_is_taken_whatever_its_size() {
         sleep(Duration::from_secs(3)).await;
         Ok(())
     });
-    let consumer = run(consumer.with_octets_max(3000));
+    let consumer = run(consumer.with_max_bytes(3000));
     sleep(Duration::from_secs(1)).await;
     assert_eq!(world.broker.deliveries().iter().sum::<u32>(), 3);
     world.broker.is_empty().await;
@@ -1182,7 +1193,7 @@ async fn octets_are_bounded_too_and_one_message_is_taken_whatever_its_size() {
     let tiny = World::new();
     tiny.broker.send("a");
     tiny.broker.send("b");
-    let consumer = run(tiny.consumer(tiny.inbox(OnAbandoned::Park), fine).with_octets_max(1));
+    let consumer = run(tiny.consumer(tiny.inbox(OnAbandoned::Park), fine).with_max_bytes(1));
     tiny.broker.is_empty().await;
     consumer.stop().await;
 }
@@ -1193,9 +1204,9 @@ async fn without_a_loop_the_inbox_says_what_to_do_with_a_message() {
     let inbox = world.inbox(OnAbandoned::Park);
     let message = Arc::new(message("a"));
     let first = inbox.process(&message, async |_, _| Ok(())).await;
-    assert!(matches!(first, Handled::Processed { attempts: 1 }), "{first:?}");
+    assert!(matches!(first, ProcessOutcome::Processed { attempts: 1 }), "{first:?}");
     let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
-    assert!(matches!(again, Handled::Duplicate), "{again:?}");
+    assert!(matches!(again, ProcessOutcome::Duplicate), "{again:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -1204,7 +1215,7 @@ async fn an_operator_finds_the_record_of_a_message_by_its_identifier() {
     let inbox = world.inbox(OnAbandoned::Park);
     for id in ["event-1", "event-2"] {
         let handled = inbox.process(&Arc::new(message(id)), async |_, _| Ok(())).await;
-        assert!(matches!(handled, Handled::Processed { .. }), "{handled:?}");
+        assert!(matches!(handled, ProcessOutcome::Processed { .. }), "{handled:?}");
     }
     let mut query = ListQuery::default();
     query.key = Some(KeyTag::of(&IdempotencyKey::try_from("event-2").unwrap()));
@@ -1220,10 +1231,16 @@ async fn a_duplicate_of_a_dead_letter_is_told_so() {
     let world = World::new();
     let inbox = world.inbox(OnAbandoned::Park);
     let message = Arc::new(message("a"));
-    let first = inbox.process(&message, async |_, _| Err(Failure::reject("never"))).await;
-    assert!(matches!(first, Handled::Dead { reason: DeadReason::Rejected, is_known: false }), "{first:?}");
+    let first = inbox.process(&message, async |_, _| Err(HandlerError::reject("never"))).await;
+    assert!(
+        matches!(first, ProcessOutcome::Dead { reason: DeadReason::Rejected, is_known: false }),
+        "{first:?}"
+    );
     let again = inbox.process(&message, async |_, _| panic!("it runs once")).await;
-    assert!(matches!(again, Handled::Dead { reason: DeadReason::Rejected, is_known: true }), "{again:?}");
+    assert!(
+        matches!(again, ProcessOutcome::Dead { reason: DeadReason::Rejected, is_known: true }),
+        "{again:?}"
+    );
 }
 
 /// Processes up to ten together; the first time, the second of them fails.
@@ -1238,7 +1255,7 @@ impl oncegate_inbox::Processor for Batches {
         &self.name
     }
 
-    fn batch_max(&self) -> usize {
+    fn max_batch(&self) -> usize {
         10
     }
 
@@ -1250,16 +1267,16 @@ impl oncegate_inbox::Processor for Batches {
         Ok(())
     }
 
-    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
-        let mut handled: Vec<Handled> = Vec::new();
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<ProcessOutcome> {
+        let mut handled: Vec<ProcessOutcome> = Vec::new();
         for message in messages {
-            handled.push(if handled.iter().any(|what| matches!(what, Handled::Failed { .. })) {
-                Handled::NotBegun
+            handled.push(if handled.iter().any(|what| matches!(what, ProcessOutcome::Failed { .. })) {
+                ProcessOutcome::NotBegun
             } else if handled.len() == 1 && !self.has_failed.swap(true, Ordering::SeqCst) {
-                Handled::Failed { attempts: 1, failure: Failure::retry("not yet") }
+                ProcessOutcome::Failed { attempts: 1, failure: HandlerError::retry("not yet") }
             } else {
                 self.ledger.note(id_of(message));
-                Handled::Processed { attempts: 1 }
+                ProcessOutcome::Processed { attempts: 1 }
             });
         }
         sleep(Duration::from_millis(1)).await;
@@ -1294,7 +1311,7 @@ async fn what_fails_while_the_consumer_comes_to_rest_is_given_back() {
     world.broker.publish(message("a").with_order_key("k"));
     let consumer = run(world.consumer(world.inbox(OnAbandoned::Park), |_, _| async {
         sleep(Duration::from_secs(3)).await;
-        Err(Failure::retry("not yet"))
+        Err(HandlerError::retry("not yet"))
     }));
     world.broker.until("it was delivered", |queue| queue.messages.values().any(|(_, _, n)| *n > 0)).await;
     consumer.stop().await;

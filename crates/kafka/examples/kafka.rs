@@ -31,6 +31,6 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let (name, value) = setting.split_once('=').ok_or("KAFKA_CONFIG: name=value")?;
         config.set(name, value);
     }
-    let options = KafkaOptions::default().with_revoke_patience(Duration::from_secs(2))?;
+    let options = KafkaOptions::default().with_revoke_timeout(Duration::from_secs(2))?;
     consumer::run(KafkaSource::new(&config, &[&env::var("KAFKA_TOPIC")?], options)?, Order::PerKey).await
 }

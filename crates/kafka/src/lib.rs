@@ -19,7 +19,7 @@ mod source;
 
 pub use publisher::KafkaPublisher;
 pub use rdkafka;
-pub use settings::{KafkaOptions, KafkaOrder, Truncated};
+pub use settings::{KafkaOptions, KafkaOrder, OnTruncation};
 pub use source::{KafkaDelivery, KafkaSource};
 
 /// A header of messages from Kafka that is not on the wire: the message is a tombstone, which is no payload at all and not

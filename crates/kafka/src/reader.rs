@@ -20,7 +20,7 @@ use rdkafka::{Offset, TopicPartitionList};
 use tokio::sync::oneshot;
 
 use super::partition::Partition;
-use super::settings::{self, KafkaOrder, Start, Truncated};
+use super::settings::{self, KafkaOrder, OnTruncation, Start};
 use super::shared::Shared;
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE};
 
@@ -165,8 +165,8 @@ impl Reader {
             Some(RDKafkaErrorCode::LogTruncation) => {
                 let what = format!("a log lost its end, and was written on: {error}");
                 match self.shared.options.truncated {
-                    Truncated::Stop => self.shared.fatal(what),
-                    Truncated::Continue => self.shared.error(what),
+                    OnTruncation::Stop => self.shared.fatal(what),
+                    OnTruncation::Continue => self.shared.error(what),
                 }
                 true
             }
@@ -435,12 +435,12 @@ impl Context {
             )
         };
         match self.shared.options.truncated {
-            Truncated::Stop => {
+            OnTruncation::Stop => {
                 self.shared.fatal(what);
                 // What is committed stays, so that it is told again.
                 Ok(None)
             }
-            Truncated::Continue => {
+            OnTruncation::Continue => {
                 tracing::error!(from = next, to = low, "{what}");
                 self.shared.error(what);
                 Ok(Some(low))

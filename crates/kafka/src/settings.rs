@@ -23,7 +23,7 @@ pub enum KafkaOrder {
 /// log lost its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Truncated {
+pub enum OnTruncation {
     /// The source stops with an error that says what is missing. Messages were lost, and a person has to know.
     #[default]
     Stop,
@@ -35,7 +35,7 @@ pub enum Truncated {
 #[derive(Clone, Debug)]
 pub struct KafkaOptions {
     pub(super) order: KafkaOrder,
-    pub(super) truncated: Truncated,
+    pub(super) truncated: OnTruncation,
     pub(super) buffer_messages: usize,
     pub(super) buffer_octets: usize,
     pub(super) window: usize,
@@ -50,7 +50,7 @@ impl Default for KafkaOptions {
     fn default() -> Self {
         Self {
             order: KafkaOrder::default(),
-            truncated: Truncated::default(),
+            truncated: OnTruncation::default(),
             buffer_messages: 1000,
             buffer_octets: 16 * 1024 * 1024,
             window: 10_000,
@@ -71,7 +71,7 @@ impl KafkaOptions {
 
     /// What is done where the log no longer has the message that comes next.
     #[must_use]
-    pub const fn with_truncated(mut self, truncated: Truncated) -> Self {
+    pub const fn with_on_truncation(mut self, truncated: OnTruncation) -> Self {
         self.truncated = truncated;
         self
     }
@@ -82,7 +82,7 @@ impl KafkaOptions {
     ///
     /// # Errors
     /// Outside 1 to 100 000 messages, or 1 KiB to 1 GiB.
-    pub fn with_buffer(self, messages: usize, octets: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_buffered(self, messages: usize, octets: usize) -> Result<Self, ConfigError> {
         bounded("buffer, messages", messages, 1, 100_000)?;
         bounded("buffer, octets", octets, 1024, 1024 * 1024 * 1024)?;
         Ok(Self { buffer_messages: messages, buffer_octets: octets, ..self })
@@ -94,7 +94,7 @@ impl KafkaOptions {
     ///
     /// # Errors
     /// Outside 1 to 1 000 000.
-    pub fn with_window(self, messages: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_uncommitted(self, messages: usize) -> Result<Self, ConfigError> {
         bounded("window", messages, 1, 1_000_000)?;
         Ok(Self { window: messages, ..self })
     }
@@ -113,7 +113,7 @@ impl KafkaOptions {
     ///
     /// # Errors
     /// More than 60 s.
-    pub fn with_revoke_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+    pub fn with_revoke_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
         bounded("revoke patience", patience, Duration::ZERO, Duration::from_secs(60))?;
         Ok(Self { revoke_patience: patience, ..self })
     }
@@ -125,7 +125,7 @@ impl KafkaOptions {
     ///
     /// # Errors
     /// Outside 100 ms to 10 minutes.
-    pub fn with_close_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+    pub fn with_close_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
         bounded("close patience", patience, Duration::from_millis(100), Duration::from_secs(600))?;
         Ok(Self { close_patience: patience, ..self })
     }
@@ -328,11 +328,15 @@ mod tests {
     #[test]
     fn every_option_is_bounded() {
         let options = KafkaOptions::default;
-        assert!(options().with_buffer(0, 1024).is_err() && options().with_buffer(1, 1023).is_err());
-        assert!(options().with_buffer(100_001, 1024).is_err());
-        assert!(options().with_window(0).is_err() && options().with_window(1_000_001).is_err());
+        assert!(
+            options().with_max_buffered(0, 1024).is_err() && options().with_max_buffered(1, 1023).is_err()
+        );
+        assert!(options().with_max_buffered(100_001, 1024).is_err());
+        assert!(
+            options().with_max_uncommitted(0).is_err() && options().with_max_uncommitted(1_000_001).is_err()
+        );
         assert!(options().with_commit_interval(Duration::from_millis(9)).is_err());
-        assert!(options().with_revoke_patience(Duration::from_secs(61)).is_err());
-        assert!(options().with_close_patience(Duration::from_millis(99)).is_err());
+        assert!(options().with_revoke_timeout(Duration::from_secs(61)).is_err());
+        assert!(options().with_close_timeout(Duration::from_millis(99)).is_err());
     }
 }

@@ -137,7 +137,7 @@ impl Shared {
     pub(super) fn error(&self, what: String) {
         let mut state = self.state();
         if state.errors.len() < ERRORS_MAX && !state.errors.iter().any(|error| error.to_string() == what) {
-            state.errors.push_back(SourceError::passing(what));
+            state.errors.push_back(SourceError::transient(what));
             drop(state);
             self.arrived.notify_one();
         }

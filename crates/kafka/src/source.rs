@@ -30,7 +30,7 @@ impl KafkaSource {
     /// client's settings, `enable.auto.commit` and `enable.auto.offset.store` are off and cannot be turned on.
     /// `auto.offset.reset` says where a group begins that has committed nothing, and nothing else: `earliest` if nobody says
     /// otherwise, so that nothing is lost; `latest`, which skips what is there already; `error`, which is fatal then. Where
-    /// the log is truncated, [`KafkaOptions::with_truncated`] counts.
+    /// the log is truncated, [`KafkaOptions::with_on_truncation`] counts.
     ///
     /// It does not wait for the broker. Errors on the way there come from [`next`](Source::next), and pass.
     ///
@@ -82,10 +82,10 @@ impl Source for KafkaSource {
         match told {
             Ok(Ok(Ok(()))) => Ok(()),
             Ok(Ok(Err(what))) => {
-                Err(SourceError::passing(format!("the last offsets were not committed: {what}")))
+                Err(SourceError::transient(format!("the last offsets were not committed: {what}")))
             }
-            Ok(Err(_)) => Err(SourceError::passing("the reading thread ended before it committed")),
-            Err(_) => Err(SourceError::passing("the broker did not confirm the last offsets in time")),
+            Ok(Err(_)) => Err(SourceError::transient("the reading thread ended before it committed")),
+            Err(_) => Err(SourceError::transient("the broker did not confirm the last offsets in time")),
         }
     }
 }

@@ -103,7 +103,7 @@ enum Order {
 
 impl NatsSourceOptions {
     /// Most messages that a source holds ahead.
-    pub const PREFETCH_MAX: usize = 10_000;
+    pub const MAX_PREFETCH: usize = 10_000;
 
     /// Messages with the same value of the header [`ORDER_KEY`], which [`NatsPublisher`] sends, stay in order; those without
     /// it, in none. 100 messages are held ahead.
@@ -135,10 +135,10 @@ impl NatsSourceOptions {
     /// `ack_wait` runs: as many as are processed within a small part of it.
     ///
     /// # Errors
-    /// Outside 1 to [`PREFETCH_MAX`](Self::PREFETCH_MAX).
+    /// Outside 1 to [`MAX_PREFETCH`](Self::MAX_PREFETCH).
     pub fn with_prefetch(self, messages: usize) -> Result<Self, ConfigError> {
-        if !(1..=Self::PREFETCH_MAX).contains(&messages) {
-            return Err(ConfigError::new(format!("prefetch: between 1 and {}", Self::PREFETCH_MAX)));
+        if !(1..=Self::MAX_PREFETCH).contains(&messages) {
+            return Err(ConfigError::new(format!("prefetch: between 1 and {}", Self::MAX_PREFETCH)));
         }
         Ok(Self { prefetch: messages, ..self })
     }
@@ -322,8 +322,8 @@ impl Reading {
         }
         match timeout(ANSWER, self.client.flush()).await {
             Ok(Ok(())) if ended => Ok(()),
-            Ok(Err(error)) => Err(SourceError::passing("NATS did not hear the end").with_source(error)),
-            _ => Err(SourceError::passing("NATS did not answer at the end")),
+            Ok(Err(error)) => Err(SourceError::transient("NATS did not hear the end").with_source(error)),
+            _ => Err(SourceError::transient("NATS did not answer at the end")),
         }
     }
 }
@@ -388,7 +388,7 @@ impl Pump {
             sleep(LOOK).await;
         }
         let info = timeout(ANSWER, self.consumer.get_info()).await;
-        let info = info.map_err(|_| SourceError::passing("NATS does not answer"))?;
+        let info = info.map_err(|_| SourceError::transient("NATS does not answer"))?;
         let config = match info {
             Ok(info) => info.config,
             Err(error) => {
@@ -404,7 +404,7 @@ impl Pump {
                         format!("the NATS consumer {name:?} of the stream {stream:?} is not there any more");
                     SourceError::fatal(gone).with_source(error)
                 } else {
-                    SourceError::passing("NATS does not tell of the consumer").with_source(error)
+                    SourceError::transient("NATS does not tell of the consumer").with_source(error)
                 };
                 return Err(error);
             }
@@ -460,7 +460,7 @@ impl Pump {
         };
         let asked = timeout(ANSWER, self.consumer.request_batch(request, inbox.clone())).await;
         asked
-            .map_err(|_| SourceError::passing("NATS takes no request"))?
+            .map_err(|_| SourceError::transient("NATS takes no request"))?
             .map_err(|error| passing("NATS takes no request", error))
     }
 
@@ -476,15 +476,15 @@ impl Pump {
             let Ok(message) = timeout(LOOK, inbox.next()).await else {
                 let is_same = self.client.statistics().connects.load(Relaxed) == connection;
                 if !is_same || self.client.connection_state() != State::Connected {
-                    return Err(SourceError::passing("the connection to NATS was lost"));
+                    return Err(SourceError::transient("the connection to NATS was lost"));
                 }
                 if heard.elapsed() > self.heartbeat * 3 {
-                    return Err(SourceError::passing("NATS is silent"));
+                    return Err(SourceError::transient("NATS is silent"));
                 }
                 continue;
             };
             let Some(message) = message else {
-                return Err(SourceError::passing("the subscription at NATS ended"));
+                return Err(SourceError::transient("the subscription at NATS ended"));
             };
             heard = Instant::now();
             match message.status {
@@ -504,7 +504,7 @@ impl Pump {
                 // The consumer was deleted, its server stops, its leader changes: looking at it again tells.
                 Some(status) => {
                     let why = message.description.unwrap_or_default();
-                    return Err(SourceError::passing(format!("NATS ended a request: {status} {why}")));
+                    return Err(SourceError::transient(format!("NATS ended a request: {status} {why}")));
                 }
             }
         }
@@ -535,7 +535,7 @@ impl Pump {
 }
 
 fn passing(what: &str, error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> SourceError {
-    SourceError::passing(what).with_source(error)
+    SourceError::transient(what).with_source(error)
 }
 
 /// A message that JetStream delivered.

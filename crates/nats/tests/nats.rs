@@ -254,7 +254,7 @@ async fn without_options_one_poison_message_does_not_hold_its_subject() {
         let count = count.clone();
         async move {
             if message.header(MESSAGE_ID).unwrap().unwrap() == suite::ids(1)[0].as_str() {
-                return Err(oncegate_inbox::Failure::retry("poison"));
+                return Err(oncegate_inbox::HandlerError::retry("poison"));
             }
             count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             Ok(())
@@ -366,7 +366,7 @@ async fn a_consumer_that_could_lose_messages_is_refused() {
     refused(inactive, "inactive_threshold").await;
 
     assert!(NatsSourceOptions::new().with_prefetch(0).is_err());
-    assert!(NatsSourceOptions::new().with_prefetch(NatsSourceOptions::PREFETCH_MAX + 1).is_err());
+    assert!(NatsSourceOptions::new().with_prefetch(NatsSourceOptions::MAX_PREFETCH + 1).is_err());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -448,11 +448,11 @@ async fn dead_letters_are_messages() {
     let letters = DeadLetterTopic::new(NatsPublisher::new(nats.context.clone()), "dead");
     let running = suite::run(
         nats.source(),
-        suite::inbox(&suite::store(), letters).with_attempts_max(3).unwrap(),
+        suite::inbox(&suite::store(), letters).with_max_attempts(3).unwrap(),
         |consumer| consumer,
         |_, message| async move {
             assert_ne!(suite::id(&message), "m-00001", "a panic is a failure, too");
-            Err(oncegate_inbox::Failure::reject("no\nnever"))
+            Err(oncegate_inbox::HandlerError::reject("no\nnever"))
         },
     );
     until("both are given up", || async { nats.left().await == 0 }).await;

@@ -50,7 +50,7 @@ fn with_sources() -> Vec<Boxed> {
         Box::new(TransactError::Unserializable(not_json())),
         Box::new(GuardError::Store(store())),
         Box::new(GuardError::Response(store())),
-        Box::new(SourceError::passing("the queue gives no messages").with_source(cause())),
+        Box::new(SourceError::transient("the queue gives no messages").with_source(cause())),
         Box::new(PublishError::refused(cause())),
         Box::new(PublishError::unconfirmed(cause())),
         Box::new(ConsumerError::Config(ConfigError::new("no identity"))),

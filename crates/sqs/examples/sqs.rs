@@ -33,7 +33,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .http_client(aws_smithy_http_client::Builder::new().build_http())
         .build();
     let options = SqsSourceOptions::new()
-        .with_visibility(consumer::seconds("REDELIVERY")?.unwrap_or(Duration::from_secs(60)))?
+        .with_visibility_timeout(consumer::seconds("REDELIVERY")?.unwrap_or(Duration::from_secs(60)))?
         .with_wait(Duration::from_secs(1))?
         .with_receivers(8)?;
     let source = SqsSource::open(Client::from_conf(config), env::var("SQS_QUEUE")?, options).await?;

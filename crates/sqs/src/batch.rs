@@ -34,7 +34,7 @@ pub(super) struct Failed {
 
 impl Failed {
     fn passing(error: impl Into<String>) -> Self {
-        Self { error: SourceError::passing(error), is_gone: false }
+        Self { error: SourceError::transient(error), is_gone: false }
     }
 }
 
@@ -154,5 +154,5 @@ fn refused(entry: &BatchResultErrorEntry) -> Failed {
     let code = entry.code.rsplit('.').next().unwrap_or_default();
     let is_gone = matches!(code, "MessageNotInflight" | "ReceiptHandleIsInvalid");
     let why = entry.message.as_deref().unwrap_or_default();
-    Failed { error: SourceError::passing(format!("SQS did not do it: {code} {why}")), is_gone }
+    Failed { error: SourceError::transient(format!("SQS did not do it: {code} {why}")), is_gone }
 }

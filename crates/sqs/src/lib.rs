@@ -82,7 +82,7 @@ pub struct SqsSourceOptions {
 
 impl SqsSourceOptions {
     /// Most requests for messages that are under way at once.
-    pub const RECEIVERS_MAX: usize = 64;
+    pub const MAX_RECEIVERS: usize = 64;
 
     /// A visibility time-out of 60 seconds, two requests under way, each of which waits 5 seconds, and no redrive policy.
     #[must_use]
@@ -95,7 +95,7 @@ impl SqsSourceOptions {
     ///
     /// # Errors
     /// Outside 2 seconds to 12 hours.
-    pub fn with_visibility(self, visibility: Duration) -> Result<Self, ConfigError> {
+    pub fn with_visibility_timeout(self, visibility: Duration) -> Result<Self, ConfigError> {
         let visibility = visibility.as_secs();
         if !(2..=VISIBILITY_MAX).contains(&visibility) {
             return Err(ConfigError::new("visibility: between 2 seconds and 12 hours"));
@@ -119,10 +119,10 @@ impl SqsSourceOptions {
     /// How many requests for messages are under way at once; each brings up to 10, and so many are held ahead.
     ///
     /// # Errors
-    /// Outside 1 to [`RECEIVERS_MAX`](Self::RECEIVERS_MAX).
+    /// Outside 1 to [`MAX_RECEIVERS`](Self::MAX_RECEIVERS).
     pub fn with_receivers(self, receivers: usize) -> Result<Self, ConfigError> {
-        if !(1..=Self::RECEIVERS_MAX).contains(&receivers) {
-            return Err(ConfigError::new(format!("receivers: between 1 and {}", Self::RECEIVERS_MAX)));
+        if !(1..=Self::MAX_RECEIVERS).contains(&receivers) {
+            return Err(ConfigError::new(format!("receivers: between 1 and {}", Self::MAX_RECEIVERS)));
         }
         Ok(Self { receivers, ..self })
     }
@@ -206,14 +206,17 @@ impl SqsSource {
         let url = queue_url.into();
         let asked =
             client.get_queue_attributes().queue_url(&url).attribute_names(QueueAttributeName::All).send();
-        let asked = timeout(ANSWER, asked).await.map_err(|_| SourceError::passing("SQS does not answer"))?;
+        let asked =
+            timeout(ANSWER, asked).await.map_err(|_| SourceError::transient("SQS does not answer"))?;
         let attributes = match asked {
             Ok(answer) => answer.attributes.unwrap_or_default(),
             Err(error) if is_missing(&error) => {
                 return Err(SourceError::fatal("there is no such SQS queue").with_source(said(&error)));
             }
             Err(error) => {
-                return Err(SourceError::passing("SQS does not tell of the queue").with_source(said(&error)));
+                return Err(
+                    SourceError::transient("SQS does not tell of the queue").with_source(said(&error))
+                );
             }
         };
         if let Some(policy) = attributes.get(&QueueAttributeName::RedrivePolicy) {
@@ -308,7 +311,7 @@ impl Reading {
                 given_back.spawn(async move { delivery.give_back(Duration::ZERO).await });
             }
         }
-        let mut all = ended.map_err(|_| SourceError::passing("SQS did not answer at the end"));
+        let mut all = ended.map_err(|_| SourceError::transient("SQS did not answer at the end"));
         while let Some(given_back) = given_back.join_next().await {
             if let Ok(Err(error)) = given_back {
                 all = Err(error);
@@ -384,7 +387,7 @@ impl Receiver {
             .message_attribute_names("All")
             .send();
         let asked = timeout(ANSWER + Duration::from_secs(self.wait), asked).await;
-        match asked.map_err(|_| SourceError::passing("SQS does not answer"))? {
+        match asked.map_err(|_| SourceError::transient("SQS does not answer"))? {
             Ok(answer) => {
                 *misses = 0;
                 Ok(answer.messages.unwrap_or_default())
@@ -395,7 +398,7 @@ impl Receiver {
                 Err(if *misses >= MISSES {
                     SourceError::fatal("the SQS queue is not there any more").with_source(said)
                 } else {
-                    SourceError::passing("SQS gives no messages").with_source(said)
+                    SourceError::transient("SQS gives no messages").with_source(said)
                 })
             }
         }
@@ -537,14 +540,14 @@ mod tests {
         let options = SqsSourceOptions::new();
         let seconds = Duration::from_secs;
         for good in [2, VISIBILITY_MAX] {
-            assert!(options.clone().with_visibility(seconds(good)).is_ok());
+            assert!(options.clone().with_visibility_timeout(seconds(good)).is_ok());
         }
         for bad in [1, VISIBILITY_MAX + 1] {
-            assert!(options.clone().with_visibility(seconds(bad)).is_err());
+            assert!(options.clone().with_visibility_timeout(seconds(bad)).is_err());
         }
         assert!(options.clone().with_wait(seconds(20)).is_ok());
         assert!(options.clone().with_wait(seconds(21)).is_err());
         assert!(options.clone().with_receivers(0).is_err());
-        assert!(options.with_receivers(SqsSourceOptions::RECEIVERS_MAX + 1).is_err());
+        assert!(options.with_receivers(SqsSourceOptions::MAX_RECEIVERS + 1).is_err());
     }
 }

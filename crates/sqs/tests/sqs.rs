@@ -44,7 +44,7 @@ impl Sqs {
         let client = client(&server.url());
         let queue = make(&client, name, &[]).await;
         let options = SqsSourceOptions::new().with_wait(Duration::from_secs(1)).unwrap();
-        let options = options.with_visibility(visibility).unwrap();
+        let options = options.with_visibility_timeout(visibility).unwrap();
         Self { server, client, queue, options }
     }
 
@@ -348,7 +348,7 @@ async fn dead_letters_are_messages() {
         sqs.open().await,
         suite::inbox(&suite::store(), letters),
         |consumer| consumer,
-        |_, _| async { Err(oncegate_inbox::Failure::reject("no\nnever")) },
+        |_, _| async { Err(oncegate_inbox::HandlerError::reject("no\nnever")) },
     );
     until("it is given up", || async { sqs.left().await == 0 }).await;
     running.stop().await;

@@ -19,16 +19,16 @@ use oncegate_core::OnAbandoned;
 use oncegate_embedded::{EmbeddedOptions, EmbeddedStore};
 use oncegate_engine::{Attempt, ConfigError, Engine};
 use oncegate_inbox::{
-    ConsumerName, DeadLetter, DeadLetters, Failure, Identity, Inbox, Message, PublishError, PutFuture,
+    ConsumerName, DeadLetter, DeadLetterSink, HandlerError, Identity, Inbox, Message, PublishError, PutFuture,
 };
 use oncegate_webhook::{WebhookOptions, WebhookReceiver, WebhookScheme};
 use tokio::signal::unix::{SignalKind, signal};
 
 /// What one webhook does.
-async fn handle(data: Arc<Data>, attempt: Attempt, message: Arc<Message>) -> Result<(), Failure> {
+async fn handle(data: Arc<Data>, attempt: Attempt, message: Arc<Message>) -> Result<(), HandlerError> {
     data.note(&format!("{} attempt {}\n", message.topic, attempt.number()))?;
     if message.payload.is_empty() {
-        return Err(Failure::reject("it says nothing"));
+        return Err(HandlerError::reject("it says nothing"));
     }
     data.hang("before-effect").await;
     data.pay(&attempt.downstream_key("bank"), &message.payload)?;
@@ -62,7 +62,7 @@ impl Data {
 /// Dead letters are files, too, so that the same one is written once.
 struct DeadFiles(PathBuf);
 
-impl DeadLetters for DeadFiles {
+impl DeadLetterSink for DeadFiles {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move {
             let text = format!("{} after {} attempts: {}\n", letter.reason, letter.attempts, letter.error);

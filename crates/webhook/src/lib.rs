@@ -5,5 +5,5 @@
 mod receiver;
 mod scheme;
 
-pub use receiver::{WINDOW_DEFAULT, WINDOW_MIN, WebhookOptions, WebhookReceiver};
+pub use receiver::{DEFAULT_WINDOW, MIN_WINDOW, WebhookOptions, WebhookReceiver};
 pub use scheme::{WebhookRefusal, WebhookScheme};

@@ -14,7 +14,7 @@ use http::{HeaderName, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use oncegate_core::{Clock, ErrorChain, Timestamp};
 use oncegate_engine::{ConfigError, Panicked, catch_panic};
-use oncegate_inbox::{Event, EventKind, Handled, Message, Observer, Processor, SourceInfo};
+use oncegate_inbox::{Event, EventKind, Message, Observer, ProcessOutcome, Processor, SourceInfo};
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, error, warn};
@@ -23,10 +23,10 @@ use crate::scheme::{WebhookRefusal, WebhookScheme, copied};
 
 /// The shortest time for which webhooks must be known as processed: how long the schedule of retries goes on that Standard
 /// Webhooks gives as its example, 75 hours and 35 minutes.
-pub const WINDOW_MIN: Duration = Duration::from_secs((75 * 60 + 35) * 60);
+pub const MIN_WINDOW: Duration = Duration::from_secs((75 * 60 + 35) * 60);
 
 /// How long a receiver expects webhooks to be known as processed: seven days.
-pub const WINDOW_DEFAULT: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+pub const DEFAULT_WINDOW: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// Most octets of a payload by default: 1 MiB. Senders keep far below it, but for GitHub, whose payloads may have 25 MB.
 const BODY_MAX: usize = 1024 * 1024;
@@ -50,9 +50,9 @@ const RETRY_AFTER: Duration = Duration::from_secs(5);
 pub struct WebhookOptions {
     scheme: WebhookScheme,
     window: Duration,
-    body_max: usize,
-    body_patience: Duration,
-    running_max: usize,
+    max_body_bytes: usize,
+    body_timeout: Duration,
+    max_running: usize,
     headers: Vec<String>,
     clock: Arc<dyn Clock>,
     observer: Arc<dyn Observer>,
@@ -65,10 +65,10 @@ impl WebhookOptions {
     pub fn new(scheme: WebhookScheme) -> Self {
         Self {
             scheme,
-            window: WINDOW_DEFAULT,
-            body_max: BODY_MAX,
-            body_patience: BODY_PATIENCE,
-            running_max: RUNNING_MAX,
+            window: DEFAULT_WINDOW,
+            max_body_bytes: BODY_MAX,
+            body_timeout: BODY_PATIENCE,
+            max_running: RUNNING_MAX,
             headers: Vec::new(),
             clock: Arc::new(WallClock),
             observer: Arc::new(()),
@@ -78,10 +78,10 @@ impl WebhookOptions {
     /// For how long a webhook must be known as processed: as long as its sender may send it again, by itself or by hand.
     ///
     /// # Errors
-    /// Less than [`WINDOW_MIN`].
+    /// Less than [`MIN_WINDOW`].
     pub fn with_window(self, window: Duration) -> Result<Self, ConfigError> {
-        if window < WINDOW_MIN {
-            let what = format!("the window is {window:?}; senders come again for {WINDOW_MIN:?} and longer");
+        if window < MIN_WINDOW {
+            let what = format!("the window is {window:?}; senders come again for {MIN_WINDOW:?} and longer");
             return Err(ConfigError::new(what));
         }
         Ok(Self { window, ..self })
@@ -91,9 +91,9 @@ impl WebhookOptions {
     ///
     /// # Errors
     /// Outside 1 to 64 MiB (67108864).
-    pub fn with_body_max(self, octets: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_body_bytes(self, octets: usize) -> Result<Self, ConfigError> {
         if (1..=BODY_MAX_MAX).contains(&octets) {
-            Ok(Self { body_max: octets, ..self })
+            Ok(Self { max_body_bytes: octets, ..self })
         } else {
             let what = format!("payloads may have {octets} octets; it must be from 1 to {BODY_MAX_MAX}");
             Err(ConfigError::new(what))
@@ -104,9 +104,9 @@ impl WebhookOptions {
     ///
     /// # Errors
     /// Outside 1 second to 10 minutes.
-    pub fn with_body_patience(self, patience: Duration) -> Result<Self, ConfigError> {
+    pub fn with_body_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
         if (Duration::from_secs(1)..=BODY_PATIENCE_MAX).contains(&patience) {
-            Ok(Self { body_patience: patience, ..self })
+            Ok(Self { body_timeout: patience, ..self })
         } else {
             let what = format!("payloads may take {patience:?}; it must be from 1s to {BODY_PATIENCE_MAX:?}");
             Err(ConfigError::new(what))
@@ -117,9 +117,9 @@ impl WebhookOptions {
     ///
     /// # Errors
     /// None, or more than a million.
-    pub fn with_running_max(self, running: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_running(self, running: usize) -> Result<Self, ConfigError> {
         if (1..=1_000_000).contains(&running) {
-            Ok(Self { running_max: running, ..self })
+            Ok(Self { max_running: running, ..self })
         } else {
             let what = format!("{running} webhooks may run at a time; it must be from 1 to 1000000");
             Err(ConfigError::new(what))
@@ -157,9 +157,9 @@ impl fmt::Debug for WebhookOptions {
         f.debug_struct("WebhookOptions")
             .field("scheme", &self.scheme)
             .field("window", &self.window)
-            .field("body_max", &self.body_max)
-            .field("body_patience", &self.body_patience)
-            .field("running_max", &self.running_max)
+            .field("max_body_bytes", &self.max_body_bytes)
+            .field("body_timeout", &self.body_timeout)
+            .field("max_running", &self.max_running)
             .field("headers", &self.headers)
             .finish_non_exhaustive()
     }
@@ -178,7 +178,7 @@ enum Outcome {
     /// What processes messages panicked.
     Panicked,
     /// It is one, and this came of it.
-    Handled(Handled),
+    ProcessOutcome(ProcessOutcome),
 }
 
 impl Outcome {
@@ -187,7 +187,7 @@ impl Outcome {
             Self::Refused(_) | Self::TooLarge | Self::Incomplete => EventKind::Refused,
             Self::Overloaded => EventKind::Overloaded,
             Self::Panicked => EventKind::Panicked,
-            Self::Handled(handled) => EventKind::of(handled),
+            Self::ProcessOutcome(handled) => EventKind::of(handled),
         }
     }
 
@@ -200,17 +200,19 @@ impl Outcome {
             Self::Incomplete => (StatusCode::BAD_REQUEST, Some("request-incomplete")),
             Self::Overloaded => (StatusCode::SERVICE_UNAVAILABLE, Some("overloaded")),
             // A letter is written where it is dead: to send it again would change nothing.
-            Self::Handled(Handled::Processed { .. } | Handled::Duplicate | Handled::Dead { .. }) => {
-                (StatusCode::OK, None)
-            }
-            Self::Handled(Handled::InFlight { .. }) => {
+            Self::ProcessOutcome(
+                ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate | ProcessOutcome::Dead { .. },
+            ) => (StatusCode::OK, None),
+            Self::ProcessOutcome(ProcessOutcome::InFlight { .. }) => {
                 (StatusCode::SERVICE_UNAVAILABLE, Some("request-in-progress"))
             }
-            Self::Handled(Handled::Unavailable(_)) => {
+            Self::ProcessOutcome(ProcessOutcome::Unavailable(_)) => {
                 (StatusCode::SERVICE_UNAVAILABLE, Some("store-unavailable"))
             }
             // It failed or was not begun: the sender has to send it again.
-            Self::Handled(_) | Self::Panicked => (StatusCode::INTERNAL_SERVER_ERROR, Some("handler-failed")),
+            Self::ProcessOutcome(_) | Self::Panicked => {
+                (StatusCode::INTERNAL_SERVER_ERROR, Some("handler-failed"))
+            }
         }
     }
 
@@ -228,7 +230,7 @@ impl Outcome {
         }
         if status == StatusCode::SERVICE_UNAVAILABLE {
             let after = match self {
-                Self::Handled(Handled::InFlight { retry_after }) => *retry_after,
+                Self::ProcessOutcome(ProcessOutcome::InFlight { retry_after }) => *retry_after,
                 _ => RETRY_AFTER,
             };
             let seconds = after.as_millis().div_ceil(1000).max(1);
@@ -285,7 +287,7 @@ impl<P: Processor> WebhookReceiver<P> {
                 options.window
             )));
         }
-        let running = Arc::new(Semaphore::new(options.running_max));
+        let running = Arc::new(Semaphore::new(options.max_running));
         let tasks = TaskTracker::new();
         tasks.close();
         Ok(Self(Arc::new(Inner { topic: topic.into(), options, processor, running, tasks })))
@@ -332,7 +334,9 @@ impl<P: Processor> WebhookReceiver<P> {
                 let outcome = match catch_panic(inner.processor.process(&[message])).await {
                     Ok(handled) => {
                         // A processor says something of every message.
-                        Outcome::Handled(handled.into_iter().next().unwrap_or(Handled::NotBegun))
+                        Outcome::ProcessOutcome(
+                            handled.into_iter().next().unwrap_or(ProcessOutcome::NotBegun),
+                        )
                     }
                     Err(Panicked) => Outcome::Panicked,
                 };
@@ -350,7 +354,7 @@ impl<P: Processor> Inner<P> {
     async fn verified(&self, request: Request) -> Result<Message, Outcome> {
         let options = &self.options;
         let (head, body) = request.into_parts();
-        let payload = tokio::time::timeout(options.body_patience, payload(body, options.body_max))
+        let payload = tokio::time::timeout(options.body_timeout, payload(body, options.max_body_bytes))
             .await
             .map_err(|_| Outcome::Incomplete)??;
         let message = options
@@ -377,16 +381,16 @@ impl<P: Processor> Inner<P> {
                 warn!(consumer, topic, "too many webhooks are being processed; one is sent away")
             }
             Outcome::Panicked => error!(consumer, topic, "what processes webhooks panicked"),
-            Outcome::Handled(Handled::Failed { attempts, .. }) => {
+            Outcome::ProcessOutcome(ProcessOutcome::Failed { attempts, .. }) => {
                 warn!(consumer, topic, attempts, "a webhook was not processed, and has to come again");
             }
-            Outcome::Handled(Handled::Dead { reason, is_known: false }) => {
+            Outcome::ProcessOutcome(ProcessOutcome::Dead { reason, is_known: false }) => {
                 warn!(consumer, topic, reason = reason.as_str(), "a webhook is a dead letter now");
             }
-            Outcome::Handled(Handled::Unavailable(error)) => {
+            Outcome::ProcessOutcome(ProcessOutcome::Unavailable(error)) => {
                 warn!(consumer, topic, error = %ErrorChain(&error), "a webhook could not be processed, and has to come again");
             }
-            Outcome::Incomplete | Outcome::Handled(_) => {
+            Outcome::Incomplete | Outcome::ProcessOutcome(_) => {
                 debug!(consumer, topic, outcome = kind.as_str(), "a request was answered");
             }
         }

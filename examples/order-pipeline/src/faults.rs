@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use oncegate::engine::ConfigError;
 use oncegate::inbox::{
-    ConsumerName, Delivery, Handled, Message, Outgoing, Processor, PublishFuture, Publisher, Source,
+    ConsumerName, Delivery, Message, Outgoing, ProcessOutcome, Processor, PublishFuture, Publisher, Source,
     SourceError, SourceInfo,
 };
 
@@ -86,8 +86,8 @@ impl<P: Processor> Processor for Mortal<P> {
         self.inner.consumer()
     }
 
-    fn batch_max(&self) -> usize {
-        self.inner.batch_max()
+    fn max_batch(&self) -> usize {
+        self.inner.max_batch()
     }
 
     fn retention(&self) -> Duration {
@@ -98,9 +98,9 @@ impl<P: Processor> Processor for Mortal<P> {
         self.inner.check(source)
     }
 
-    async fn process(&self, messages: &[Arc<Message>]) -> Vec<Handled> {
+    async fn process(&self, messages: &[Arc<Message>]) -> Vec<ProcessOutcome> {
         let handled = self.inner.process(messages).await;
-        if handled.iter().any(|one| matches!(one, Handled::Processed { .. })) {
+        if handled.iter().any(|one| matches!(one, ProcessOutcome::Processed { .. })) {
             self.faults.at(Point::AfterProjectionCommit);
         }
         handled

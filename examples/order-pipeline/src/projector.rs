@@ -4,8 +4,8 @@
 use axum::Router;
 use axum::routing::get;
 use oncegate::core::ErrorChain;
-use oncegate::inbox::{Consumer, ConsumerName, Counts, Failure, Identity, Message};
-use oncegate::inbox_postgres::{Applied, DeadLetterTable, Streams, TransactionalInbox};
+use oncegate::inbox::{Consumer, ConsumerName, Counts, HandlerError, Identity, Message};
+use oncegate::inbox_postgres::{ApplyOutcome, DeadLetterTable, Streams, TransactionalInbox};
 use oncegate::nats::{NatsSource, NatsSourceOptions, ORDER_KEY};
 use oncegate::postgres::sqlx::{self, PgConnection, PgPool};
 
@@ -53,24 +53,24 @@ async fn project(
     message: &Message,
     streams: &Streams,
     version: Version,
-) -> std::result::Result<Applied, Failure> {
-    let placed: OrderPlaced = serde_json::from_slice(&message.payload).map_err(Failure::reject)?;
+) -> std::result::Result<ApplyOutcome, HandlerError> {
+    let placed: OrderPlaced = serde_json::from_slice(&message.payload).map_err(HandlerError::reject)?;
     // Before it is parked, because what is parked is acknowledged: it must not turn out later that it cannot be processed.
     if placed.cents < 0 && !version.refunds {
-        return Err(Failure::reject("a negative amount"));
+        return Err(HandlerError::reject("a negative amount"));
     }
     let (customer, sequence) = (&placed.customer, placed.sequence);
     // Two projectors, and a crash, may turn the order of the broker round.
     let applied =
-        streams.apply_or_park(connection, customer, sequence, &message.payload, async |to, event| {
+        streams.apply_or_buffer(connection, customer, sequence, &message.payload, async |to, event| {
             add(to, &serde_json::from_slice(&event.event)?).await
         });
-    // Applied now, applied before, or parked: all of it is as it should be.
+    // ApplyOutcome now, applied before, or parked: all of it is as it should be.
     applied.await
 }
 
 /// Adds an order: the next one of its customer.
-async fn add(connection: &mut PgConnection, placed: &OrderPlaced) -> std::result::Result<(), Failure> {
+async fn add(connection: &mut PgConnection, placed: &OrderPlaced) -> std::result::Result<(), HandlerError> {
     let add = "INSERT INTO totals VALUES ($1, 1, $2, $3) ON CONFLICT (customer) DO UPDATE
         SET orders = totals.orders + 1, cents = totals.cents + excluded.cents, last_sequence = excluded.last_sequence";
     let sequence = i64::try_from(placed.sequence)?;
@@ -128,11 +128,13 @@ pub(crate) async fn retry(options: RetryOptions) -> Result<()> {
         after = Some(last.number);
         for letter in page {
             let (number, streams) = (letter.number, streams.clone());
-            let done = inbox.process_letter(number, async move |connection, message| {
+            let done = inbox.process_dead_letter(number, async move |connection, message| {
                 project(connection, &message, &streams, options.version).await
             });
             match done.await {
-                Ok(Some(Applied::Before)) => println!("letter {number}: it was skipped, and is not counted"),
+                Ok(Some(ApplyOutcome::AlreadyApplied)) => {
+                    println!("letter {number}: it was skipped, and is not counted")
+                }
                 Ok(Some(_)) => println!("letter {number}: processed"),
                 Ok(None) => println!("letter {number}: somebody else took it"),
                 Err(failure) => {

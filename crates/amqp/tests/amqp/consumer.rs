@@ -210,12 +210,12 @@ async fn dead_letters_are_messages_of_a_queue() {
     let running = suite::run(
         queue.source(),
         suite::inbox(&suite::store(), DeadLetterTopic::new(dead.publisher(), "dead"))
-            .with_attempts_max(3)
+            .with_max_attempts(3)
             .unwrap(),
         |consumer| consumer.with_order(Order::None),
         move |_, message| {
             seen.lock().unwrap().push((message.is_redelivered, message.deliveries));
-            async { Err(oncegate_inbox::Failure::retry("not\nthis time")) }
+            async { Err(oncegate_inbox::HandlerError::retry("not\nthis time")) }
         },
     );
     dead.until_ready(1).await;

@@ -92,7 +92,7 @@ async fn each_message_that_no_queue_takes_is_refused_and_no_other() {
 async fn what_never_will_be_taken_is_refused() {
     let server = shared();
     let queue = Queue::new(&server.url(), "refusing", Kind::Quorum).await;
-    let publisher = queue.publisher().with_payload_max(1000);
+    let publisher = queue.publisher().with_max_payload_bytes(1000);
     let message = Outgoing::new("m", "refusing", "m");
     let with = |change: &dyn Fn(&mut Outgoing)| {
         let mut message = message.clone();
@@ -140,7 +140,7 @@ async fn an_exchange_routes_by_the_topic() {
     let publisher = queue.publisher().with_exchange("events").unwrap();
     publisher.publish(&Outgoing::new("1", "order.placed", "1")).await.unwrap();
     assert!(is_refused(&publisher.publish(&Outgoing::new("2", "invoice.sent", "2")).await));
-    let mut source = queue.source().with_topic_of_routing_key();
+    let mut source = queue.source().with_topic_from_routing_key();
     let delivery = next(&mut source).await;
     assert_eq!(delivery.message().topic, "order.placed");
     let exchange = delivery.message().header("amqp-exchange").unwrap().cloned();
@@ -153,7 +153,7 @@ async fn an_exchange_routes_by_the_topic() {
 async fn without_the_brokers_word_nothing_is_published() {
     let mut server = RabbitServer::start().unwrap();
     let queue = Queue::new(&server.url(), "silent", Kind::Quorum).await;
-    let publisher = queue.publisher().with_patience(Duration::from_secs(2)).unwrap();
+    let publisher = queue.publisher().with_confirm_timeout(Duration::from_secs(2)).unwrap();
     let message = |id: &str| Outgoing::new(id, "silent", id.to_owned());
     publisher.publish(&message("1")).await.unwrap();
     server.freeze(true).unwrap();
@@ -233,7 +233,7 @@ async fn a_connection_that_is_cut_is_made_again_and_nothing_confirmed_is_lost() 
 async fn publishing_that_is_dropped_confuses_nobody() {
     let server = shared();
     let queue = Queue::new(&server.url(), "impatient", Kind::Quorum).await;
-    let publisher = queue.publisher().with_channels(1).unwrap();
+    let publisher = queue.publisher().with_max_channels(1).unwrap();
     for number in 0..50 {
         let nowhere = Outgoing::new(format!("n-{number}"), "nowhere", "n");
         drop(timeout(Duration::from_micros(number * 50), publisher.publish(&nowhere)).await);

@@ -5,7 +5,7 @@ mod lines;
 mod relay;
 
 use oncegate_core::StoreErrorKind;
-use oncegate_inbox::{DeadLetter, DeadLetters, Outgoing, PublishError, PutFuture};
+use oncegate_inbox::{DeadLetter, DeadLetterSink, Outgoing, PublishError, PutFuture};
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool};
 use oncegate_postgres::sqlx::{self, Error, Row as _};
 
@@ -134,7 +134,7 @@ impl OutboxDeadLetters {
     }
 }
 
-impl DeadLetters for OutboxDeadLetters {
+impl DeadLetterSink for OutboxDeadLetters {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move {
             let written = alone(&self.pool, PATIENCE, self.outbox.transaction_pooler, async |connection| {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use oncegate_core::{ErrorChain, StoreError};
 use oncegate_engine::{ConfigError, catch_panic};
-use oncegate_inbox::{ERROR_MAX, PublishError, Publisher};
+use oncegate_inbox::{MAX_ERROR_BYTES, PublishError, Publisher};
 use oncegate_postgres::sqlx::postgres::PgPool;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::{Id, JoinError, JoinSet};
@@ -62,7 +62,7 @@ pub enum OnRefused {
     /// They wait until an operator has the message published again, or drops it.
     Wait,
     /// They go on without it.
-    GoOn,
+    Continue,
 }
 
 /// Tells a relay in the same process that something was committed, so that it does not wait until it looks again.
@@ -129,13 +129,13 @@ impl<P: Publisher> Relay<P> {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_held_max(mut self, messages: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_held(mut self, messages: usize) -> Result<Self, ConfigError> {
         self.settings.most.rows = ConfigError::check("the number of messages held", messages, 1..=10_000)?;
         Ok(self)
     }
 
     /// How many octets of messages are held at the most; one message is, whatever its size.
-    pub fn with_octets_max(mut self, octets: usize) -> Self {
+    pub fn with_max_bytes(mut self, octets: usize) -> Self {
         self.settings.most.octets = octets;
         self
     }
@@ -145,7 +145,7 @@ impl<P: Publisher> Relay<P> {
     ///
     /// # Errors
     /// If it is out of these bounds.
-    pub fn with_run_max(mut self, messages: usize) -> Result<Self, ConfigError> {
+    pub fn with_max_run_length(mut self, messages: usize) -> Result<Self, ConfigError> {
         self.settings.most.run =
             ConfigError::check("the number of messages taken together", messages, 1..=10_000)?;
         Ok(self)
@@ -206,13 +206,13 @@ impl<P: Publisher> Relay<P> {
     }
 
     /// How long what is under way may take when the relay is stopped. What is not confirmed by then is published again.
-    pub fn with_patience(mut self, patience: Duration) -> Self {
+    pub fn with_shutdown_timeout(mut self, patience: Duration) -> Self {
         self.settings.patience = patience;
         self
     }
 
     /// What becomes of messages behind one that is refused.
-    pub fn with_refused(mut self, on_refused: OnRefused) -> Self {
+    pub fn with_on_refused(mut self, on_refused: OnRefused) -> Self {
         self.settings.on_refused = on_refused;
         self
     }
@@ -343,7 +343,7 @@ impl<P: Publisher> Shared<P> {
                 self.tell(row, RelayEventKind::Refused);
                 return match self.on_refused {
                     OnRefused::Wait => Outcome::Refused(error),
-                    OnRefused::GoOn => Outcome::Aside(error),
+                    OnRefused::Continue => Outcome::Aside(error),
                 };
             }
             Ok(Ok(Err(error))) => in_short(&ErrorChain(&error).to_string()),
@@ -713,7 +713,7 @@ impl<P: Publisher> Running<P> {
 /// Without control characters, and not longer than an error in a dead letter.
 fn in_short(error: &str) -> String {
     let mut short: String = error.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    short.truncate(short.floor_char_boundary(ERROR_MAX));
+    short.truncate(short.floor_char_boundary(MAX_ERROR_BYTES));
     short
 }
 

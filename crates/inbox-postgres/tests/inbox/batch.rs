@@ -5,37 +5,44 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::{Consumer, Delivery, Handled, Message, Processor as _, Source, SourceError, SourceInfo};
+use oncegate_inbox::{
+    Consumer, Delivery, Message, ProcessOutcome, Processor as _, Source, SourceError, SourceInfo,
+};
 use oncegate_postgres::sqlx;
 
-use crate::support::{Database, again, effect, inbox_of, new, ordered, run, until, word, words};
+use crate::support::{
+    Database, again, effect, inbox_of, new, ordered, process_each, run, until, word, words,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_new_in_a_batch_is_one_transaction() {
     let database = Database::fresh().await;
     let inbox = database.inbox(2).await;
     let batch = [new("a"), again("b"), new("c"), new("a"), again("b")];
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&handled), ["processed 1", "processed 1", "processed 1", "duplicate", "duplicate"]);
     // One that fails has failed once, however often it is in the batch.
-    let handled = inbox.process_batch(&[again("poison"), again("poison")], effect).await;
+    let handled = process_each(&inbox, &[again("poison"), again("poison")], effect).await;
     assert_eq!(words(&handled), ["failed 1", "in-flight"]);
     let more = [new("d"), new("a"), new("e")];
-    assert_eq!(words(&inbox.process_batch(&more, effect).await), ["processed 1", "duplicate", "processed 1"]);
-    assert_eq!(words(&inbox.process_batch(&more, effect).await), ["duplicate"; 3]);
+    assert_eq!(
+        words(&process_each(&inbox, &more, effect).await),
+        ["processed 1", "duplicate", "processed 1"]
+    );
+    assert_eq!(words(&process_each(&inbox, &more, effect).await), ["duplicate"; 3]);
     assert_eq!(database.effects().await, ["a", "b", "c", "d", "e"]);
     assert_eq!(database.number("SELECT count(DISTINCT transaction) FROM effects").await, 2);
-    assert!(inbox.process_batch(&[], effect).await.is_empty());
+    assert!(process_each(&inbox, &[], effect).await.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn all_that_is_new_is_given_to_a_handler_at_once() {
     let database = Database::fresh().await;
-    assert!(database.inbox(1).await.with_attempts_max(0).is_err());
-    assert!(database.inbox(1).await.with_batch_max(0).is_err());
-    assert!(database.inbox(1).await.with_runs(101).is_err());
-    assert!(database.inbox(1).await.with_patience(Duration::ZERO).is_err());
-    let inbox = database.inbox(2).await.with_attempts_max(1).unwrap();
+    assert!(database.inbox(1).await.with_max_attempts(0).is_err());
+    assert!(database.inbox(1).await.with_max_batch(0).is_err());
+    assert!(database.inbox(1).await.with_max_runs(101).is_err());
+    assert!(database.inbox(1).await.with_statement_timeout(Duration::ZERO).is_err());
+    let inbox = database.inbox(2).await.with_max_attempts(1).unwrap();
     assert_eq!(words(&[inbox.process(&new("b"), effect).await]), ["processed 1"]);
     let calls = Arc::new(AtomicU32::new(0));
     let processor = inbox.batch_processor({
@@ -49,12 +56,12 @@ async fn all_that_is_new_is_given_to_a_handler_at_once() {
                 .execute(connection)
                 .await?;
             match messages.iter().any(|message| message.payload.starts_with(b"poison")) {
-                true => Err(oncegate_inbox::Failure::retry("poison")),
+                true => Err(oncegate_inbox::HandlerError::retry("poison")),
                 false => Ok(()),
             }
         }
     });
-    assert_eq!(processor.batch_max(), 100);
+    assert_eq!(processor.max_batch(), 100);
     let handled = processor.process(&[new("a"), new("b"), new("c")]).await;
     assert_eq!(words(&handled), ["processed 1", "duplicate", "processed 1"]);
     assert_eq!(calls.load(Ordering::SeqCst), 1);
@@ -67,7 +74,7 @@ async fn all_that_is_new_is_given_to_a_handler_at_once() {
 #[tokio::test(flavor = "multi_thread")]
 async fn one_that_fails_holds_up_its_order_key_and_nothing_else() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(3).unwrap().with_batch_max(4).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(3).unwrap().with_max_batch(4).unwrap();
     let batch = [
         ordered("k1", "k"),
         ordered("poison", "k"),
@@ -78,16 +85,16 @@ async fn one_that_fails_holds_up_its_order_key_and_nothing_else() {
         ordered("k3", "k"),
         ordered("l2", "l"),
     ];
-    let first = inbox.process_batch(&batch, effect).await;
+    let first = process_each(&inbox, &batch, effect).await;
     let expected =
         ["processed 1", "failed 1", "processed 1", "not begun", "processed 1", "not begun", "processed 1"];
     assert_eq!(words(&first), expected);
-    let second = inbox.process_batch(&batch, effect).await;
+    let second = process_each(&inbox, &batch, effect).await;
     let expected = ["duplicate", "failed 2", "duplicate", "not begun", "duplicate", "not begun", "duplicate"];
     assert_eq!(words(&second), expected);
     // Given up, it holds up nothing any more.
-    let third = inbox.process_batch(&batch, effect).await;
-    assert_eq!(third.iter().filter(|handled| matches!(handled, Handled::Processed { .. })).count(), 2);
+    let third = process_each(&inbox, &batch, effect).await;
+    assert_eq!(third.iter().filter(|handled| matches!(handled, ProcessOutcome::Processed { .. })).count(), 2);
     assert_eq!(words(&third)[1], "dead attempts-exhausted");
     assert_eq!(database.effects().await, ["k1", "l1", "free", "l2", "k2", "k3"]);
 }
@@ -107,19 +114,19 @@ async fn one_that_somebody_else_has_holds_up_its_order_key_and_nothing_else() {
     let mut elsewhere = database.connect().await;
     let id = "oncegate.message_record('billing', 'k2', ARRAY['header', 'event-id'])";
     run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     let expected = ["processed 1", "in-flight", "not begun", "processed 1", "processed 1", "duplicate"];
     assert_eq!(words(&handled), expected);
     // Also where that is seen before the transaction.
     let batch: Vec<_> =
         batch.iter().map(|m| Arc::new(Message::clone(m).with_deliveries(Some(2), true))).collect();
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert_eq!(
         words(&handled),
         ["duplicate", "in-flight", "not begun", "duplicate", "duplicate", "duplicate"]
     );
     run(&mut elsewhere, "COMMIT").await;
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&handled)[1..3], ["duplicate", "processed 1"]);
     assert_eq!(database.effects().await, ["k1", "l1", "free", "k3"]);
 }
@@ -127,9 +134,12 @@ async fn one_that_somebody_else_has_holds_up_its_order_key_and_nothing_else() {
 #[tokio::test(flavor = "multi_thread")]
 async fn one_that_failed_before_is_in_nobodys_way() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(3).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(3).unwrap();
     let batch = [again("a"), again("poison"), again("b")];
-    assert_eq!(words(&inbox.process_batch(&batch, effect).await), ["processed 1", "failed 1", "processed 1"]);
+    assert_eq!(
+        words(&process_each(&inbox, &batch, effect).await),
+        ["processed 1", "failed 1", "processed 1"]
+    );
     let runs = Arc::new(AtomicU32::new(0));
     let counted = {
         let runs = runs.clone();
@@ -139,10 +149,10 @@ async fn one_that_failed_before_is_in_nobodys_way() {
         }
     };
     let batch = [again("c"), again("poison"), again("d"), again("nothing")];
-    let handled = inbox.process_batch(&batch, counted.clone()).await;
+    let handled = process_each(&inbox, &batch, counted.clone()).await;
     assert_eq!(words(&handled), ["processed 1", "failed 2", "processed 1", "processed 1"]);
     assert_eq!(runs.load(Ordering::SeqCst), 4, "each once");
-    let handled = inbox.process_batch(&batch, counted).await;
+    let handled = process_each(&inbox, &batch, counted).await;
     assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate", "duplicate"]);
     assert_eq!(runs.load(Ordering::SeqCst), 5);
     // Also where it is the only one that may have been delivered before.
@@ -155,19 +165,19 @@ async fn one_that_failed_before_is_in_nobodys_way() {
             effect(connection, message).await
         }
     };
-    let handled = inbox.process_batch(&[new("x"), again("poison2"), new("y")], counted).await;
+    let handled = process_each(&inbox, &[new("x"), again("poison2"), new("y")], counted).await;
     assert_eq!(words(&handled), ["processed 1", "failed 2", "processed 1"]);
     assert_eq!(runs.load(Ordering::SeqCst), 3, "each once");
     // What is without an identity, or has another one's, neither.
     let nameless = Arc::new(Message::new("orders", "who?").with_deliveries(Some(1), false));
-    let handled = inbox.process_batch(&[new("e"), nameless, new("f")], effect).await;
+    let handled = process_each(&inbox, &[new("e"), nameless, new("f")], effect).await;
     assert_eq!(words(&handled), ["processed 1", "dead no-identity", "processed 1"]);
     let compares = inbox_of(database.pool(2).await, "compares").with_payloads_compared(true);
     let reused = |id: &'static str, text: &'static str| {
         Arc::new(Message::new("orders", text).with_header("event-id", id).with_deliveries(Some(1), false))
     };
     let batch = [reused("1", "g"), reused("1", "other"), reused("1", "g"), reused("2", "h")];
-    let handled = compares.process_batch(&batch, effect).await;
+    let handled = process_each(&compares, &batch, effect).await;
     assert_eq!(words(&handled), ["processed 1", "dead identity-reused", "duplicate", "processed 1"]);
     assert_eq!(database.effects().await, ["a", "b", "c", "d", "nothing", "x", "y", "e", "f", "g", "h"]);
 }
@@ -180,7 +190,7 @@ async fn batches_that_overlap_are_one_effect_each() {
     let pool = database.pool(8).await;
     let tasks: Vec<_> = (0..8_usize)
         .map(|task| {
-            let inbox = crate::support::inbox(pool.clone()).with_batch_max(1 + task * 12).unwrap();
+            let inbox = crate::support::inbox(pool.clone()).with_max_batch(1 + task * 12).unwrap();
             tokio::spawn(async move {
                 let mut open: Vec<_> = (0..MESSAGES)
                     .map(|n| (n * (2 * task + 7) + task * 50) % MESSAGES)
@@ -192,18 +202,18 @@ async fn batches_that_overlap_are_one_effect_each() {
                     let run = async move |connection: &mut sqlx::PgConnection, message: &Message| {
                         effect(connection, message).await?;
                         match failures.fetch_add(1, Ordering::SeqCst) % 97 {
-                            96 => Err(oncegate_inbox::Failure::retry("now and then")),
+                            96 => Err(oncegate_inbox::HandlerError::retry("now and then")),
                             _ => Ok(()),
                         }
                     };
-                    let handled = inbox.process_batch(&open, run).await;
+                    let handled = process_each(&inbox, &open, run).await;
                     let mut left = Vec::new();
                     for (message, handled) in open.into_iter().zip(handled) {
                         match handled {
-                            Handled::Processed { .. } | Handled::Duplicate => {}
-                            Handled::InFlight { .. } | Handled::Failed { .. } | Handled::NotBegun => {
-                                left.push(message)
-                            }
+                            ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate => {}
+                            ProcessOutcome::InFlight { .. }
+                            | ProcessOutcome::Failed { .. }
+                            | ProcessOutcome::NotBegun => left.push(message),
                             other => panic!("{other:?}"),
                         }
                     }
@@ -297,7 +307,7 @@ async fn consumers_of_one_queue_process_each_message_once_and_acknowledge_each_d
             back.send(Arc::new(message)).unwrap();
         }
         let queue = Queue { waiting, back, acknowledged: acknowledged.clone() };
-        let inbox = database.inbox(5).await.with_attempts_max(2).unwrap();
+        let inbox = database.inbox(5).await.with_max_attempts(2).unwrap();
         let loops = Consumer::new(queue, inbox.processor(effect)).with_concurrency(4).unwrap();
         let loops = loops.with_backoff(Duration::from_millis(1), Duration::from_millis(5)).unwrap();
         let stop = stop.clone();

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_inbox::{Failure, Handled, Message};
+use oncegate_inbox::{HandlerError, Message, ProcessOutcome};
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 use oncegate_servers::{Fault, FaultProxy, PgBouncer, PostgresOptions, PostgresServer, freeze, thaw};
 
 use crate::support::{
-    Database, LONG, again, effect, inbox, new, ordered, pool, prepare, run, until, word, words,
+    Database, LONG, again, effect, inbox, new, ordered, pool, prepare, process_each, run, until, word, words,
 };
 
 /// How often the handler ran, and what came of a batch whose COMMIT was broken so. `late`: it is let go on after a while.
@@ -37,9 +37,13 @@ async fn broken(how: Fault, is_late: bool, batch: &[Arc<Message>]) -> (Database,
             proxy.go_on();
         }
     };
-    let (handled, ()) = tokio::join!(inbox.process_batch(batch, counted), release);
-    let again = inbox.process_batch(batch, effect).await;
-    assert!(again.iter().all(|handled| matches!(handled, Handled::Duplicate)), "{how:?} {:?}", words(&again));
+    let (handled, ()) = tokio::join!(process_each(&inbox, batch, counted), release);
+    let again = process_each(&inbox, batch, effect).await;
+    assert!(
+        again.iter().all(|handled| matches!(handled, ProcessOutcome::Duplicate)),
+        "{how:?} {:?}",
+        words(&again)
+    );
     (database, runs.load(Ordering::SeqCst), words(&handled))
 }
 
@@ -65,10 +69,11 @@ async fn a_commit_whose_answer_is_lost_is_found_out() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
     let database = Database::fresh().await;
-    let proxy = FaultProxy::start(database.server.port()).await.unwrap();
-    let inbox =
-        inbox(pool(&database.url(), proxy.port(), 2).await).with_patience(Duration::from_secs(2)).unwrap();
-    proxy.arm(b"COMMIT", Fault::Late);
+    let way = Way::to(database.server.port()).await.unwrap();
+    let inbox = inbox(pool(&database.url(), way.port(), 2).await)
+        .with_statement_timeout(Duration::from_secs(2))
+        .unwrap();
+    way.arm(b"COMMIT", Break::Late);
     let message = new("a");
     assert_eq!(word(&inbox.process(&message, effect).await), "in-flight");
     assert!(database.effects().await.is_empty());
@@ -80,7 +85,7 @@ async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_connection_that_ends_in_the_handler_is_no_attempt() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(1).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(1).unwrap();
     let runs = Arc::new(AtomicU32::new(0));
     let cut = {
         let runs = runs.clone();
@@ -94,7 +99,7 @@ async fn a_connection_that_ends_in_the_handler_is_no_attempt() {
     };
     assert_eq!(word(&inbox.process(&again("a"), cut.clone()).await), "processed 1");
     runs.store(0, Ordering::SeqCst);
-    let handled = inbox.process_batch(&[new("b"), new("c")], cut).await;
+    let handled = process_each(&inbox, &[new("b"), new("c")], cut).await;
     assert_eq!(words(&handled), ["processed 1", "processed 1"]);
     // One that does it every time is poison.
     let always = async |connection: &mut PgConnection, _: &Message| {
@@ -119,9 +124,9 @@ async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing
     let workers: Vec<_> = (0..4)
         .map(|worker| {
             let inbox = inbox(pool.clone())
-                .with_batch_max(20)
+                .with_max_batch(20)
                 .unwrap()
-                .with_patience(Duration::from_secs(5))
+                .with_statement_timeout(Duration::from_secs(5))
                 .unwrap();
             let (done, outages) = (done.clone(), outages.clone());
             tokio::spawn(async move {
@@ -132,15 +137,17 @@ async fn a_server_that_goes_away_in_the_middle_loses_nothing_and_repeats_nothing
                     .collect();
                 while !open.is_empty() {
                     let batch: Vec<_> = open.drain(..open.len().min(20)).collect();
-                    for (message, handled) in batch.iter().zip(inbox.process_batch(&batch, effect).await) {
+                    for (message, handled) in batch.iter().zip(process_each(&inbox, &batch, effect).await) {
                         match handled {
-                            Handled::Processed { .. } | Handled::Duplicate => {
+                            ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate => {
                                 done.fetch_add(1, Ordering::SeqCst);
                             }
-                            Handled::InFlight { .. } | Handled::NotBegun | Handled::Failed { .. } => {
+                            ProcessOutcome::InFlight { .. }
+                            | ProcessOutcome::NotBegun
+                            | ProcessOutcome::Failed { .. } => {
                                 open.push(message.clone());
                             }
-                            Handled::Unavailable(_) => {
+                            ProcessOutcome::Unavailable(_) => {
                                 outages.fetch_add(1, Ordering::SeqCst);
                                 open.push(message.clone());
                                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -197,7 +204,7 @@ async fn a_crash_of_the_server_in_a_handler_makes_no_letters_of_what_took_its_nu
             let numbers = Arc::new(Mutex::new(None));
             let (its, there, copies, noted) = (server.clone(), url.clone(), batch.clone(), numbers.clone());
             let (other, begun) = (inbox.clone(), Instant::now());
-            let handled = inbox.process_batch(&batch, async move |connection, message| {
+            let handled = process_each(&inbox, &batch, async move |connection, message| {
                 effect(connection, message).await?;
                 if noted.lock().unwrap().is_some() {
                     return Ok(());
@@ -224,14 +231,14 @@ async fn a_crash_of_the_server_in_a_handler_makes_no_letters_of_what_took_its_nu
                     "nobody" => next,
                     "another" => number,
                     _ => {
-                        let copies = words(&other.process_batch(&copies, effect).await);
+                        let copies = words(&process_each(&other, &copies, effect).await);
                         assert_eq!(copies, ["processed 1"; 3]);
                         "SELECT max(transaction) FROM effects"
                     }
                 };
                 let taken: i64 = sqlx::query_scalar(taken).fetch_one(&mut connection).await?;
                 *noted.lock().unwrap() = Some((lost, taken));
-                Err(Failure::retry("the server was away"))
+                Err(HandlerError::retry("the server was away"))
             });
             let handled = words(&handled.await);
             let mut connection = PgConnection::connect(&url).await.unwrap();
@@ -264,7 +271,7 @@ async fn a_commit_of_a_handler_that_comes_late_is_waited_for() {
         proxy.arm(b"COMMIT", how);
         let is_first = Arc::new(AtomicBool::new(true));
         let batch: Vec<_> = ["a", "b", "c"].map(new).into();
-        let handled = inbox.process_batch(&batch, async move |connection, message| {
+        let handled = process_each(&inbox, &batch, async move |connection, message| {
             effect(connection, message).await?;
             if is_first.swap(false, Ordering::SeqCst) {
                 sqlx::raw_sql("COMMIT").execute(&mut *connection).await?;
@@ -292,7 +299,7 @@ async fn child() {
     // Past the harness, which captures what is printed.
     let say = |line: String| std::io::stdout().lock().write_all(line.as_bytes()).unwrap();
     let options = url.parse::<PgConnectOptions>().unwrap();
-    let inbox = inbox(pool(&url, options.get_port(), 2).await).with_attempts_max(3).unwrap();
+    let inbox = inbox(pool(&url, options.get_port(), 2).await).with_max_attempts(3).unwrap();
     let handler = async move |connection: &mut PgConnection, message: &Message| {
         effect(connection, message).await?;
         if message.payload.starts_with(b"abort") {
@@ -309,7 +316,7 @@ async fn child() {
     while std::io::stdin().read_line(&mut line).unwrap() > 0 {
         let batch: Vec<_> = line.split_whitespace().map(again).collect();
         line.clear();
-        let handled = inbox.process_batch(&batch, handler).await;
+        let handled = process_each(&inbox, &batch, handler).await;
         say(format!("{}\n", words(&handled).join(", ")));
     }
 }
@@ -467,7 +474,7 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
     let options: PgConnectOptions = bouncer.url_of(&database.name).parse().unwrap();
     let pool = PgPoolOptions::new().max_connections(12).acquire_timeout(LONG);
     let pool = pool.connect_with(options.extra_float_digits(None)).await.unwrap();
-    let inbox = inbox(pool).with_transaction_pooler(true).with_attempts_max(2).unwrap();
+    let inbox = inbox(pool).with_transaction_pooler(true).with_max_attempts(2).unwrap();
     let tasks: Vec<_> = (0..12)
         .map(|_| {
             let inbox = inbox.clone();
@@ -477,7 +484,7 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
                     let insert = sqlx::query("INSERT INTO effects (message) VALUES ($1)").persistent(false);
                     insert.bind(&text).execute(connection).await?;
                     match text.starts_with("poison") {
-                        true => Err(oncegate_inbox::Failure::retry("poison")),
+                        true => Err(oncegate_inbox::HandlerError::retry("poison")),
                         false => Ok(()),
                     }
                 };
@@ -487,14 +494,16 @@ async fn it_works_through_a_pooler_that_gives_each_transaction_another_session()
                 open.insert(20, ordered("poison", "k"));
                 open.insert(30, ordered("behind", "k"));
                 while !open.is_empty() {
-                    let handled = inbox.process_batch(&open, run).await;
+                    let handled = process_each(&inbox, &open, run).await;
                     let pairs = open.into_iter().zip(handled);
                     open = pairs
                         .filter_map(|(message, handled)| match handled {
-                            Handled::Processed { .. } | Handled::Duplicate | Handled::Dead { .. } => None,
-                            Handled::InFlight { .. } | Handled::Failed { .. } | Handled::NotBegun => {
-                                Some(message)
-                            }
+                            ProcessOutcome::Processed { .. }
+                            | ProcessOutcome::Duplicate
+                            | ProcessOutcome::Dead { .. } => None,
+                            ProcessOutcome::InFlight { .. }
+                            | ProcessOutcome::Failed { .. }
+                            | ProcessOutcome::NotBegun => Some(message),
                             other => panic!("{other:?}"),
                         })
                         .collect();
@@ -522,11 +531,10 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
         (from..to).map(message).collect::<Vec<_>>()
     };
     assert!(
-        inbox
-            .process_batch(&batch(0, 3000), effect)
+        process_each(&inbox, &batch(0, 3000), effect)
             .await
             .iter()
-            .all(|h| matches!(h, Handled::Processed { .. }))
+            .all(|h| matches!(h, ProcessOutcome::Processed { .. }))
     );
     assert_eq!(database.receipts().await, 3000, "one for each");
     assert_eq!(inbox.purge().await.unwrap(), 0);
@@ -542,7 +550,7 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     let work = {
         let inbox = inbox.clone();
         let batch = batch(3000, 5000);
-        tokio::spawn(async move { inbox.process_batch(&batch, effect).await })
+        tokio::spawn(async move { process_each(&inbox, &batch, effect).await })
     };
     let purges: Vec<_> = (0..3)
         .map(|_| {
@@ -554,15 +562,15 @@ async fn receipts_whose_retention_is_over_go_away_beside_the_work() {
     for purge in purges {
         purged += purge.await.unwrap();
     }
-    assert!(work.await.unwrap().iter().all(|handled| matches!(handled, Handled::Processed { .. })));
+    assert!(work.await.unwrap().iter().all(|handled| matches!(handled, ProcessOutcome::Processed { .. })));
     assert_eq!((purged, database.receipts().await), (2490, 2510));
     run(&mut elsewhere, "COMMIT").await;
     // What is forgotten is new, also while its row is still there.
     let gone = "SELECT count(*) FROM oncegate.receipts WHERE expires_at = 1";
     assert_eq!(database.number(gone).await, 10);
-    let handled = inbox.process_batch(&batch(0, 3000), effect).await;
+    let handled = process_each(&inbox, &batch(0, 3000), effect).await;
     assert_eq!(
-        handled.iter().filter(|handled| matches!(handled, Handled::Processed { attempts: 1 })).count(),
+        handled.iter().filter(|handled| matches!(handled, ProcessOutcome::Processed { attempts: 1 })).count(),
         2500
     );
     assert_eq!(database.number(gone).await, 0);
@@ -586,16 +594,16 @@ async fn a_batch_that_finds_the_table_of_locks_full_is_processed_one_by_one() {
                  EXIT; END; END LOOP; FOR n IN 0..59 LOOP PERFORM pg_advisory_unlock(n); END LOOP; END $$";
     run(&mut hoarder, hoard).await;
     let batch: Vec<_> = (0..150).map(|n| new(&format!("n{n}"))).collect();
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert!(
-        handled.iter().all(|handled| matches!(handled, Handled::Processed { attempts: 1 })),
+        handled.iter().all(|handled| matches!(handled, ProcessOutcome::Processed { attempts: 1 })),
         "{:?}",
         words(&handled)
     );
     let batch: Vec<_> = (0..150).map(|n| again(&format!("a{n}"))).collect();
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert!(
-        handled.iter().all(|handled| matches!(handled, Handled::Processed { attempts: 1 })),
+        handled.iter().all(|handled| matches!(handled, ProcessOutcome::Processed { attempts: 1 })),
         "{:?}",
         words(&handled)
     );

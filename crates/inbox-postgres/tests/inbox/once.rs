@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_inbox::{ConsumerName, DeadReason, Failure, Handled, Identity, Message};
+use oncegate_inbox::{ConsumerName, DeadReason, HandlerError, Identity, Message, ProcessOutcome};
 use oncegate_inbox_postgres::{DeadLetterTable, Streams, TransactionalInbox};
 use oncegate_postgres::Isolation;
 use oncegate_postgres::sqlx::{self, Connection as _};
 
 use tokio::time::{Instant, sleep};
 
-use crate::support::{Database, LONG, again, effect, inbox, inbox_of, new, run, until, word};
+use crate::support::{Database, LONG, again, effect, inbox, inbox_of, new, process_each, run, until, word};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_is_processed_once_by_each_consumer() {
@@ -41,7 +41,7 @@ async fn a_hundred_duplicates_at_once_are_one_effect() {
                     tokio::spawn(async move {
                         loop {
                             match inbox.process(&message, effect).await {
-                                Handled::InFlight { .. } => {
+                                ProcessOutcome::InFlight { .. } => {
                                     tokio::time::sleep(Duration::from_millis(5)).await
                                 }
                                 handled => break word(&handled),
@@ -89,7 +89,7 @@ async fn a_message_that_another_transaction_has_is_in_flight_and_nobody_waits() 
 async fn what_fails_too_often_is_one_dead_letter() {
     let database = Database::fresh().await;
     let pool = database.pool(2).await;
-    let inbox = inbox(pool.clone()).with_attempts_max(3).unwrap();
+    let inbox = inbox(pool.clone()).with_max_attempts(3).unwrap();
     let message = Message::new("orders", "poison\0")
         .with_header("event-id", "p")
         .with_header("trace\0", &b"\x00\xff"[..])
@@ -97,7 +97,7 @@ async fn what_fails_too_often_is_one_dead_letter() {
         .with_order_key("k");
     let mut outcomes = Vec::new();
     for _ in 0..4 {
-        let handled = inbox.process(&message, async |_, _| Err(Failure::retry("no\0 card"))).await;
+        let handled = inbox.process(&message, async |_, _| Err(HandlerError::retry("no\0 card"))).await;
         outcomes.push(word(&handled));
     }
     let expected = ["failed 1", "failed 2", "dead attempts-exhausted", "dead attempts-exhausted known"];
@@ -106,7 +106,7 @@ async fn what_fails_too_often_is_one_dead_letter() {
 
     let letters = DeadLetterTable::new(pool);
     let [kept] = &letters.list(None, None, 10).await.unwrap()[..] else { panic!("not one letter") };
-    let letter = &kept.letter;
+    let letter = &kept.dead_letter;
     assert_eq!(
         (letter.consumer.as_str(), letter.reason, letter.attempts),
         ("billing", DeadReason::AttemptsExhausted, 3)
@@ -119,7 +119,7 @@ async fn what_fails_too_often_is_one_dead_letter() {
     assert_eq!(letter.message.order_key.as_deref(), Some(&b"k"[..]));
 
     // An operator has it processed again, once.
-    let failed = letters.take(kept.number, async |_, _| Err::<(), _>(Failure::retry("no broker"))).await;
+    let failed = letters.take(kept.number, async |_, _| Err::<(), _>(HandlerError::retry("no broker"))).await;
     assert!(failed.is_err());
     assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted known");
     let passed_over = letters.take(kept.number, async |connection, _| {
@@ -155,7 +155,7 @@ async fn a_letter_that_is_processed_in_place_leaves_its_receipt() {
     let pool = database.pool(2).await;
     let inbox = inbox(pool.clone()).with_payloads_compared(true);
     let letters = DeadLetterTable::new(pool.clone());
-    let reject = async |_: &mut _, _: &Message| Err(Failure::reject("not yet"));
+    let reject = async |_: &mut _, _: &Message| Err(HandlerError::reject("not yet"));
     let unidentified = Arc::new(Message::new("orders", "unidentified"));
     for (message, died) in [(new("a"), "dead rejected"), (unidentified, "dead no-identity")] {
         assert_eq!(word(&inbox.process(&message, reject).await), died);
@@ -165,22 +165,22 @@ async fn a_letter_that_is_processed_in_place_leaves_its_receipt() {
             ConsumerName::new("others").unwrap(),
             Identity::header("event-id"),
         );
-        let error = others.process_letter(kept.number, async |_, _| Ok(())).await.unwrap_err();
+        let error = others.process_dead_letter(kept.number, async |_, _| Ok(())).await.unwrap_err();
         assert!(error.to_string().contains("billing"), "{error}");
-        let error = inbox.process_letter(kept.number, async |connection, message| {
+        let error = inbox.process_dead_letter(kept.number, async |connection, message| {
             effect(connection, &message).await?;
-            Err::<(), _>(Failure::retry("not yet"))
+            Err::<(), _>(HandlerError::retry("not yet"))
         });
         assert_eq!(error.await.unwrap_err().to_string(), "not yet");
         let again = inbox.clone();
-        let done = inbox.process_letter(kept.number, async move |connection, message| {
+        let done = inbox.process_dead_letter(kept.number, async move |connection, message| {
             // A copy that comes before the commit is not acknowledged as one that is dead.
             assert_eq!(word(&again.process(&message, effect).await), "in-flight");
             effect(connection, &message).await.map(|()| 7)
         });
         assert_eq!(done.await.unwrap(), Some(7));
         assert!(letters.list(None, None, 10).await.unwrap().is_empty());
-        assert_eq!(inbox.process_letter(kept.number, async |_, _| Ok(())).await.unwrap(), None);
+        assert_eq!(inbox.process_dead_letter(kept.number, async |_, _| Ok(())).await.unwrap(), None);
         assert_eq!(word(&inbox.process(&message, effect).await), "duplicate");
     }
     assert_eq!(database.effects().await, ["a", "unidentified"]);
@@ -192,7 +192,7 @@ async fn what_is_rejected_or_has_no_identity_or_another_ones_is_a_dead_letter_at
     let pool = database.pool(2).await;
     let inbox = inbox(pool.clone()).with_payloads_compared(true);
     let twice = async |message: &Message| {
-        let run = async |_: &mut _, _: &Message| Err(Failure::reject("no such order"));
+        let run = async |_: &mut _, _: &Message| Err(HandlerError::reject("no such order"));
         [word(&inbox.process(message, run).await), word(&inbox.process(message, run).await)]
     };
     assert_eq!(twice(&again("a")).await, ["dead rejected", "dead rejected known"]);
@@ -213,7 +213,7 @@ async fn what_is_rejected_or_has_no_identity_or_another_ones_is_a_dead_letter_at
     let letters = DeadLetterTable::new(pool);
     let first = letters.list(Some(inbox.consumer()), None, 2).await.unwrap();
     let rest = letters.list(Some(inbox.consumer()), Some(first[1].number), 10).await.unwrap();
-    let reasons: Vec<_> = first.iter().chain(&rest).map(|kept| kept.letter.reason.as_str()).collect();
+    let reasons: Vec<_> = first.iter().chain(&rest).map(|kept| kept.dead_letter.reason.as_str()).collect();
     assert_eq!(reasons, ["rejected", "no-identity", "identity-reused", "identity-reused"]);
     assert!(letters.delete(first[0].number).await.unwrap());
     assert!(!letters.delete(first[0].number).await.unwrap());
@@ -226,7 +226,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
     let message = again("a");
     for crashes in 0..3 {
         // A process that ends in the middle is one whose inbox is dropped there. The next one has another number.
-        let inbox = database.inbox(2).await.with_attempts_max(3).unwrap();
+        let inbox = database.inbox(2).await.with_max_attempts(3).unwrap();
         let (began, begins) = tokio::sync::oneshot::channel();
         let began = Arc::new(std::sync::Mutex::new(Some(began)));
         let task = tokio::spawn({
@@ -235,13 +235,13 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
                 let run = async |connection: &mut _, message: &Message| {
                     effect(connection, message).await?;
                     began.lock().unwrap().take().unwrap().send(()).unwrap();
-                    std::future::pending::<Result<(), Failure>>().await
+                    std::future::pending::<Result<(), HandlerError>>().await
                 };
                 inbox.process(&message, run).await
             }
         });
         begins.await.unwrap();
-        let other = database.inbox(1).await.with_attempts_max(3).unwrap();
+        let other = database.inbox(1).await.with_max_attempts(3).unwrap();
         for _ in 0..5 {
             assert_eq!(word(&other.process(&message, effect).await), "in-flight", "after {crashes} crashes");
         }
@@ -257,7 +257,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
         let attempts = "SELECT sum(attempts)::bigint FROM oncegate.receipts";
         assert_eq!(database.number(attempts).await, crashes);
     }
-    let inbox = database.inbox(1).await.with_attempts_max(3).unwrap();
+    let inbox = database.inbox(1).await.with_max_attempts(3).unwrap();
     assert_eq!(word(&inbox.process(&message, effect).await), "dead attempts-exhausted");
     assert!(database.effects().await.is_empty());
 }
@@ -265,7 +265,7 @@ async fn an_attempt_that_ends_its_process_is_counted_and_one_that_another_proces
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_acknowledged_that_the_handler_undid_behind_our_back() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(100).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(100).unwrap();
     let (a, b) = (again("a"), again("b"));
     let undone = |sql: &'static str| {
         let (inbox, a) = (inbox.clone(), a.clone());
@@ -309,11 +309,11 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
         let inbox = database.inbox(2).await;
         let batch: Vec<_> = ["a", "poison", "c"].map(new).into();
         let handle = async || {
-            let handled = inbox.process_batch(&batch, async move |connection, message| {
+            let handled = process_each(&inbox, &batch, async move |connection, message| {
                 effect(connection, message).await?;
                 match &message.payload[..] {
                     b"a" => drop(sqlx::raw_sql(ends).execute(&mut *connection).await),
-                    b"poison" => return Err(Failure::reject("never")),
+                    b"poison" => return Err(HandlerError::reject("never")),
                     _ => {}
                 }
                 Ok(())
@@ -328,7 +328,7 @@ async fn a_handler_that_commits_the_receipts_of_a_batch_has_them_all_looked_at()
         // Whoever finds that there is no effect has it processed.
         let letters = DeadLetterTable::new(database.pool(1).await);
         let kept = letters.list(None, None, 10).await.unwrap();
-        let last = kept.iter().find(|kept| kept.letter.message.payload == batch[2].payload).unwrap();
+        let last = kept.iter().find(|kept| kept.dead_letter.message.payload == batch[2].payload).unwrap();
         let sent = letters.take(last.number, async |_, message| Ok(message)).await.unwrap().unwrap();
         assert_eq!(word(&inbox.process(&sent, effect).await), "processed 1", "{ends}");
     }
@@ -369,7 +369,7 @@ async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_t
     let batch: Vec<_> = ["a", "b"].map(new).into();
     let record = Identity::header("event-id").of(&batch[1]).unwrap().record_id(inbox.consumer());
     let shared = database.clone();
-    let handled = inbox.process_batch(&batch, async move |connection, message| {
+    let handled = process_each(&inbox, &batch, async move |connection, message| {
         effect(connection, message).await?;
         if message.payload != "b" {
             return Ok(());
@@ -389,7 +389,7 @@ async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_t
             sleep(Duration::from_millis(20)).await;
         }
         sqlx::raw_sql("COMMIT").execute(&mut *connection).await?;
-        Err(Failure::reject("never"))
+        Err(HandlerError::reject("never"))
     });
     let handled: Vec<_> = handled.await.iter().map(word).collect();
     assert_eq!(handled, ["dead outcome-unknown"; 2]);
@@ -398,7 +398,7 @@ async fn a_letter_of_a_handler_that_commits_is_written_also_where_somebody_has_t
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_database_says_may_be_run_again_is_run_again_and_counts_once() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_runs(3).unwrap();
+    let inbox = database.inbox(2).await.with_max_runs(3).unwrap();
     let conflict = "DO $$ BEGIN RAISE EXCEPTION 'busy' USING ERRCODE = '40001'; END $$";
     let runs = Arc::new(AtomicU32::new(0));
     let conflicts = |times: u32| {
@@ -482,7 +482,7 @@ async fn a_role_needs_what_the_page_says_and_nothing_else() {
         options.connect_lazy(&database.url()).unwrap()
     };
     let pool = pool_as(consumer);
-    let inbox = inbox(pool.clone()).with_attempts_max(1).unwrap();
+    let inbox = inbox(pool.clone()).with_max_attempts(1).unwrap();
     let missing = inbox.check().await.unwrap_err().to_string();
     assert!(
         missing.contains("oncegate.receive_many") && missing.contains("oncegate.purge_receipts"),
@@ -495,8 +495,8 @@ async fn a_role_needs_what_the_page_says_and_nothing_else() {
     let handler = async |connection: &mut sqlx::PgConnection, message: &Message| {
         let sequence = u64::from(message.payload.len() as u32);
         let applied =
-            streams.apply_or_park(&mut *connection, "s", sequence, &message.payload, async |_, _| Ok(()));
-        applied.await?.or_again()?;
+            streams.apply_or_buffer(&mut *connection, "s", sequence, &message.payload, async |_, _| Ok(()));
+        applied.await?.or_retry()?;
         effect(connection, message).await
     };
     for (id, expected) in [

@@ -5,27 +5,29 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use oncegate_inbox::{ConsumerName, Failure, Handled, Message};
-use oncegate_inbox_postgres::{Applied, StreamBusy, StreamEvent, StreamGap, Streams, TransactionalInbox};
+use oncegate_inbox::{ConsumerName, HandlerError, Message, ProcessOutcome};
+use oncegate_inbox_postgres::{
+    ApplyOutcome, StreamBusy, StreamEvent, StreamGap, Streams, TransactionalInbox,
+};
 use oncegate_postgres::sqlx::{self, Connection as _, PgConnection};
 
-use crate::support::{Database, again, new, run, word};
+use crate::support::{Database, again, new, process_each, run, word};
 
 fn streams() -> Streams {
     Streams::new(ConsumerName::new("history").unwrap())
 }
 
-async fn project(connection: &mut PgConnection, event: StreamEvent) -> Result<(), Failure> {
+async fn project(connection: &mut PgConnection, event: StreamEvent) -> Result<(), HandlerError> {
     let line = format!("{} {}", event.sequence, String::from_utf8_lossy(&event.event));
     sqlx::query("INSERT INTO effects (message) VALUES ($1)").bind(line).execute(connection).await?;
     Ok(())
 }
 
 /// In a transaction of its own.
-async fn park(database: &Database, streams: &Streams, sequence: u64) -> Applied {
+async fn park(database: &Database, streams: &Streams, sequence: u64) -> ApplyOutcome {
     let mut connection = database.connect().await;
     let mut transaction = connection.begin().await.unwrap();
-    let applied = streams.apply_or_park(&mut transaction, "s", sequence, b"x", project).await.unwrap();
+    let applied = streams.apply_or_buffer(&mut transaction, "s", sequence, b"x", project).await.unwrap();
     transaction.commit().await.unwrap();
     applied
 }
@@ -42,17 +44,17 @@ async fn an_event_is_applied_when_it_is_its_turn_and_never_again() {
             transaction.commit().await.unwrap();
             applied
         };
-        assert_eq!(apply(first + 1).await, Applied::Gap { expected: first });
-        assert_eq!(apply(first).await, Applied::Now { events: 1 });
-        assert_eq!(apply(first).await, Applied::Before);
-        assert_eq!(apply(first + 2).await, Applied::Gap { expected: first + 1 });
-        assert_eq!(apply(first + 1).await, Applied::Now { events: 1 });
+        assert_eq!(apply(first + 1).await, ApplyOutcome::Gap { expected: first });
+        assert_eq!(apply(first).await, ApplyOutcome::Applied { events: 1 });
+        assert_eq!(apply(first).await, ApplyOutcome::AlreadyApplied);
+        assert_eq!(apply(first + 2).await, ApplyOutcome::Gap { expected: first + 1 });
+        assert_eq!(apply(first + 1).await, ApplyOutcome::Applied { events: 1 });
         assert_eq!(database.effects().await, [format!("{first} x"), format!("{} x", first + 1)]);
-        let again = Applied::Gap { expected: 3 }.or_again().unwrap_err();
+        let again = ApplyOutcome::Gap { expected: 3 }.or_retry().unwrap_err();
         assert_eq!(again.error().downcast_ref::<StreamGap>(), Some(&StreamGap { expected: 3 }));
         if first > 0 {
             let refused = streams.apply(&mut connection, "s", first - 1, b"x", project).await.unwrap_err();
-            assert!(matches!(refused, Failure::Unsure(_)), "{refused:?}");
+            assert!(matches!(refused, HandlerError::Unsure(_)), "{refused:?}");
         }
     }
 }
@@ -60,61 +62,61 @@ async fn an_event_is_applied_when_it_is_its_turn_and_never_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_comes_too_early_is_parked_and_applied_in_its_turn() {
     let database = Database::fresh().await;
-    assert!(streams().with_parked_max(100_001).is_err());
-    let streams = streams().with_parked_max(3).unwrap();
-    assert_eq!(park(&database, &streams, 4).await, Applied::Parked { expected: 1 });
-    assert_eq!(park(&database, &streams, 2).await, Applied::Parked { expected: 1 });
-    assert_eq!(park(&database, &streams, 4).await, Applied::Parked { expected: 1 }, "again");
-    assert_eq!(park(&database, &streams, 6).await, Applied::Parked { expected: 1 });
+    assert!(streams().with_max_buffered(100_001).is_err());
+    let streams = streams().with_max_buffered(3).unwrap();
+    assert_eq!(park(&database, &streams, 4).await, ApplyOutcome::Buffered { expected: 1 });
+    assert_eq!(park(&database, &streams, 2).await, ApplyOutcome::Buffered { expected: 1 });
+    assert_eq!(park(&database, &streams, 4).await, ApplyOutcome::Buffered { expected: 1 }, "again");
+    assert_eq!(park(&database, &streams, 6).await, ApplyOutcome::Buffered { expected: 1 });
     // No more than so many.
     let mut connection = database.connect().await;
-    let full = streams.apply_or_park(&mut connection, "s", 7, b"x", project).await.unwrap_err();
+    let full = streams.apply_or_buffer(&mut connection, "s", 7, b"x", project).await.unwrap_err();
     assert_eq!(full.error().downcast_ref::<StreamGap>(), Some(&StreamGap { expected: 1 }));
     // Another stream, and another consumer, are others.
-    let other = streams.apply_or_park(&mut connection, "t", 1, b"t", project).await.unwrap();
-    assert_eq!(other, Applied::Now { events: 1 });
+    let other = streams.apply_or_buffer(&mut connection, "t", 1, b"t", project).await.unwrap();
+    assert_eq!(other, ApplyOutcome::Applied { events: 1 });
     let gaps = "SELECT concat_ws(' ', stream, expected, first_buffered, buffered) FROM oncegate.list_gaps('history', 10)";
     let said: Vec<String> = sqlx::query_scalar(gaps).fetch_all(&mut connection).await.unwrap();
     assert_eq!(said, ["s 1 2 3"]);
 
     // What is rolled back moved nothing.
     let mut transaction = connection.begin().await.unwrap();
-    let applied = streams.apply_or_park(&mut transaction, "s", 1, b"x", project).await.unwrap();
-    assert_eq!(applied, Applied::Now { events: 2 });
+    let applied = streams.apply_or_buffer(&mut transaction, "s", 1, b"x", project).await.unwrap();
+    assert_eq!(applied, ApplyOutcome::Applied { events: 2 });
     transaction.rollback().await.unwrap();
-    assert_eq!(park(&database, &streams, 1).await, Applied::Now { events: 2 });
-    assert_eq!(park(&database, &streams, 3).await, Applied::Now { events: 2 });
-    assert_eq!(park(&database, &streams, 2).await, Applied::Before);
+    assert_eq!(park(&database, &streams, 1).await, ApplyOutcome::Applied { events: 2 });
+    assert_eq!(park(&database, &streams, 3).await, ApplyOutcome::Applied { events: 2 });
+    assert_eq!(park(&database, &streams, 2).await, ApplyOutcome::AlreadyApplied);
     assert_eq!(database.effects().await, ["1 t", "1 x", "2 x", "3 x", "4 x"]);
     // One is lost for good.
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 6)").await;
-    assert_eq!(park(&database, &streams, 5).await, Applied::Before);
-    assert_eq!(park(&database, &streams, 6).await, Applied::Now { events: 1 });
+    assert_eq!(park(&database, &streams, 5).await, ApplyOutcome::AlreadyApplied);
+    assert_eq!(park(&database, &streams, 6).await, ApplyOutcome::Applied { events: 1 });
     assert_eq!(database.number("SELECT count(*) FROM oncegate.buffered_events").await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
     let database = Database::fresh().await;
-    let streams = streams().with_parked_max(2).unwrap();
+    let streams = streams().with_max_buffered(2).unwrap();
     let mut connection = database.connect().await;
-    assert_eq!(park(&database, &streams, 2).await, Applied::Parked { expected: 1 });
+    assert_eq!(park(&database, &streams, 2).await, ApplyOutcome::Buffered { expected: 1 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 2)").await;
     // The one that comes is parked itself, behind another gap.
-    assert_eq!(park(&database, &streams, 4).await, Applied::Parked { expected: 3 });
+    assert_eq!(park(&database, &streams, 4).await, ApplyOutcome::Buffered { expected: 3 });
     assert_eq!(database.effects().await, ["2 x"]);
     // As many are parked as may be, and the one that comes is the next one after them.
-    assert_eq!(park(&database, &streams, 5).await, Applied::Parked { expected: 3 });
+    assert_eq!(park(&database, &streams, 5).await, ApplyOutcome::Buffered { expected: 3 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 4)").await;
-    assert_eq!(park(&database, &streams, 6).await, Applied::Now { events: 3 });
+    assert_eq!(park(&database, &streams, 6).await, ApplyOutcome::Applied { events: 3 });
     // One that is parked comes again.
-    assert_eq!(park(&database, &streams, 8).await, Applied::Parked { expected: 7 });
+    assert_eq!(park(&database, &streams, 8).await, ApplyOutcome::Buffered { expected: 7 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 8)").await;
-    assert_eq!(park(&database, &streams, 8).await, Applied::Now { events: 1 });
+    assert_eq!(park(&database, &streams, 8).await, ApplyOutcome::Applied { events: 1 });
     // It is parked, and taken at once with those before it.
-    assert_eq!(park(&database, &streams, 10).await, Applied::Parked { expected: 9 });
+    assert_eq!(park(&database, &streams, 10).await, ApplyOutcome::Buffered { expected: 9 });
     run(&mut connection, "SELECT oncegate.set_stream('history', 's', 10)").await;
-    assert_eq!(park(&database, &streams, 11).await, Applied::Now { events: 2 });
+    assert_eq!(park(&database, &streams, 11).await, ApplyOutcome::Applied { events: 2 });
     assert_eq!(database.effects().await, ["2 x", "4 x", "5 x", "6 x", "8 x", "10 x", "11 x"]);
     assert_eq!(database.number("SELECT count(*) FROM oncegate.buffered_events").await, 0);
 }
@@ -122,9 +124,9 @@ async fn what_is_parked_behind_a_lost_event_goes_on_with_the_next_one() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
     let database = Database::fresh().await;
-    let streams = streams().with_parked_max(10).unwrap();
-    assert_eq!(park(&database, &streams, 3).await, Applied::Parked { expected: 1 });
-    assert_eq!(park(&database, &streams, 6).await, Applied::Parked { expected: 1 });
+    let streams = streams().with_max_buffered(10).unwrap();
+    assert_eq!(park(&database, &streams, 3).await, ApplyOutcome::Buffered { expected: 1 });
+    assert_eq!(park(&database, &streams, 6).await, ApplyOutcome::Buffered { expected: 1 });
     let mut connection = database.connect().await;
     let mut fetch = async |sequence: u64, brings: usize| {
         let mut transaction = connection.begin().await.unwrap();
@@ -144,9 +146,9 @@ async fn what_is_missing_is_fetched_and_applied_in_the_same_transaction() {
         assert_eq!(short.error().downcast_ref::<StreamGap>(), Some(&StreamGap { expected }));
     }
     assert!(database.effects().await.is_empty());
-    assert_eq!(fetch(5, 100).await.unwrap(), Applied::Now { events: 6 });
-    assert_eq!(fetch(5, 100).await.unwrap(), Applied::Before);
-    assert_eq!(fetch(7, 100).await.unwrap(), Applied::Now { events: 1 });
+    assert_eq!(fetch(5, 100).await.unwrap(), ApplyOutcome::Applied { events: 6 });
+    assert_eq!(fetch(5, 100).await.unwrap(), ApplyOutcome::AlreadyApplied);
+    assert_eq!(fetch(7, 100).await.unwrap(), ApplyOutcome::Applied { events: 1 });
     let expected = ["1 fetched 1", "2 fetched 2", "3 fetched 3", "4 fetched 4", "5 x", "6 x", "7 x"];
     assert_eq!(database.effects().await, expected);
     assert_eq!(database.number("SELECT count(*) FROM oncegate.buffered_events").await, 0);
@@ -161,7 +163,7 @@ async fn one_transaction_at_a_time_is_at_a_stream_and_nobody_waits() {
     let mut transaction = elsewhere.begin().await.unwrap();
     assert_eq!(
         streams.apply(&mut transaction, "s", 1, b"x", project).await.unwrap(),
-        Applied::Now { events: 1 }
+        ApplyOutcome::Applied { events: 1 }
     );
     let busy = streams.apply(&mut database.connect().await, "s", 2, b"x", project).await.unwrap_err();
     assert!(busy.error().is::<StreamBusy>(), "{busy}");
@@ -170,7 +172,7 @@ async fn one_transaction_at_a_time_is_at_a_stream_and_nobody_waits() {
         let streams = streams.clone();
         let message = new(id);
         let handled = inbox.process(&message, async move |connection, message| {
-            streams.apply(connection, "s", sequence, &message.payload, project).await?.or_again()
+            streams.apply(connection, "s", sequence, &message.payload, project).await?.or_retry()
         });
         word(&handled.await)
     };
@@ -191,12 +193,12 @@ async fn a_message_that_processes_hand_round_while_its_stream_is_busy_has_not_fa
     let mut elsewhere = database.connect().await;
     let mut transaction = elsewhere.begin().await.unwrap();
     let first = streams.apply(&mut transaction, "s", 1, b"x", project).await.unwrap();
-    assert_eq!(first, Applied::Now { events: 1 });
+    assert_eq!(first, ApplyOutcome::Applied { events: 1 });
     let handle = async |inbox: &TransactionalInbox| {
         let streams = streams.clone();
         let message = again("two");
         let handled = inbox.process(&message, async move |connection, message| {
-            streams.apply(connection, "s", 2, &message.payload, project).await?.or_again()
+            streams.apply(connection, "s", 2, &message.payload, project).await?.or_retry()
         });
         word(&handled.await)
     };
@@ -216,11 +218,11 @@ async fn an_old_snapshot_of_a_stream_is_told_to_run_again() {
     for (sequence, level) in [(1, "REPEATABLE READ"), (2, "SERIALIZABLE"), (3, "REPEATABLE READ")] {
         let mut old = database.connect().await;
         run(&mut old, &format!("BEGIN ISOLATION LEVEL {level}; SELECT count(*) FROM effects")).await;
-        assert_eq!(park(&database, &streams, sequence).await, Applied::Now { events: 1 });
+        assert_eq!(park(&database, &streams, sequence).await, ApplyOutcome::Applied { events: 1 });
         // The next one, which the old snapshot would park although it is its turn; the same one, which it would apply again.
         let wrong = match sequence {
             3 => streams.apply(&mut old, "s", sequence, b"x", project).await.unwrap_err(),
-            _ => streams.apply_or_park(&mut old, "s", sequence + 1, b"x", project).await.unwrap_err(),
+            _ => streams.apply_or_buffer(&mut old, "s", sequence + 1, b"x", project).await.unwrap_err(),
         };
         let code =
             wrong.error().downcast_ref::<sqlx::Error>().and_then(|error| error.as_database_error()?.code());
@@ -241,7 +243,7 @@ async fn consumers_that_meet_apply_each_event_once_and_in_order() {
         .map(|task| {
             // Each is a consumer of its own as far as receipts go: every message comes to all of them.
             let inbox =
-                crate::support::inbox_of(pool.clone(), &format!("c{task}")).with_batch_max(7).unwrap();
+                crate::support::inbox_of(pool.clone(), &format!("c{task}")).with_max_batch(7).unwrap();
             let (streams, failures) = (streams.clone(), failures.clone());
             tokio::spawn(async move {
                 let total = EVENTS * STREAMS;
@@ -260,7 +262,7 @@ async fn consumers_that_meet_apply_each_event_once_and_in_order() {
                             insert.execute(connection).await?;
                             Ok(())
                         };
-                        let applied = streams.apply_or_park(
+                        let applied = streams.apply_or_buffer(
                             connection,
                             stream,
                             sequence.parse()?,
@@ -269,16 +271,16 @@ async fn consumers_that_meet_apply_each_event_once_and_in_order() {
                         );
                         let _applied = applied.await?;
                         match failures.fetch_add(1, Ordering::SeqCst) % 41 {
-                            40 => Err(Failure::retry("now and then")),
+                            40 => Err(HandlerError::retry("now and then")),
                             _ => Ok(()),
                         }
                     };
-                    let handled = inbox.process_batch(&open, run).await;
+                    let handled = process_each(&inbox, &open, run).await;
                     let pairs = open.into_iter().zip(handled);
                     open = pairs
                         .filter_map(|(message, handled)| match handled {
-                            Handled::Processed { .. } | Handled::Duplicate => None,
-                            Handled::InFlight { .. } | Handled::Failed { .. } => Some(message),
+                            ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate => None,
+                            ProcessOutcome::InFlight { .. } | ProcessOutcome::Failed { .. } => Some(message),
                             other => panic!("{other:?}"),
                         })
                         .collect();

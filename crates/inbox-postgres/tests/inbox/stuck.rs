@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_inbox::{Failure, Handled, Message};
+use oncegate_inbox::{HandlerError, Message, ProcessOutcome};
 use oncegate_postgres::sqlx::postgres::PgConnection;
 use oncegate_postgres::sqlx::{self};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::support::{Database, LONG, again, effect, inbox, new, pool, run, word, words};
+use crate::support::{Database, LONG, again, effect, inbox, new, pool, process_each, run, word, words};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
@@ -18,7 +18,7 @@ async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
         &format!("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '100ms'", database.name),
     )
     .await;
-    let inbox = inbox(pool(&database.url(), database.server.port(), 2).await).with_attempts_max(2).unwrap();
+    let inbox = inbox(pool(&database.url(), database.server.port(), 2).await).with_max_attempts(2).unwrap();
     let slow = async |connection: &mut PgConnection, message: &Message| {
         effect(connection, message).await?;
         sleep(Duration::from_secs(1)).await;
@@ -32,7 +32,7 @@ async fn a_handler_that_outlives_its_session_is_a_dead_letter_in_the_end() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in_the_end() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(2).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(2).unwrap();
     let hasty = async |connection: &mut PgConnection, message: &Message| {
         effect(connection, message).await?;
         let late =
@@ -46,7 +46,7 @@ async fn a_handler_that_leaves_a_statement_alone_which_fails_is_a_dead_letter_in
 }
 
 /// It commits the receipts of its batch with the first message; of the last it leaves a statement behind that says to come again.
-async fn commits_and_leaves(connection: &mut PgConnection, message: &Message) -> Result<(), Failure> {
+async fn commits_and_leaves(connection: &mut PgConnection, message: &Message) -> Result<(), HandlerError> {
     effect(connection, message).await?;
     if message.payload == "a" {
         sqlx::raw_sql("COMMIT; BEGIN").execute(connection).await?;
@@ -65,18 +65,18 @@ async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_w
     let mut operator = database.connect().await;
     run(&mut operator, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'b')").await;
     let began = Instant::now();
-    let refused = inbox.process_batch(&["a", "b", "c"].map(new), commits_and_leaves).await;
+    let refused = process_each(&inbox, &["a", "b", "c"].map(new), commits_and_leaves).await;
     assert_eq!(words(&refused), ["dead outcome-unknown", "failed 1", "dead outcome-unknown"]);
     assert!(began.elapsed() < LONG, "its whole patience has gone for a letter that is refused");
 
     let database = Database::fresh().await;
     let patience = Duration::from_secs(5);
-    let inbox = database.inbox(4).await.with_patience(patience).unwrap();
+    let inbox = database.inbox(4).await.with_statement_timeout(patience).unwrap();
     let mut operator = database.connect().await;
     run(&mut operator, "BEGIN; LOCK TABLE oncegate.dead_letters").await;
     let (batch, began) = (["a", "1", "2", "3", "4", "5", "6", "c"].map(new), Instant::now());
-    let away = inbox.process_batch(&batch, commits_and_leaves).await;
-    assert!(matches!(away[0], Handled::Unavailable(_)), "{:?}", words(&away));
+    let away = process_each(&inbox, &batch, commits_and_leaves).await;
+    assert!(matches!(away[0], ProcessOutcome::Unavailable(_)), "{:?}", words(&away));
     assert_eq!(words(&away[1..]), ["not begun"; 7]);
     assert!(began.elapsed() < patience * 8, "each has waited for what is out of reach");
     run(&mut operator, "ROLLBACK").await;
@@ -85,7 +85,7 @@ async fn letters_of_a_handler_that_commits_hold_up_nobody_where_they_cannot_be_w
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_it_says() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(2).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(2).unwrap();
     run(
         &mut database.connect().await,
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -97,9 +97,9 @@ async fn what_a_trigger_refuses_at_commit_is_a_dead_letter_in_the_end_whatever_i
     )
     .await;
     let batch = ["a", "bad", "c"].map(new);
-    let first = inbox.process_batch(&batch, effect).await;
+    let first = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&first), ["processed 1", "failed 1", "processed 1"]);
-    let second = inbox.process_batch(&batch, effect).await;
+    let second = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&second), ["duplicate", "dead attempts-exhausted", "duplicate"]);
     assert_eq!(database.effects().await, ["a", "c"]);
 }
@@ -114,28 +114,28 @@ async fn what_was_not_begun_behind_another_has_not_failed_when_the_next_process_
     run(&mut elsewhere, &format!("BEGIN; SELECT * FROM oncegate.receive({id})")).await;
     for _ in 0..2 {
         let handled =
-            database.inbox(2).await.with_attempts_max(1).unwrap().process_batch(&batch, effect).await;
+            process_each(&database.inbox(2).await.with_max_attempts(1).unwrap(), &batch, effect).await;
         assert_eq!(words(&handled), ["in-flight", "not begun", "not begun"]);
     }
     run(&mut elsewhere, "COMMIT").await;
-    let handled = database.inbox(2).await.with_attempts_max(1).unwrap().process_batch(&batch, effect).await;
+    let handled = process_each(&database.inbox(2).await.with_max_attempts(1).unwrap(), &batch, effect).await;
     assert_eq!(words(&handled), ["duplicate", "processed 1", "processed 1"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_letter_that_the_database_refuses_holds_up_its_own_message_and_no_other() {
     let database = Database::fresh().await;
-    let inbox = database.inbox(2).await.with_attempts_max(1).unwrap();
+    let inbox = database.inbox(2).await.with_max_attempts(1).unwrap();
     run(&mut database.connect().await, "ALTER TABLE oncegate.dead_letters ADD CHECK (payload <> 'poison')")
         .await;
     let batch = ["a", "poison", "c"].map(new);
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&handled), ["processed 1", "failed 1", "processed 1"]);
     run(
         &mut database.connect().await,
         "ALTER TABLE oncegate.dead_letters DROP CONSTRAINT dead_letters_payload_check",
     )
     .await;
-    let handled = inbox.process_batch(&batch, effect).await;
+    let handled = process_each(&inbox, &batch, effect).await;
     assert_eq!(words(&handled), ["duplicate", "dead attempts-exhausted", "duplicate"]);
 }

@@ -5,11 +5,11 @@ use std::str::FromStr as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_inbox::{ConsumerName, Failure, Handled, Identity, Message};
+use oncegate_inbox::{ConsumerName, HandlerError, Identity, Message, ProcessOutcome, Processor as _};
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
-use oncegate_postgres::{PostgresOptions, schema};
+use oncegate_postgres::{PostgresOptions, RunWith, schema};
 use oncegate_servers::PostgresDatabase;
 
 /// Machines of tests are busy.
@@ -85,7 +85,9 @@ pub(crate) fn inbox(pool: PgPool) -> TransactionalInbox {
 
 pub(crate) fn inbox_of(pool: PgPool, consumer: &str) -> TransactionalInbox {
     let consumer = ConsumerName::new(consumer).unwrap();
-    TransactionalInbox::new(pool, consumer, Identity::header("event-id")).with_patience(LONG).unwrap()
+    TransactionalInbox::new(pool, consumer, Identity::header("event-id"))
+        .with_statement_timeout(LONG)
+        .unwrap()
 }
 
 /// A message that is delivered for the first time, for certain.
@@ -108,32 +110,48 @@ pub(crate) fn ordered(id: &str, key: &'static str) -> Arc<Message> {
 }
 
 /// A handler: the effect is a row with what the message says. `poison…` says that it fails, after the effect.
-pub(crate) async fn effect(connection: &mut PgConnection, message: &Message) -> Result<(), Failure> {
+pub(crate) async fn effect(connection: &mut PgConnection, message: &Message) -> Result<(), HandlerError> {
     let text = std::str::from_utf8(&message.payload)?;
     sqlx::query("INSERT INTO effects (message) VALUES ($1)").bind(text).execute(connection).await?;
     if text.starts_with("poison") {
-        return Err(Failure::retry("it is poison"));
+        return Err(HandlerError::retry("it is poison"));
     }
     Ok(())
 }
 
+/// Processes a batch with a handler of one message, as a consumer's loop does.
+pub(crate) async fn process_each<F>(
+    inbox: &TransactionalInbox,
+    batch: &[Arc<Message>],
+    run: F,
+) -> Vec<ProcessOutcome>
+where
+    F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+{
+    inbox.clone().processor(run).process(batch).await
+}
+
 /// As an outcome in one word.
-pub(crate) fn word(handled: &Handled) -> String {
+pub(crate) fn word(handled: &ProcessOutcome) -> String {
     match handled {
-        Handled::Processed { attempts } => format!("processed {attempts}"),
-        Handled::Duplicate => "duplicate".to_owned(),
-        Handled::InFlight { .. } => "in-flight".to_owned(),
-        Handled::Failed { attempts, .. } => format!("failed {attempts}"),
-        Handled::Dead { reason, is_known } => {
+        ProcessOutcome::Processed { attempts } => format!("processed {attempts}"),
+        ProcessOutcome::Duplicate => "duplicate".to_owned(),
+        ProcessOutcome::InFlight { .. } => "in-flight".to_owned(),
+        ProcessOutcome::Failed { attempts, .. } => format!("failed {attempts}"),
+        ProcessOutcome::Dead { reason, is_known } => {
             format!("dead {reason}{}", if *is_known { " known" } else { "" })
         }
-        Handled::Unavailable(error) => format!("unavailable: {error}"),
-        Handled::NotBegun => "not begun".to_owned(),
+        ProcessOutcome::Unavailable(error) => format!("unavailable: {error}"),
+        ProcessOutcome::NotBegun => "not begun".to_owned(),
         other => format!("{other:?}"),
     }
 }
 
-pub(crate) fn words(handled: &[Handled]) -> Vec<String> {
+pub(crate) fn words(handled: &[ProcessOutcome]) -> Vec<String> {
     handled.iter().map(word).collect()
 }
 

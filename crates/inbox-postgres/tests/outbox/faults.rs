@@ -41,8 +41,9 @@ async fn a_relay_stops_although_the_broker_hangs() {
         |taken, times| if taken.payload == "2" && times == 0 { Fault::Hang } else { Fault::None },
     );
     database.send(&[1, 2, 3].map(|n| message(Some("k"), n))).await;
-    let stopping =
-        Running::start(relay(database.pool(), broker.clone()).with_patience(Duration::from_millis(50)));
+    let stopping = Running::start(
+        relay(database.pool(), broker.clone()).with_shutdown_timeout(Duration::from_millis(50)),
+    );
     broker.holds(2).await;
     stopping.stop().await;
     let left = "SELECT string_agg(id, ' ' ORDER BY seq) FROM oncegate.outbox WHERE free_at = 0";

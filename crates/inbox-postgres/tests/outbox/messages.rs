@@ -6,8 +6,8 @@ use bytes::Bytes;
 use oncegate_core::{MemoryStore, OnAbandoned};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    ConsumerName, DeadLetter, DeadLetters, Failure, Handled, Identity, Inbox, MESSAGE_ID, Message, Outgoing,
-    PublishFuture, Publisher, PutFuture,
+    ConsumerName, DeadLetter, DeadLetterSink, HandlerError, Identity, Inbox, MESSAGE_ID, Message, Outgoing,
+    ProcessOutcome, PublishFuture, Publisher, PutFuture,
 };
 use oncegate_inbox_postgres::{Outbox, OutboxDeadLetters};
 use oncegate_postgres::sqlx::Connection as _;
@@ -173,7 +173,7 @@ async fn each_role_may_do_what_is_its_own() {
 /// Keeps the letter that it hands on.
 struct Catch(OutboxDeadLetters, Arc<Mutex<Option<DeadLetter>>>);
 
-impl DeadLetters for Catch {
+impl DeadLetterSink for Catch {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         *self.1.lock().unwrap() = Some(letter.clone());
         self.0.put(letter)
@@ -193,8 +193,8 @@ async fn dead_letters_go_through_the_outbox() {
         Catch(dead.clone(), Arc::clone(&caught)),
     );
     let poison = Arc::new(Message::new("orders", "?").with_header(MESSAGE_ID, "m1"));
-    let handled = inbox.process(&poison, async |_, _| Err(Failure::reject("not JSON"))).await;
-    assert!(matches!(handled, Handled::Dead { .. }), "{handled:?}");
+    let handled = inbox.process(&poison, async |_, _| Err(HandlerError::reject("not JSON"))).await;
+    assert!(matches!(handled, ProcessOutcome::Dead { .. }), "{handled:?}");
     let letter = caught.lock().unwrap().take().unwrap();
 
     // In a transaction that is rolled back it never was.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use oncegate_core::{MemoryStore, OnAbandoned};
 use oncegate_engine::Engine;
 use oncegate_inbox::{
-    ConsumerName, DeadLetter, DeadLetters, Handled, Identity, Inbox, MESSAGE_ID, Message, PutFuture,
+    ConsumerName, DeadLetter, DeadLetterSink, Identity, Inbox, MESSAGE_ID, Message, ProcessOutcome, PutFuture,
 };
 use oncegate_inbox_postgres::{Outbox, RelayCounts, RelayEventKind};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
@@ -40,7 +40,7 @@ fn faulty() -> Broker {
 /// Nobody's letters.
 struct None_;
 
-impl DeadLetters for None_ {
+impl DeadLetterSink for None_ {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         panic!("{letter:?}")
     }
@@ -52,7 +52,7 @@ async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
     let database = Database::fresh().await;
     let broker = faulty();
     let start = |broker: &Broker| {
-        let relay = relay(database.pool(), broker.clone()).with_run_max(7).unwrap();
+        let relay = relay(database.pool(), broker.clone()).with_max_run_length(7).unwrap();
         let relay = relay
             .with_lease(Duration::from_secs(1))
             .unwrap()
@@ -99,8 +99,8 @@ async fn order_holds_per_key_and_a_consumer_sees_each_message_once() {
         let delivered = Message::new(taken.topic, taken.payload.clone()).with_header(MESSAGE_ID, taken.id);
         let handled = inbox.process(&Arc::new(delivered), async |_, _| Ok(())).await;
         match handled {
-            Handled::Processed { .. } => seen.entry(taken.key).or_default().push(taken.payload),
-            Handled::Duplicate => {}
+            ProcessOutcome::Processed { .. } => seen.entry(taken.key).or_default().push(taken.payload),
+            ProcessOutcome::Duplicate => {}
             other => panic!("{other:?}"),
         }
     }
@@ -145,7 +145,7 @@ async fn transactions_that_lock_what_they_change_are_in_order_among_others_that_
     let broker = faulty();
     let relays: Vec<_> = (0..3)
         .map(|_| {
-            let relay = relay(database.pool(), broker.clone()).with_run_max(4).unwrap();
+            let relay = relay(database.pool(), broker.clone()).with_max_run_length(4).unwrap();
             Running::start(relay.with_publish_timeout(Duration::from_millis(200)).unwrap())
         })
         .collect();

@@ -97,7 +97,7 @@ async fn a_key_waits_until_an_operator_has_decided() {
 async fn a_key_goes_on_where_it_may() {
     let database = Database::fresh().await;
     let (broker, takes_all) = picky();
-    let relay = Running::start(relay(database.pool(), broker.clone()).with_refused(OnRefused::GoOn));
+    let relay = Running::start(relay(database.pool(), broker.clone()).with_on_refused(OnRefused::Continue));
     database.send(&["bad", "1", "bad too", "2"].map(|payload| message(Some("a"), payload))).await;
     database.is_drained().await;
     assert_eq!(broker.firsts()[&Some("a".to_owned())], ["1", "2"]);

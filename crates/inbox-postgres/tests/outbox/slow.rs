@@ -51,7 +51,7 @@ async fn publishes(payloads: usize, octets: usize, lease: Duration) {
     let options = options.port(proxy.port()).ssl_mode(PgSslMode::Disable);
     let pool = PgPoolOptions::new().max_connections(2).connect_lazy_with(options);
     let broker = Broker::good();
-    let relay = relay(pool, broker.clone()).with_octets_max(24 << 20).with_lease(lease).unwrap();
+    let relay = relay(pool, broker.clone()).with_max_bytes(24 << 20).with_lease(lease).unwrap();
     let relay = Running::start(relay);
     broker.holds(1).await;
     drop(relay);

@@ -55,7 +55,7 @@ impl Broker for Group {
 
     async fn source(&self) -> KafkaSource {
         let options = KafkaOptions::default().with_commit_interval(Duration::from_millis(100)).unwrap();
-        let options = options.with_revoke_patience(Duration::from_secs(1)).unwrap();
+        let options = options.with_revoke_timeout(Duration::from_secs(1)).unwrap();
         KafkaSource::new(&member(&self.bootstrap, "g"), &[TOPIC], options).unwrap()
     }
 
@@ -154,11 +154,11 @@ async fn stopping_loses_nothing() {
     let running = suite::run(
         group.source().await,
         suite::inbox(&store, suite::Letters::default()),
-        |consumer| consumer.with_concurrency(4).unwrap().with_held_max(50).unwrap(),
+        |consumer| consumer.with_concurrency(4).unwrap().with_max_held(50).unwrap(),
         move |_, message| {
             let (effects, gate) = (noted.clone(), permits.clone());
             async move {
-                gate.acquire().await.map_err(|_| oncegate_inbox::Failure::retry("closed"))?.forget();
+                gate.acquire().await.map_err(|_| oncegate_inbox::HandlerError::retry("closed"))?.forget();
                 effects.note(&message);
                 Ok(())
             }

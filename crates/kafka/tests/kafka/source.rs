@@ -7,7 +7,7 @@ use oncegate_inbox::{
 };
 use oncegate_kafka::rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 use oncegate_kafka::{
-    KafkaDelivery, KafkaOptions, KafkaOrder, KafkaPublisher, KafkaSource, RECORD_KEY, TOMBSTONE, Truncated,
+    KafkaDelivery, KafkaOptions, KafkaOrder, KafkaPublisher, KafkaSource, OnTruncation, RECORD_KEY, TOMBSTONE,
 };
 
 use crate::cluster::Cluster;
@@ -19,7 +19,7 @@ pub(crate) fn options() -> KafkaOptions {
     KafkaOptions::default()
         .with_commit_interval(Duration::from_millis(50))
         .unwrap()
-        .with_revoke_patience(Duration::from_secs(1))
+        .with_revoke_timeout(Duration::from_secs(1))
         .unwrap()
 }
 
@@ -129,7 +129,8 @@ async fn a_member_that_nobody_asks_stays_in_its_group() {
     cluster.produce_some(TOPIC, 1000);
     let mut config = cluster.member("g");
     config.set("max.poll.interval.ms", "5000");
-    let mut source = KafkaSource::new(&config, &[TOPIC], options().with_buffer(10, 1024).unwrap()).unwrap();
+    let mut source =
+        KafkaSource::new(&config, &[TOPIC], options().with_max_buffered(10, 1024).unwrap()).unwrap();
     let first = next(&mut source).await;
     // Longer than both times after which a member is thrown out.
     tokio::time::sleep(Duration::from_secs(9)).await;
@@ -148,7 +149,7 @@ async fn a_message_that_is_held_for_long_holds_its_partition_up_and_no_other() {
     let cluster = Cluster::start(TOPIC, 2);
     cluster.produce_some(TOPIC, 400);
     let ends = cluster.ends(TOPIC, 2);
-    let options = options().with_window(20).unwrap();
+    let options = options().with_max_uncommitted(20).unwrap();
     let mut source = KafkaSource::new(&cluster.member("g"), &[TOPIC], options).unwrap();
     let mut held = None;
     let mut seen = [0, 0];
@@ -307,7 +308,7 @@ async fn a_log_that_lost_messages_is_told_apart() {
     stops.close().await.unwrap();
     assert_eq!(cluster.committed("g", TOPIC, 1), [1]);
 
-    let options = options().with_truncated(Truncated::Continue);
+    let options = options().with_on_truncation(OnTruncation::Continue);
     let mut goes_on = KafkaSource::new(&cluster.member("g"), &[TOPIC], options).unwrap();
     let error = self::error(&mut goes_on).await;
     assert!(!error.is_fatal() && error.to_string().contains("were deleted"), "{error}");

@@ -16,11 +16,11 @@ use hmac::{Hmac, KeyInit as _, Mac as _};
 use oncegate_core::{Clock, MemoryStore, OnAbandoned, SystemClock};
 use oncegate_engine::{Attempt, Engine};
 use oncegate_inbox::{
-    ConsumerName, Counts, DeadLetter, DeadLetters, DeadReason, EventKind, Failure, Identity, Inbox, Message,
-    Processor, PutFuture,
+    ConsumerName, Counts, DeadLetter, DeadLetterSink, DeadReason, EventKind, HandlerError, Identity, Inbox,
+    Message, Processor, PutFuture,
 };
 use oncegate_testkit::{Faults, FaultyStore, ManualClock};
-use oncegate_webhook::{WINDOW_DEFAULT, WINDOW_MIN, WebhookOptions, WebhookReceiver, WebhookScheme};
+use oncegate_webhook::{DEFAULT_WINDOW, MIN_WINDOW, WebhookOptions, WebhookReceiver, WebhookScheme};
 use sha2::Sha256;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
@@ -66,7 +66,7 @@ struct State {
 
 struct Letters(Arc<State>);
 
-impl DeadLetters for Letters {
+impl DeadLetterSink for Letters {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         self.0.letters.lock().unwrap().push((letter.id.clone(), letter.reason));
         Box::pin(async { Ok(()) })
@@ -147,7 +147,7 @@ impl World {
     }
 }
 
-async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Result<(), Failure> {
+async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Result<(), HandlerError> {
     state.begun.fetch_add(1, Ordering::SeqCst);
     state.gate.acquire().await.unwrap().forget();
     let act = *state.act.lock().unwrap();
@@ -156,8 +156,8 @@ async fn run(state: Arc<State>, _attempt: Attempt, message: Arc<Message>) -> Res
             state.effects.lock().unwrap().push(message);
             Ok(())
         }
-        Act::Retry => Err(Failure::retry("not now")),
-        Act::Reject => Err(Failure::reject("never")),
+        Act::Retry => Err(HandlerError::retry("not now")),
+        Act::Reject => Err(HandlerError::reject("never")),
         Act::Panic => panic!("a handler panics, as it was told to"),
     }
 }
@@ -235,7 +235,7 @@ async fn webhooks_of_stripe_and_github_take_effect_once() {
 #[tokio::test]
 async fn what_is_not_signed_as_it_should_be_is_never_recorded() {
     let world = World::new();
-    let options = world.options().with_body_max(100).unwrap();
+    let options = world.options().with_max_body_bytes(100).unwrap();
     let (address, _receiver) = world.serve(options).await;
     let good = Sending::standard("msg_1", NOW, "{}");
     let mut said = Vec::new();
@@ -288,7 +288,7 @@ async fn what_is_not_signed_as_it_should_be_is_never_recorded() {
 #[tokio::test]
 async fn a_payload_that_does_not_arrive_is_never_recorded() {
     let world = World::new();
-    let options = world.options().with_body_patience(Duration::from_secs(1)).unwrap();
+    let options = world.options().with_body_timeout(Duration::from_secs(1)).unwrap();
     let (address, _receiver) = world.serve(options).await;
     let good = Sending::standard("msg_1", NOW, "{}");
     // It stays away.
@@ -442,7 +442,7 @@ async fn while_the_store_is_away_nothing_is_acknowledged() {
 #[tokio::test]
 async fn as_many_as_may_are_processed_at_a_time() {
     let world = World::with_closed_gate();
-    let (address, receiver) = world.serve(world.options().with_running_max(2).unwrap()).await;
+    let (address, receiver) = world.serve(world.options().with_max_running(2).unwrap()).await;
     let mut streams = Vec::new();
     for number in 0..2 {
         let sending = Sending::standard(&format!("msg_{number}"), NOW, "{}");
@@ -475,21 +475,24 @@ async fn a_processor_that_forgets_too_soon_is_refused() {
         WebhookReceiver::new("sender", options, processor).map(drop)
     };
     let second = Duration::from_secs(1);
-    assert_eq!(WINDOW_MIN, Duration::from_secs(75 * 3600 + 35 * 60));
-    assert!(receiver(WINDOW_DEFAULT, world.options()).is_ok());
-    let error = receiver(WINDOW_DEFAULT - second, world.options()).unwrap_err().to_string();
+    assert_eq!(MIN_WINDOW, Duration::from_secs(75 * 3600 + 35 * 60));
+    assert!(receiver(DEFAULT_WINDOW, world.options()).is_ok());
+    let error = receiver(DEFAULT_WINDOW - second, world.options()).unwrap_err().to_string();
     assert!(error.contains("with_window"), "{error}");
-    let shorter = || world.options().with_window(WINDOW_MIN).unwrap();
-    assert!(receiver(WINDOW_MIN, shorter()).is_ok());
-    assert!(receiver(WINDOW_MIN - second, shorter()).is_err());
-    assert!(world.options().with_window(WINDOW_MIN - second).is_err());
-    assert!(receiver(WINDOW_DEFAULT, world.options().with_window(WINDOW_DEFAULT + second).unwrap()).is_err());
+    let shorter = || world.options().with_window(MIN_WINDOW).unwrap();
+    assert!(receiver(MIN_WINDOW, shorter()).is_ok());
+    assert!(receiver(MIN_WINDOW - second, shorter()).is_err());
+    assert!(world.options().with_window(MIN_WINDOW - second).is_err());
+    assert!(receiver(DEFAULT_WINDOW, world.options().with_window(DEFAULT_WINDOW + second).unwrap()).is_err());
     // What else is out of its bounds.
     let options = || world.options();
-    assert!(options().with_body_max(0).is_err() && options().with_body_max(64 * 1024 * 1024 + 1).is_err());
-    assert!(options().with_body_patience(Duration::ZERO).is_err());
-    assert!(options().with_body_patience(Duration::from_secs(601)).is_err());
-    assert!(options().with_running_max(0).is_err() && options().with_running_max(1_000_001).is_err());
+    assert!(
+        options().with_max_body_bytes(0).is_err()
+            && options().with_max_body_bytes(64 * 1024 * 1024 + 1).is_err()
+    );
+    assert!(options().with_body_timeout(Duration::ZERO).is_err());
+    assert!(options().with_body_timeout(Duration::from_secs(601)).is_err());
+    assert!(options().with_max_running(0).is_err() && options().with_max_running(1_000_001).is_err());
     assert!(options().with_header("a b").is_err());
 }
 
@@ -533,7 +536,7 @@ async fn logs_tell_what_happened_and_no_secrets() {
     let traces = Traces::default();
     let _guard = tracing::subscriber::set_default(traces.clone());
     let world = World::new();
-    let (address, _receiver) = world.serve(world.options().with_body_max(1000).unwrap()).await;
+    let (address, _receiver) = world.serve(world.options().with_max_body_bytes(1000).unwrap()).await;
     let of = |id: &str, at| Sending::standard(id, at, r#"{"card":"4242"}"#);
     for (act, status) in [(Act::Retry, 500), (Act::Panic, 500), (Act::Succeed, 200), (Act::Succeed, 200)] {
         world.act(act);

@@ -55,7 +55,7 @@ async fn each_webhook_is_one_row_whatever_its_senders_and_the_database_do() {
     let pool = PgPoolOptions::new().max_connections(8).acquire_timeout(PATIENCE).connect(&url).await.unwrap();
 
     let consumer = ConsumerName::new("payments").unwrap();
-    let inbox = TransactionalInbox::new(pool, consumer, Identity::broker()).with_attempts_max(1_000).unwrap();
+    let inbox = TransactionalInbox::new(pool, consumer, Identity::broker()).with_max_attempts(1_000).unwrap();
     let processor = inbox.processor(async |connection, message| {
         let event: i32 = std::str::from_utf8(&message.payload)?.parse()?;
         sqlx::query("INSERT INTO ledger VALUES ($1)").bind(event).execute(connection).await?;

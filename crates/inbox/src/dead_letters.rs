@@ -1,4 +1,4 @@
-//! Messages that are given up.
+//! Dead letters: messages that were given up.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,34 +7,35 @@ use std::sync::Arc;
 use bytes::Bytes;
 use oncegate_core::{IdempotencyKey, RecordId, Scope};
 
-use crate::handled::DeadReason;
 use crate::identity::ConsumerName;
 use crate::message::Message;
+use crate::outcome::DeadReason;
 use crate::source::{Outgoing, PublishError, Publisher};
 
-/// A message that is given up, and why.
+/// A message that was given up, and the reason.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DeadLetter {
-    /// What it is told by: the same however often it is written. It differs from consumer to consumer.
+    /// The identifier of the dead letter: the same each time it is written, and different for each consumer.
     pub id: String,
-    /// Who gives it up.
+    /// The consumer that gave the message up.
     pub consumer: ConsumerName,
-    /// The message, as it was delivered.
+    /// The message as it was delivered.
     pub message: Arc<Message>,
-    /// Why.
+    /// The reason.
     pub reason: DeadReason,
-    /// How many attempts there were.
+    /// The number of attempts.
     pub attempts: u32,
-    /// What the last attempt failed of, in at most [`ERROR_MAX`] octets. Handlers write it; it should name no secret.
+    /// The error of the last attempt, at most [`MAX_ERROR_BYTES`] bytes. Handlers write it, so they must keep secrets
+    /// out of it.
     pub error: String,
 }
 
-/// Most octets of what a dead letter says of its error.
-pub const ERROR_MAX: usize = 1000;
+/// The maximum length of the error text of a dead letter.
+pub const MAX_ERROR_BYTES: usize = 1000;
 
 impl DeadLetter {
-    /// A dead letter with the record `id`, from which its identifier is derived.
+    /// Creates a dead letter; its identifier is derived from the record `id`.
     #[must_use]
     pub fn new(
         id: RecordId,
@@ -47,9 +48,10 @@ impl DeadLetter {
         Self { id: id.downstream_key("dead-letter"), consumer, message, reason, attempts, error }
     }
 
-    /// The record of a dead letter that has a record of its own, apart from the record of its message.
+    /// Returns the record of a dead letter that is recorded apart from its message.
     ///
-    /// `id` is the record of the message. `discriminator` separates several dead letters of one message from each other.
+    /// `id` is the record of the message. `discriminator` separates several dead letters of one message from each
+    /// other.
     #[must_use]
     pub fn separate_id(consumer: &ConsumerName, id: RecordId, discriminator: &[u8]) -> RecordId {
         let operation: [&[u8]; 3] = [b"dead letter", consumer.as_str().as_bytes(), discriminator];
@@ -59,14 +61,16 @@ impl DeadLetter {
         }
     }
 
-    /// The letter as a message to that topic: the payload and the headers that the message has, and what happened to it in
-    /// headers `oncegate-dead-reason`, `-consumer`, `-topic`, `-attempts` and `-error`.
+    /// Converts the dead letter to a message for a topic.
+    ///
+    /// It has the payload and the headers of the original message. The headers `oncegate-dead-reason`, `-consumer`,
+    /// `-topic`, `-attempts` and `-error` are added.
     #[must_use]
     pub fn to_outgoing(&self, topic: &str) -> Outgoing {
         let mut letter = Outgoing::new(self.id.clone(), topic, self.message.payload.clone());
         letter.order_key.clone_from(&self.message.order_key);
         letter.headers.clone_from(&self.message.headers);
-        // Of a letter that was a dead letter before, the last word counts.
+        // A message that was a dead letter before has these headers already. Only the newest ones count.
         letter.headers.retain(|(name, _)| !name.to_ascii_lowercase().starts_with("oncegate-dead-"));
         let error: String = self.error.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         let said = [
@@ -83,17 +87,19 @@ impl DeadLetter {
     }
 }
 
-/// Where dead letters go.
-pub trait DeadLetters: Send + Sync + 'static {
-    /// Writes a letter down. Returns when it is durable. It may be called again with the same letter: after a crash, or where
-    /// it was not known whether it was written; [`DeadLetter::id`] tells then.
+/// A destination of dead letters.
+pub trait DeadLetterSink: Send + Sync + 'static {
+    /// Writes a dead letter, and returns when it is durable.
+    ///
+    /// It may be called again with the same dead letter: after a crash, or if the first result was unknown.
+    /// [`DeadLetter::id`] is the same then.
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a>;
 }
 
-/// What [`DeadLetters::put`] returns.
+/// The future of [`DeadLetterSink::put`].
 pub type PutFuture<'a> = Pin<Box<dyn Future<Output = Result<(), PublishError>> + Send + 'a>>;
 
-/// Dead letters are published as messages of a topic.
+/// A sink that publishes dead letters as messages of a topic.
 #[derive(Clone, Debug)]
 pub struct DeadLetterTopic<P> {
     publisher: P,
@@ -101,13 +107,13 @@ pub struct DeadLetterTopic<P> {
 }
 
 impl<P: Publisher> DeadLetterTopic<P> {
-    /// Published here, to that topic.
+    /// Creates a sink from a publisher and the topic for dead letters.
     pub fn new(publisher: P, topic: impl Into<String>) -> Self {
         Self { publisher, topic: topic.into() }
     }
 }
 
-impl<P: Publisher> DeadLetters for DeadLetterTopic<P> {
+impl<P: Publisher> DeadLetterSink for DeadLetterTopic<P> {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move { self.publisher.publish(&letter.to_outgoing(&self.topic)).await })
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use oncegate_core::{RecordId, StoreError, Timestamp};
-use oncegate_inbox::{ConsumerName, DeadLetter, DeadReason, Failure, Message};
+use oncegate_inbox::{ConsumerName, DeadLetter, DeadReason, HandlerError, Message};
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgPool, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
 use oncegate_postgres::transaction::{OpenTransaction, StatementError, TransactionConnection, begin};
@@ -32,13 +32,13 @@ pub struct DeadLetterTable {
 /// A dead letter that is in the table.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct KeptLetter {
+pub struct StoredDeadLetter {
     /// What it is told by here.
     pub number: u64,
     /// When it was written.
-    pub at: Timestamp,
+    pub written_at: Timestamp,
     /// The letter.
-    pub letter: DeadLetter,
+    pub dead_letter: DeadLetter,
 }
 
 /// A letter that is out, if its transaction commits.
@@ -77,11 +77,11 @@ impl DeadLetterTable {
         consumer: Option<&ConsumerName>,
         after: Option<u64>,
         most: usize,
-    ) -> Result<Vec<KeptLetter>, StoreError> {
+    ) -> Result<Vec<StoredDeadLetter>, StoreError> {
         let query = sqlx::query(LIST)
             .persistent(!self.transaction_pooler)
             .bind(consumer.map(ToString::to_string))
-            .bind(after.map(number))
+            .bind(after.map(to_bigint))
             .bind(i32::try_from(most).unwrap_or(i32::MAX));
         let rows = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
@@ -89,9 +89,9 @@ impl DeadLetterTable {
         rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
     }
 
-    /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it
-    /// in place is [`TransactionalInbox::process_letter`](crate::TransactionalInbox::process_letter). Says whether there was
-    /// such a letter. Until the commit every consumer is told that the message is in flight. Where `run` fails, passes over a
+    /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it in
+    /// place is [`TransactionalInbox::process_dead_letter`](crate::TransactionalInbox::process_dead_letter). Says whether there was such a
+    /// letter. Until the commit every consumer is told that the message is in flight. Where `run` fails, passes over a
     /// statement of its own that failed, or the process ends, the letter is still there; the message may have been sent all
     /// the same, and is dead as before.
     ///
@@ -100,36 +100,35 @@ impl DeadLetterTable {
     ///
     /// # Errors
     /// What `run` says; an error of the database.
-    pub async fn take<T, F>(&self, letter: u64, run: F) -> Result<Option<T>, Failure>
+    pub async fn take<T, F>(&self, number: u64, run: F) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, Failure, Fut: Send> + Send,
+        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
     {
         let run =
             async move |connection: &mut PgConnection, taken: Taken| run(connection, taken.message).await;
-        self.take_with(letter, None, run).await
+        self.take_with(number, None, run).await
     }
 
     /// The same with what tells the letter's message, in a transaction of this isolation.
     pub(crate) async fn take_with<T, F>(
         &self,
-        letter: u64,
+        number: u64,
         isolation: Option<Isolation>,
         run: F,
-    ) -> Result<Option<T>, Failure>
+    ) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> TransactFnWith<&'c mut PgConnection, Taken, T, Failure, Fut: Send> + Send,
+        F: for<'c> RunWith<&'c mut PgConnection, Taken, T, HandlerError, Fut: Send> + Send,
     {
-        let unavailable = |error: StatementError| Failure::retry(StoreError::from(error));
-        let mut held = TransactionConnection::acquire(&self.pool).await.map_err(unavailable)?;
+        let unavailable = |error: StepError| HandlerError::retry(StoreError::from(error));
+        let mut held = Held::acquire(&self.pool).await.map_err(unavailable)?;
         let mut open = held.begin(begin(isolation), self.patience).await.map_err(unavailable)?;
-        let query = sqlx::query(TAKE).persistent(!self.transaction_pooler).bind(number(letter));
-        let row =
-            open.statement(self.patience, async |connection| query.fetch_optional(connection).await).await;
+        let query = sqlx::query(TAKE).persistent(!self.transaction_pooler).bind(to_bigint(number));
+        let row = open.step(self.patience, async |connection| query.fetch_optional(connection).await).await;
         let taken = match row {
             Ok(None) => Ok(None),
-            Ok(Some(row)) => taken(&row).map(Some).map_err(|error| Failure::retry(refused(error))),
+            Ok(Some(row)) => taken(&row).map(Some).map_err(|error| HandlerError::retry(refused(error))),
             Err(error) => Err(unavailable(error)),
         };
         let done = match taken {
@@ -150,22 +149,22 @@ impl DeadLetterTable {
     }
 
     /// Whether this transaction is still the one with that number, and may commit.
-    async fn is_still(&self, open: &mut OpenTransaction<'_>, transaction: i64) -> Result<(), Failure> {
+    async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<(), HandlerError> {
         let query = sqlx::query_scalar(TRANSACTION).persistent(!self.transaction_pooler);
-        let now = open.statement(self.patience, async |connection| query.fetch_one(connection).await).await;
-        let now: Option<i64> = now.map_err(|error| Failure::retry(StoreError::from(error)))?;
+        let now = open.step(self.patience, async |connection| query.fetch_one(connection).await).await;
+        let now: Option<i64> = now.map_err(|error| HandlerError::retry(StoreError::from(error)))?;
         if now == Some(transaction) {
             return Ok(());
         }
-        Err(Failure::unsure("what was run ended the transaction itself"))
+        Err(HandlerError::unsure("what was run ended the transaction itself"))
     }
 
     /// Deletes a letter. Says whether there was one. Its message stays dead for as long as its receipt is kept.
     ///
     /// # Errors
     /// [`StoreError`] where the database is out of reach or refuses.
-    pub async fn delete(&self, letter: u64) -> Result<bool, StoreError> {
-        let query = sqlx::query(DELETE).persistent(!self.transaction_pooler).bind(number(letter));
+    pub async fn delete(&self, number: u64) -> Result<bool, StoreError> {
+        let query = sqlx::query(DELETE).persistent(!self.transaction_pooler).bind(to_bigint(number));
         let row = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_one(connection).await
         });
@@ -173,11 +172,11 @@ impl DeadLetterTable {
     }
 }
 
-fn number(number: u64) -> i64 {
+fn to_bigint(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-fn kept(row: &PgRow) -> Result<KeptLetter, sqlx::Error> {
+fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
     let strange = |what: &str| sqlx::Error::Decode(what.into());
     let unsigned = |column: &str| row.try_get::<i64, _>(column).map(i64::unsigned_abs);
     let id: Vec<u8> = row.try_get("id")?;
@@ -185,10 +184,10 @@ fn kept(row: &PgRow) -> Result<KeptLetter, sqlx::Error> {
     let consumer: &str = row.try_get("consumer")?;
     let reason: &str = row.try_get("reason")?;
     let attempts: i32 = row.try_get("attempts")?;
-    Ok(KeptLetter {
+    Ok(StoredDeadLetter {
         number: unsigned("number")?,
-        at: Timestamp::from_millis(unsigned("at")?),
-        letter: DeadLetter::new(
+        written_at: Timestamp::from_millis(unsigned("at")?),
+        dead_letter: DeadLetter::new(
             RecordId::from_bytes(id),
             ConsumerName::new(consumer).map_err(|_| strange("no name of a consumer"))?,
             Arc::new(message(row)?),
