@@ -21,7 +21,7 @@ const TAKE: &str = "SELECT d.*, txid_current_if_assigned() AS transaction \
 const TRANSACTION: &str = "SELECT txid_current_if_assigned()";
 const DELETE: &str = "SELECT oncegate.delete_dead_letter($1) AS was_there";
 
-/// The dead letters of all [`TransactionalInbox`](crate::TransactionalInbox)es of a database.
+/// The dead letters of every [`TransactionalInbox`](crate::TransactionalInbox) of a database.
 #[derive(Clone)]
 pub struct DeadLetterTable {
     pool: PgPool,
@@ -29,28 +29,28 @@ pub struct DeadLetterTable {
     transaction_pooler: bool,
 }
 
-/// A dead letter that is in the table.
+/// A dead letter in the table.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StoredDeadLetter {
-    /// What it is told by here.
+    /// The number of the row.
     pub number: u64,
-    /// When it was written.
+    /// The time at which it was written.
     pub written_at: Timestamp,
-    /// The letter.
+    /// The dead letter.
     pub dead_letter: DeadLetter,
 }
 
-/// A letter that is out, if its transaction commits.
+/// A dead letter that was taken out, if its transaction commits.
 pub(crate) struct Taken {
-    /// Where the receipt of its message is.
+    /// The receipt of the message.
     pub(crate) id: Vec<u8>,
     pub(crate) consumer: String,
     pub(crate) message: Arc<Message>,
 }
 
 impl DeadLetterTable {
-    /// The table in the database of this pool.
+    /// Opens the table in the database of a pool.
     #[must_use]
     pub const fn new(pool: PgPool) -> Self {
         Self { pool, patience: PATIENCE, transaction_pooler: false }
@@ -61,17 +61,18 @@ impl DeadLetterTable {
         Self { pool: pool.clone(), patience: *patience, transaction_pooler: *transaction_pooler }
     }
 
-    /// The pool goes through a pooler that gives each transaction another session.
+    /// States that the pool goes through a pooler that gives each transaction another session.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { transaction_pooler: through_pooler, ..self }
     }
 
-    /// Letters in the order in which they were written, after the one with this number: of one consumer, or of all; at most so
-    /// many, 1000, and 8 MiB. There are no more where there is none.
+    /// Returns dead letters of one consumer or of all, in the order in which they were written, after a given number.
+    ///
+    /// A page has at most `most` entries, 1000 entries, and 8 MiB. An empty page is the end.
     ///
     /// # Errors
-    /// [`StoreError`] where the database is out of reach or refuses.
+    /// [`StoreError`] if the database is out of reach or refuses.
     pub async fn list(
         &self,
         consumer: Option<&ConsumerName>,
@@ -89,17 +90,19 @@ impl DeadLetterTable {
         rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
     }
 
-    /// Takes a letter out: runs `run`, which sends the message again, or keeps it elsewhere, and then commits. To process it in
-    /// place is [`TransactionalInbox::process_dead_letter`](crate::TransactionalInbox::process_dead_letter). Says whether there was such a
-    /// letter. Until the commit every consumer is told that the message is in flight. Where `run` fails, passes over a
-    /// statement of its own that failed, or the process ends, the letter is still there; the message may have been sent all
-    /// the same, and is dead as before.
+    /// Takes a dead letter out: runs `run`, for example to send the message again, and then commits.
     ///
-    /// Send it under its identity. A broker that drops what it has seen (the window of NATS, a FIFO queue of SQS) drops
-    /// it within that time if its publisher's identifier is the same, too.
+    /// Returns `None` if there is no such dead letter. To process the message in place, use
+    /// [`TransactionalInbox::process_dead_letter`](crate::TransactionalInbox::process_dead_letter). Until the commit
+    /// the message is in flight for every consumer. If `run` fails, if it ignores an error of one of its own
+    /// statements, or if the process ends, the dead letter stays and the message is dead as before. It may have been
+    /// sent anyway.
+    ///
+    /// Send the message under its identity. A broker with a deduplication window drops a message whose broker
+    /// identifier it knows from that window.
     ///
     /// # Errors
-    /// What `run` says; an error of the database.
+    /// The error of `run`, or a database error.
     pub async fn take<T, F>(&self, number: u64, run: F) -> Result<Option<T>, HandlerError>
     where
         T: Send,
@@ -110,7 +113,7 @@ impl DeadLetterTable {
         self.take_with(number, None, run).await
     }
 
-    /// The same with what tells the letter's message, in a transaction of this isolation.
+    /// Takes a dead letter out in a transaction with this isolation, and passes the receipt to `run`.
     pub(crate) async fn take_with<T, F>(
         &self,
         number: u64,
@@ -133,7 +136,8 @@ impl DeadLetterTable {
         };
         let done = match taken {
             Ok(Some((transaction, taken))) => match run(open.connection(), taken).await {
-                // A COMMIT after a statement that failed says that all is well, and rolls back.
+                // After a failed statement, COMMIT reports success and rolls back. So check that the transaction is
+                // intact.
                 Ok(done) => self.is_still(&mut open, transaction).await.map(|()| Some(done)),
                 Err(failure) => Err(failure),
             },
@@ -148,7 +152,7 @@ impl DeadLetterTable {
         done
     }
 
-    /// Whether this transaction is still the one with that number, and may commit.
+    /// Checks that the session is still in the transaction with this number.
     async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<(), HandlerError> {
         let query = sqlx::query_scalar(TRANSACTION).persistent(!self.transaction_pooler);
         let now = open.step(self.patience, async |connection| query.fetch_one(connection).await).await;
@@ -159,10 +163,11 @@ impl DeadLetterTable {
         Err(HandlerError::unsure("what was run ended the transaction itself"))
     }
 
-    /// Deletes a letter. Says whether there was one. Its message stays dead for as long as its receipt is kept.
+    /// Deletes a dead letter, and returns `false` if there was none. Its message stays dead as long as its receipt is
+    /// kept.
     ///
     /// # Errors
-    /// [`StoreError`] where the database is out of reach or refuses.
+    /// [`StoreError`] if the database is out of reach or refuses.
     pub async fn delete(&self, number: u64) -> Result<bool, StoreError> {
         let query = sqlx::query(DELETE).persistent(!self.transaction_pooler).bind(to_bigint(number));
         let row = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
@@ -191,7 +196,7 @@ fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
             RecordId::from_bytes(id),
             ConsumerName::new(consumer).map_err(|_| strange("no name of a consumer"))?,
             Arc::new(message(row)?),
-            // Other programs have words of their own.
+            // Programs in other languages may use other words.
             DeadReason::from_word(reason).unwrap_or(DeadReason::Rejected),
             attempts.unsigned_abs(),
             row.try_get("error")?,

@@ -18,17 +18,16 @@ use crate::dead_letters::{DeadLetterTable, Taken};
 use crate::receipts::Receipts;
 use crate::work::{PerMessage, WholeBatch, Work};
 
-/// Processes each message once where its effect is rows in PostgreSQL: the receipt commits with the effect, or neither does.
-/// Cheap to clone.
+/// Processes each message once if its effect is rows in PostgreSQL: the receipt and the effect commit together.
 ///
-/// For each message, or for a batch of them: begin; take the messages, which writes their receipts; run the handler on the same
-/// connection; commit; only then say that the broker may forget them. So there is no lease to lose and nothing to clean up, and
-/// wherever it is cut in two the message comes again and is either new or a duplicate. A COMMIT whose answer is lost is found
-/// out. Nobody waits for a message that another transaction has: it is in flight.
+/// Clones are cheap. The steps for each message or batch: begin a transaction; claim the messages, which writes their
+/// receipts; run the handler on the same connection; commit; only then report that the broker may forget the messages.
+/// So there is no lease to lose and nothing to clean up. After a crash at any point the message is delivered again, and
+/// is either new or a duplicate. If the answer to a COMMIT is lost, the inbox finds out whether it succeeded. A message
+/// that another transaction holds is reported as in flight at once, without waiting.
 ///
-/// The database must have the contract ([`schema::apply`](oncegate_postgres::schema::apply)), and the role of
-/// the pool the rights that
-/// `docs/reference/messages-postgres.md` names.
+/// The database must have the schema ([`schema::apply`](oncegate_postgres::schema::apply)). The role of the pool needs
+/// the rights in `docs/reference/messages-postgres.md`.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -75,24 +74,24 @@ pub(crate) struct Inner {
     pub(crate) max_batch: usize,
 }
 
-/// How long is remembered that a message was processed, unless told otherwise.
+/// The default retention of receipts.
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// The least that is remembered: longer than anybody looks for what became of a COMMIT.
-const MIN_RETENTION: Duration = Duration::from_secs(60 * 60);
+/// The minimum retention: longer than any search for the result of a COMMIT.
+const RETENTION_MIN: Duration = Duration::from_secs(60 * 60);
 
-/// How long the database may take for a statement of ours, unless told otherwise, and at the most.
+/// The default and the maximum timeout of a statement.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 const PATIENCE_MAX: Duration = Duration::from_secs(10 * 60);
 
-/// How many messages are in one transaction, unless told otherwise, and at the most.
+/// The default and the maximum number of messages in one transaction.
 const BATCH: usize = 100;
 const BATCH_MAX: usize = 1000;
 
 impl TransactionalInbox {
-    /// An inbox of this consumer on the application's own pool, whose messages are told apart by `identity`.
+    /// Creates an inbox for a consumer on the application's own pool. `identity` identifies the messages.
     ///
-    /// Receipts are kept for 7 days; a message is tried 10 times; a batch has 100 messages at the most.
+    /// Receipts are kept for 7 days, a message is tried 10 times, and a batch has at most 100 messages.
     #[must_use]
     pub fn new(pool: PgPool, consumer: ConsumerName, identity: Identity) -> Self {
         let inner = Inner {
@@ -114,11 +113,12 @@ impl TransactionalInbox {
         self
     }
 
-    /// How long is remembered that a message was processed. It should be longer than the broker keeps messages, and than
-    /// producers send them again.
+    /// Sets how long a processed message is remembered.
+    ///
+    /// It should be longer than the broker keeps messages, and longer than producers send them again.
     ///
     /// # Errors
-    /// [`ConfigError`] where it is not from an hour to 400 days.
+    /// [`ConfigError`] if it is not from an hour to 400 days.
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
         if !(MIN_RETENTION..=limits::MAX_RETENTION).contains(&retention) {
             return Err(ConfigError::new(format!(
@@ -128,10 +128,12 @@ impl TransactionalInbox {
         Ok(self.with(|inner| inner.receipts.retention = retention))
     }
 
-    /// How often a message is tried before it is a dead letter, from 1. Attempts whose process ended within them count, too.
+    /// Sets how many attempts a message gets before it becomes a dead letter; at least 1.
+    ///
+    /// Attempts whose process ended in the middle count, too.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is zero.
     pub fn with_max_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
         let attempts = ConfigError::check("the number of attempts", attempts, 1..=i32::MAX.unsigned_abs())?;
         Ok(self.with(|inner| inner.max_attempts = attempts))
@@ -146,89 +148,95 @@ impl TransactionalInbox {
         self.with(|inner| inner.compares_payloads = compares_payloads)
     }
 
-    /// Whether it is noted that a message is begun, where it may have been delivered before, so that one that ends its process
-    /// is counted and becomes a dead letter in the end. It takes one call more for a batch of such messages, whose commit
-    /// does not wait for the disk. On by default.
+    /// Sets whether the start of a message is recorded, if the message may have been delivered before. On by default.
+    ///
+    /// The record counts attempts that end the process, so that such a message becomes a dead letter in the end. It
+    /// costs one more call for each batch of such messages; its commit does not wait for the disk.
     #[must_use]
     pub fn with_crashes_counted(self, counts_crashes: bool) -> Self {
         self.with(|inner| inner.counts_crashes = counts_crashes)
     }
 
-    /// How long the database may take for a statement of ours, and how long it is tried to find out what became of a COMMIT
-    /// whose answer was lost; from 100 ms to 10 minutes. Default: 10 s. What the handler asks is bounded by the application's
-    /// own `statement_timeout`.
+    /// Sets the timeout of the inbox's own statements, from 100 ms to 10 minutes. Default: 10 s.
+    ///
+    /// It also bounds the search for the result of a COMMIT whose answer was lost. Statements of the handler are
+    /// bounded by the application's own `statement_timeout`.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_statement_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
         let patience =
             ConfigError::check("the patience with the database", patience, limits::MIN_LEASE..=PATIENCE_MAX)?;
         Ok(self.with(|inner| inner.receipts.patience = patience))
     }
 
-    /// How often the transaction of a single message is run at the most, from 1 to 100, where the database says that
-    /// it may be run
-    /// again (SQLSTATE 40001 and 40P01), before that counts as an attempt that failed. Default: 5.
+    /// Sets how often the transaction of a single message runs, from 1 to 100. Default: 5.
+    ///
+    /// It runs again after a conflict (SQLSTATE 40001 and 40P01). After the last run the conflict counts as a failed
+    /// attempt.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_runs(self, runs: u32) -> Result<Self, ConfigError> {
         let runs = ConfigError::check("the number of runs", runs, 1..=100)?;
         Ok(self.with(|inner| inner.runs = runs))
     }
 
-    /// The isolation level of the transaction. Default: what the connection or the server says.
+    /// Sets the isolation level of the transaction. Default: the level of the connection or the server.
     #[must_use]
     pub fn with_isolation(self, isolation: Isolation) -> Self {
         self.with(|inner| inner.isolation = Some(isolation))
     }
 
-    /// The pool goes through a pooler that gives each transaction another session, such as PgBouncer in transaction mode:
-    /// statements of ours are prepared without a name. Those of the handler say `.persistent(false)`.
+    /// States that the pool goes through a pooler that gives each transaction another session, for example PgBouncer.
+    ///
+    /// The inbox then prepares its statements without a name. Statements of the handler must use `.persistent(false)`.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         self.with(|inner| inner.receipts.transaction_pooler = through_pooler)
     }
 
-    /// How many messages are processed in one transaction at the most, from 1 to 1000. Default: 100. Each takes a place in the
-    /// server's table of locks until the transaction ends.
+    /// Sets how many messages are processed in one transaction, from 1 to 1000. Default: 100.
+    ///
+    /// Each message takes a place in the server's lock table until the transaction ends.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_batch(self, messages: usize) -> Result<Self, ConfigError> {
         let messages = ConfigError::check("the size of a batch", messages, 1..=BATCH_MAX)?;
         Ok(self.with(|inner| inner.max_batch = messages))
     }
 
-    /// Whether receipts whose retention is over are removed beside the work, at first and once a minute. On by
-    /// default; where it is off,
-    /// somebody else calls `oncegate.purge_receipts`.
+    /// Sets whether the inbox removes expired receipts, at first use and then once a minute. On by default.
+    ///
+    /// If it is off, call [`purge`](Self::purge) or `oncegate.purge_receipts`.
     #[must_use]
     pub fn with_purge(self, purges: bool) -> Self {
         self.with(|inner| inner.receipts.purges = purges)
     }
 
-    /// Whose messages these are.
+    /// Returns the consumer's name.
     #[must_use]
     pub fn consumer(&self) -> &ConsumerName {
         &self.inner.consumer
     }
 
-    /// Whether the database has the contract and the role of the pool may call what this inbox calls: to be asked when a program
-    /// starts. Without, each message is [`Unavailable`](ProcessOutcome::Unavailable) for as long as that is so.
+    /// Checks that the database has the schema and that the role may call its functions. Call it when a program starts.
+    ///
+    /// If the check fails, each message is [`Unavailable`](ProcessOutcome::Unavailable) until the cause is removed.
     ///
     /// # Errors
-    /// [`StoreError`](oncegate_core::StoreError) that says what is missing, or that the database is out of reach.
+    /// [`StoreError`](oncegate_core::StoreError) with the missing functions, or if the database is out of reach.
     pub async fn check(&self) -> Result<(), oncegate_core::StoreError> {
         self.inner.receipts.check().await
     }
 
-    /// Processes a message, if nobody has and nobody is at it, in a transaction of its own.
+    /// Processes a message in a transaction of its own, unless it was processed before or another transaction holds it.
     ///
-    /// `run` is an async closure of this shape, `async |connection, message| { …; Ok(()) }`, and is cloned for each time that
-    /// it runs. What it writes on the connection commits with the receipt. It must not commit or roll back by statements of
-    /// its own. It has no effect elsewhere: it runs again where the database says so. An error that it returns by `?` rolls
-    /// everything back, and is an attempt that failed. Dropping this rolls back.
+    /// `run` is an async closure of the form `async |connection, message| { …; Ok(()) }`, and is cloned for each run.
+    /// Its writes on the connection commit with the receipt. It must not commit or roll back by itself. It must have no
+    /// effect elsewhere, because it runs again after a conflict. If it returns an error, everything is rolled back, and
+    /// the attempt counts as failed. Dropping the future rolls back, too.
     pub async fn process<F>(&self, message: &Message, run: F) -> ProcessOutcome
     where
         F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
@@ -269,7 +277,8 @@ impl TransactionalInbox {
     ///     Ok(())
     /// });
     /// let handled = handled.await;
-    /// assert!(matches!(handled[..], [ProcessOutcome::Processed { .. }, ProcessOutcome::Processed { .. }, ProcessOutcome::Duplicate]));
+    /// use ProcessOutcome::{Duplicate, Processed};
+    /// assert!(matches!(handled[..], [Processed { .. }, Processed { .. }, Duplicate]));
     /// # Ok(()) }
     /// ```
     pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<ProcessOutcome>
@@ -282,12 +291,15 @@ impl TransactionalInbox {
         self.inner.process_all(messages, &WholeBatch(run)).await
     }
 
-    /// Processes the message of a dead letter of this consumer, once: the letter is deleted, the receipt written and the effect
-    /// made in one transaction. A copy that comes later is a duplicate. Says what `run` said, or that there is no such letter.
-    /// Where `run` fails, or the process ends, the letter is still there.
+    /// Processes the message of a dead letter of this consumer, once.
+    ///
+    /// One transaction deletes the dead letter, writes the receipt and makes the effect. A copy that is delivered later
+    /// is a duplicate. Returns the result of `run`, or `None` if there is no such dead letter. If `run` fails or the
+    /// process ends, the dead letter stays.
     ///
     /// # Errors
-    /// What `run` says; a letter of another consumer; one that somebody else holds; an error of the database.
+    /// The error of `run`; a dead letter of another consumer; a dead letter that another transaction holds; a database
+    /// error.
     pub async fn process_dead_letter<T, F>(&self, number: u64, run: F) -> Result<Option<T>, HandlerError>
     where
         T: Send,
@@ -308,7 +320,10 @@ impl TransactionalInbox {
         DeadLetterTable::of(&inner.receipts).take_with(number, inner.isolation, process).await
     }
 
-    /// A processor for a consumer's loop, as [`process_batch`](Self::process_batch).
+    /// Creates a processor for a consumer's loop with a handler of one message.
+    ///
+    /// The new messages of a batch share one transaction, and `run` is called for one after the other. Otherwise it
+    /// behaves as [`process_batch`](Self::process_batch).
     pub fn processor<F>(self, run: F) -> TransactionalProcessor<PerMessage<F>>
     where
         F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
@@ -320,7 +335,8 @@ impl TransactionalInbox {
         TransactionalProcessor { inbox: self, work: PerMessage(run) }
     }
 
-    /// A processor for a consumer's loop, as [`process_batch`](Self::process_batch).
+    /// Creates a processor for a consumer's loop with a handler of the whole batch, as
+    /// [`process_batch`](Self::process_batch).
     pub fn batch_processor<F>(self, run: F) -> TransactionalProcessor<WholeBatch<F>>
     where
         F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
@@ -332,11 +348,10 @@ impl TransactionalInbox {
         TransactionalProcessor { inbox: self, work: WholeBatch(run) }
     }
 
-    /// Removes receipts whose retention is over, until there are none left; says how many. Beside the work that happens by
-    /// itself.
+    /// Removes all expired receipts now, and returns their number.
     ///
     /// # Errors
-    /// [`StoreError`](oncegate_core::StoreError) where the database is out of reach or refuses.
+    /// [`StoreError`](oncegate_core::StoreError) if the database is out of reach or refuses.
     pub async fn purge(&self) -> Result<u64, oncegate_core::StoreError> {
         self.inner.receipts.purge().await
     }
@@ -372,7 +387,7 @@ impl<W: Work + 'static> Processor for TransactionalProcessor<W> {
         self.inbox.inner.max_batch
     }
 
-    /// Any redelivery time will do: what the broker delivers again while the transaction is open is in flight.
+    /// Accepts any redelivery time: a message that is delivered again while its transaction is open is in flight.
     fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
         self.inbox.inner.identity.check(source)
     }

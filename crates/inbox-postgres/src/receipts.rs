@@ -1,4 +1,4 @@
-//! The calls of the contract: what each says, and nothing of what follows from it.
+//! The calls of the SQL functions, and their replies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,16 +13,16 @@ use oncegate_postgres::transaction::{Backoff, OpenTransaction, StatementError, T
 use tokio::time::timeout;
 use tracing::debug;
 
-/// How often receipts whose retention is over are removed beside the work.
+/// The interval at which expired receipts are removed.
 const PURGE_EVERY: Duration = Duration::from_secs(60);
 
-/// How many at a time.
+/// The number of receipts that one call removes.
 const PURGE_BATCH: i32 = 1000;
 
 const RECEIVE: &str = "SELECT r.outcome, r.attempts, r.reason, r.at, txid_current_if_assigned() AS transaction \
      FROM oncegate.receive_many($1, $2, $3) AS r";
 
-/// A count that a crash of the server loses does no harm, so its commit does not wait for the disk.
+/// `synchronous_commit` is off because losing such a count in a server crash does no harm.
 const BEGIN: &str = "SELECT b.outcome, b.attempts, b.reason, set_config('synchronous_commit', 'off', true) \
      FROM oncegate.begin_messages($1, $2, $3) AS b";
 
@@ -41,7 +41,7 @@ const MISSING: &str = "SELECT string_agg('oncegate.' || a.name, ', ') AS missing
 
 const PURGE: &str = "SELECT oncegate.purge_receipts($1) AS purged";
 
-/// Receipts in the database of a pool.
+/// The receipts in the database of a pool.
 #[derive(Clone)]
 pub(crate) struct Receipts {
     pub(crate) pool: PgPool,
@@ -49,48 +49,48 @@ pub(crate) struct Receipts {
     pub(crate) patience: Duration,
     pub(crate) transaction_pooler: bool,
     pub(crate) purges: bool,
-    /// What this process notes that it has begun.
+    /// A random number of this process. Started messages are recorded under it.
     by: i64,
-    /// When they were last purged, in milliseconds after `since`; 0 is never.
+    /// The time of the last purge in milliseconds after `since`; 0 means never.
     purged: Arc<AtomicU64>,
     since: Instant,
 }
 
-/// What a function says of a message.
+/// The reply of the database about a message.
 #[derive(Clone, Debug)]
 pub(crate) struct Said {
     pub(crate) what: What,
-    /// How many attempts failed before.
+    /// The number of attempts that failed before.
     pub(crate) attempts: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     Process,
-    /// To be begun by itself.
+    /// The message must be recorded as started in a call of its own.
     Alone,
     Processed,
     InFlight,
     Dead(DeadReason),
     Reused,
-    /// The attempt was counted.
+    /// The failed attempt was counted.
     Failed,
     /// The dead letter was written.
     Written,
-    /// It is not processed, and what was in doubt never was.
+    /// The message is not processed: the doubtful transaction did not commit it.
     Open,
 }
 
-/// What tells the transaction that took messages.
+/// The transaction that claimed messages.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Transaction {
-    /// Its number, which after a crash of the server may be given to another one.
+    /// The transaction number. After a server crash another transaction may get the same number.
     number: i64,
-    /// When it took them, by the server's clock in milliseconds: what its receipts are told by.
+    /// The time of the claim by the server's clock, in milliseconds. It identifies the receipts of this transaction.
     pub(crate) at: i64,
 }
 
-/// A message as its receipt knows it.
+/// The receipt of a message.
 #[derive(Clone, Debug)]
 pub(crate) struct Receipt {
     pub(crate) id: RecordId,
@@ -102,7 +102,7 @@ type Ask<'q> = Query<'q, Postgres, PgArguments>;
 impl Receipts {
     pub(crate) fn new(pool: PgPool, retention: Duration, patience: Duration) -> Self {
         let mut by = [0; 8];
-        // Without random numbers the time is as good.
+        // Without random numbers the time is good enough.
         if getrandom::fill(&mut by).is_err() {
             let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
             by = (now.as_nanos() as u64).to_ne_bytes();
@@ -127,7 +127,7 @@ impl Receipts {
         i64::try_from(self.retention.as_millis()).unwrap_or(i64::MAX)
     }
 
-    /// Takes messages in this transaction, which is given, too, where it wrote anything.
+    /// Claims messages in this transaction. Also returns the transaction if it wrote anything.
     pub(crate) async fn receive(
         &self,
         open: &mut OpenTransaction<'_>,
@@ -146,7 +146,7 @@ impl Receipts {
         Ok((all(&rows, receipts.len()).map_err(StatementError::Refused)?, transaction))
     }
 
-    /// Takes a message whose receipt the same transaction has removed.
+    /// Claims a message whose receipt was removed by the same transaction.
     pub(crate) async fn receive_again(
         &self,
         connection: &mut PgConnection,
@@ -165,7 +165,7 @@ impl Receipts {
         Err(HandlerError::retry(format!("the message of the letter is {outcome} by now")))
     }
 
-    /// Whether this transaction is still that one, and may commit.
+    /// Returns `true` if the session is still in that transaction, so that it may commit.
     pub(crate) async fn is_still(
         &self,
         open: &mut OpenTransaction<'_>,
@@ -177,14 +177,11 @@ impl Receipts {
         Ok(now.is_some() && now == transaction.map(|transaction| transaction.number))
     }
 
-    /// Whether that transaction was committed, after all, or may yet be. Its own session is asked first, and another one
-    /// where that has ended; after a crash of the server the number may be another's by then. Where nobody can say, it was
-    /// not, by us.
-    pub(crate) async fn may_be_committed(
-        &self,
-        mut held: TransactionConnection,
-        transaction: Transaction,
-    ) -> bool {
+    /// Returns `true` if the transaction was committed, or may still be.
+    ///
+    /// Its own session is asked first, and another session if that one has ended. After a server crash the number may
+    /// belong to another transaction. If no session can answer, the result is `false`.
+    pub(crate) async fn may_be_committed(&self, mut held: Held, transaction: Transaction) -> bool {
         const STATUS: &str = "SELECT txid_status($1) AS status";
         let ask = || self.ask(STATUS).bind(transaction.number);
         let query = ask();
@@ -199,8 +196,8 @@ impl Receipts {
                     let status = rows.first().and_then(|row| row.try_get("status").ok().flatten());
                     return matches!(status, Some("committed" | "in progress"));
                 }
-                // The server knows of no such number: it was lost in a crash.
-                Err(StatementError::Refused(error)) if has_code(&error, "22023") => return false,
+                // The server does not know the number: the transaction was lost in a crash.
+                Err(StepError::Refused(error)) if has_code(&error, "22023") => return false,
                 Err(_) if tokio::time::Instant::now() >= until => return false,
                 Err(_) => {}
             }
@@ -209,15 +206,16 @@ impl Receipts {
         }
     }
 
-    /// Notes that messages are begun.
-    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StatementError> {
+    /// Records that messages are started.
+    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
         let count = ids.len();
         let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
         let rows = self.alone(query).await?;
         all(&rows, count).map_err(StatementError::Refused)
     }
 
-    /// Takes back that messages were begun, which were left alone. Where that fails one attempt too many may be counted.
+    /// Withdraws the record of a start for messages that did not run. If this fails, one attempt too many may be
+    /// counted.
     pub(crate) async fn not_begun(&self, ids: &[RecordId]) {
         let ids: Vec<Vec<u8>> = ids.iter().map(|id| id.as_bytes().to_vec()).collect();
         let query = self.ask(NOT_BEGUN).bind(ids).bind(self.by);
@@ -226,7 +224,7 @@ impl Receipts {
         }
     }
 
-    /// Whether there is everything that is called here.
+    /// Checks that all functions that the inbox calls exist and may be called.
     pub(crate) async fn check(&self) -> Result<(), StoreError> {
         let mut names =
             vec!["receive_many", "begin_messages", "unbegin_message", "fail_message", "write_dead_letter"];
@@ -241,14 +239,16 @@ impl Receipts {
         .await
     }
 
-    /// Counts an attempt that failed.
+    /// Counts a failed attempt.
     pub(crate) async fn failed(&self, id: RecordId) -> Result<Said, StoreError> {
         let query = self.ask(FAILED).bind(id.as_bytes().to_vec()).bind(self.retention_ms());
         one(&self.alone(query).await?)
     }
 
-    /// Writes a dead letter, and that its message is dead. Where what a transaction left is in doubt, only of what that one
-    /// processed, at this time.
+    /// Writes a dead letter, and marks its message as dead.
+    ///
+    /// `doubtful_at` is the time of a transaction whose result is in doubt. It limits the call to messages that this
+    /// transaction processed.
     pub(crate) async fn dead(
         &self,
         receipt: &Receipt,
@@ -277,15 +277,15 @@ impl Receipts {
         one(&self.alone(query).await?)
     }
 
-    /// One statement in a transaction of its own.
-    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StatementError> {
+    /// Runs one statement in a transaction of its own.
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
         try_alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
         .await
     }
 
-    /// Removes receipts whose retention is over, until there are none left.
+    /// Removes all expired receipts.
     pub(crate) async fn purge(&self) -> Result<u64, StoreError> {
         let mut purged = 0;
         loop {
@@ -298,7 +298,7 @@ impl Receipts {
         }
     }
 
-    /// Removes them beside the work where it is time.
+    /// Starts a purge in the background if it is due.
     pub(crate) fn tidy(&self) {
         let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX).max(1);
         let before = self.purged.load(Ordering::Relaxed);
@@ -317,7 +317,7 @@ impl Receipts {
     }
 }
 
-/// Whether there are these functions of the contract, and may be called.
+/// Checks that functions exist and may be called.
 pub(crate) async fn check(
     pool: &PgPool,
     patience: Duration,
@@ -336,7 +336,7 @@ pub(crate) async fn check(
     })
 }
 
-/// One statement in a transaction of its own.
+/// Runs one statement in a transaction of its own.
 pub(crate) async fn alone<T>(
     pool: &PgPool,
     patience: Duration,
@@ -346,8 +346,9 @@ pub(crate) async fn alone<T>(
     Ok(try_alone(pool, patience, transaction_pooler, step).await?)
 }
 
-/// The same, with what the server said. Behind a pooler that takes a BEGIN and a COMMIT, so that the statement is prepared
-/// where it is carried out.
+/// Runs one statement, and returns the error of the server.
+///
+/// Behind a pooler it takes a BEGIN and a COMMIT, so that the statement runs in the session that prepared it.
 async fn try_alone<T>(
     pool: &PgPool,
     patience: Duration,
@@ -356,10 +357,11 @@ async fn try_alone<T>(
 ) -> Result<T, StatementError> {
     let mut held = TransactionConnection::acquire(pool).await?;
     if !transaction_pooler {
-        let done = held.statement(patience, step).await;
-        if matches!(done, Err(StatementError::Refused(_))) {
-            // The server says so before it lets go of what the statement held; the next answer comes after that.
-            drop(held.statement(patience, async |connection| connection.ping().await).await);
+        let done = held.alone(patience, step).await;
+        if matches!(done, Err(StepError::Refused(_))) {
+            // The server reports the error before it releases the locks of the statement. The ping returns after they
+            // are released.
+            drop(held.alone(patience, async |connection| connection.ping().await).await);
         }
         return done;
     }
@@ -385,7 +387,7 @@ fn one(rows: &[PgRow]) -> Result<Said, StoreError> {
     said.into_iter().next().ok_or_else(|| refused(sqlx::Error::RowNotFound))
 }
 
-/// What was said of as many messages.
+/// Reads the replies for `count` messages.
 fn all(rows: &[PgRow], count: usize) -> Result<Vec<Said>, sqlx::Error> {
     if rows.len() != count {
         return Err(sqlx::Error::RowNotFound);
@@ -417,7 +419,7 @@ fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
         "open" => What::Open,
         "dead" => {
             let reason: Option<&str> = row.try_get("reason")?;
-            // Other programs have words of their own.
+            // Programs in other languages may use other words.
             What::Dead(reason.and_then(DeadReason::from_word).unwrap_or(DeadReason::Rejected))
         }
         _ => return Err(sqlx::Error::Decode("an outcome that this program does not know".into())),
@@ -425,7 +427,7 @@ fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
     Ok(Said { what, attempts: attempts.unsigned_abs() })
 }
 
-/// As the database takes it: a text there has no NUL.
+/// Replaces NUL characters, which PostgreSQL text cannot contain.
 pub(crate) fn text(text: &str) -> String {
     text.replace('\0', "␀")
 }

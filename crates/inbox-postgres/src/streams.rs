@@ -1,4 +1,4 @@
-//! Events of streams, each applied once and in order, in the transaction of their projection.
+//! Streams of numbered events: each event is applied once and in order, in the transaction of its projection.
 
 use std::fmt;
 use std::future::Future;
@@ -11,15 +11,16 @@ use oncegate_postgres::RunWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
 
-/// Streams of events that are numbered one by one, such as those of an aggregate: each event is applied once, and none before
-/// the one before it. The position moves in the transaction that writes the projection.
+/// Streams of events with consecutive numbers, for example those of an aggregate.
 ///
-/// An event that was applied is passed over. One that comes too early is a gap, which is left to the caller
-/// ([`apply`](Self::apply)), filled in ([`apply_or_fetch`](Self::apply_or_fetch)), or waited for
-/// ([`apply_or_buffer`](Self::apply_or_buffer)). While a transaction that applied an event is open, nobody else applies one of that
-/// stream: the others are told at once that it is busy ([`StreamBusy`]), which an inbox takes for a message in flight.
+/// Each event is applied once, and only after the event before it. The position of the stream moves in the transaction
+/// that writes the projection. An event that was applied before is skipped. An event that comes too early is a gap. The
+/// caller handles it ([`apply`](Self::apply)), fetches the missing events ([`apply_or_fetch`](Self::apply_or_fetch)),
+/// or buffers the event until they come ([`apply_or_buffer`](Self::apply_or_buffer)). While a transaction that applied
+/// an event is open, other transactions get [`StreamBusy`] for that stream at once. An inbox treats this as a message
+/// in flight.
 ///
-/// In the handler of a [`TransactionalInbox`](crate::TransactionalInbox), or in any transaction:
+/// Use it in the handler of a [`TransactionalInbox`](crate::TransactionalInbox), or in any transaction:
 ///
 /// ```
 /// # use oncegate_inbox_postgres::{ApplyOutcome, Streams};
@@ -32,17 +33,18 @@ use oncegate_postgres::sqlx::{self, Row as _};
 /// # sqlx::query("CREATE TABLE history (line text)").execute(&pool).await?;
 /// let streams = Streams::new(ConsumerName::new("history")?);
 /// let mut transaction = pool.begin().await?;
-/// let mut applied = Vec::new();
+/// let mut outcomes = Vec::new();
 /// for (sequence, event) in [(2, "paid"), (1, "placed"), (2, "paid")] {
 ///     let one = streams.apply_or_buffer(&mut transaction, "order-17", sequence, event.as_bytes(), async |connection, event| {
 ///         let line = String::from_utf8_lossy(&event.event).into_owned();
 ///         sqlx::query("INSERT INTO history VALUES ($1)").bind(line).execute(connection).await?;
 ///         Ok(())
 ///     });
-///     applied.push(one.await.map_err(|failure| failure.to_string())?);
+///     outcomes.push(one.await.map_err(|failure| failure.to_string())?);
 /// }
 /// transaction.commit().await?;
-/// assert_eq!(applied, [ApplyOutcome::Buffered { expected: 1 }, ApplyOutcome::Applied { events: 2 }, ApplyOutcome::AlreadyApplied]);
+/// use ApplyOutcome::{AlreadyApplied, Applied, Buffered};
+/// assert_eq!(outcomes, [Buffered { expected: 1 }, Applied { events: 2 }, AlreadyApplied]);
 /// # Ok(()) }
 /// ```
 #[derive(Clone, Debug)]
@@ -57,40 +59,40 @@ pub struct Streams {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StreamEvent {
-    /// Its number.
+    /// The number of the event in its stream.
     pub sequence: u64,
-    /// What it says.
+    /// The content of the event.
     pub event: Bytes,
 }
 
-/// What became of an event.
+/// The outcome of applying an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a gap was not applied"]
 pub enum ApplyOutcome {
-    /// It was applied now, with those that waited for it or that it waited for.
+    /// The event was applied now, together with buffered or fetched ones.
     Applied {
-        /// How many were applied.
+        /// The number of applied events.
         events: u64,
     },
-    /// It was applied before.
+    /// The event was applied before.
     AlreadyApplied,
-    /// It is kept until the missing ones are there.
+    /// The event is stored until the missing events come.
     Buffered {
-        /// The first one that is missing.
+        /// The first missing event.
         expected: u64,
     },
-    /// Events before it are missing. Nothing was written.
+    /// Earlier events are missing. Nothing was written.
     Gap {
-        /// The first one that is missing.
+        /// The first missing event.
         expected: u64,
     },
 }
 
 impl ApplyOutcome {
-    /// A gap as a failure, for a handler whose message is to come again.
+    /// Converts a gap to an error, for a handler whose message is to be delivered again.
     ///
     /// # Errors
-    /// [`HandlerError::Retry`] of a [`StreamGap`].
+    /// [`HandlerError::Retry`] with a [`StreamGap`].
     pub fn or_retry(self) -> Result<(), HandlerError> {
         match self {
             Self::Gap { expected } => Err(HandlerError::retry(StreamGap { expected })),
@@ -99,7 +101,7 @@ impl ApplyOutcome {
     }
 }
 
-/// Another transaction is at this stream. The message comes again, and that is no attempt that failed.
+/// Another transaction is working on this stream. The message is delivered again, and no failed attempt is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamBusy;
 
@@ -111,10 +113,10 @@ impl fmt::Display for StreamBusy {
 
 impl std::error::Error for StreamBusy {}
 
-/// Events of a stream are missing: it cannot be applied, kept, or filled in.
+/// Events of a stream are missing, and this one could be neither applied, buffered nor preceded by fetched ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamGap {
-    /// The first one that is missing.
+    /// The first missing event.
     pub expected: u64,
 }
 
@@ -130,7 +132,7 @@ const EVENT: &str =
     "SELECT e.outcome, e.expected, e.is_more FROM oncegate.stream_event($1, $2, $3, $4, $5, $6) AS e";
 const TAKE: &str = "SELECT t.sequence, t.event, t.is_more FROM oncegate.take_buffered($1, $2) AS t";
 
-/// What the database says of an event.
+/// The reply of the database about an event.
 enum Turn {
     Apply { is_more: bool },
     AlreadyApplied,
@@ -139,22 +141,22 @@ enum Turn {
 }
 
 impl Streams {
-    /// Streams of this consumer, whose events are counted from 1. At most 1000 events of a stream are kept or fetched.
+    /// Creates streams of a consumer. Events are counted from 1, and at most 1000 of a stream are buffered or fetched.
     #[must_use]
     pub const fn new(consumer: ConsumerName) -> Self {
         Self { consumer, first: 1, max_buffered: 1000, transaction_pooler: false }
     }
 
-    /// The number of the first event of each stream: 0 or 1, mostly.
+    /// Sets the number of the first event of each stream, usually 0 or 1.
     #[must_use]
     pub fn with_first(self, first: u64) -> Self {
         Self { first, ..self }
     }
 
-    /// How many events of one stream are kept, or fetched for one gap, at the most; up to 100 000.
+    /// Sets how many events of one stream are buffered, or fetched for one gap; at most 100 000.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is more.
     pub fn with_max_buffered(self, events: u32) -> Result<Self, ConfigError> {
         Ok(Self {
             max_buffered: ConfigError::check("the number of events kept", events, 0..=100_000)?,
@@ -162,17 +164,16 @@ impl Streams {
         })
     }
 
-    /// The connection goes through a pooler that gives each transaction another session: statements are prepared without a
-    /// name.
+    /// States that the connection goes through a pooler that gives each transaction another session.
     #[must_use]
     pub fn with_transaction_pooler(self, through_pooler: bool) -> Self {
         Self { transaction_pooler: through_pooler, ..self }
     }
 
-    /// Applies an event if it is the next one; then those that are parked behind it.
+    /// Applies an event if it is the next one, and then the buffered events that follow it.
     ///
     /// # Errors
-    /// [`StreamBusy`] as a [`HandlerError::Retry`]; an error of the database; what `apply` says. Roll back, then.
+    /// [`StreamBusy`] as a [`HandlerError::Retry`]; a database error; the error of `apply`. Roll back after an error.
     pub async fn apply<F>(
         &self,
         connection: &mut PgConnection,
@@ -190,11 +191,10 @@ impl Streams {
         self.run(connection, stream, sequence, event, false, &apply).await
     }
 
-    /// As [`apply`](Self::apply); an event that comes too early is kept in the database in this transaction, and applied when
-    /// the missing ones are there.
+    /// Applies an event as [`apply`](Self::apply), or stores it in this transaction until the missing events come.
     ///
     /// # Errors
-    /// As [`apply`](Self::apply); [`StreamGap`] as a [`HandlerError::Retry`] where as many are kept as may be.
+    /// As [`apply`](Self::apply); [`StreamGap`] as a [`HandlerError::Retry`] if the buffer of the stream is full.
     pub async fn apply_or_buffer<F>(
         &self,
         connection: &mut PgConnection,
@@ -215,12 +215,11 @@ impl Streams {
         }
     }
 
-    /// As [`apply`](Self::apply); where events are missing, `fetch` brings those with these numbers, in order, and they are
-    /// applied before it in the same transaction.
+    /// Applies an event as [`apply`](Self::apply), and before it the missing events, which `fetch` returns in order.
     ///
     /// # Errors
-    /// As [`apply`](Self::apply); what `fetch` says; [`StreamGap`] as a [`HandlerError::Retry`] where it does not bring as many as are
-    /// missing, or where these are more than may be.
+    /// As [`apply`](Self::apply); the error of `fetch`; [`StreamGap`] as a [`HandlerError::Retry`] if `fetch` returns
+    /// another number of events, or if more are missing than [`with_max_buffered`](Self::with_max_buffered) allows.
     pub async fn apply_or_fetch<F, G, Fut>(
         &self,
         connection: &mut PgConnection,
@@ -253,7 +252,7 @@ impl Streams {
         }
         let mut events = 0;
         for (sequence, event) in (expected..).zip(fetched.iter().map(|event| &event[..]).chain([event])) {
-            // One of them may have been parked; it is applied as it was fetched.
+            // A fetched event may be buffered, too. The fetched copy is applied.
             if let Turn::Apply { .. } = self.ask(connection, stream, sequence, None).await? {
                 apply.clone()(&mut *connection, StreamEvent::new(sequence, event)).await?;
                 events += 1;
@@ -263,7 +262,7 @@ impl Streams {
         Ok(ApplyOutcome::Applied { events })
     }
 
-    /// Applies it if it is its turn, and those that are parked behind it.
+    /// Applies an event if it is the next one, and then the buffered events that follow it.
     async fn run<F>(
         &self,
         connection: &mut PgConnection,
@@ -288,11 +287,12 @@ impl Streams {
                         if is_more { self.apply_buffered(connection, stream, apply).await? } else { 0 };
                     Ok(ApplyOutcome::Applied { events: earlier + 1 + buffered })
                 }
-                // It was among those that were parked.
+                // The event was one of the buffered ones.
                 Turn::AlreadyApplied if earlier > 0 => Ok(ApplyOutcome::Applied { events: earlier }),
                 Turn::AlreadyApplied => Ok(ApplyOutcome::AlreadyApplied),
                 turn @ (Turn::Buffered { expected } | Turn::Gap { expected }) => {
-                    // Where an operator has set the stream to an event that is parked, nobody else brings that one.
+                    // An operator may have set the stream to a buffered event. No producer sends that one again, so
+                    // apply it here.
                     if buffers && earlier == 0 {
                         earlier = self.apply_buffered(connection, stream, apply).await?;
                         if earlier > 0 {
@@ -308,7 +308,7 @@ impl Streams {
         }
     }
 
-    /// Applies what is parked, as far as it is the next one.
+    /// Applies buffered events as long as each is the next one, and returns their number.
     async fn apply_buffered<F>(
         &self,
         connection: &mut PgConnection,

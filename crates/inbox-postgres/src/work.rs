@@ -1,4 +1,4 @@
-//! What is run in the transaction.
+//! The handlers that run in the transaction.
 
 use oncegate_inbox::{HandlerError, Message};
 use std::future::Future;
@@ -7,9 +7,9 @@ use std::pin::Pin;
 use oncegate_postgres::TransactFnWith;
 use oncegate_postgres::sqlx::postgres::PgConnection;
 
-/// A handler, whatever it takes at once.
+/// A handler of one message or of a batch.
 pub trait Work: Send + Sync {
-    /// Runs it for messages that are new.
+    /// Runs the handler for new messages.
     fn run(
         &self,
         connection: &mut PgConnection,
@@ -21,7 +21,7 @@ pub trait Work: Send + Sync {
 #[derive(Debug)]
 pub struct PerMessage<F>(pub(crate) F);
 
-/// A handler of many.
+/// A handler of a batch.
 #[derive(Debug)]
 pub struct WholeBatch<F>(pub(crate) F);
 
@@ -51,7 +51,7 @@ where
 
 type Running<'c> = Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send + 'c>>;
 
-/// In a future that is not boxed, the compiler loses sight of the two lifetimes being one.
+/// The future is boxed because otherwise the compiler does not see that the two lifetimes are one.
 fn boxed<'c, F, M>(run: F, connection: &'c mut PgConnection, what: M) -> Running<'c>
 where
     F: RunWith<&'c mut PgConnection, M, (), HandlerError, Fut: Send + 'c>,

@@ -1,43 +1,43 @@
-//! What happened to messages of an outbox, for metrics and logs.
+//! Events of the outbox, for metrics and logs.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Something that happened to a message, or to a relay. Does not show what the message says.
+/// An event of a message or of a relay. It does not contain the content of the message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RelayEvent<'a> {
-    /// Where the message goes; empty for what is of no message.
+    /// The topic of the message; empty for events without a message.
     pub topic: &'a str,
-    /// The message's `seq`, by which operators tell it; `None` for what is of no message.
+    /// The `seq` of the message, by which operators find it; `None` for events without a message.
     pub seq: Option<i64>,
-    /// What.
+    /// The kind of the event.
     pub kind: RelayEventKind,
 }
 
-/// What happened.
+/// The kind of a relay event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RelayEventKind {
-    /// The broker confirmed it.
+    /// The broker confirmed a message.
     Confirmed,
-    /// It was not confirmed, and will be published again.
+    /// The broker did not confirm a message. It will be published again.
     Unconfirmed,
-    /// The broker refuses it.
+    /// The broker refused a message.
     Refused,
-    /// Another relay took over messages that this one held too long. What this one published may be published again.
+    /// Another relay took over messages that this relay held too long. They may be published twice.
     Lost,
-    /// The database was out of reach, or refused.
+    /// The database was out of reach, or refused a call.
     DatabaseFailed,
 }
 
 impl RelayEventKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 5] =
         [Self::Confirmed, Self::Unconfirmed, Self::Refused, Self::Lost, Self::DatabaseFailed];
 
-    /// The word that metrics have for it.
+    /// The word for this kind in metrics.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -50,18 +50,18 @@ impl RelayEventKind {
     }
 }
 
-/// Hears every [`RelayEvent`]. Called where messages are published: it must be quick and must not block.
+/// Receives every [`RelayEvent`]. It is called on the publishing path, so it must be quick and must not block.
 pub trait RelayObserver: Send + Sync + 'static {
-    /// Takes note.
+    /// Receives one event.
     fn observe(&self, event: &RelayEvent<'_>);
 }
 
-/// Hears nothing.
+/// Ignores all events.
 impl RelayObserver for () {
     fn observe(&self, _: &RelayEvent<'_>) {}
 }
 
-/// Two hear in turn.
+/// Passes each event to both observers.
 impl<A: RelayObserver, B: RelayObserver> RelayObserver for (A, B) {
     fn observe(&self, event: &RelayEvent<'_>) {
         self.0.observe(event);
@@ -69,18 +69,18 @@ impl<A: RelayObserver, B: RelayObserver> RelayObserver for (A, B) {
     }
 }
 
-/// Counts events. Cheap to clone; all clones count the same.
+/// Counts events. Clones are cheap and share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct RelayCounts(Arc<[AtomicU64; RelayEventKind::ALL.len()]>);
 
 impl RelayCounts {
-    /// How often this happened.
+    /// Returns the number of events of this kind.
     #[must_use]
     pub fn get(&self, kind: RelayEventKind) -> u64 {
         self.cell(kind).map_or(0, |cell| cell.load(Ordering::Relaxed))
     }
 
-    /// The numbers in the text format of Prometheus: `oncegate_outbox_events_total`, with the label `event`.
+    /// Formats the counts for Prometheus: `oncegate_outbox_events_total`, with the label `event`.
     #[must_use]
     pub fn to_prometheus(&self) -> String {
         let mut text = String::from(

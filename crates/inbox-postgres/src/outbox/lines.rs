@@ -1,4 +1,6 @@
-//! The lines of an outbox, as a relay takes them from the database and gives them back.
+//! The calls of a relay to the database.
+//!
+//! A *line* is the queue of one topic and order key. A message without an order key is a line of its own.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -12,27 +14,27 @@ use tokio::time::Instant;
 
 use crate::receipts::{alone, refused};
 
-/// How long a call may take. Whether it was carried out is not known then, and need not be.
+/// The timeout of a call. After a timeout it is unknown whether the call was carried out, and it need not be known.
 pub(crate) const CALL_PATIENCE: Duration = Duration::from_secs(15);
 
-/// A message in its row.
+/// A message of the outbox.
 #[derive(Debug)]
 pub(crate) struct Waiting {
     pub(crate) seq: i64,
     pub(crate) message: Outgoing,
-    /// How often it failed.
+    /// The number of failed attempts.
     pub(crate) attempts: u32,
 }
 
 impl Waiting {
-    /// What it takes, roughly.
+    /// The approximate size of the message.
     pub(crate) fn octets(&self) -> usize {
         let headers = self.message.headers.iter().map(|(name, value)| name.len() + value.len());
         self.message.payload.len() + headers.sum::<usize>()
     }
 }
 
-/// Rows of one line that are held under one lease, in their order.
+/// Consecutive rows of one line under one lease.
 pub(crate) struct Run {
     pub(crate) token: i64,
     pub(crate) line: i64,
@@ -40,7 +42,9 @@ pub(crate) struct Run {
     pub(crate) rows: Vec<Waiting>,
 }
 
-/// Until when a line is ours, whatever the database's own clock says: counted from before it was asked.
+/// The end of a lease by this process's clock.
+///
+/// It is counted from before the call, so it is never later than the end by the database's clock.
 pub(crate) struct Lease(Mutex<Instant>);
 
 impl Lease {
@@ -57,16 +61,16 @@ impl Lease {
     }
 }
 
-/// What became of a row.
+/// The outcome of a row.
 pub(crate) enum Outcome {
     Confirmed,
     Again(Duration, String),
     Refused(String),
-    /// Refused, and those behind it go on.
+    /// Refused, and the rows behind it go on.
     Aside(String),
 }
 
-/// What became of a run.
+/// A finished run and the outcomes of its rows.
 pub(crate) struct Ended {
     pub(crate) token: i64,
     pub(crate) line: i64,
@@ -74,14 +78,14 @@ pub(crate) struct Ended {
     pub(crate) outcomes: Vec<(i64, Outcome)>,
 }
 
-/// What was taken.
+/// The runs that a call returned.
 pub(crate) struct Taken {
     pub(crate) runs: Vec<Run>,
-    /// Where to go on; `None` at the end.
+    /// The position at which the next call goes on; `None` at the end.
     pub(crate) next: Option<i64>,
 }
 
-/// How much is taken at once.
+/// The limits of one call.
 pub(crate) struct Most {
     pub(crate) rows: usize,
     pub(crate) octets: usize,
@@ -96,7 +100,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// Takes runs of lines that nobody holds.
+    /// Takes runs of lines that no relay holds.
     pub(crate) async fn take(
         &self,
         after: Option<i64>,
@@ -119,7 +123,7 @@ impl Lines {
         taken(&rows).map_err(refused)
     }
 
-    /// Asks for more time for runs, given as their tokens, lines and first rows. Says which lines are still ours.
+    /// Renews the leases of runs, given as token, line and first row. Returns the lines that are still held.
     pub(crate) async fn renew(&self, runs: &[(i64, i64, i64)]) -> Result<Vec<i64>, StoreError> {
         let (tokens, lines, firsts) = split(runs.iter().copied());
         self.call(async |connection: &mut PgConnection| {
@@ -135,7 +139,7 @@ impl Lines {
         .await
     }
 
-    /// Writes down what became of runs. Says which lines were ours; of the others nothing was changed.
+    /// Writes the outcomes of runs, and returns the lines that were held. Other lines are not changed.
     pub(crate) async fn settle(&self, ended: &[Ended]) -> Result<Vec<i64>, StoreError> {
         let (tokens, lines, firsts) = split(ended.iter().map(|run| (run.token, run.line, run.first)));
         let (mut row_lines, mut seqs, mut outcomes) = (Vec::new(), Vec::new(), Vec::new());

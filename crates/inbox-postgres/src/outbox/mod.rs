@@ -1,4 +1,4 @@
-//! Messages that are written in the business transaction, and published after it.
+//! The outbox: messages that are written in the business transaction, and published after its commit.
 
 mod event;
 mod lines;
@@ -14,57 +14,57 @@ pub use self::relay::{OnRefused, Relay, RelayWaker};
 use crate::inbox::PATIENCE;
 use crate::receipts::alone;
 
-/// Writes messages into the transaction that they are about: they are published if it commits, and not if it does not.
+/// Writes messages in the business transaction: they are published if it commits, and only then.
 ///
-/// A [`Relay`] publishes them. To send is to insert a row; it waits for nobody, and no other transaction waits for it.
-/// The connection's database must have the contract, and its role the right to execute `oncegate.send`.
+/// A [`Relay`] publishes them. Sending inserts a row. It waits for no other transaction, and no other transaction waits
+/// for it. The database must have the schema, and the role needs the right to execute `oncegate.send`.
 ///
-/// Messages of one topic with one [`order_key`](Outgoing::order_key) are published in the order in which they were sent by
-/// transactions that ran one after the other: the later one sent after the earlier one had committed. So it is where both
-/// lock the row that they change before they send. Transactions that ran at the same time without any such lock have no
-/// order.
+/// Messages of one topic with one [`order_key`](Outgoing::order_key) are published in the order of their transactions,
+/// if each transaction sends after the one before it has committed. This is the case if both lock the row that they
+/// change before they send. Concurrent transactions without such a lock have no order.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Outbox {
     transaction_pooler: bool,
 }
 
-/// How an outbox stands.
+/// The state of an outbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutboxStatus {
-    /// Messages that are not confirmed yet.
+    /// The number of messages that are not confirmed yet.
     pub waiting: u64,
-    /// For how many milliseconds the oldest of them has waited.
+    /// The age of the oldest waiting message in milliseconds.
     pub oldest_ms: Option<u64>,
-    /// How many of them have failed before.
+    /// The number of waiting messages with a failed attempt.
     pub failing: u64,
-    /// Messages that the broker refused.
+    /// The number of messages that the broker refused.
     pub refused: u64,
 }
 
 impl Outbox {
-    /// On connections that keep their session.
+    /// Creates an outbox for connections that keep their session.
     #[must_use]
     pub const fn new() -> Self {
         Self { transaction_pooler: false }
     }
 
-    /// Whether connections go through a pooler that gives each transaction another session. No statement is kept prepared
-    /// then, which costs a round trip.
+    /// Sets whether connections go through a pooler that gives each transaction another session.
+    ///
+    /// Statements are then not kept prepared, which costs a round trip.
     #[must_use]
     pub const fn with_transaction_pooler(mut self, through_pooler: bool) -> Self {
         self.transaction_pooler = through_pooler;
         self
     }
 
-    /// Writes a message, in the transaction that the connection is in. Gives its identifier: the message's own or, where that
-    /// is empty, a new one (a UUID of version 7).
+    /// Writes a message in the current transaction of the connection, and returns its identifier.
     ///
-    /// Two messages with one identifier are two rows, and are published as two messages that consumers take for one.
+    /// This is the message's own identifier or, if it is empty, a new UUID of version 7. Two messages with one
+    /// identifier are two rows. Both are published, and consumers treat them as one message.
     ///
-    /// # Errors Those of the database; the transaction is to be rolled back. SQLSTATE 22023 where the message is not as it
-    /// must be: a topic of 1 to 1024 octets, an order key of 1024 octets, a payload of 64 MiB, 1000 headers, and 1 MiB of
-    /// them at the most.
+    /// # Errors
+    /// Database errors; roll back then. SQLSTATE 22023 if the message exceeds a limit: a topic of 1 to 1024 bytes, an
+    /// order key of 1024 bytes, a payload of 64 MiB, 1000 headers, and 1 MiB of headers.
     pub async fn send(&self, connection: &mut PgConnection, message: &Outgoing) -> Result<String, Error> {
         let names: Vec<&str> = message.headers.iter().map(|(name, _)| name.as_str()).collect();
         let values: Vec<&[u8]> = message.headers.iter().map(|(_, value)| &**value).collect();
@@ -81,16 +81,16 @@ impl Outbox {
         row.try_get(0)
     }
 
-    /// How the outbox stands. It counts, which takes a while where very many messages wait.
+    /// Returns the state of the outbox. It counts rows, which takes time if very many messages wait.
     ///
     /// # Errors
-    /// Those of the database.
+    /// Database errors.
     pub async fn status(&self, connection: &mut PgConnection) -> Result<OutboxStatus, Error> {
         let row = sqlx::query("SELECT waiting, oldest_ms, failing, refused FROM oncegate.outbox_status()")
             .persistent(!self.transaction_pooler)
             .fetch_one(connection)
             .await?;
-        // Counts and ages are not negative.
+        // Counts and ages are never negative.
         let number = |column| row.try_get::<i64, _>(column).map(i64::unsigned_abs);
         Ok(OutboxStatus {
             waiting: number("waiting")?,
@@ -101,9 +101,10 @@ impl Outbox {
     }
 }
 
-/// Dead letters are messages of an outbox: durable with the database, published by its relay.
+/// A sink that writes dead letters to an outbox: they are durable with the database, and its relay publishes them.
 ///
-/// A broker that is down then holds nobody up who has a message to give up. What is written twice has one identifier.
+/// A broker that is down does not delay a consumer that gives up a message. A dead letter that is written twice has one
+/// identifier.
 #[derive(Clone, Debug)]
 pub struct OutboxDeadLetters {
     outbox: Outbox,
@@ -112,20 +113,20 @@ pub struct OutboxDeadLetters {
 }
 
 impl OutboxDeadLetters {
-    /// In the outbox of this database, to that topic.
+    /// Creates a sink for the outbox of a database, with the topic for dead letters.
     #[must_use]
     pub fn new(pool: PgPool, topic: impl Into<String>) -> Self {
         Self { outbox: Outbox::new(), pool, topic: topic.into() }
     }
 
-    /// With the options of this outbox.
+    /// Sets the options of the outbox.
     #[must_use]
     pub const fn with_outbox(mut self, outbox: Outbox) -> Self {
         self.outbox = outbox;
         self
     }
 
-    /// Writes a letter in the transaction that the connection is in, such as the one that says that its message is given up.
+    /// Writes a dead letter in the current transaction of the connection.
     ///
     /// # Errors
     /// As [`Outbox::send`].

@@ -1,4 +1,21 @@
-//! Publishes what is in an outbox.
+//! The relay: publishes the messages of an outbox.
+//!
+//! A relay takes *runs*: consecutive messages of one topic and order key, under one lease. The states of a run:
+//!
+//! ```text
+//!              take                       last row confirmed, or a row was not
+//!   in the ──────────▶ held: a task  ─────────────────────────────────────────▶ finished
+//!   outbox             publishes its                                               │ settle: confirmed rows are
+//!     ▲                rows in order                                               │ deleted, the others wait for
+//!     │                    │ lease ended, another relay took the line              │ their pause or an operator
+//!     │                    ▼                                                       ▼
+//!     └──────────────── lost: its outcomes are dropped                        in the outbox, or gone
+//! ```
+//!
+//! One loop does everything in turn: collect finished tasks, settle them, renew leases, take more. It uses one
+//! connection. Two pauses interrupt it. During a *database pause* it makes no calls. During a *broker pause* it takes
+//! no runs; afterwards it takes a few messages as a probe. When the relay is stopped, it takes nothing more and settles
+//! what its tasks have published.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -21,21 +38,20 @@ use super::event::{RelayEvent, RelayEventKind, RelayObserver};
 use super::lines::{CALL_PATIENCE, Ended, Lease, Lines, Most, Outcome, Run, Waiting};
 use crate::receipts;
 
-/// Publishes the messages of an [`Outbox`](super::Outbox), each until it is confirmed, and deletes them then.
+/// Publishes the messages of an [`Outbox`](super::Outbox) until each is confirmed, and then deletes them.
 ///
-/// - **Nothing is lost**: a message that was committed is published at least once, whoever dies, and again after a crash or
-///   where it is not known whether it was confirmed. It has the same identifier each time, so that an inbox processes it once.
-/// - **Order**: a message of a topic and an order key is first published after the one before it was confirmed, whatever
-///   happens to relays, of which any number may run at once. What was published already may be published again later, in
-///   between others.
-/// - **Nobody waits for the broker**: no transaction is open while a message is published. A relay holds what it publishes by
-///   leases, and what a relay says of a line that somebody else has taken since counts for nothing.
-/// - **Failures**: a message that is not confirmed is tried again after a pause. So is one that panics in the publisher, and
-///   one that takes too long. Where several fail in a row, all of the relay pauses. A message that the broker refuses is
-///   kept for an operator, see [`OnRefused`].
+/// - **Nothing is lost**: each committed message is published at least once, also after crashes. It is published again
+///   if its confirmation is unknown. It has the same identifier each time, so an inbox processes it once.
+/// - **Order**: a message is first published after the message before it in its topic and order key was confirmed. This
+///   holds for any number of relays. Only copies of earlier messages may come in between.
+/// - **No waiting for the broker**: no transaction is open while a message is published. A relay holds its messages by
+///   leases. If another relay has taken over a line, the outcomes of the first relay for it are ignored.
+/// - **Failures**: a message that is not confirmed is tried again after a pause. This includes timeouts and panics of
+///   the publisher. After several failures in a row the whole relay pauses. A message that the broker refuses is kept
+///   for an operator, see [`OnRefused`].
 ///
 /// The role of the pool needs the right to execute `oncegate.outbox_take`, `oncegate.outbox_renew` and
-/// `oncegate.outbox_settle`. One connection is used at a time.
+/// `oncegate.outbox_settle`. The relay uses one connection at a time.
 #[must_use = "it publishes when it is run"]
 pub struct Relay<P> {
     publisher: P,
@@ -55,22 +71,22 @@ struct Settings {
     observer: Arc<dyn RelayObserver>,
 }
 
-/// What becomes of the messages behind one that the broker refuses, in the same topic and with the same order key.
+/// The treatment of messages behind a refused one with the same topic and order key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnRefused {
-    /// They wait until an operator has the message published again, or drops it.
+    /// They wait until an operator publishes the refused message again, or drops it.
     Wait,
-    /// They go on without it.
+    /// They are published without it.
     Continue,
 }
 
-/// Tells a relay in the same process that something was committed, so that it does not wait until it looks again.
+/// Wakes a relay in the same process after a commit, so that it does not wait for its next poll.
 #[derive(Clone, Debug)]
 pub struct RelayWaker(Arc<Notify>);
 
 impl RelayWaker {
-    /// There is something to publish: call it after the commit. Costs next to nothing, and may be called for nothing.
+    /// Wakes the relay. Call it after the commit. It is cheap, and harmless if nothing is to be published.
     pub fn wake(&self) {
         self.0.notify_one();
     }
@@ -86,27 +102,28 @@ impl<P> fmt::Debug for Relay<P> {
     }
 }
 
-/// Failures in a row after which all of the relay pauses.
+/// The number of failures in a row after which the whole relay pauses.
 const FAILURES_MAX: u32 = 8;
 
-/// How long it does so at the longest, and what it tries after it.
+/// The longest broker pause, and the number of messages that probe the broker after it.
 const AWAY_LAST: Duration = Duration::from_secs(5);
 const PROBE_ROWS: usize = 16;
 
-/// Pauses where the database is out of reach.
+/// The shortest and the longest pause while the database is out of reach.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
-/// How often what is asked for is halved after a call that took too long, and at the most.
+/// The number of halvings of the byte limit after a slow call, and their maximum.
 const HALVED_BY: u32 = 4;
 const HALVED_MAX: u32 = 16;
 
-/// How long the last words to the database may take after the patience is over.
+/// The time for the final call to the database after the shutdown timeout.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 
 impl<P: Publisher> Relay<P> {
-    /// From this database to that broker: up to 1000 messages and 64 MiB held, 64 published at once, runs of 50 messages of
-    /// one key, leases of 30 s, a look at the outbox every 200 ms, pauses of 100 ms to 30 s after failures, 20 s for the
-    /// broker to confirm, and 30 s to end what is under way.
+    /// Creates a relay from a database to a broker.
+    ///
+    /// Defaults: up to 1000 messages and 64 MiB held, 64 published at once, runs of 50 messages, leases of 30 s, a poll
+    /// every 200 ms, pauses of 100 ms to 30 s after failures, 20 s for a confirmation, and 30 s for a shutdown.
     pub fn new(pool: PgPool, publisher: P) -> Self {
         Self {
             publisher,
@@ -125,57 +142,59 @@ impl<P: Publisher> Relay<P> {
         }
     }
 
-    /// How many messages are held at the most, from 1 to 10 000.
+    /// Sets how many messages are held, from 1 to 10 000.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_held(mut self, messages: usize) -> Result<Self, ConfigError> {
         self.settings.most.rows = ConfigError::check("the number of messages held", messages, 1..=10_000)?;
         Ok(self)
     }
 
-    /// How many octets of messages are held at the most; one message is, whatever its size.
+    /// Sets how many bytes of messages are held. One message is always allowed, whatever its size.
     pub fn with_max_bytes(mut self, octets: usize) -> Self {
         self.settings.most.octets = octets;
         self
     }
 
-    /// How many messages of one order key are taken together, from 1 to 10 000. They are published one after the other, and are
-    /// published again together if the relay dies among them.
+    /// Sets how many messages of one order key are taken together, from 1 to 10 000.
+    ///
+    /// They are published one after the other. If the relay crashes, all of them may be published again.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_run_length(mut self, messages: usize) -> Result<Self, ConfigError> {
         self.settings.most.run =
             ConfigError::check("the number of messages taken together", messages, 1..=10_000)?;
         Ok(self)
     }
 
-    /// How many messages are published at once, from 1 to 10 000; of one order key always one.
+    /// Sets how many messages are published at once, from 1 to 10 000. Of one order key it is always one.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_concurrency(mut self, messages: usize) -> Result<Self, ConfigError> {
         self.settings.concurrency =
             ConfigError::check("the number of messages at once", messages, 1..=10_000)?;
         Ok(self)
     }
 
-    /// How long what a relay took is its own without a word from it, from 1 s to an hour; it renews every third of it. After a
-    /// crash that is how long its messages wait.
+    /// Sets the lease of taken messages, from 1 s to an hour. It is renewed every third of it.
+    ///
+    /// After a crash the messages of a relay wait for this time.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_lease(mut self, lease: Duration) -> Result<Self, ConfigError> {
         let hour = Duration::from_secs(60 * 60);
         self.lines.lease = ConfigError::check("the lease", lease, Duration::from_secs(1)..=hour)?;
         Ok(self)
     }
 
-    /// How often it looks for messages where there were none, from 1 ms to an hour.
+    /// Sets the interval at which an empty outbox is polled, from 1 ms to an hour.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_poll(mut self, poll: Duration) -> Result<Self, ConfigError> {
         let hour = Duration::from_secs(60 * 60);
         self.settings.poll =
@@ -183,11 +202,12 @@ impl<P: Publisher> Relay<P> {
         Ok(self)
     }
 
-    /// The pause after the first failure of a message, and the longest one; each is twice the one before, less a random part
-    /// of up to half of it. Between 1 ms and an hour.
+    /// Sets the pause after the first failure of a message, and the longest pause; from 1 ms to an hour.
+    ///
+    /// Each pause is twice the one before, less a random part of up to half of it.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_backoff(mut self, first: Duration, longest: Duration) -> Result<Self, ConfigError> {
         let hour = Duration::from_secs(60 * 60);
         let first = ConfigError::check("the first pause", first, Duration::from_millis(1)..=hour)?;
@@ -195,61 +215,65 @@ impl<P: Publisher> Relay<P> {
         Ok(self)
     }
 
-    /// How long the broker may take to confirm a message; at least 1 ms. After it the message counts as not confirmed.
+    /// Sets how long the broker may take to confirm a message; at least 1 ms. Afterwards the message counts as not
+    /// confirmed.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is less.
     pub fn with_publish_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.settings.publish_timeout =
             ConfigError::check("the time to publish", timeout, Duration::from_millis(1)..=Duration::MAX)?;
         Ok(self)
     }
 
-    /// How long what is under way may take when the relay is stopped. What is not confirmed by then is published again.
+    /// Sets how long a shutdown may take. Messages that are not confirmed by then are published again.
     pub fn with_shutdown_timeout(mut self, patience: Duration) -> Self {
         self.settings.patience = patience;
         self
     }
 
-    /// What becomes of messages behind one that is refused.
+    /// Sets the treatment of messages behind a refused one.
     pub fn with_on_refused(mut self, on_refused: OnRefused) -> Self {
         self.settings.on_refused = on_refused;
         self
     }
 
-    /// Whether the pool goes through a pooler that gives each transaction another session.
+    /// Sets whether the pool goes through a pooler that gives each transaction another session.
     pub fn with_transaction_pooler(mut self, through_pooler: bool) -> Self {
         self.lines.transaction_pooler = through_pooler;
         self
     }
 
-    /// Who hears of everything that happens.
+    /// Sets the observer of all events.
     pub fn with_observer(mut self, observer: impl RelayObserver) -> Self {
         self.settings.observer = Arc::new(observer);
         self
     }
 
-    /// Wakes it from elsewhere.
+    /// Returns a handle that wakes this relay.
     #[must_use]
     pub fn waker(&self) -> RelayWaker {
         RelayWaker(self.awake.clone())
     }
 
-    /// Whether the database has the contract and the role of the pool may call what a relay calls: to be asked when a program
-    /// starts. Without, [`run`](Self::run) waits, with a warning, for as long as that is so.
+    /// Checks that the database has the schema and that the role may call the relay's functions. Call it when a program
+    /// starts.
+    ///
+    /// If the check fails, [`run`](Self::run) logs a warning and waits until the cause is removed.
     ///
     /// # Errors
-    /// [`StoreError`] that says what is missing, or that the database is out of reach.
+    /// [`StoreError`] with the missing functions, or if the database is out of reach.
     pub async fn check(&self) -> Result<(), StoreError> {
         let names = vec!["outbox_take", "outbox_renew", "outbox_settle"];
         let Lines { pool, transaction_pooler, .. } = &self.lines;
         receipts::check(pool, CALL_PATIENCE, *transaction_pooler, names, "docs/reference/outbox.md").await
     }
 
-    /// Publishes until `stop` is ready, and then comes to rest: nothing more is taken, what is under way is ended, and what
-    /// was not begun is given back. Whatever is out of reach is waited for, the database also when it starts.
+    /// Publishes until `stop` is ready, and then shuts down.
     ///
-    /// Dropping this future is as if the process died: its messages are taken over when their lease is over.
+    /// At shutdown it takes nothing more, finishes the messages that are being published, and gives the rest back. It
+    /// waits while the database or the broker is out of reach, also at the start. Dropping the future is like a crash:
+    /// other relays take over its messages when their leases end.
     pub async fn run(self, stop: impl Future<Output = ()>) {
         let Self { publisher, lines, settings, awake } = self;
         let shared = Shared {
@@ -286,12 +310,12 @@ impl<P: Publisher> Relay<P> {
     }
 }
 
-/// What the tasks that publish have in common.
+/// The state that all publishing tasks share.
 struct Shared<P> {
     publisher: P,
     slots: Semaphore,
     is_stopping: AtomicBool,
-    /// Several messages failed in a row: nothing more is begun.
+    /// Several messages failed in a row, so no further message is started.
     is_away: AtomicBool,
     failures: AtomicU32,
     backoff: (Duration, Duration),
@@ -300,17 +324,17 @@ struct Shared<P> {
     observer: Arc<dyn RelayObserver>,
 }
 
-/// What came of a run so far: also of one that is cut off.
+/// The outcomes of a run so far. They are shared with the task, so that they survive its cancellation.
 type Outcomes = Arc<Mutex<Vec<(i64, Outcome)>>>;
 
 impl<P: Publisher> Shared<P> {
-    /// Publishes the rows of a run, each after the one before was confirmed.
+    /// Publishes the rows of a run, each after the one before it was confirmed.
     async fn publish(self: Arc<Self>, rows: Vec<Waiting>, lease: Arc<Lease>, outcomes: Outcomes) {
         for row in rows {
             // The semaphore is never closed.
             let Ok(_slot) = self.slots.acquire().await else { return };
             let is_halted = self.is_stopping.load(Ordering::Relaxed) || self.is_away.load(Ordering::Relaxed);
-            // A lease that is over is no reason to be wrong about the order, only to publish twice; but a good one to stop.
+            // Publishing after the lease would only cause copies, never a wrong order. Stopping avoids the copies.
             if is_halted || lease.is_over() {
                 return;
             }
@@ -378,11 +402,11 @@ struct Held {
     octets: usize,
     lease: Arc<Lease>,
     outcomes: Outcomes,
-    /// It was taken again since, so it was not ours any more.
+    /// Another call took the line since, so this run no longer holds it.
     is_lost: bool,
 }
 
-/// How long to leave something alone that is out of reach.
+/// A pause with exponential backoff, for a database or broker that is out of reach.
 struct Pause {
     first: Duration,
     last: Duration,
@@ -401,7 +425,7 @@ impl Pause {
         self.until = Some(Instant::now() + jittered(pause));
     }
 
-    /// Whether it is on; it ends by itself.
+    /// Returns `true` during the pause. The pause ends by itself.
     fn is_on(&mut self) -> bool {
         self.until = self.until.filter(|until| Instant::now() < *until);
         self.until.is_some()
@@ -423,11 +447,11 @@ struct Running<P> {
     rows: usize,
     octets: usize,
     ended: Vec<Ended>,
-    /// Where the look through the lines goes on.
+    /// The position in the lines at which the next call goes on.
     after: Option<i64>,
     is_pass_empty: bool,
     take_at: Instant,
-    /// How often half as many octets are asked for: what took too long may have been too much for the way.
+    /// The number of halvings of the byte limit. A call that took too long may have carried too many bytes.
     halved: u32,
     renew_at: Instant,
     database: Pause,
@@ -469,7 +493,7 @@ impl<P: Publisher> Running<P> {
         }
     }
 
-    /// When there is something to do, if nothing happens before.
+    /// Returns the time of the next action if no event comes before.
     fn next_at(&mut self, give_up_at: Option<Instant>) -> Instant {
         let database = self.database.until;
         let broker = self.broker.until;
@@ -485,7 +509,7 @@ impl<P: Publisher> Running<P> {
     }
 
     fn has_room(&self) -> bool {
-        // Half of it, so that what is taken is worth the call.
+        // Take more only when half is free, so that each call is worth its cost.
         self.rows <= self.settings.most.rows / 2
             && (self.rows == 0 || self.octets <= self.settings.most.octets / 2)
             && self.ended.is_empty()
@@ -500,7 +524,7 @@ impl<P: Publisher> Running<P> {
             if !self.tasks.is_empty() {
                 return;
             }
-            // All have ended. One more failure is enough from here on.
+            // All tasks have ended. From here on one more failure starts the next pause.
             self.shared.failures.store(FAILURES_MAX - 1, Ordering::Relaxed);
             self.shared.is_away.store(false, Ordering::Relaxed);
             if self.broker.times == 0 {
@@ -523,8 +547,9 @@ impl<P: Publisher> Running<P> {
             most.rows = most.rows.min(PROBE_ROWS);
         }
         let asked = Instant::now();
-        // Where even one message may be too much, it has more time, and a lease that is not over when it comes. Nothing else is
-        // held then that would have to be renewed meanwhile.
+        // If even one message may be too large for the timeout, the call gets more time. The lease is then longer, too,
+        // so that it has not ended when the answer comes. No other lease needs renewal meanwhile, because nothing else
+        // is held.
         let patience = CALL_PATIENCE * if self.held.is_empty() { 1 + self.halved / HALVED_BY } else { 1 };
         let lease =
             if patience > CALL_PATIENCE { self.lines.lease.max(patience * 2) } else { self.lines.lease };
@@ -545,15 +570,16 @@ impl<P: Publisher> Running<P> {
         self.after = taken.next;
         if taken.next.is_none() {
             if self.is_pass_empty {
-                // Where an old transaction keeps what was deleted, a look takes long: the database has something else to do.
+                // A long-running transaction keeps deleted rows visible, which makes this call slow. Poll less often
+                // then, to spare the database.
                 self.take_at = Instant::now() + self.settings.poll.max(asked.elapsed() * 4);
             }
             self.is_pass_empty = true;
         }
         let firsts: HashMap<_, _> = taken.runs.iter().map(|run| (run.line, run.first)).collect();
         for old in self.held.values_mut() {
-            // A lease that could not be renewed in time: the line was nobody's. What was committed in front of a run takes
-            // nothing away from it.
+            // A lease that was not renewed in time: the line was free, and was taken again. Rows that were committed in
+            // front of a run do not make it lost.
             if firsts.get(&old.line).is_some_and(|first| *first >= old.first) {
                 old.is_lost = true;
                 old.lease.set(Instant::now());
@@ -588,7 +614,7 @@ impl<P: Publisher> Running<P> {
     fn end(&mut self, ended: Result<(Id, ()), JoinError>) {
         let id = match &ended {
             Ok((id, ())) => *id,
-            // Cut off, or the observer panicked; what was confirmed before counts.
+            // The task was cancelled, or the observer panicked. The outcomes before that count.
             Err(error) => error.id(),
         };
         let Some(held) = self.held.remove(&id) else { return };
@@ -605,7 +631,7 @@ impl<P: Publisher> Running<P> {
         if self.ended.is_empty() {
             return;
         }
-        // One run of a line at a time: whose a row is that something is said of is told by its line.
+        // Settle one run of a line at a time, because the database matches rows to runs by their line.
         let mut lines = HashSet::new();
         let (ended, later): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.ended).into_iter().partition(|ended| lines.insert(ended.line));
@@ -624,7 +650,7 @@ impl<P: Publisher> Running<P> {
             if !ours.contains(&ended.line) {
                 self.tell(RelayEventKind::Lost);
             } else if ended.line < 0 && matches!(ended.outcomes.last(), Some((_, Outcome::Confirmed))) {
-                // There may be more in it.
+                // There may be more messages in this line.
                 self.take_at = Instant::now();
             }
         }
@@ -634,7 +660,8 @@ impl<P: Publisher> Running<P> {
         if Instant::now() < self.renew_at {
             return;
         }
-        // One run of a line, the earlier one: the answer tells lines, and not runs. The other one's lease ends.
+        // Renew one run of a line, the earlier one, because the reply names lines and not runs. The lease of the other
+        // run ends.
         let mut firsts: HashMap<i64, (i64, i64)> = HashMap::new();
         for held in self.held.values().filter(|held| !held.is_lost) {
             let first = firsts.entry(held.line).or_insert((held.token, held.first));
@@ -667,7 +694,7 @@ impl<P: Publisher> Running<P> {
         }
     }
 
-    /// The patience is over: what is under way is cut off, and what is known is written down.
+    /// Ends the shutdown: cancels the tasks, and settles the outcomes that are known.
     async fn give_up(mut self) {
         warn!(
             runs = self.tasks.len(),
@@ -678,7 +705,7 @@ impl<P: Publisher> Running<P> {
             self.end(ended);
         }
         let settled = timeout(LAST_WORDS, async {
-            // Runs of one line one after the other.
+            // Runs of one line are settled one after the other.
             let mut left = usize::MAX;
             while self.ended.len() < left {
                 left = self.ended.len();
@@ -710,17 +737,17 @@ impl<P: Publisher> Running<P> {
     }
 }
 
-/// Without control characters, and not longer than an error in a dead letter.
+/// Returns the error without control characters, at most as long as the error of a dead letter.
 fn in_short(error: &str) -> String {
     let mut short: String = error.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     short.truncate(short.floor_char_boundary(MAX_ERROR_BYTES));
     short
 }
 
-/// Between half of it and all of it.
+/// Returns a random duration between half of the pause and the whole.
 fn jittered(pause: Duration) -> Duration {
     let mut bits = [0; 4];
-    // Without random numbers all of it is as good.
+    // Without random numbers the whole pause is used.
     let part =
         getrandom::fill(&mut bits).map_or(1.0, |()| f64::from(u32::from_ne_bytes(bits)) / 4_294_967_296.0);
     pause.mul_f64(0.5 + part / 2.0)
