@@ -537,7 +537,7 @@ impl Inner {
             Ok(()) => return Tried::Committed(said),
             Err(StatementError::Refused(error)) if is_conflict(&error) => Tried::Again(store_error(&error)),
             // Such as a constraint that is checked at the end.
-            Err(StepError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
+            Err(StatementError::Refused(error)) if is_rolled_back(&error) || is_refusal(&error) => {
                 Tried::Failed(HandlerError::unsure(error))
             }
             Err(_) => return Tried::Lost(said),
@@ -582,7 +582,7 @@ impl Inner {
             Ok(true) => Ok(said),
             Ok(false) => Err(Tried::Failed(HandlerError::unsure("the handler ended the transaction itself"))),
             // A statement was refused because one before it had failed.
-            Err(StepError::Refused(error)) if has_code(&error, "25P02") => {
+            Err(StatementError::Refused(error)) if has_code(&error, "25P02") => {
                 Err(Tried::Failed(HandlerError::unsure(
                     "a statement of the handler had failed, and the handler passed over its error",
                 )))
@@ -591,8 +591,8 @@ impl Inner {
                 Err(Tried::Again(store_error(&error)))
             }
             // What its session ended of, or a statement failed of whose answer nobody waited for. It may do so each time.
-            Err(StepError::Refused(error)) => Err(Tried::Failed(HandlerError::unsure(error))),
-            Err(StepError::TimedOut) => Err(Tried::Away(StepError::TimedOut.into())),
+            Err(StatementError::Refused(error)) => Err(Tried::Failed(HandlerError::unsure(error))),
+            Err(StatementError::TimedOut) => Err(Tried::Away(StatementError::TimedOut.into())),
         }
     }
 

@@ -106,7 +106,7 @@ impl DeadLetterTable {
     pub async fn take<T, F>(&self, number: u64, run: F) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
     {
         let run =
             async move |connection: &mut PgConnection, taken: Taken| run(connection, taken.message).await;
@@ -122,13 +122,14 @@ impl DeadLetterTable {
     ) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> RunWith<&'c mut PgConnection, Taken, T, HandlerError, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, Taken, T, HandlerError, Fut: Send> + Send,
     {
-        let unavailable = |error: StepError| HandlerError::retry(StoreError::from(error));
-        let mut held = Held::acquire(&self.pool).await.map_err(unavailable)?;
+        let unavailable = |error: StatementError| HandlerError::retry(StoreError::from(error));
+        let mut held = TransactionConnection::acquire(&self.pool).await.map_err(unavailable)?;
         let mut open = held.begin(begin(isolation), self.patience).await.map_err(unavailable)?;
         let query = sqlx::query(TAKE).persistent(!self.transaction_pooler).bind(to_bigint(number));
-        let row = open.step(self.patience, async |connection| query.fetch_optional(connection).await).await;
+        let row =
+            open.statement(self.patience, async |connection| query.fetch_optional(connection).await).await;
         let taken = match row {
             Ok(None) => Ok(None),
             Ok(Some(row)) => taken(&row).map(Some).map_err(|error| HandlerError::retry(refused(error))),
@@ -153,9 +154,9 @@ impl DeadLetterTable {
     }
 
     /// Checks that the session is still in the transaction with this number.
-    async fn is_still(&self, open: &mut Open<'_>, transaction: i64) -> Result<(), HandlerError> {
+    async fn is_still(&self, open: &mut OpenTransaction<'_>, transaction: i64) -> Result<(), HandlerError> {
         let query = sqlx::query_scalar(TRANSACTION).persistent(!self.transaction_pooler);
-        let now = open.step(self.patience, async |connection| query.fetch_one(connection).await).await;
+        let now = open.statement(self.patience, async |connection| query.fetch_one(connection).await).await;
         let now: Option<i64> = now.map_err(|error| HandlerError::retry(StoreError::from(error)))?;
         if now == Some(transaction) {
             return Ok(());

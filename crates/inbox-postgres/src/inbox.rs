@@ -78,7 +78,7 @@ pub(crate) struct Inner {
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// The minimum retention: longer than any search for the result of a COMMIT.
-const RETENTION_MIN: Duration = Duration::from_secs(60 * 60);
+const MIN_RETENTION: Duration = Duration::from_secs(60 * 60);
 
 /// The default and the maximum timeout of a statement.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -239,7 +239,7 @@ impl TransactionalInbox {
     /// the attempt counts as failed. Dropping the future rolls back, too.
     pub async fn process<F>(&self, message: &Message, run: F) -> ProcessOutcome
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -283,7 +283,7 @@ impl TransactionalInbox {
     /// ```
     pub async fn process_batch<F>(&self, messages: &[Arc<Message>], run: F) -> Vec<ProcessOutcome>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -303,7 +303,7 @@ impl TransactionalInbox {
     pub async fn process_dead_letter<T, F>(&self, number: u64, run: F) -> Result<Option<T>, HandlerError>
     where
         T: Send,
-        F: for<'c> RunWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
+        F: for<'c> TransactFnWith<&'c mut PgConnection, Arc<Message>, T, HandlerError, Fut: Send> + Send,
     {
         let inner = &self.inner;
         let process = async move |connection: &mut PgConnection, taken: Taken| {
@@ -326,7 +326,7 @@ impl TransactionalInbox {
     /// behaves as [`process_batch`](Self::process_batch).
     pub fn processor<F>(self, run: F) -> TransactionalProcessor<PerMessage<F>>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync
@@ -339,7 +339,7 @@ impl TransactionalInbox {
     /// [`process_batch`](Self::process_batch).
     pub fn batch_processor<F>(self, run: F) -> TransactionalProcessor<WholeBatch<F>>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync

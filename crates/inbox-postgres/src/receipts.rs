@@ -181,7 +181,11 @@ impl Receipts {
     ///
     /// Its own session is asked first, and another session if that one has ended. After a server crash the number may
     /// belong to another transaction. If no session can answer, the result is `false`.
-    pub(crate) async fn may_be_committed(&self, mut held: Held, transaction: Transaction) -> bool {
+    pub(crate) async fn may_be_committed(
+        &self,
+        mut held: TransactionConnection,
+        transaction: Transaction,
+    ) -> bool {
         const STATUS: &str = "SELECT txid_status($1) AS status";
         let ask = || self.ask(STATUS).bind(transaction.number);
         let query = ask();
@@ -197,7 +201,7 @@ impl Receipts {
                     return matches!(status, Some("committed" | "in progress"));
                 }
                 // The server does not know the number: the transaction was lost in a crash.
-                Err(StepError::Refused(error)) if has_code(&error, "22023") => return false,
+                Err(StatementError::Refused(error)) if has_code(&error, "22023") => return false,
                 Err(_) if tokio::time::Instant::now() >= until => return false,
                 Err(_) => {}
             }
@@ -207,7 +211,7 @@ impl Receipts {
     }
 
     /// Records that messages are started.
-    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StepError> {
+    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StatementError> {
         let count = ids.len();
         let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
         let rows = self.alone(query).await?;
@@ -278,7 +282,7 @@ impl Receipts {
     }
 
     /// Runs one statement in a transaction of its own.
-    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StepError> {
+    async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StatementError> {
         try_alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
@@ -357,11 +361,11 @@ async fn try_alone<T>(
 ) -> Result<T, StatementError> {
     let mut held = TransactionConnection::acquire(pool).await?;
     if !transaction_pooler {
-        let done = held.alone(patience, step).await;
-        if matches!(done, Err(StepError::Refused(_))) {
+        let done = held.statement(patience, step).await;
+        if matches!(done, Err(StatementError::Refused(_))) {
             // The server reports the error before it releases the locks of the statement. The ping returns after they
             // are released.
-            drop(held.alone(patience, async |connection| connection.ping().await).await);
+            drop(held.statement(patience, async |connection| connection.ping().await).await);
         }
         return done;
     }

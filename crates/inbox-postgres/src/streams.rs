@@ -7,7 +7,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use oncegate_engine::ConfigError;
 use oncegate_inbox::{ConsumerName, HandlerError};
-use oncegate_postgres::RunWith;
+use oncegate_postgres::TransactFnWith;
 use oncegate_postgres::sqlx::postgres::{PgConnection, PgRow};
 use oncegate_postgres::sqlx::{self, Row as _};
 
@@ -183,7 +183,7 @@ impl Streams {
         apply: F,
     ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -204,7 +204,7 @@ impl Streams {
         apply: F,
     ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -230,7 +230,7 @@ impl Streams {
         fetch: G,
     ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -273,7 +273,7 @@ impl Streams {
         apply: &F,
     ) -> Result<ApplyOutcome, HandlerError>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,
@@ -316,7 +316,7 @@ impl Streams {
         apply: &F,
     ) -> Result<u64, HandlerError>
     where
-        F: for<'c> RunWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
+        F: for<'c> TransactFnWith<&'c mut PgConnection, StreamEvent, (), HandlerError, Fut: Send>
             + Clone
             + Send
             + Sync,

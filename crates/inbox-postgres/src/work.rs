@@ -27,7 +27,10 @@ pub struct WholeBatch<F>(pub(crate) F);
 
 impl<F> Work for PerMessage<F>
 where
-    F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send> + Clone + Send + Sync,
+    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
+        + Clone
+        + Send
+        + Sync,
 {
     async fn run(&self, connection: &mut PgConnection, messages: &[&Message]) -> Result<(), HandlerError> {
         for message in messages {
@@ -39,7 +42,7 @@ where
 
 impl<F> Work for WholeBatch<F>
 where
-    F: for<'c> RunWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
+    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c [&'c Message], (), HandlerError, Fut: Send>
         + Clone
         + Send
         + Sync,
@@ -54,7 +57,7 @@ type Running<'c> = Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send 
 /// The future is boxed because otherwise the compiler does not see that the two lifetimes are one.
 fn boxed<'c, F, M>(run: F, connection: &'c mut PgConnection, what: M) -> Running<'c>
 where
-    F: RunWith<&'c mut PgConnection, M, (), HandlerError, Fut: Send + 'c>,
+    F: TransactFnWith<&'c mut PgConnection, M, (), HandlerError, Fut: Send + 'c>,
 {
     Box::pin(run(connection, what))
 }

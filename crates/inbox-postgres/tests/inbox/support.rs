@@ -9,7 +9,7 @@ use oncegate_inbox::{ConsumerName, HandlerError, Identity, Message, ProcessOutco
 use oncegate_inbox_postgres::TransactionalInbox;
 use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgSslMode};
 use oncegate_postgres::sqlx::{self, AssertSqlSafe, Connection as _};
-use oncegate_postgres::{PostgresOptions, RunWith, schema};
+use oncegate_postgres::{PostgresOptions, TransactFnWith, schema};
 use oncegate_servers::PostgresDatabase;
 
 /// Machines of tests are busy.
@@ -126,7 +126,7 @@ pub(crate) async fn process_each<F>(
     run: F,
 ) -> Vec<ProcessOutcome>
 where
-    F: for<'c> RunWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
+    F: for<'c> TransactFnWith<&'c mut PgConnection, &'c Message, (), HandlerError, Fut: Send>
         + Clone
         + Send
         + Sync
