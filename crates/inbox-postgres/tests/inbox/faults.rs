@@ -69,11 +69,11 @@ async fn a_commit_whose_answer_is_lost_is_found_out() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_commit_that_cannot_be_found_out_in_time_is_in_flight() {
     let database = Database::fresh().await;
-    let way = Way::to(database.server.port()).await.unwrap();
-    let inbox = inbox(pool(&database.url(), way.port(), 2).await)
+    let proxy = FaultProxy::start(database.server.port()).await.unwrap();
+    let inbox = inbox(pool(&database.url(), proxy.port(), 2).await)
         .with_statement_timeout(Duration::from_secs(2))
         .unwrap();
-    way.arm(b"COMMIT", Break::Late);
+    proxy.arm(b"COMMIT", Fault::Late);
     let message = new("a");
     assert_eq!(word(&inbox.process(&message, effect).await), "in-flight");
     assert!(database.effects().await.is_empty());
