@@ -169,8 +169,13 @@ async fn open_one(url: &str) -> Arc<dyn Store> {
     }
     let options = PostgresOptions::new(url).expect("a URL of PostgreSQL");
     let long = Duration::from_secs(15);
-    let options =
-        options.with_pool_size(4).unwrap().with_connect_timeout(long).unwrap().with_command_timeout(long);
+    let options = options
+        .with_pool_size(4)
+        .unwrap()
+        .with_connect_timeout(long)
+        .unwrap()
+        .with_command_timeout(long)
+        .unwrap();
     Arc::new(PostgresStore::open(options).await.expect("a store in PostgreSQL"))
 }
 

@@ -71,6 +71,9 @@
 //! crash in the middle: [`OnAbandoned::Park`](core::OnAbandoned::Park), at most once, which is the default, or
 //! [`OnAbandoned::Reexecute`](core::OnAbandoned::Reexecute), at least once.
 
+#[cfg(all(feature = "axum", feature = "postgres"))]
+mod transact_refusal;
+
 pub use oncegate_core as core;
 pub use oncegate_engine as engine;
 
@@ -119,3 +122,5 @@ pub use oncegate_postgres::{
 };
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{RedisOptions, RedisStore};
+#[cfg(all(feature = "axum", feature = "postgres"))]
+pub use transact_refusal::TransactRefusal;

@@ -97,7 +97,7 @@ pub use options::PostgresOptions;
 pub use row_version::{UpdateOutcome, update_latest, update_version};
 pub use store::PostgresStore;
 pub use transact::{
-    ClaimOutcome, Guard, GuardError, GuardHeaderError, Isolation, RunError, TransactError, TransactFn,
+    Guard, GuardClaim, GuardError, GuardHeaderError, Isolation, RunError, TransactError, TransactFn,
     TransactFnWith, TransactOutcome, Transactor,
 };
 

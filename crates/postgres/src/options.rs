@@ -117,10 +117,13 @@ impl PostgresOptions {
     /// How long a command that a request waits for (a claim, a completion, a renewal, a lookup) may go without an answer.
     /// Its connection is given up then, and those that are idle with it: a firewall may have forgotten them. What was sent
     /// by then may have been carried out. Default: 2 s.
-    #[must_use]
-    pub const fn with_command_timeout(mut self, timeout: Duration) -> Self {
-        self.command_timeout = timeout;
-        self
+    ///
+    /// # Errors
+    /// If it is out of these bounds.
+    pub fn with_command_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
+        self.command_timeout =
+            ConfigError::check("the command timeout", timeout, Duration::from_millis(1)..=Duration::MAX)?;
+        Ok(self)
     }
 
     /// How long a statement may take, here and on the server: the bound of listings and purges, and of the server's work.
@@ -298,5 +301,6 @@ mod tests {
         assert!(options().with_max_batch(1024).is_ok());
         assert!(options().with_statement_timeout(Duration::ZERO).is_err());
         assert!(options().with_connect_timeout(Duration::ZERO).is_err());
+        assert!(options().with_command_timeout(Duration::ZERO).is_err());
     }
 }

@@ -1,5 +1,6 @@
 //! Rows that carry a version: changed only by whoever saw the latest one.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use sqlx::postgres::{PgConnection, PgRow};
@@ -87,6 +88,7 @@ where
 /// ```
 /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let server = oncegate_servers::PostgresServer::start()?;
+/// # use std::num::NonZeroU32;
 /// # use oncegate_postgres::{UpdateOutcome, sqlx, update_latest};
 /// # use sqlx::Connection as _;
 /// # let mut connection = sqlx::PgConnection::connect(&server.url()).await?;
@@ -94,7 +96,7 @@ where
 /// #     .execute(&mut connection).await?;
 /// let withdraw = update_latest::<(i64, i64)>(
 ///     &mut connection,
-///     5,
+///     NonZeroU32::new(5).expect("it is not 0"),
 ///     || sqlx::query_as("SELECT cents, version FROM accounts WHERE id = $1").bind(1_i64),
 ///     |(cents, version)| {
 ///         let update = "UPDATE accounts SET cents = $2, version = version + 1 WHERE id = $1 AND version = $3 \
@@ -110,7 +112,7 @@ where
 /// Those of the database.
 pub async fn update_latest<'q, R>(
     connection: &mut PgConnection,
-    tries: u32,
+    max_attempts: NonZeroU32,
     read: impl Fn() -> Statement<'q, R>,
     change: impl Fn(&R) -> Option<Statement<'q, R>>,
 ) -> Result<UpdateOutcome<R>, Error>
@@ -119,7 +121,7 @@ where
 {
     let [first, longest] = PAUSES;
     let mut pause = Backoff::new(first, longest);
-    let mut tries_left = tries.clamp(1, 100);
+    let mut attempts_left = max_attempts.get();
     loop {
         let Some(row) = read().fetch_optional(&mut *connection).await? else {
             return Ok(UpdateOutcome::NotFound);
@@ -128,8 +130,8 @@ where
         if let Some(row) = update.fetch_optional(&mut *connection).await? {
             return Ok(UpdateOutcome::Updated(row));
         }
-        tries_left -= 1;
-        if tries_left == 0 {
+        attempts_left -= 1;
+        if attempts_left == 0 {
             return Ok(UpdateOutcome::Conflict(row));
         }
         pause.sleep(None).await;

@@ -201,20 +201,6 @@ impl RedisOptions {
         self.ca.as_deref()
     }
 
-    /// How long a command may take before it counts as lost.
-    #[must_use]
-    pub const fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// How long it may take to connect.
-    #[must_use]
-    pub const fn with_connect_timeout(mut self, timeout: Duration) -> Self {
-        self.connect_timeout = timeout;
-        self
-    }
-
     /// Accepts a server that evicts records when its memory is used up. An evicted record is an absent one: **its key
     /// executes again.**
     #[must_use]

@@ -70,8 +70,7 @@ async fn sentinels_name_the_primary_and_after_a_failover_the_next_one() {
     world.servers[0].restart().unwrap();
     world.servers[0].wait_for(&["INFO", "replication"], "role:slave").unwrap();
     granted(&store, 4, 4).await;
-    let mut unknown = options(&world.url().replace("/main", "/other"));
-    unknown = unknown.with_connect_timeout(Duration::from_secs(2));
+    let unknown = options(&format!("{}?connect-timeout=2s", world.url().replace("/main", "/other")));
     assert!(matches!(RedisStore::open(unknown).await, Err(RedisOpenError::Unreachable(_))));
     let sentinel = options(&format!("redis://127.0.0.1:{}", world.sentinels[0].port()));
     assert!(matches!(RedisStore::open(sentinel).await, Err(RedisOpenError::Unfit(_))));

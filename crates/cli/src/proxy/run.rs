@@ -387,7 +387,9 @@ async fn open_postgres(url: &StoreUrl, patience: Duration) -> Result<PostgresSto
     let options = PostgresOptions::new(url.reveal())
         .map_err(|error| NotOpened::Unfit(ErrorChain(&error).to_string()))?;
     // What takes longer is out of reach to the breaker, so its connection is of no use either.
-    let options = options.with_command_timeout(patience);
+    let options = options
+        .with_command_timeout(patience)
+        .map_err(|error| NotOpened::Unfit(ErrorChain(&error).to_string()))?;
     PostgresStore::open(options).await.map_err(|error| match error {
         oncegate_postgres::PostgresOpenError::Unreachable { .. } => {
             NotOpened::Unreachable(ErrorChain(&error).to_string())

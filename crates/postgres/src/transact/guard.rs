@@ -31,7 +31,7 @@ pub struct Guard {
 #[derive(Debug)]
 #[must_use = "only `Execute` may execute"]
 #[non_exhaustive]
-pub enum ClaimOutcome {
+pub enum GuardClaim {
     /// Execute in this transaction, complete the guard, commit.
     Execute(Guard),
     /// Completed before: this is the answer.

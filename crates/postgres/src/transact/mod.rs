@@ -22,7 +22,7 @@ use tokio::time::Instant;
 
 pub use self::connection::{OpenTransaction, StatementError, TransactionConnection};
 pub use self::error::{RunError, TransactError, is_conflict, is_conflict_in, is_lost_in, is_rolled_back};
-pub use self::guard::{ClaimOutcome, Guard, GuardError, GuardHeaderError};
+pub use self::guard::{Guard, GuardClaim, GuardError, GuardHeaderError};
 use self::json::{EncodeError, not_json};
 use self::reservation::{CompletionResult, Reservation};
 pub use self::transact_fn::{TransactFn, TransactFnWith};
@@ -136,7 +136,7 @@ enum ClaimStart {
     /// There is no record, and nobody else inserts one.
     Reservation(Reservation),
     /// What its claim came to.
-    ClaimOutcome(Reply),
+    GuardClaim(Reply),
 }
 
 /// What a run may complete its record with.
@@ -144,7 +144,7 @@ enum CompletionRight {
     /// There was no record.
     Reservation(Reservation),
     /// There was one, which was free.
-    ClaimOutcome(Guard, FencingToken),
+    GuardClaim(Guard, FencingToken),
 }
 
 /// What one try came to.
@@ -410,13 +410,13 @@ impl Transactor {
         // To find out what became of a COMMIT takes a claim: above READ COMMITTED, what is not seen may be there.
         let claimed = match lost {
             None => self.reserve_or_claim_on(&mut open, request).await,
-            Some(_) => self.claim_on(&mut open, request).await.map(ClaimStart::ClaimOutcome),
+            Some(_) => self.claim_on(&mut open, request).await.map(ClaimStart::GuardClaim),
         };
         let claimed = match claimed {
             Ok(ClaimStart::Reservation(reserved)) => {
                 return self.run_and_commit(open, request, run, CompletionRight::Reservation(reserved)).await;
             }
-            Ok(ClaimStart::ClaimOutcome(said)) => Ok(said),
+            Ok(ClaimStart::GuardClaim(said)) => Ok(said),
             Err(tried) => Err(tried),
         };
         let claimed = match claimed {
@@ -471,7 +471,7 @@ impl Transactor {
             }
         }
         let guard = Guard::new(record, grant.token, Some(self.retention), !self.transaction_pooler);
-        self.run_and_commit(open, request, run, CompletionRight::ClaimOutcome(guard, grant.token)).await
+        self.run_and_commit(open, request, run, CompletionRight::GuardClaim(guard, grant.token)).await
     }
 
     async fn run_and_commit<T, F>(
@@ -533,7 +533,7 @@ impl Transactor {
                 CompletionRight::Reservation(reserved) => {
                     reserved.complete(connection, request, &response, self.retention, persistent).await
                 }
-                CompletionRight::ClaimOutcome(guard, token) => {
+                CompletionRight::GuardClaim(guard, token) => {
                     guard.try_end(connection, Some(&response)).await?;
                     Ok(CompletionResult::Completed(token))
                 }
@@ -575,7 +575,7 @@ impl Transactor {
         let rows = self.ask_on(open, request, RESERVE_OR_CLAIM).await?;
         match rows.first().map(Reservation::of).transpose() {
             Ok(Some(Some(reserved))) => Ok(ClaimStart::Reservation(reserved)),
-            Ok(_) => first_reply(&rows).map(ClaimStart::ClaimOutcome),
+            Ok(_) => first_reply(&rows).map(ClaimStart::GuardClaim),
             Err(_) => Err(RunResult::Failed(TransactError::Store(record::unexpected_answer()))),
         }
     }
@@ -620,12 +620,12 @@ impl Transactor {
             .is_some_and(|record| record.token == token && matches!(record.state, State::Completed(_)))
     }
 
-    /// Claims in a transaction of one's own, on the connection that it is open on. [`ClaimOutcome::Execute`] comes with a
+    /// Claims in a transaction of one's own, on the connection that it is open on. [`GuardClaim::Execute`] comes with a
     /// guard, to be completed last of all in the same transaction.
     ///
     /// ```
     /// # use oncegate_core::{IdempotencyKey, Scope};
-    /// use oncegate_postgres::{ClaimOutcome, Transactor, sqlx};
+    /// use oncegate_postgres::{GuardClaim, Transactor, sqlx};
     /// # #[tokio::main] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let server = oncegate_servers::PostgresServer::start()?;
     /// # oncegate_postgres::schema::apply(&oncegate_postgres::PostgresOptions::new(&server.url())?).await?;
@@ -636,15 +636,15 @@ impl Transactor {
     ///
     /// let mut transaction = pool.begin().await?;
     /// match transactor.claim(&mut transaction, &scope, &key, &500).await? {
-    ///     ClaimOutcome::Execute(guard) => {
+    ///     GuardClaim::Execute(guard) => {
     ///         sqlx::query("INSERT INTO payments VALUES (500)").execute(&mut *transaction).await?;
     ///         guard.complete_json(&mut transaction, &"paid").await?;
     ///         transaction.commit().await?;
     ///     }
-    ///     ClaimOutcome::Replay(response) => println!("answer again with {:?}", response.body()),
+    ///     GuardClaim::Replay(response) => println!("answer again with {:?}", response.body()),
     ///     other => println!("refuse: {other:?}"),
     /// }
-    /// # assert!(matches!(transactor.claim(&mut *pool.acquire().await?, &scope, &key, &500).await?, ClaimOutcome::Replay(_)));
+    /// # assert!(matches!(transactor.claim(&mut *pool.acquire().await?, &scope, &key, &500).await?, GuardClaim::Replay(_)));
     /// # Ok(()) }
     /// ```
     ///
@@ -660,7 +660,7 @@ impl Transactor {
         scope: &Scope<'_>,
         key: &IdempotencyKey,
         input: &I,
-    ) -> Result<ClaimOutcome, GuardError> {
+    ) -> Result<GuardClaim, GuardError> {
         let request =
             Request::new(scope, key, input).map_err(|error| GuardError::Response(not_json(error)))?;
         let call = request.claim(self.retention, CLAIM).map_err(GuardError::Store)?;
@@ -669,18 +669,15 @@ impl Transactor {
             if is_conflict(&error) { GuardError::Conflict } else { GuardError::Store(store_error(&error)) }
         })?;
         Ok(match said(rows.first()).map_err(GuardError::Store)? {
-            Reply::Outcome(Outcome::Execute(grant)) => ClaimOutcome::Execute(Guard::new(
-                request.record,
-                grant.token,
-                Some(self.retention),
-                persistent,
-            )),
-            Reply::Outcome(Outcome::Replay(response)) => ClaimOutcome::Replay(response),
-            Reply::Outcome(Outcome::InProgress { lease_left }) => ClaimOutcome::InProgress { lease_left },
-            Reply::Locked => ClaimOutcome::InProgress { lease_left: Duration::ZERO },
-            Reply::Outcome(Outcome::Mismatch) => ClaimOutcome::Mismatch,
-            Reply::Outcome(Outcome::Unknown) => ClaimOutcome::Unknown,
-            Reply::Outcome(Outcome::Unreplayable) => ClaimOutcome::Unreplayable,
+            Reply::Outcome(Outcome::Execute(grant)) => {
+                GuardClaim::Execute(Guard::new(request.record, grant.token, Some(self.retention), persistent))
+            }
+            Reply::Outcome(Outcome::Replay(response)) => GuardClaim::Replay(response),
+            Reply::Outcome(Outcome::InProgress { lease_left }) => GuardClaim::InProgress { lease_left },
+            Reply::Locked => GuardClaim::InProgress { lease_left: Duration::ZERO },
+            Reply::Outcome(Outcome::Mismatch) => GuardClaim::Mismatch,
+            Reply::Outcome(Outcome::Unknown) => GuardClaim::Unknown,
+            Reply::Outcome(Outcome::Unreplayable) => GuardClaim::Unreplayable,
             Reply::Outcome(_) | Reply::Large | Reply::Later => {
                 return Err(GuardError::Store(record::unexpected_answer()));
             }

@@ -251,7 +251,7 @@ async fn a_slow_server_gets_smaller_batches_instead_of_losing_large_ones() {
     let mut admin = database.connect().await;
     let options = database.options().with_pool_size(3).unwrap();
     // 128 rows take three times as long.
-    let options = options.with_command_timeout(Duration::from_millis(400));
+    let options = options.with_command_timeout(Duration::from_millis(400)).unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     // A batch is large when the server becomes slow.
     for round in 0..4 {

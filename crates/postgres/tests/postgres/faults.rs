@@ -173,7 +173,8 @@ async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
         let url =
             database.url().replace(&format!(":{}/", database.server.port()), &format!(":{}/", proxy.port()));
         let options = PostgresOptions::new(&format!("{url}?sslmode=disable")).unwrap();
-        let options = options.with_command_timeout(Duration::from_secs(1)).with_transaction_pooler(pooler);
+        let options =
+            options.with_command_timeout(Duration::from_secs(1)).unwrap().with_transaction_pooler(pooler);
         let store = Arc::new(
             PostgresStore::open(options.with_connect_timeout(Duration::from_secs(20)).unwrap())
                 .await

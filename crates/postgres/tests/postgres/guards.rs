@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use oncegate_core::{Answer, Command, Completion, ErrorChain, OnAbandoned, Outcome, State, Store as _};
-use oncegate_postgres::{ClaimOutcome, Guard, GuardError, Transactor};
+use oncegate_postgres::{Guard, GuardClaim, GuardError, Transactor};
 
 use crate::support::{Database, claim, claims, completes, id, response, token};
 use crate::transact::{insert, key, pay, scope};
 
-fn executes(claimed: ClaimOutcome) -> Guard {
+fn executes(claimed: GuardClaim) -> Guard {
     match claimed {
-        ClaimOutcome::Execute(guard) => guard,
+        GuardClaim::Execute(guard) => guard,
         other => panic!("{other:?}"),
     }
 }
@@ -35,12 +35,12 @@ async fn rows_and_record_commit_together_in_a_transaction_of_ones_own() {
     let charge = insert(&mut transaction, 500).await.unwrap();
     // Meanwhile nobody waits.
     let mut other = pool.begin().await.unwrap();
-    assert!(matches!(ask(&mut other).await.unwrap(), ClaimOutcome::InProgress { .. }));
+    assert!(matches!(ask(&mut other).await.unwrap(), GuardClaim::InProgress { .. }));
     guard.complete_json(&mut transaction, &charge).await.unwrap();
     transaction.commit().await.unwrap();
-    assert!(matches!(ask(&mut other).await.unwrap(), ClaimOutcome::Replay(_)));
+    assert!(matches!(ask(&mut other).await.unwrap(), GuardClaim::Replay(_)));
     let mismatch = transactor.claim(&mut other, &scope(), &key("order-1"), &900_i64).await.unwrap();
-    assert!(matches!(mismatch, ClaimOutcome::Mismatch), "{mismatch:?}");
+    assert!(matches!(mismatch, GuardClaim::Mismatch), "{mismatch:?}");
     drop(other);
 
     // The other form reads what this one kept.

@@ -36,7 +36,8 @@ impl World {
             .unwrap()
             .with_statement_timeout(LONG)
             .unwrap()
-            .with_command_timeout(LONG);
+            .with_command_timeout(LONG)
+            .unwrap();
         let store = PostgresStore::open(options.with_transaction_pooler(pooler)).await.unwrap();
         Self { server, proxy, store }
     }
@@ -69,8 +70,8 @@ impl World {
     }
 }
 
-/// A commit that waits is cut from its sender. The store must not ask again by itself: the second claim would meet the first one,
-/// would be told that another attempt is in progress, and its sender would not know that this may be its own.
+/// A commit that waits is cut from its sender. The store must not ask again by itself: the second claim would meet the first
+/// one, would be told that another attempt is in progress, and its sender would not know that this may be its own.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_claim_is_not_sent_again_by_the_store() {
     for pooler in [false, true] {

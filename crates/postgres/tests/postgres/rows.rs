@@ -1,5 +1,6 @@
 //! Rows that are inserted once, and rows with a version.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -144,11 +145,12 @@ async fn a_conflict_is_told_apart_from_a_row_that_is_not_there() {
     assert_eq!(set(2, 7).await, UpdateOutcome::NotFound);
 }
 
-async fn withdraw(connection: &mut PgConnection, tries: u32, id: i64) -> UpdateOutcome<(i64, i64)> {
+async fn withdraw(connection: &mut PgConnection, attempts: u32, id: i64) -> UpdateOutcome<(i64, i64)> {
     let change = |(cents, version): &(i64, i64)| {
         (*cents > 0).then(|| sqlx::query_as(UPDATE).bind(id).bind(cents - 1).bind(*version))
     };
-    update_latest(connection, tries, || sqlx::query_as(CURRENT).bind(id), change).await.unwrap()
+    let attempts = NonZeroU32::new(attempts).unwrap();
+    update_latest(connection, attempts, || sqlx::query_as(CURRENT).bind(id), change).await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -185,15 +187,16 @@ async fn no_update_is_lost_among_many() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tries_are_bounded_and_the_last_row_is_given() {
+async fn attempts_are_bounded_and_the_last_row_is_returned() {
     let (_database, pool) = world(1).await;
     let mut connection = pool.acquire().await.unwrap();
     run(&mut connection, "INSERT INTO accounts VALUES (1, 500, 0)").await;
     // Each look finds another version, as if somebody were always faster.
     let read = || sqlx::query_as::<_, (i64, i64)>("SELECT cents, version - 1 FROM accounts");
     let change = |row: &(i64, i64)| Some(sqlx::query_as(UPDATE).bind(1_i64).bind(0_i64).bind(row.1));
-    for tries in [0, 3] {
-        let update = update_latest(&mut connection, tries, read, change).await.unwrap();
+    for attempts in [1, 3] {
+        let attempts = NonZeroU32::new(attempts).unwrap();
+        let update = update_latest(&mut connection, attempts, read, change).await.unwrap();
         assert_eq!(update, UpdateOutcome::Conflict((500, -1)));
     }
 }

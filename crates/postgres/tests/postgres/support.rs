@@ -44,7 +44,7 @@ impl Database {
         let options = PostgresOptions::new(&self.url()).unwrap();
         let options =
             options.with_connect_timeout(patience).unwrap().with_statement_timeout(patience).unwrap();
-        options.with_command_timeout(patience)
+        options.with_command_timeout(patience).unwrap()
     }
 
     /// A pool such as an application has, with a table of payments beside the records.

@@ -10,10 +10,10 @@ use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use oncegate::core::{ErrorChain, Scope};
+use oncegate::core::Scope;
 use oncegate::http::KeyGrammar;
 use oncegate::postgres::{schema, sqlx};
-use oncegate::{PostgresOptions, TransactError, Transactor};
+use oncegate::{PostgresOptions, TransactRefusal, Transactor};
 use serde::{Deserialize, Serialize};
 
 #[derive(Deserialize, Serialize)]
@@ -44,25 +44,9 @@ async fn pay(
         let id = insert.fetch_one(connection).await?;
         Ok(Charge { id, customer: payment.customer.clone(), cents: payment.cents })
     });
-    let paid = paid.await.map_err(refuse)?;
+    let paid = paid.await.map_err(|error| TransactRefusal(error).into_response())?;
     let marker = paid.is_replayed().then_some([("idempotent-replayed", "true")]);
     Ok((StatusCode::CREATED, marker, Json(paid.into_inner())).into_response())
-}
-
-fn refuse(error: TransactError) -> Response {
-    let again_after_a_second = [("retry-after", "1")];
-    match error {
-        TransactError::InProgress { .. } => (StatusCode::CONFLICT, again_after_a_second).into_response(),
-        TransactError::Mismatch => StatusCode::UNPROCESSABLE_ENTITY.into_response(),
-        // Nothing was committed, or the same request finds out what was.
-        TransactError::Store(_) | TransactError::CommitUnknown { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, again_after_a_second).into_response()
-        }
-        error => {
-            eprintln!("payment failed: {}", ErrorChain(&error));
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
-        }
-    }
 }
 
 async fn charges(State(transactor): State<Transactor>) -> Result<Json<serde_json::Value>, StatusCode> {
