@@ -1,25 +1,25 @@
 //! One key, one effect.
 //!
 //! Networks lose replies. A client that got no reply must retry, and a retry of `POST /payments` charges twice. Oncegate
-//! makes a retry safe: the first request with a key executes, every other request with that key gets the first one's
-//! answer, and when it is not known whether the first one took effect, Oncegate says so instead of guessing.
+//! makes a retry safe. The first request with a key executes. Every other request with that key gets the response of the
+//! first. If Oncegate does not know whether the first one took effect, it says so instead of guessing.
 //!
-//! This crate has no code of its own. It brings together:
-//! - [`http`]: the Tower layer for axum, hyper and tonic services ([`IdempotencyLayer`]),
-//! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]),
-//! - `postgres`, with the feature of this name: the store for any number of machines, and effects that commit in one
-//!   transaction with their record (`Transactor`),
-//! - `redis`, with the feature of this name: the store on Redis and Valkey (`RedisStore`),
-//! - `cache`, with the feature of this name: responses in a fast cache in front of another store (`CachedStore`),
-//! - `client`, with the feature of this name: the caller's side, which keeps one key per intent over every retry (`Client`),
-//! - `inbox`, with the feature of this name: messages of brokers and webhooks that are processed once,
-//! - `inbox_postgres`, with the feature `inbox-postgres`: effect and receipt of a message in one transaction, and an outbox,
-//! - `amqp`, `nats`, `webhook`, with the features of these names, and `kafka` and `sqs`, with the features
-//!   `experimental-kafka` and `experimental-sqs`: the sources and destinations of messages,
-//! - [`engine`]: functions that take effect once for each key ([`Function`]); claims, leases, waiting, for doors of your own
-//!   ([`Engine`]), and a circuit breaker for stores that may be out of reach ([`Breaker`]),
-//! - `#[idempotent]`, with the feature `macros`: the same as [`Function`], written on an async function,
-//! - [`core`]: the vocabulary and the one pure function that decides everything ([`decide`](core::decide())).
+//! This crate has no code of its own. It re-exports:
+//! - [`http`]: the Tower layer for axum, hyper and tonic services ([`IdempotencyLayer`]).
+//! - [`embedded`]: the durable store that needs no server ([`EmbeddedStore`]).
+//! - `postgres` (feature `postgres`): the store for any number of machines, and business transactions that commit together
+//!   with their record (`Transactor`).
+//! - `redis` (feature `redis`): the store on Redis and Valkey (`RedisStore`).
+//! - `cache` (feature `cache`): a fast cache of responses in front of another store (`CachedStore`).
+//! - `client` (feature `client`): the client, which keeps one key for each intent over every retry (`Client`).
+//! - `inbox` (feature `inbox`): messages of brokers and webhooks, each processed once.
+//! - `inbox_postgres` (feature `inbox-postgres`): the effect and the receipt of a message in one transaction, and an outbox.
+//! - `amqp`, `nats`, `webhook` (features of these names), `kafka` (feature `experimental-kafka`) and `sqs` (feature
+//!   `experimental-sqs`): the sources and publishers of messages.
+//! - [`engine`]: functions that take effect once for each key ([`Function`]), claims, leases and waiting for entry points of
+//!   your own ([`Engine`]), and a circuit breaker for stores that may be out of reach ([`Breaker`]).
+//! - `#[idempotent]` (feature `macros`): a [`Function`], written as an attribute of an async function.
+//! - [`core`]: the vocabulary, and the one pure function that decides everything ([`decide`](core::decide())).
 //!
 //! # An axum service whose payments are made once
 //! ```
@@ -59,16 +59,16 @@
 //!     charge.run("order-123", &cents, async move |_attempt| Ok::<_, String>(format!("paid {cents}"))).await
 //! };
 //! assert_eq!(pay(500).await?, "paid 500");
-//! assert_eq!(pay(500).await?, "paid 500"); // the first one's value; nothing was paid
+//! assert_eq!(pay(500).await?, "paid 500"); // the value of the first call; nothing was paid
 //! assert!(matches!(pay(900).await, Err(FunctionError::KeyReused)));
 //! # Ok(())
 //! # }
 //! ```
 //!
 //! # What it promises
-//! *Effectively once*: exactly-once effects exist only where the effect commits in one transaction with the record, or
-//! where the resource checks the [fencing token](core::FencingToken). Elsewhere you choose, per route, what follows a
-//! crash in the middle: [`OnAbandoned::Park`](core::OnAbandoned::Park), at most once, which is the default, or
+//! *Effectively once*. Exactly-once effects exist only if the effect commits in one transaction with the record, or if the
+//! resource checks the [fencing token](core::FencingToken). Otherwise you choose, for each route, what follows a crash in
+//! the middle of an execution: [`OnAbandoned::Park`](core::OnAbandoned::Park), at most once, which is the default, or
 //! [`OnAbandoned::Reexecute`](core::OnAbandoned::Reexecute), at least once.
 
 #[cfg(all(feature = "axum", feature = "postgres"))]

@@ -1,4 +1,4 @@
-//! Errors display themselves only: what caused them is their source, and is printed by who reports the chain.
+//! An error displays only itself. Its cause is its source, and the code that reports the error prints the chain.
 
 use std::error::Error;
 use std::io;
@@ -66,7 +66,7 @@ fn displays_only_itself(error: &(dyn Error + 'static)) {
     while let Some(error) = next {
         let text = error.to_string();
         if let Some(source) = error.source() {
-            // Libraries repeat their cause; that is left out of the chain.
+            // Libraries repeat their cause in their own text; the chain leaves the repetition out.
             let is_ours = !error.is::<sqlx::Error>();
             let cause = source.to_string();
             assert!(!is_ours || !text.contains(&cause), "{text:?} has its source in it: {cause:?}");
@@ -84,7 +84,7 @@ fn no_error_displays_its_source() {
     }
 }
 
-/// There is nothing to say that its cause does not say: the cause is not repeated as its source.
+/// An error that has nothing to add to its cause displays the cause, and does not return it as its source as well.
 #[test]
 fn a_transparent_error_has_the_source_of_its_cause() {
     let key = Key::new("").unwrap_err();

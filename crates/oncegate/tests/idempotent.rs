@@ -1,4 +1,4 @@
-//! `#[idempotent]` and wrapped functions, as a program has them: on whatever there is of functions, and killed in the middle.
+//! `#[idempotent]` and wrapped functions in a program: on functions of every kind, and in a process that is killed in the middle.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
 
@@ -28,7 +28,7 @@ struct Order {
     id: String,
     version: u32,
     cents: u64,
-    /// Another one in each try.
+    /// Different in each attempt.
     sent_at: u64,
 }
 
@@ -54,7 +54,7 @@ enum PayError {
     NotSent,
 }
 
-/// Counts runs. Serialized it is nothing, so that it can be an argument like any other.
+/// Counts runs. It serializes to nothing, so that it can be an argument like any other.
 #[derive(Clone, Default, Serialize)]
 struct Bank {
     #[serde(skip)]
@@ -100,14 +100,14 @@ async fn a_function_takes_effect_once_for_each_key() {
     assert_eq!(charge(&engine, &bank, Order { version: 2, ..other }).await.unwrap().run, 2);
     assert_eq!(charge(&engine, &bank, Order::new("b")).await.unwrap().run, 3);
 
-    // The values do not run into one another, and none is empty.
+    // The values are kept apart, and none is empty.
     let key = |id: &str, version| Order { id: id.to_owned(), version, ..Order::new("") };
     assert_eq!(charge(&engine, &bank, key("c-1", 1)).await.unwrap().run, 4);
     assert_eq!(charge(&engine, &bank, key("c", 1)).await.unwrap().run, 5);
     let result = charge(&engine, &bank, key("", 1)).await;
     assert!(matches!(result, Err(FunctionError::Key(KeyError::EmptyValue))), "{result:?}");
 
-    // `return` and `?` end the body, and not what is around it; unknown after an error.
+    // `return` and `?` end the body, and not the generated code around it. After an error the outcome is unknown.
     for (id, cents, error) in [("d", 0, PayError::Declined), ("e", 13, PayError::NotSent)] {
         let order = Order { cents, ..Order::new(id) };
         let result = charge(&engine, &bank, order.clone()).await;
@@ -120,7 +120,7 @@ async fn a_function_takes_effect_once_for_each_key() {
     assert_eq!(record.label.operation(), "charge");
 }
 
-/// An error that says more than the function's own.
+/// An application's error, which the function's error converts into.
 #[derive(Debug)]
 enum ShopError {
     SoldOut,
@@ -140,7 +140,7 @@ struct Shop<T> {
     engine: Engine,
     bank: Bank,
     tenant: String,
-    /// Something that only a generic type has.
+    /// A field of a type parameter, so that methods of generic types are covered.
     stock: T,
 }
 
@@ -275,7 +275,7 @@ async fn a_detached_function_outlives_its_caller() {
     assert_eq!(bank.runs(), 1);
 }
 
-/// Its engine is borrowed, and it uses it; all else is its own.
+/// The function borrows its engine and uses it; everything else it owns.
 #[idempotent(key = "{id}", scope = "owned", errors = "store", skip(bank, begun, go_on), wait = "60s")]
 async fn owned(
     engine: &Engine,
@@ -307,7 +307,7 @@ async fn a_function_that_owns_its_arguments_outlives_its_caller_unasked() {
     assert_eq!(bank.runs(), 1);
 }
 
-/// So many arguments that a tuple does not hold them, in patterns of all kinds.
+/// More arguments than a tuple with traits can hold, in patterns of all kinds.
 #[idempotent(key = "{a}.{b}", scope = "many", errors = "store", engine = engine)]
 #[expect(clippy::too_many_arguments, reason = "it is about many")]
 async fn many(
@@ -372,7 +372,7 @@ async fn what_the_attribute_says_of_time_is_what_the_record_has() {
         assert!(left > Duration::from_secs(60) && left <= Duration::from_secs(120), "{left:?}");
         let result = settings(&engine, 1, async |_| panic!("it runs twice")).await;
         assert!(matches!(result, Err(FunctionError::InProgress { .. })), "{result:?}");
-        // The other one comes in the middle, and waits.
+        // The second call arrives in the middle, and waits.
         tokio::task::yield_now().await;
     });
     let (first, second) = tokio::join!(waiter, waits(&engine, 1));
@@ -403,7 +403,7 @@ async fn a_function_that_may_run_again_does_after_its_lease() {
     assert_eq!(value, 42);
 }
 
-/// A trait whose signatures are given.
+/// A trait with fixed signatures, as of another crate.
 trait Shipping {
     fn ship(&self, id: u32) -> impl Future<Output = Result<String, ShopError>> + Send;
 }
@@ -430,7 +430,7 @@ struct App {
     bank: Bank,
 }
 
-/// What a client hears.
+/// The response to a client.
 struct Refusal(StatusCode, String);
 
 impl<E: Display> From<FunctionError<E>> for Refusal {
@@ -481,7 +481,7 @@ async fn a_handler_of_axum_answers_alike() {
     assert_eq!(send("9 EUR").await.0, StatusCode::UNPROCESSABLE_ENTITY);
 }
 
-/// What the process that is killed runs. It says that it is in the middle, and stays there.
+/// The function of the process that is killed. It reports that it is in the middle, and stays there.
 #[idempotent(
     key = "{order}",
     scope = "payout",
@@ -512,7 +512,7 @@ fn embedded(directory: &Path) -> Engine {
 const DIRECTORY: &str = "ONCEGATE_TEST_PAYOUT";
 const ORDER: &str = "ONCEGATE_TEST_ORDER";
 
-/// Not a test by itself: the process that the next one kills runs it.
+/// Not a test by itself: it runs in the process that the next test kills.
 #[tokio::test]
 async fn a_process_in_the_middle() {
     let Some(directory) = std::env::var_os(DIRECTORY) else { return };
@@ -571,7 +571,7 @@ async fn after_a_kill_in_the_middle_the_outcome_is_unknown_or_the_function_runs_
     }
 }
 
-/// The attempt's type has a name at the top of the crate, for functions that are handed one.
+/// The type of an attempt is re-exported at the top of the crate, for functions that take one.
 #[tokio::test]
 async fn a_helper_takes_the_attempt() {
     fn bank_key(attempt: &Attempt) -> String {

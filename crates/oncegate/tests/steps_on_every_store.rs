@@ -17,7 +17,7 @@ use oncegate_servers::{PostgresServer, RedisCluster, RedisServer};
 
 type Orders = Resumable<String, Vec<String>, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
 
-/// What took place, by key, and where the first machine stops.
+/// The effects with their keys, and whether the first machine has stopped.
 #[derive(Default)]
 struct World {
     effects: Mutex<Vec<(String, String)>>,
@@ -65,11 +65,11 @@ async fn order(
     Ok(done)
 }
 
-/// The first machine dies for everybody else: its engine no longer renews.
+/// Cuts off the first machine: its engine no longer renews the lease.
 async fn cut_off(store: &Arc<dyn Store>, world: &Arc<World>, key: &str, item: &str) {
     let (store, world, key, item) = (store.clone(), world.clone(), key.to_owned(), item.to_owned());
     let seen = world.clone();
-    // A runtime of its own, which ends in the middle.
+    // It has a runtime of its own, which ends in the middle.
     let machine = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -108,14 +108,14 @@ async fn is_finished_elsewhere(store: Arc<dyn Store>) {
     let names: Vec<_> = world.effects.lock().unwrap().iter().map(|(what, _)| what.clone()).collect();
     assert_eq!(names, ["reserve", "charge", "ship"], "{name}: each once");
 
-    // One that fails for good after it was cut off.
+    // This order fails finally after it was cut off.
     let world = Arc::new(World::default());
     cut_off(&store, &world, "order-2", "lamp").await;
     let elsewhere = orders(&store, &world, false);
     let said = tokio::time::timeout(Duration::from_secs(60), async {
         loop {
             match elsewhere.run("order-2", &"lamp".to_owned()).await {
-                // The second one where the machine is so busy that a lease runs out.
+                // The second one only if the machine is so busy that a lease ends.
                 Err(
                     oncegate::FunctionError::InProgress { .. }
                     | oncegate::FunctionError::Failed { error: StepError::Fenced, .. },
