@@ -48,11 +48,13 @@ const ARROWS: &[(&str, &[&str])] = &[
             "oncegate-webhook",
         ],
     ),
+    ("oncegate-demo", &["oncegate-core"]),
     (
         "oncegate-cli",
         &[
             "oncegate-client",
             "oncegate-core",
+            "oncegate-demo",
             "oncegate-engine",
             "oncegate-embedded",
             "oncegate-http",
@@ -120,6 +122,7 @@ const FREE_OF: &[(&str, &[&str])] = &[
     ("oncegate-redis", &["http", "hyper", "axum", "redb", "sqlx"]),
     ("oncegate-cache", &["http", "hyper", "axum", "redb", "redis", "sqlx"]),
     ("oncegate-http", &["redb", "hyper", "axum", "sqlx"]),
+    ("oncegate-demo", &["axum", "clap", "oncegate-engine", "redb", "redis", "rustls", "sqlx"]),
     ("oncegate-macros", &["tokio", "http", "hyper", "redb", "tracing"]),
     (
         "oncegate-inbox",

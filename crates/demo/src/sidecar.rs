@@ -1,9 +1,9 @@
-//! The sidecar, as a process of its own: this executable, told to be the proxy.
+//! The sidecar, as a process of its own: `oncegate proxy`.
 
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -12,11 +12,11 @@ use http::{Request, header};
 use http_body_util::Full;
 use tokio::time::timeout;
 
-use super::exchange::exchange;
-use super::shared::{RETENTION, SERVICE, Shared};
+use crate::exchange::exchange;
+use crate::shared::{RETENTION, SERVICE, SharedStore};
 
 /// How long a process that died without an answer keeps its keys blocked. Short, so that nobody who watches has to wait.
-pub(super) const LEASE: &str = "2s";
+pub(crate) const LEASE: &str = "2s";
 
 /// How long it may take until it listens. It checks its whole store after a crash.
 const START_PATIENCE: Duration = Duration::from_secs(20);
@@ -28,42 +28,50 @@ const STORE_PATIENCE: Duration = Duration::from_secs(5);
 const LOG_LINES: usize = 20;
 
 /// A running sidecar.
-pub(super) struct Sidecar {
-    pub(super) listen: SocketAddr,
-    pub(super) admin: SocketAddr,
+pub(crate) struct Sidecar {
+    pub(crate) listen: SocketAddr,
+    pub(crate) admin: SocketAddr,
     to: SocketAddr,
-    home: Home,
+    config: SidecarConfig,
     process: Process,
 }
 
-/// Where a sidecar keeps its records and writes its log.
+/// The program and the directory of a demonstration.
 #[derive(Clone)]
-pub(super) struct Home {
-    /// That of the demonstration.
-    pub(super) dir: PathBuf,
-    /// The name of its log in there.
-    pub(super) log: &'static str,
-    /// Its store; none: a directory in there.
-    pub(super) shared: Option<Shared>,
+pub(crate) struct Home {
+    /// The executable that is started as the sidecar.
+    pub(crate) program: PathBuf,
+    /// The temporary directory.
+    pub(crate) dir: PathBuf,
 }
 
-impl Home {
-    /// The one of the only sidecar.
-    pub(super) fn of_one(dir: &Path) -> Self {
-        Self { dir: dir.to_owned(), log: "sidecar.log", shared: None }
+/// The home, the log and the store of one sidecar.
+#[derive(Clone)]
+pub(crate) struct SidecarConfig {
+    home: Home,
+    /// The name of its log in the directory.
+    log: &'static str,
+    /// Its store; `None` is a directory of its own.
+    shared: Option<SharedStore>,
+}
+
+impl SidecarConfig {
+    /// The configuration of the only sidecar.
+    pub(crate) fn single(home: &Home) -> Self {
+        Self { home: home.clone(), log: "sidecar.log", shared: None }
     }
 
-    /// Those of two that share their store.
-    pub(super) fn of_two(dir: &Path, shared: &Shared) -> [Self; 2] {
+    /// The configurations of two sidecars that share their store.
+    pub(crate) fn pair(home: &Home, shared: &SharedStore) -> [Self; 2] {
         ["sidecar-1.log", "sidecar-2.log"].map(|log| Self {
-            dir: dir.to_owned(),
+            home: home.clone(),
             log,
             shared: Some(shared.clone()),
         })
     }
 
     fn log(&self) -> PathBuf {
-        self.dir.join(self.log)
+        self.home.dir.join(self.log)
     }
 }
 
@@ -76,56 +84,56 @@ struct Process {
 
 impl Sidecar {
     /// Starts it on free ports in front of the service `to`.
-    pub(super) async fn start(to: SocketAddr, home: Home) -> Result<Self, String> {
+    pub(crate) async fn start(to: SocketAddr, config: SidecarConfig) -> Result<Self, String> {
         let mut failure = String::new();
         // Another process may take a port between the look and the start.
         for _ in 0..3 {
             let (listen, admin) = free_ports()?;
-            match launch(listen, admin, to, &home).await {
-                Ok(process) => return Ok(Self { listen, admin, to, home, process }),
+            match launch(listen, admin, to, &config).await {
+                Ok(process) => return Ok(Self { listen, admin, to, config, process }),
                 Err(error) => failure = error,
             }
             // What it says of a failure, it says once.
-            let _not_there = std::fs::remove_file(home.log());
+            let _not_there = std::fs::remove_file(config.log());
         }
         Err(failure)
     }
 
-    pub(super) fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.process.child.id()
     }
 
     /// Kills it as `kill -9` does, and waits until it is gone.
-    pub(super) fn kill(&mut self) -> Result<(), String> {
+    pub(crate) fn kill(&mut self) -> Result<(), String> {
         self.process.kill().map(|_| ()).map_err(|error| format!("cannot kill the sidecar: {error}"))
     }
 
     /// Starts it again, on the same store and the same ports.
-    pub(super) async fn restart(&mut self) -> Result<(), String> {
-        self.process = launch(self.listen, self.admin, self.to, &self.home).await?;
+    pub(crate) async fn restart(&mut self) -> Result<(), String> {
+        self.process = launch(self.listen, self.admin, self.to, &self.config).await?;
         Ok(())
     }
 
     /// An error where it has ended by itself.
-    pub(super) fn check(&mut self) -> Result<(), String> {
+    pub(crate) fn check(&mut self) -> Result<(), String> {
         match self.process.child.try_wait() {
             Ok(None) => Ok(()),
-            Ok(Some(status)) => Err(ended(status, &self.home)),
+            Ok(Some(status)) => Err(ended(status, &self.config)),
             Err(error) => Err(format!("cannot see whether the sidecar still runs: {error}")),
         }
     }
 }
 
 /// Whether a sidecar can have this store, before anybody is shown anything.
-pub(super) async fn try_store(dir: &Path, shared: &Shared) -> Result<(), String> {
-    let home = Home { dir: dir.to_owned(), log: "store.log", shared: Some(shared.clone()) };
+pub(crate) async fn try_store(home: &Home, shared: &SharedStore) -> Result<(), String> {
+    let config = SidecarConfig { home: home.clone(), log: "store.log", shared: Some(shared.clone()) };
     // Nobody is there, and nobody is asked.
-    let mut sidecar = Sidecar::start((Ipv4Addr::LOCALHOST, 9).into(), home).await?;
+    let mut sidecar = Sidecar::start((Ipv4Addr::LOCALHOST, 9).into(), config).await?;
     // It starts without its server, too, and would wait for it.
     let patience = tokio::time::Instant::now() + STORE_PATIENCE;
     while let Err(why) = readiness(sidecar.admin).await {
         if tokio::time::Instant::now() >= patience {
-            let reason = first_error(&sidecar.home).map_or(String::new(), |reason| format!(" ({reason})"));
+            let reason = first_error(&sidecar.config).map_or(String::new(), |reason| format!(" ({reason})"));
             return Err(format!("--store: {} cannot be used now: {why}{reason}", shared.shown));
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -164,13 +172,12 @@ async fn launch(
     listen: SocketAddr,
     admin: SocketAddr,
     to: SocketAddr,
-    home: &Home,
+    config: &SidecarConfig,
 ) -> Result<Process, String> {
-    let dir = &home.dir;
-    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
-    let log = File::options().create(true).append(true).open(home.log());
+    let Home { program, dir } = &config.home;
+    let log = File::options().create(true).append(true).open(config.log());
     let log = log.map_err(|error| format!("cannot write the sidecar's log in {}: {error}", dir.display()))?;
-    let mut command = Command::new(&program);
+    let mut command = Command::new(program);
     command
         .arg("proxy")
         .args(["--to", &format!("http://{to}")])
@@ -186,7 +193,7 @@ async fn launch(
             command.env_remove(name);
         }
     }
-    match &home.shared {
+    match &config.shared {
         None => command.current_dir(dir).arg("--store").arg(dir.join("store")),
         // Not as an argument, which everybody on this machine can read. Its URL may name files by relative paths, so the
         // sidecar has the same working directory as this process.
@@ -203,23 +210,23 @@ async fn launch(
     let Ok(line) = timeout(START_PATIENCE, line).await else {
         return Err(failed(
             &format!("the sidecar did not listen within {} s", START_PATIENCE.as_secs()),
-            home,
+            config,
         ));
     };
     let (line, stdout) = line
         .map_err(io::Error::from)
         .and_then(|line| line)
-        .map_err(|error| failed(&format!("cannot read what the sidecar says: {error}"), home))?;
+        .map_err(|error| failed(&format!("cannot read what the sidecar says: {error}"), config))?;
     if line.is_empty() {
         return Err(match process.kill() {
-            Ok(status) => ended(status, home),
-            Err(error) => failed(&format!("the sidecar does not say where it listens: {error}"), home),
+            Ok(status) => ended(status, config),
+            Err(error) => failed(&format!("the sidecar does not say where it listens: {error}"), config),
         });
     }
     if !line.contains(" listening on ") {
         return Err(failed(
             &format!("the sidecar said {:?} instead of where it listens", line.trim_end()),
-            home,
+            config,
         ));
     }
     process.stdout = Some(stdout);
@@ -232,13 +239,13 @@ fn first_line(stdout: ChildStdout) -> io::Result<(String, BufReader<ChildStdout>
     Ok((line, stdout))
 }
 
-fn ended(status: ExitStatus, home: &Home) -> String {
-    failed(&format!("the sidecar ended by itself ({status})"), home)
+fn ended(status: ExitStatus, config: &SidecarConfig) -> String {
+    failed(&format!("the sidecar ended by itself ({status})"), config)
 }
 
 /// What went wrong, and the last of what the sidecar wrote about it.
-fn failed(what: &str, home: &Home) -> String {
-    let log = std::fs::read_to_string(home.log()).unwrap_or_default();
+fn failed(what: &str, config: &SidecarConfig) -> String {
+    let log = std::fs::read_to_string(config.log()).unwrap_or_default();
     let lines: Vec<_> = log.lines().collect();
     if lines.is_empty() {
         return format!("{what}; it wrote nothing about it");
@@ -248,8 +255,8 @@ fn failed(what: &str, home: &Home) -> String {
 }
 
 /// The first error that the sidecar logged, without its time and place.
-fn first_error(home: &Home) -> Option<String> {
-    let log = std::fs::read_to_string(home.log()).ok()?;
+fn first_error(config: &SidecarConfig) -> Option<String> {
+    let log = std::fs::read_to_string(config.log()).ok()?;
     let error = log.lines().find_map(|line| line.split_once(" ERROR "))?.1;
     let error = error.split_once(": ").map_or(error, |(_, error)| error);
     // A sidecar that serves goes on without its store; the demonstration does not.
@@ -283,7 +290,14 @@ const PORTS: u16 = 12_000;
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+
+    fn config(dir: &Path) -> SidecarConfig {
+        let program = std::env::current_exe().unwrap();
+        SidecarConfig::single(&Home { program, dir: dir.to_owned() })
+    }
 
     #[test]
     fn ports_are_free_and_different() {
@@ -295,7 +309,7 @@ mod tests {
     #[test]
     fn what_the_sidecar_wrote_is_shown() {
         let dir = tempfile::tempdir().unwrap();
-        let home = Home::of_one(dir.path());
+        let home = config(dir.path());
         assert_eq!(failed("it ended", &home), "it ended; it wrote nothing about it");
         let written: String = (0..50).map(|n| format!("line {n}\n")).collect();
         std::fs::write(home.log(), written).unwrap();
@@ -310,7 +324,7 @@ mod tests {
     async fn a_sidecar_that_does_not_start_says_why() {
         let dir = tempfile::tempdir().unwrap();
         // Here, the program that is to be the sidecar is the one that runs the tests, which knows no such flag.
-        let Err(error) = Sidecar::start(([127, 0, 0, 1], 9).into(), Home::of_one(dir.path())).await else {
+        let Err(error) = Sidecar::start(([127, 0, 0, 1], 9).into(), config(dir.path())).await else {
             panic!("it started")
         };
         assert!(error.contains("the sidecar ended by itself") && error.contains("option"), "{error}");

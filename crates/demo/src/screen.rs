@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// How a piece of text stands out, on a terminal that has colours.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Style {
+pub(crate) enum Style {
     Bold,
     Dim,
     Good,
@@ -26,7 +26,7 @@ impl Style {
 }
 
 /// Where lines go.
-pub(super) struct Screen {
+pub(crate) struct Screen {
     /// Whether one line can be written over again and again.
     live: bool,
     colours: bool,
@@ -46,7 +46,7 @@ const WRAP_ON: &str = "\x1b[?7h";
 
 impl Screen {
     /// On the standard output, or on the standard error where the output is for a program.
-    pub(super) fn new(on_stderr: bool) -> Self {
+    pub(crate) fn new(on_stderr: bool) -> Self {
         let terminal = if on_stderr { io::stderr().is_terminal() } else { io::stdout().is_terminal() };
         let live = terminal && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         // https://no-color.org: set to anything but nothing.
@@ -56,16 +56,16 @@ impl Screen {
         Self { live, colours, out: Mutex::new(Out { to, status: String::new() }) }
     }
 
-    pub(super) const fn is_live(&self) -> bool {
+    pub(crate) const fn is_live(&self) -> bool {
         self.live
     }
 
-    pub(super) fn paint(&self, style: Style, text: &str) -> String {
+    pub(crate) fn paint(&self, style: Style, text: &str) -> String {
         if self.colours { format!("\x1b[{}m{text}\x1b[0m", style.code()) } else { text.to_owned() }
     }
 
     /// Writes lines that stay.
-    pub(super) fn line(&self, text: &str) {
+    pub(crate) fn line(&self, text: &str) {
         let mut out = self.lock();
         let status = out.status.clone();
         out.write(&if status.is_empty() {
@@ -76,7 +76,7 @@ impl Screen {
     }
 
     /// Writes the line that is alive, over what it was. Nothing without a terminal.
-    pub(super) fn status(&self, text: &str) {
+    pub(crate) fn status(&self, text: &str) {
         let mut out = self.lock();
         if self.live && out.status != text {
             out.status = text.to_owned();
@@ -85,7 +85,7 @@ impl Screen {
     }
 
     /// Takes the line that is alive away.
-    pub(super) fn end_status(&self) {
+    pub(crate) fn end_status(&self) {
         let mut out = self.lock();
         if !out.status.is_empty() {
             out.status.clear();

@@ -2,43 +2,43 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::plan::{Fault, FaultCounts};
+use crate::plan::{Fault, FaultCounts};
 
 /// One number that many tasks add to.
 #[derive(Debug, Default)]
-pub(super) struct Count(AtomicU64);
+pub(crate) struct Count(AtomicU64);
 
 impl Count {
-    pub(super) fn add(&self) {
+    pub(crate) fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn get(&self) -> u64 {
+    pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
 /// Requests that one of several has received, and how many of them it has now.
 #[derive(Debug, Default)]
-pub(super) struct Passages {
+pub(crate) struct Passages {
     begun: Count,
     ended: Count,
 }
 
 impl Passages {
-    pub(super) fn begin(&self) {
+    pub(crate) fn begin(&self) {
         self.begun.add();
     }
 
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         self.ended.add();
     }
 
-    pub(super) fn get(&self) -> u64 {
+    pub(crate) fn get(&self) -> u64 {
         self.begun.get()
     }
 
-    pub(super) fn now(&self) -> u64 {
+    pub(crate) fn now(&self) -> u64 {
         // In this order, so that none is missing; one that ends in between is counted still.
         let ended = self.ended.get();
         self.begun.get().saturating_sub(ended)
@@ -47,40 +47,40 @@ impl Passages {
 
 /// What is counted while the traffic runs. What the ledger says is counted from the ledger, afterwards.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(crate) struct Tally {
     /// Intents that a client has begun with.
-    pub(super) begun: Count,
+    pub(crate) begun: Count,
     /// Intents whose clients all have a definite answer, or have given up.
-    pub(super) ended: Count,
+    pub(crate) ended: Count,
     /// Requests sent.
-    pub(super) attempts: Count,
+    pub(crate) attempts: Count,
     /// Answers that were marked as given before.
-    pub(super) replays: Count,
+    pub(crate) replays: Count,
     /// 409: the first request is still being executed.
-    pub(super) in_progress: Count,
+    pub(crate) in_progress: Count,
     /// Refusals because nobody knows whether the first request took effect.
-    pub(super) outcome_unknown: Count,
+    pub(crate) outcome_unknown: Count,
     /// Records that the operator resolved with the answer found in the ledger.
-    pub(super) resolved_completed: Count,
+    pub(crate) resolved_completed: Count,
     /// Records that the operator released, as the ledger has no charge.
-    pub(super) resolved_released: Count,
+    pub(crate) resolved_released: Count,
     /// Requests that reached each of those that the network leads to.
-    pub(super) through: [Passages; 2],
+    pub(crate) through: [Passages; 2],
     /// Answers of one of two sidecars to what the other had executed.
-    pub(super) replayed_by_the_other: Count,
+    pub(crate) replayed_by_the_other: Count,
     /// How often the sidecar was killed.
-    pub(super) kills: Count,
+    pub(crate) kills: Count,
     faults: [Count; Fault::ALL.len()],
 }
 
 impl Tally {
-    pub(super) fn fault(&self, fault: Fault) {
+    pub(crate) fn fault(&self, fault: Fault) {
         if let Some(count) = self.faults.get(fault as usize) {
             count.add();
         }
     }
 
-    pub(super) fn faults(&self) -> FaultCounts {
+    pub(crate) fn faults(&self) -> FaultCounts {
         FaultCounts::of(|fault| self.faults.get(fault as usize).map_or(0, Count::get))
     }
 }

@@ -3,12 +3,12 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::plan::Fault;
-use super::screen::{Screen, Style};
+use crate::plan::Fault;
+use crate::screen::{Screen, Style};
 
 /// Something that happens.
 #[derive(Clone, Debug)]
-pub(super) enum Tale<'a> {
+pub(crate) enum Tale<'a> {
     Fault(Fault),
     DoubleClick { intent: &'a str },
     ChargedAgain { intent: &'a str, charge: &'a str },
@@ -19,18 +19,18 @@ pub(super) enum Tale<'a> {
 }
 
 /// Tells one run.
-pub(super) struct Story {
+pub(crate) struct Story {
     screen: Arc<Screen>,
     told: Mutex<HashSet<&'static str>>,
 }
 
 impl Story {
-    pub(super) fn new(screen: Arc<Screen>) -> Self {
+    pub(crate) fn new(screen: Arc<Screen>) -> Self {
         Self { screen, told: Mutex::default() }
     }
 
     /// Tells of it if nothing of its kind was told before.
-    pub(super) fn tell(&self, tale: Tale<'_>) {
+    pub(crate) fn tell(&self, tale: Tale<'_>) {
         let title = tale.title();
         if self.told.lock().unwrap_or_else(PoisonError::into_inner).insert(title) {
             self.say(title, tale.style(), &tale.text());
@@ -38,7 +38,7 @@ impl Story {
     }
 
     /// Tells of it, however often.
-    pub(super) fn say(&self, title: &str, style: Style, text: &str) {
+    pub(crate) fn say(&self, title: &str, style: Style, text: &str) {
         let title = self.screen.paint(style, &format!("{title:<15}"));
         self.screen.line(&format!("  {title} {text}"));
     }

@@ -14,14 +14,14 @@ use http_body_util::Full;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
-use super::exchange::exchange;
-use super::plan::{Click, Fault, Intent, Plan, SplitMix64};
-use super::service::PaymentRequest;
-use super::story::{Story, Tale};
-use super::tally::Tally;
+use crate::exchange::exchange;
+use crate::plan::{Click, Fault, Intent, Plan, SplitMix64};
+use crate::service::PaymentRequest;
+use crate::story::{Story, Tale};
+use crate::tally::Tally;
 
 /// How long a client waits for an answer.
-pub(super) const TIMEOUT: Duration = Duration::from_millis(400);
+pub(crate) const TIMEOUT: Duration = Duration::from_millis(400);
 
 /// How many requests a client sends for one click before it gives up.
 const ATTEMPTS_MAX: usize = 60;
@@ -36,21 +36,21 @@ const HASTE: u32 = 4;
 const OPERATOR_PATIENCE: Duration = Duration::from_secs(20);
 
 /// What every client needs.
-pub(super) struct Clients {
-    pub(super) plan: Arc<Plan>,
-    pub(super) tally: Arc<Tally>,
-    pub(super) story: Arc<Story>,
+pub(crate) struct Clients {
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) tally: Arc<Tally>,
+    pub(crate) story: Arc<Story>,
     /// The network's address: the only one that clients know.
-    pub(super) network: SocketAddr,
+    pub(crate) network: SocketAddr,
     /// Where payments are asked for.
-    pub(super) path: String,
+    pub(crate) path: String,
     /// How many outcomes the operator has settled so far.
-    pub(super) settled: watch::Receiver<u64>,
+    pub(crate) settled: watch::Receiver<u64>,
 }
 
 /// How it ended for one click.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Ending {
+pub(crate) enum Ending {
     /// The customer was told of this charge.
     Charged(String),
     /// The customer was told that there is none.
@@ -69,7 +69,7 @@ enum Advice {
 
 impl Clients {
     /// Pursues an intent until each of its clicks has ended.
-    pub(super) async fn pursue(&self, intent: &Intent) -> Vec<Ending> {
+    pub(crate) async fn pursue(&self, intent: &Intent) -> Vec<Ending> {
         self.tally.begun.add();
         let endings = match intent.clicks.as_slice() {
             [first, second] => {

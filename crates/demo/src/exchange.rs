@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 
 /// There is no answer, or not the whole of it.
 #[derive(Debug)]
-pub(super) struct Broken(String);
+pub(crate) struct Broken(String);
 
 impl std::fmt::Display for Broken {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -22,7 +22,7 @@ impl std::fmt::Display for Broken {
 }
 
 /// Sends the request and waits for the whole answer. Dropping the future closes the connection.
-pub(super) async fn exchange(
+pub(crate) async fn exchange(
     address: SocketAddr,
     request: Request<Full<Bytes>>,
 ) -> Result<Response<Bytes>, Broken> {

@@ -2,13 +2,13 @@
 
 use serde::Serialize;
 
-use super::figures::Figures;
-use super::plan::{FaultCounts, Plan};
-use super::screen::{Screen, Style};
+use crate::figures::Figures;
+use crate::plan::{FaultCounts, Plan};
+use crate::screen::{Screen, Style};
 
 /// The whole result.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Report {
+pub(crate) struct Report {
     seed: u64,
     plan: Planned,
     without_oncegate: Figures,
@@ -28,7 +28,7 @@ struct Planned {
 }
 
 impl Report {
-    pub(super) fn new(plan: &Plan, without: Figures, with: Figures) -> Self {
+    pub(crate) fn new(plan: &Plan, without: Figures, with: Figures) -> Self {
         Self {
             seed: plan.seed,
             plan: Planned {
@@ -44,16 +44,16 @@ impl Report {
         }
     }
 
-    pub(super) const fn is_clean(&self) -> bool {
+    pub(crate) const fn is_clean(&self) -> bool {
         self.clean
     }
 
-    pub(super) fn json(&self) -> Result<String, String> {
+    pub(crate) fn json(&self) -> Result<String, String> {
         serde_json::to_string_pretty(self)
             .map_err(|error| format!("cannot write the report as JSON: {error}"))
     }
 
-    pub(super) fn show(&self, screen: &Screen) {
+    pub(crate) fn show(&self, screen: &Screen) {
         screen.line("");
         let head = format!("{:<44}{:>18}{:>18}", "", "without Oncegate", "with Oncegate");
         screen.line(&screen.paint(Style::Bold, head.trim_end()));

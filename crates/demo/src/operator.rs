@@ -15,33 +15,33 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use super::exchange::exchange;
-use super::screen::Style;
-use super::service::{Charge, Finding, Ledger};
-use super::story::Story;
-use super::tally::Tally;
+use crate::exchange::exchange;
+use crate::screen::Style;
+use crate::service::{Charge, Finding, Ledger};
+use crate::story::Story;
+use crate::tally::Tally;
 
 /// How long there must be no charge in the ledger before the operator believes that there never will be one.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
 
 const ADMIN_PATIENCE: Duration = Duration::from_secs(5);
 
-pub(super) struct Operator {
-    pub(super) admin: SocketAddr,
+pub(crate) struct Operator {
+    pub(crate) admin: SocketAddr,
     /// Of which operation it looks at the records, as a URL says it, where the store has those of others too.
-    pub(super) operation: Option<String>,
-    pub(super) ledger: Arc<Ledger>,
-    pub(super) tally: Arc<Tally>,
-    pub(super) story: Arc<Story>,
+    pub(crate) operation: Option<String>,
+    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) tally: Arc<Tally>,
+    pub(crate) story: Arc<Story>,
     /// How many outcomes are settled: clients that were told to stop listen to it.
-    pub(super) settled: watch::Sender<u64>,
+    pub(crate) settled: watch::Sender<u64>,
     /// Since when a record is known to have no charge.
-    pub(super) nothing_since: HashMap<String, Instant>,
+    pub(crate) nothing_since: HashMap<String, Instant>,
 }
 
 impl Operator {
     /// Looks at every record whose outcome is unknown, and resolves those of which the ledger knows.
-    pub(super) async fn round(&mut self) -> Result<(), String> {
+    pub(crate) async fn round(&mut self) -> Result<(), String> {
         for record in self.unknown().await? {
             match self.ledger.find(&record) {
                 Finding::Charged(charge) => self.complete(&record, &charge).await?,

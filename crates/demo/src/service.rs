@@ -19,24 +19,24 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-use super::plan::Plan;
-use super::story::{Story, Tale};
+use crate::plan::Plan;
+use crate::story::{Story, Tale};
 
 /// One line of the ledger.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Charge {
-    pub(super) charge: String,
-    pub(super) intent: String,
-    pub(super) customer: String,
-    pub(super) cents: u64,
+pub(crate) struct Charge {
+    pub(crate) charge: String,
+    pub(crate) intent: String,
+    pub(crate) customer: String,
+    pub(crate) cents: u64,
     /// Where the sidecar keeps what it knows of the request, as it says itself.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) record: Option<String>,
+    pub(crate) record: Option<String>,
 }
 
 impl Charge {
     /// What the service answers, and would answer again.
-    pub(super) fn receipt(&self) -> String {
+    pub(crate) fn receipt(&self) -> String {
         let Self { charge, intent, cents, .. } = self;
         serde_json::json!({ "charge": charge, "intent": intent, "cents": cents }).to_string()
     }
@@ -44,15 +44,15 @@ impl Charge {
 
 /// What the service is asked for.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct PaymentRequest {
-    pub(super) intent: String,
-    pub(super) customer: String,
-    pub(super) cents: u64,
+pub(crate) struct PaymentRequest {
+    pub(crate) intent: String,
+    pub(crate) customer: String,
+    pub(crate) cents: u64,
 }
 
 /// Every charge, in the order in which it was made.
 #[derive(Default)]
-pub(super) struct Ledger {
+pub(crate) struct Ledger {
     entries: Mutex<Entries>,
 }
 
@@ -66,7 +66,7 @@ struct Entries {
 }
 
 /// What the ledger says of a record of the sidecar.
-pub(super) enum Finding {
+pub(crate) enum Finding {
     /// The customer was charged.
     Charged(Charge),
     /// A request under this record is still being executed.
@@ -76,18 +76,18 @@ pub(super) enum Finding {
 }
 
 impl Ledger {
-    pub(super) fn charges(&self) -> Vec<Charge> {
+    pub(crate) fn charges(&self) -> Vec<Charge> {
         self.lock().charges.clone()
     }
 
     /// How many charges there are, and how many of them are second ones.
-    pub(super) fn count(&self) -> (usize, usize) {
+    pub(crate) fn count(&self) -> (usize, usize) {
         let entries = self.lock();
         let intents: std::collections::HashSet<_> = entries.charges.iter().map(|c| &c.intent).collect();
         (entries.charges.len(), entries.charges.len() - intents.len())
     }
 
-    pub(super) fn find(&self, record: &str) -> Finding {
+    pub(crate) fn find(&self, record: &str) -> Finding {
         let entries = self.lock();
         if entries.running.get(record).is_some_and(|running| *running > 0) {
             return Finding::StillRunning;
@@ -126,9 +126,9 @@ impl Ledger {
 }
 
 /// The running service. Stops when dropped.
-pub(super) struct Service {
-    pub(super) address: SocketAddr,
-    pub(super) ledger: Arc<Ledger>,
+pub(crate) struct Service {
+    pub(crate) address: SocketAddr,
+    pub(crate) ledger: Arc<Ledger>,
     running: watch::Receiver<usize>,
     accepting: AbortHandle,
 }
@@ -144,7 +144,7 @@ struct Desk {
 
 impl Service {
     /// Starts on a free port, and takes payments at this path.
-    pub(super) async fn start(plan: Arc<Plan>, story: Arc<Story>, path: String) -> Result<Self, String> {
+    pub(crate) async fn start(plan: Arc<Plan>, story: Arc<Story>, path: String) -> Result<Self, String> {
         let cannot = |error| format!("cannot open a port for the payments service: {error}");
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
@@ -156,7 +156,7 @@ impl Service {
     }
 
     /// How many requests it is executing.
-    pub(super) fn running(&self) -> watch::Receiver<usize> {
+    pub(crate) fn running(&self) -> watch::Receiver<usize> {
         self.running.clone()
     }
 }

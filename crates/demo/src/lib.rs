@@ -1,17 +1,18 @@
-//! `oncegate demo`: the same traffic without Oncegate and with it, and what the ledger says afterwards.
+//! The demonstration behind `oncegate demo`: the same traffic without Oncegate and with it, and the ledger of both runs.
 //!
-//! A small payments service charges whenever it is told to, and shows every charge in a ledger. Customers pay over a
-//! network that loses requests and replies, cuts them, and lets them wait; they click twice, hang up and come back, and
-//! their client retries as an ordinary careful client does. In the first run the clients reach the service directly. In
-//! the second, the sidecar stands between, with its store on disk, and is killed with `kill -9` in the middle.
+//! A small payments service charges each request that reaches it and lists every charge in a ledger. Customers pay over a
+//! network that loses, cuts and delays requests and replies. They double-click, hang up and come back, and their client
+//! retries as a careful client does. In the first run the clients reach the service directly. In the second run the
+//! sidecar stands in between, with its store on disk, and is killed with `kill -9` in the middle.
 //!
-//! The plan of all this is drawn from a seed before it starts and is the same in both runs and each time; when exactly
-//! things happen is up to the machine. Nothing in the result is taken from the plan but what was meant to be paid.
+//! The plan is drawn from a seed before the runs start. It is the same in both runs and for each use of the seed. The
+//! timing depends on the machine. The result is counted in the ledger and in the answers that clients got; only the
+//! payments that were meant come from the plan.
 //!
-//! Everything listens on the loopback address; the store and the sidecar's log are in a temporary directory.
+//! Everything listens on the loopback address. The store and the sidecar's log are in a temporary directory.
 //!
-//! With `--store`, two sidecars share a database instead. The network gives requests to both in turn, one of them is
-//! killed and stays away, and the other goes on with what both have written.
+//! With a [`SharedStore`], two sidecars share a database instead. The network sends requests to both in turn. One of them is
+//! killed and stays away, and the other continues with the records that both have written.
 
 mod client;
 mod exchange;
@@ -29,8 +30,7 @@ mod story;
 mod tally;
 
 use std::io::Write as _;
-use std::path::Path;
-use std::process::ExitCode;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,97 +38,92 @@ use plan::Plan;
 use report::Report;
 use screen::{Screen, Style};
 use service::Charge;
-use shared::Shared;
+pub use shared::SharedStore;
+use sidecar::Home;
 
-/// What `oncegate demo` is told.
-#[derive(Clone, clap::Args)]
-pub(crate) struct DemoArgs {
-    /// Repeats the plan of an earlier demonstration: payments, double clicks, faults. Timing is never the same twice.
-    #[arg(long, value_name = "NUMBER")]
-    seed: Option<u64>,
-    /// How many payments the customers mean to make.
-    #[arg(long, value_name = "NUMBER", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=10_000))]
-    intents: u64,
+/// The settings of a demonstration.
+#[derive(Clone)]
+pub struct DemoOptions {
+    /// The executable that is started as the sidecar: `oncegate`.
+    pub program: PathBuf,
+    /// The seed of the plan; `None` picks one.
+    pub seed: Option<u64>,
+    /// The number of payments that the customers mean to make.
+    pub intents: usize,
     /// Prints the result as JSON on the standard output, and the progress on the standard error.
-    #[arg(long)]
-    json: bool,
-    /// Shows two sidecars that share this database, such as redis://HOST, postgres://USER@HOST/DATABASE (after `oncegate
-    /// schema apply`) or cached(cache=STORE,store=STORE): one is killed and stays away. Without it, one sidecar with a store of
-    /// its own is killed and restarted. The records that it leaves in the database have a retention of an hour
-    #[arg(long, value_name = "URL")]
-    store: Option<String>,
-    /// Keeps the temporary directory: the store, the sidecar's log, both ledgers.
-    #[arg(long)]
-    keep: bool,
+    pub json: bool,
+    /// Keeps the temporary directory.
+    pub keep: bool,
+    /// The store of two sidecars; `None` shows one sidecar with a store of its own.
+    pub store: Option<SharedStore>,
 }
 
-/// Shows it. The exit code is 0 if with Oncegate each payment was charged once and its customer told so, 1 if not or if
-/// the demonstration could not be held, 130 if it was interrupted.
-pub(crate) fn run(args: &DemoArgs) -> ExitCode {
-    match prepare_and_run(args) {
-        Ok(Some(true)) => ExitCode::SUCCESS,
-        Ok(Some(false)) => ExitCode::FAILURE,
-        Ok(None) => ExitCode::from(130),
-        Err(error) => {
-            complain!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+/// The end of a demonstration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DemoOutcome {
+    /// With Oncegate, each payment was charged once and its customer was told so.
+    Clean,
+    /// With Oncegate, a payment was charged twice, not at all, or its customer was told something else.
+    Faulty,
+    /// A signal ended the demonstration early.
+    Interrupted,
 }
 
-/// Whether the result is clean; `None` where somebody interrupted it.
-fn prepare_and_run(args: &DemoArgs) -> Result<Option<bool>, String> {
-    let shared = args.store.as_deref().map(Shared::read).transpose()?;
+/// Runs the demonstration and prints it.
+///
+/// # Errors
+/// A text for people if the demonstration cannot be run: the store cannot be used, or the sidecar does not start.
+pub fn run(options: &DemoOptions) -> Result<DemoOutcome, String> {
     let directory = tempfile::Builder::new().prefix("oncegate-demo-").tempdir();
     let mut directory = directory.map_err(|error| format!("cannot make a temporary directory: {error}"))?;
-    directory.disable_cleanup(args.keep);
-    let screen = Arc::new(Screen::new(args.json));
+    directory.disable_cleanup(options.keep);
+    let screen = Arc::new(Screen::new(options.json));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.map_err(|error| format!("cannot start: {error}"))?;
     let result = runtime.block_on(async {
         tokio::select! {
-            report = demonstrate(args, shared.as_ref(), directory.path(), &screen) => report.map(Some),
-            signal = interrupted() => signal.map(|()| None),
+            report = demonstrate(options, directory.path(), &screen) => report.map(Some),
+            signal = interruption() => signal.map(|()| None),
         }
     });
     runtime.shutdown_timeout(Duration::from_millis(200));
     screen.end_status();
-    if args.keep {
+    if options.keep {
         screen.line(&format!("Kept: {}", directory.path().display()));
     }
     let Some(report) = result? else {
-        screen.line(match shared {
+        screen.line(match options.store {
             None => "Interrupted. The sidecar is stopped.",
             Some(_) => "Interrupted. The sidecars are stopped.",
         });
-        return Ok(None);
+        return Ok(DemoOutcome::Interrupted);
     };
-    if args.json {
+    if options.json {
         let written = writeln!(std::io::stdout(), "{}", report.json()?);
         written.map_err(|error| format!("cannot write the result: {error}"))?;
     }
-    Ok(Some(report.is_clean()))
+    Ok(if report.is_clean() { DemoOutcome::Clean } else { DemoOutcome::Faulty })
 }
 
 async fn demonstrate(
-    args: &DemoArgs,
-    shared: Option<&Shared>,
+    options: &DemoOptions,
     directory: &Path,
     screen: &Arc<Screen>,
 ) -> Result<Report, String> {
-    if let Some(shared) = shared {
-        sidecar::try_store(directory, shared).await?;
+    let home = Home { program: options.program.clone(), dir: directory.to_owned() };
+    if let Some(store) = &options.store {
+        sidecar::try_store(&home, store).await?;
     }
-    let plan = Arc::new(Plan::draw(args.seed.unwrap_or_else(any_seed), args.intents as usize));
+    let plan = Arc::new(Plan::draw(options.seed.unwrap_or_else(any_seed), options.intents));
     introduce(&plan, screen);
     let bold = |text: &str| screen.line(&format!("\n{}", screen.paint(Style::Bold, text)));
     bold("1 of 2  Without Oncegate: customers → hostile network → payments service");
     let without = run::without_oncegate(plan.clone(), screen.clone()).await?;
-    match shared {
+    match &options.store {
         None => {
             bold("2 of 2  With Oncegate: customers → hostile network → oncegate proxy → payments service")
         }
-        Some(Shared { shown, path, .. }) => {
+        Some(SharedStore { shown, path, .. }) => {
             bold(
                 "2 of 2  With Oncegate: customers → hostile network → 2 × oncegate proxy → payments service",
             );
@@ -137,8 +132,8 @@ async fn demonstrate(
             ));
         }
     }
-    let with = run::with_oncegate(plan.clone(), screen.clone(), directory, shared).await?;
-    if args.keep {
+    let with = run::with_oncegate(plan.clone(), screen.clone(), &home, options.store.as_ref()).await?;
+    if options.keep {
         keep_ledger(directory, "ledger-without.jsonl", &without.ledger)?;
         keep_ledger(directory, "ledger-with.jsonl", &with.ledger)?;
     }
@@ -160,7 +155,7 @@ fn introduce(plan: &Plan, screen: &Screen) {
     ));
 }
 
-/// Small enough to be typed.
+/// A seed from the clock, short enough to type.
 fn any_seed() -> u64 {
     let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
     since.as_nanos() as u64 / 1_000 % 1_000_000
@@ -173,8 +168,8 @@ fn keep_ledger(directory: &Path, name: &str, ledger: &[Charge]) -> Result<(), St
     std::fs::write(directory.join(name), text).map_err(|error| format!("cannot write {name}: {error}"))
 }
 
-/// Waits for Ctrl-C, or for whatever else asks a program to end.
-async fn interrupted() -> Result<(), String> {
+/// Waits for Ctrl-C or another signal that asks a program to end.
+async fn interruption() -> Result<(), String> {
     #[cfg(unix)]
     {
         use tokio::signal::unix::{SignalKind, signal};

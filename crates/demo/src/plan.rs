@@ -10,7 +10,7 @@ use serde::Serialize;
 
 /// What the network, or the client itself, does to one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     /// The connection is reset before the request reaches anybody.
     RequestLost,
     /// The request arrives after the client has given up waiting for its answer.
@@ -26,7 +26,7 @@ pub(super) enum Fault {
 }
 
 impl Fault {
-    pub(super) const ALL: [Self; 6] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::RequestLost,
         Self::RequestLate,
         Self::ReplyLost,
@@ -60,17 +60,17 @@ impl Fault {
 
 /// How many of each fault.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(super) struct FaultCounts {
-    pub(super) request_lost: u64,
-    pub(super) request_late: u64,
-    pub(super) reply_lost: u64,
-    pub(super) reply_cut: u64,
-    pub(super) reply_late: u64,
-    pub(super) hang_up: u64,
+pub(crate) struct FaultCounts {
+    pub(crate) request_lost: u64,
+    pub(crate) request_late: u64,
+    pub(crate) reply_lost: u64,
+    pub(crate) reply_cut: u64,
+    pub(crate) reply_late: u64,
+    pub(crate) hang_up: u64,
 }
 
 impl FaultCounts {
-    pub(super) fn of(mut count: impl FnMut(Fault) -> u64) -> Self {
+    pub(crate) fn of(mut count: impl FnMut(Fault) -> u64) -> Self {
         Self {
             request_lost: count(Fault::RequestLost),
             request_late: count(Fault::RequestLate),
@@ -81,72 +81,72 @@ impl FaultCounts {
         }
     }
 
-    pub(super) const fn total(&self) -> u64 {
+    pub(crate) const fn total(&self) -> u64 {
         self.request_lost + self.replies_lost()
     }
 
     /// Replies that were given and not seen by the client.
-    pub(super) const fn replies_lost(&self) -> u64 {
+    pub(crate) const fn replies_lost(&self) -> u64 {
         self.request_late + self.reply_lost + self.reply_cut + self.reply_late + self.hang_up
     }
 }
 
 /// One payment that a customer means to make, once.
 #[derive(Clone, Debug)]
-pub(super) struct Intent {
+pub(crate) struct Intent {
     /// Counts from one.
-    pub(super) number: usize,
-    pub(super) customer: String,
-    pub(super) cents: u64,
+    pub(crate) number: usize,
+    pub(crate) customer: String,
+    pub(crate) cents: u64,
     /// The idempotency key: one per intent, the same in every request for it.
-    pub(super) key: String,
+    pub(crate) key: String,
     /// One, or two for a double click: each sends for itself, until it has an answer.
-    pub(super) clicks: Vec<Click>,
+    pub(crate) clicks: Vec<Click>,
 }
 
 impl Intent {
     /// What the payments service calls it.
-    pub(super) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         name(self.number)
     }
 
     /// The label of one request of it, as ordinary clients put one into `X-Request-Id`.
-    pub(super) fn request_id(&self, click: usize, attempt: usize) -> String {
+    pub(crate) fn request_id(&self, click: usize, attempt: usize) -> String {
         format!("{}/{click}/{attempt}", self.number)
     }
 }
 
 /// What the payments service calls the intent of this number.
-pub(super) fn name(number: usize) -> String {
+pub(crate) fn name(number: usize) -> String {
     format!("payment-{number}")
 }
 
 /// One press of the button.
 #[derive(Clone, Debug)]
-pub(super) struct Click {
+pub(crate) struct Click {
     /// How long after the first one.
-    pub(super) after: Duration,
+    pub(crate) after: Duration,
     /// What happens to its first requests, one each. Those that follow meet no fault.
-    pub(super) faults: Vec<Fault>,
+    pub(crate) faults: Vec<Fault>,
     /// How long the client stays on the line where the fault is that it hangs up.
-    pub(super) patience: Duration,
+    pub(crate) patience: Duration,
 }
 
 /// The whole of it.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
-    pub(super) seed: u64,
-    pub(super) intents: Vec<Intent>,
+pub(crate) struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) intents: Vec<Intent>,
 }
 
 impl Plan {
-    pub(super) fn draw(seed: u64, intents: usize) -> Self {
+    pub(crate) fn draw(seed: u64, intents: usize) -> Self {
         let intents = (1..=intents).map(|number| draw_intent(seed, number)).collect();
         Self { seed, intents }
     }
 
     /// What happens to the request with this label; `None` for nothing, and for labels of nobody.
-    pub(super) fn fault(&self, request_id: &str) -> Option<Fault> {
+    pub(crate) fn fault(&self, request_id: &str) -> Option<Fault> {
         let mut parts = request_id.split('/').map(str::parse::<usize>);
         let (number, click, attempt) = (parts.next()?.ok()?, parts.next()?.ok()?, parts.next()?.ok()?);
         let intent = self.intents.get(number.checked_sub(1)?)?;
@@ -154,25 +154,25 @@ impl Plan {
     }
 
     /// How long the service takes for the `nth` request that it executes for an intent: 5 to 60 milliseconds.
-    pub(super) fn service_time(&self, intent: &str, nth: usize) -> Duration {
+    pub(crate) fn service_time(&self, intent: &str, nth: usize) -> Duration {
         let label = intent.bytes().fold(nth as u64, |hash, byte| hash.wrapping_mul(31) ^ u64::from(byte));
         Duration::from_micros(5_000 + SplitMix64::fork(self.seed, Stream::Service, label).below(55_000))
     }
 
     /// What a client's own choices are drawn from: the jitter of its backoff.
-    pub(super) fn jitter(&self, intent: usize, click: usize) -> SplitMix64 {
+    pub(crate) fn jitter(&self, intent: usize, click: usize) -> SplitMix64 {
         SplitMix64::fork(self.seed, Stream::Jitter, (intent * 2 + click) as u64)
     }
 
-    pub(super) fn cents(&self) -> u64 {
+    pub(crate) fn cents(&self) -> u64 {
         self.intents.iter().map(|intent| intent.cents).sum()
     }
 
-    pub(super) fn double_clicks(&self) -> usize {
+    pub(crate) fn double_clicks(&self) -> usize {
         self.intents.iter().filter(|intent| intent.clicks.len() > 1).count()
     }
 
-    pub(super) fn faults(&self) -> FaultCounts {
+    pub(crate) fn faults(&self) -> FaultCounts {
         let faults = || self.intents.iter().flat_map(|i| &i.clicks).flat_map(|click| &click.faults);
         FaultCounts::of(|fault| faults().filter(|planned| **planned == fault).count() as u64)
     }
@@ -220,7 +220,7 @@ enum Stream {
 }
 
 /// Small, fast, and the same on every machine (Steele, Lea and Flood, 2014). Nothing here is secret.
-pub(super) struct SplitMix64(u64);
+pub(crate) struct SplitMix64(u64);
 
 impl SplitMix64 {
     fn fork(seed: u64, stream: Stream, label: u64) -> Self {
@@ -229,7 +229,7 @@ impl SplitMix64 {
         Self(random.next() ^ label)
     }
 
-    pub(super) fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -237,7 +237,7 @@ impl SplitMix64 {
     }
 
     /// Below `bound`; as good as evenly, for bounds as small as those here.
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound.max(1)
     }
 }

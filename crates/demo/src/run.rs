@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -10,17 +9,17 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::client::{Clients, Ending};
-use super::figures::{Figures, TwoSidecars};
-use super::network::Network;
-use super::operator::Operator;
-use super::plan::Plan;
-use super::screen::{Screen, Style};
-use super::service::{Charge, Service};
-use super::shared::Shared;
-use super::sidecar::{Home, Sidecar};
-use super::story::Story;
-use super::tally::Tally;
+use crate::client::{Clients, Ending};
+use crate::figures::{Figures, TwoSidecars};
+use crate::network::Network;
+use crate::operator::Operator;
+use crate::plan::Plan;
+use crate::screen::{Screen, Style};
+use crate::service::{Charge, Service};
+use crate::shared::SharedStore;
+use crate::sidecar::{Home, Sidecar, SidecarConfig};
+use crate::story::Story;
+use crate::tally::Tally;
 
 /// How many intents are pursued at the same time.
 const CONCURRENCY: usize = 12;
@@ -39,9 +38,9 @@ const OPERATOR_ROUND: Duration = Duration::from_millis(100);
 const PATH: &str = "/payments";
 
 /// What a run leaves behind.
-pub(super) struct Outcome {
-    pub(super) figures: Figures,
-    pub(super) ledger: Vec<Charge>,
+pub(crate) struct Outcome {
+    pub(crate) figures: Figures,
+    pub(crate) ledger: Vec<Charge>,
 }
 
 /// What all parts of a run share.
@@ -56,7 +55,7 @@ struct Stage {
 }
 
 /// Clients → hostile network → service.
-pub(super) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Outcome, String> {
+pub(crate) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Result<Outcome, String> {
     let stage = Stage::set(plan, screen, PATH).await?;
     let network = stage.network(vec![stage.service.address]).await?;
     let (_nobody, settled) = tokio::sync::watch::channel(0);
@@ -67,18 +66,18 @@ pub(super) async fn without_oncegate(plan: Arc<Plan>, screen: Arc<Screen>) -> Re
 
 /// Clients → hostile network → sidecar → service, and one kill -9 in the middle. Where a store is `shared`, two sidecars
 /// have it, and the one that is killed stays away.
-pub(super) async fn with_oncegate(
+pub(crate) async fn with_oncegate(
     plan: Arc<Plan>,
     screen: Arc<Screen>,
-    dir: &Path,
-    shared: Option<&Shared>,
+    home: &Home,
+    shared: Option<&SharedStore>,
 ) -> Result<Outcome, String> {
     let stage = Stage::set(plan, screen, shared.map_or(PATH, |shared| &shared.path)).await?;
     let to = stage.service.address;
     let (mut sidecar, mut other) = match shared {
-        None => (Sidecar::start(to, Home::of_one(dir)).await?, None),
+        None => (Sidecar::start(to, SidecarConfig::single(home)).await?, None),
         Some(shared) => {
-            let [first, second] = Home::of_two(dir, shared);
+            let [first, second] = SidecarConfig::pair(home, shared);
             (Sidecar::start(to, first).await?, Some(Sidecar::start(to, second).await?))
         }
     };
@@ -88,7 +87,7 @@ pub(super) async fn with_oncegate(
     let (settled, receiver) = tokio::sync::watch::channel(0);
     let mut operator = Operator {
         admin: other.as_ref().unwrap_or(&sidecar).admin,
-        operation: shared.map(Shared::operation),
+        operation: shared.map(SharedStore::operation),
         ledger: stage.service.ledger.clone(),
         tally: stage.tally.clone(),
         story: stage.story.clone(),

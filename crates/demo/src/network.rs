@@ -16,9 +16,9 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-use super::plan::{Fault, Plan};
-use super::story::{Story, Tale};
-use super::tally::Tally;
+use crate::plan::{Fault, Plan};
+use crate::story::{Story, Tale};
+use crate::tally::Tally;
 
 /// Nothing in here takes longer on its own. Bounds what a connection that nobody ends can hold.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -30,8 +30,8 @@ const LATER: Duration = Duration::from_millis(15);
 const MESSAGE_MAX: usize = 64 * 1024;
 
 /// The running network. Stops when dropped.
-pub(super) struct Network {
-    pub(super) address: SocketAddr,
+pub(crate) struct Network {
+    pub(crate) address: SocketAddr,
     carrying: watch::Receiver<usize>,
     accepting: AbortHandle,
 }
@@ -50,7 +50,7 @@ struct Wires {
 
 impl Network {
     /// Starts on a free port; everything that is not lost goes `to` there, to each of them in turn.
-    pub(super) async fn start(
+    pub(crate) async fn start(
         plan: Arc<Plan>,
         to: Vec<SocketAddr>,
         tally: Arc<Tally>,
@@ -67,7 +67,7 @@ impl Network {
     }
 
     /// Waits until nothing is on its way any more: late requests arrive after all clients are done.
-    pub(super) async fn settle(&self) {
+    pub(crate) async fn settle(&self) {
         let mut carrying = self.carrying.clone();
         // The sender lives as long as the accepting task, which `self` owns.
         let _never_closed = carrying.wait_for(|carrying| *carrying == 0).await;

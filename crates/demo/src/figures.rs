@@ -4,60 +4,60 @@ use std::collections::{HashMap, HashSet};
 
 use serde::Serialize;
 
-use super::client::Ending;
-use super::plan::{FaultCounts, Plan, name};
-use super::service::Charge;
-use super::tally::Tally;
+use crate::client::Ending;
+use crate::plan::{FaultCounts, Plan, name};
+use crate::service::Charge;
+use crate::tally::Tally;
 
 /// What came of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub(super) struct Figures {
-    pub(super) intents: u64,
-    pub(super) attempts: u64,
+pub(crate) struct Figures {
+    pub(crate) intents: u64,
+    pub(crate) attempts: u64,
     /// The faults that happened: those planned, less what had nothing to strike while the sidecar was away.
-    pub(super) faults: FaultCounts,
-    pub(super) replies_lost: u64,
-    pub(super) charges: u64,
+    pub(crate) faults: FaultCounts,
+    pub(crate) replies_lost: u64,
+    pub(crate) charges: u64,
     /// Charges of an intent beyond its first.
-    pub(super) duplicates: u64,
+    pub(crate) duplicates: u64,
     /// Intents without a charge.
-    pub(super) missing: u64,
-    pub(super) cents_meant: u64,
-    pub(super) cents_charged: u64,
+    pub(crate) missing: u64,
+    pub(crate) cents_meant: u64,
+    pub(crate) cents_charged: u64,
     /// Intents whose customer was told of two charges, or of one that the ledger does not have.
-    pub(super) contradictions: u64,
+    pub(crate) contradictions: u64,
     /// Intents whose customer was not told of a charge, though told to try again until there is an answer.
-    pub(super) unanswered: u64,
-    pub(super) replays: u64,
-    pub(super) refused_in_progress: u64,
-    pub(super) refused_outcome_unknown: u64,
+    pub(crate) unanswered: u64,
+    pub(crate) replays: u64,
+    pub(crate) refused_in_progress: u64,
+    pub(crate) refused_outcome_unknown: u64,
     /// Records that the operator resolved: the charge was in the ledger.
-    pub(super) resolved_completed: u64,
+    pub(crate) resolved_completed: u64,
     /// Records that the operator resolved: there was no charge.
-    pub(super) resolved_released: u64,
-    pub(super) sidecar_kills: u64,
+    pub(crate) resolved_released: u64,
+    pub(crate) sidecar_kills: u64,
     /// How many payments were with the service when the sidecar was killed.
-    pub(super) in_flight_at_kill: Option<usize>,
+    pub(crate) in_flight_at_kill: Option<usize>,
     /// Where two sidecars share a store.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) two_sidecars: Option<TwoSidecars>,
-    pub(super) milliseconds: u64,
+    pub(crate) two_sidecars: Option<TwoSidecars>,
+    pub(crate) milliseconds: u64,
 }
 
 /// What two sidecars that share a store did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(super) struct TwoSidecars {
+pub(crate) struct TwoSidecars {
     /// Requests that reached the one that was killed.
-    pub(super) requests_to_the_killed: u64,
+    pub(crate) requests_to_the_killed: u64,
     /// Requests that reached the other one.
-    pub(super) requests_to_the_other: u64,
+    pub(crate) requests_to_the_other: u64,
     /// Answers of one to what the other had executed, whether they came through to the client or not.
-    pub(super) replayed_by_the_other: u64,
+    pub(crate) replayed_by_the_other: u64,
 }
 
 impl TwoSidecars {
     /// The first one is the one that is killed.
-    pub(super) fn count(tally: &Tally) -> Self {
+    pub(crate) fn count(tally: &Tally) -> Self {
         let [killed, other] = &tally.through;
         Self {
             requests_to_the_killed: killed.get(),
@@ -68,7 +68,7 @@ impl TwoSidecars {
 }
 
 impl Figures {
-    pub(super) fn count(plan: &Plan, tally: &Tally, ledger: &[Charge], endings: &[Vec<Ending>]) -> Self {
+    pub(crate) fn count(plan: &Plan, tally: &Tally, ledger: &[Charge], endings: &[Vec<Ending>]) -> Self {
         let mut by_intent: HashMap<&str, HashSet<&str>> = HashMap::new();
         for charge in ledger {
             by_intent.entry(&charge.intent).or_default().insert(&charge.charge);
@@ -116,7 +116,7 @@ impl Figures {
     }
 
     /// Whether every intent has its one charge, of its own amount, and every customer was told of it.
-    pub(super) const fn is_clean(&self) -> bool {
+    pub(crate) const fn is_clean(&self) -> bool {
         self.charges == self.intents
             && self.duplicates == 0
             && self.missing == 0
@@ -125,7 +125,7 @@ impl Figures {
             && self.unanswered == 0
     }
 
-    pub(super) const fn resolved(&self) -> u64 {
+    pub(crate) const fn resolved(&self) -> u64 {
         self.resolved_completed + self.resolved_released
     }
 }
