@@ -12,7 +12,7 @@ use oncegate_postgres::sqlx::{self, Row as _};
 use oncegate_postgres::transaction::{OpenTransaction, StatementError, TransactionConnection, begin};
 use oncegate_postgres::{Isolation, TransactFnWith};
 
-use crate::inbox::PATIENCE;
+use crate::inbox::STATEMENT_TIMEOUT;
 use crate::receipts::{Receipts, alone, refused};
 
 const LIST: &str = "SELECT d.* FROM oncegate.list_dead_letters($1, $2, $3) AS d";
@@ -25,7 +25,7 @@ const DELETE: &str = "SELECT oncegate.delete_dead_letter($1) AS was_there";
 #[derive(Clone)]
 pub struct DeadLetterTable {
     pool: PgPool,
-    patience: Duration,
+    statement_timeout: Duration,
     transaction_pooler: bool,
 }
 
@@ -53,12 +53,16 @@ impl DeadLetterTable {
     /// Opens the table in the database of a pool.
     #[must_use]
     pub const fn new(pool: PgPool) -> Self {
-        Self { pool, patience: PATIENCE, transaction_pooler: false }
+        Self { pool, statement_timeout: STATEMENT_TIMEOUT, transaction_pooler: false }
     }
 
     pub(crate) fn of(receipts: &Receipts) -> Self {
-        let Receipts { pool, patience, transaction_pooler, .. } = receipts;
-        Self { pool: pool.clone(), patience: *patience, transaction_pooler: *transaction_pooler }
+        let Receipts { pool, statement_timeout, transaction_pooler, .. } = receipts;
+        Self {
+            pool: pool.clone(),
+            statement_timeout: *statement_timeout,
+            transaction_pooler: *transaction_pooler,
+        }
     }
 
     /// States that the pool goes through a pooler that gives each transaction another session.
@@ -84,7 +88,7 @@ impl DeadLetterTable {
             .bind(consumer.map(ToString::to_string))
             .bind(after.map(to_bigint))
             .bind(i32::try_from(most).unwrap_or(i32::MAX));
-        let rows = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+        let rows = alone(&self.pool, self.statement_timeout, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         });
         rows.await?.iter().map(|row| kept(row).map_err(refused)).collect()
@@ -126,10 +130,11 @@ impl DeadLetterTable {
     {
         let unavailable = |error: StatementError| HandlerError::retry(StoreError::from(error));
         let mut held = TransactionConnection::acquire(&self.pool).await.map_err(unavailable)?;
-        let mut open = held.begin(begin(isolation), self.patience).await.map_err(unavailable)?;
+        let mut open = held.begin(begin(isolation), self.statement_timeout).await.map_err(unavailable)?;
         let query = sqlx::query(TAKE).persistent(!self.transaction_pooler).bind(to_bigint(number));
-        let row =
-            open.statement(self.patience, async |connection| query.fetch_optional(connection).await).await;
+        let row = open
+            .statement(self.statement_timeout, async |connection| query.fetch_optional(connection).await)
+            .await;
         let taken = match row {
             Ok(None) => Ok(None),
             Ok(Some(row)) => taken(&row).map(Some).map_err(|error| HandlerError::retry(refused(error))),
@@ -146,17 +151,19 @@ impl DeadLetterTable {
             Err(failure) => Err(failure),
         };
         if !matches!(done, Ok(Some(_))) {
-            open.rollback(self.patience).await;
+            open.rollback(self.statement_timeout).await;
             return done;
         }
-        open.commit(self.patience).await.map_err(unavailable)?;
+        open.commit(self.statement_timeout).await.map_err(unavailable)?;
         done
     }
 
     /// Checks that the session is still in the transaction with this number.
     async fn is_still(&self, open: &mut OpenTransaction<'_>, transaction: i64) -> Result<(), HandlerError> {
         let query = sqlx::query_scalar(TRANSACTION).persistent(!self.transaction_pooler);
-        let now = open.statement(self.patience, async |connection| query.fetch_one(connection).await).await;
+        let now = open
+            .statement(self.statement_timeout, async |connection| query.fetch_one(connection).await)
+            .await;
         let now: Option<i64> = now.map_err(|error| HandlerError::retry(StoreError::from(error)))?;
         if now == Some(transaction) {
             return Ok(());
@@ -171,7 +178,7 @@ impl DeadLetterTable {
     /// [`StoreError`] if the database is out of reach or refuses.
     pub async fn delete(&self, number: u64) -> Result<bool, StoreError> {
         let query = sqlx::query(DELETE).persistent(!self.transaction_pooler).bind(to_bigint(number));
-        let row = alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+        let row = alone(&self.pool, self.statement_timeout, self.transaction_pooler, async |connection| {
             query.fetch_one(connection).await
         });
         row.await?.try_get("was_there").map_err(refused)

@@ -69,7 +69,7 @@ pub(crate) struct Inner {
     pub(crate) max_attempts: u32,
     pub(crate) compares_payloads: bool,
     pub(crate) counts_crashes: bool,
-    pub(crate) runs: u32,
+    pub(crate) max_runs: u32,
     pub(crate) isolation: Option<Isolation>,
     pub(crate) max_batch: usize,
 }
@@ -81,12 +81,12 @@ const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 const MIN_RETENTION: Duration = Duration::from_secs(60 * 60);
 
 /// The default and the maximum timeout of a statement.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
-const PATIENCE_MAX: Duration = Duration::from_secs(10 * 60);
+pub(crate) const STATEMENT_TIMEOUT: Duration = Duration::from_secs(10);
+const MAX_STATEMENT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 
 /// The default and the maximum number of messages in one transaction.
 const BATCH: usize = 100;
-const BATCH_MAX: usize = 1000;
+const MAX_BATCH: usize = 1000;
 
 impl TransactionalInbox {
     /// Creates an inbox for a consumer on the application's own pool. `identity` identifies the messages.
@@ -95,13 +95,13 @@ impl TransactionalInbox {
     #[must_use]
     pub fn new(pool: PgPool, consumer: ConsumerName, identity: Identity) -> Self {
         let inner = Inner {
-            receipts: Receipts::new(pool, RETENTION, PATIENCE),
+            receipts: Receipts::new(pool, RETENTION, STATEMENT_TIMEOUT),
             consumer,
             identity,
             max_attempts: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
             counts_crashes: true,
-            runs: 5,
+            max_runs: 5,
             isolation: None,
             max_batch: BATCH,
         };
@@ -164,10 +164,13 @@ impl TransactionalInbox {
     ///
     /// # Errors
     /// [`ConfigError`] if it is out of these bounds.
-    pub fn with_statement_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
-        let patience =
-            ConfigError::check("the patience with the database", patience, limits::MIN_LEASE..=PATIENCE_MAX)?;
-        Ok(self.with(|inner| inner.receipts.patience = patience))
+    pub fn with_statement_timeout(self, timeout: Duration) -> Result<Self, ConfigError> {
+        let timeout = ConfigError::check(
+            "the timeout with the database",
+            timeout,
+            limits::MIN_LEASE..=MAX_STATEMENT_TIMEOUT,
+        )?;
+        Ok(self.with(|inner| inner.receipts.statement_timeout = timeout))
     }
 
     /// Sets how often the transaction of a single message runs, from 1 to 100. Default: 5.
@@ -179,7 +182,7 @@ impl TransactionalInbox {
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_runs(self, runs: u32) -> Result<Self, ConfigError> {
         let runs = ConfigError::check("the number of runs", runs, 1..=100)?;
-        Ok(self.with(|inner| inner.runs = runs))
+        Ok(self.with(|inner| inner.max_runs = runs))
     }
 
     /// Sets the isolation level of the transaction. Default: the level of the connection or the server.
@@ -203,7 +206,7 @@ impl TransactionalInbox {
     /// # Errors
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_batch(self, messages: usize) -> Result<Self, ConfigError> {
-        let messages = ConfigError::check("the size of a batch", messages, 1..=BATCH_MAX)?;
+        let messages = ConfigError::check("the size of a batch", messages, 1..=MAX_BATCH)?;
         Ok(self.with(|inner| inner.max_batch = messages))
     }
 

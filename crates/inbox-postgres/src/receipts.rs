@@ -46,7 +46,7 @@ const PURGE: &str = "SELECT oncegate.purge_receipts($1) AS purged";
 pub(crate) struct Receipts {
     pub(crate) pool: PgPool,
     pub(crate) retention: Duration,
-    pub(crate) patience: Duration,
+    pub(crate) statement_timeout: Duration,
     pub(crate) transaction_pooler: bool,
     pub(crate) purges: bool,
     /// A random number of this process. Started messages are recorded under it.
@@ -58,36 +58,36 @@ pub(crate) struct Receipts {
 
 /// The reply of the database about a message.
 #[derive(Clone, Debug)]
-pub(crate) struct Said {
-    pub(crate) what: What,
+pub(crate) struct ReceiptState {
+    pub(crate) status: ReceiptStatus,
     /// The number of attempts that failed before.
     pub(crate) attempts: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
-    Process,
+pub(crate) enum ReceiptStatus {
+    New,
     /// The message must be recorded as started in a call of its own.
-    Alone,
+    BeginSeparately,
     Processed,
     InFlight,
     Dead(DeadReason),
-    Reused,
+    IdentityReused,
     /// The failed attempt was counted.
-    Failed,
+    AttemptFailed,
     /// The dead letter was written.
-    Written,
+    DeadLetterWritten,
     /// The message is not processed: the doubtful transaction did not commit it.
-    Open,
+    NotCommitted,
 }
 
 /// The transaction that claimed messages.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Transaction {
+pub(crate) struct ClaimTransaction {
     /// The transaction number. After a server crash another transaction may get the same number.
     number: i64,
     /// The time of the claim by the server's clock, in milliseconds. It identifies the receipts of this transaction.
-    pub(crate) at: i64,
+    pub(crate) claimed_at: i64,
 }
 
 /// The receipt of a message.
@@ -100,7 +100,7 @@ pub(crate) struct Receipt {
 type Ask<'q> = Query<'q, Postgres, PgArguments>;
 
 impl Receipts {
-    pub(crate) fn new(pool: PgPool, retention: Duration, patience: Duration) -> Self {
+    pub(crate) fn new(pool: PgPool, retention: Duration, statement_timeout: Duration) -> Self {
         let mut by = [0; 8];
         // Without random numbers the time is good enough.
         if getrandom::fill(&mut by).is_err() {
@@ -110,7 +110,7 @@ impl Receipts {
         Self {
             pool,
             retention,
-            patience,
+            statement_timeout,
             transaction_pooler: false,
             purges: true,
             by: i64::from_ne_bytes(by),
@@ -132,13 +132,14 @@ impl Receipts {
         &self,
         open: &mut OpenTransaction<'_>,
         receipts: &[Receipt],
-    ) -> Result<(Vec<Said>, Option<Transaction>), StatementError> {
+    ) -> Result<(Vec<ReceiptState>, Option<ClaimTransaction>), StatementError> {
         let ids: Vec<Vec<u8>> = receipts.iter().map(|receipt| receipt.id.as_bytes().to_vec()).collect();
         let digests: Option<Vec<Vec<u8>>> =
             receipts.iter().map(|receipt| receipt.digest.map(|digest| digest.to_vec())).collect();
         let query = self.ask(RECEIVE).bind(ids).bind(self.retention_ms()).bind(digests);
-        let rows =
-            open.statement(self.patience, async |connection| query.fetch_all(connection).await).await?;
+        let rows = open
+            .statement(self.statement_timeout, async |connection| query.fetch_all(connection).await)
+            .await?;
         let transaction = match rows.first() {
             Some(row) => transaction(row).map_err(StatementError::Refused)?,
             None => None,
@@ -158,7 +159,7 @@ impl Receipts {
             .bind(id)
             .bind(self.retention_ms())
             .bind(digest.map(|digest| digest.to_vec()));
-        let outcome: String = timeout(self.patience, query.fetch_one(connection)).await??;
+        let outcome: String = timeout(self.statement_timeout, query.fetch_one(connection)).await??;
         if outcome == "process" {
             return Ok(());
         }
@@ -169,10 +170,12 @@ impl Receipts {
     pub(crate) async fn is_still(
         &self,
         open: &mut OpenTransaction<'_>,
-        transaction: Option<Transaction>,
+        transaction: Option<ClaimTransaction>,
     ) -> Result<bool, StatementError> {
         let query = self.ask("SELECT txid_current_if_assigned() AS transaction");
-        let row = open.statement(self.patience, async |connection| query.fetch_one(connection).await).await?;
+        let row = open
+            .statement(self.statement_timeout, async |connection| query.fetch_one(connection).await)
+            .await?;
         let now: Option<i64> = row.try_get("transaction").map_err(StatementError::Refused)?;
         Ok(now.is_some() && now == transaction.map(|transaction| transaction.number))
     }
@@ -184,15 +187,16 @@ impl Receipts {
     pub(crate) async fn may_be_committed(
         &self,
         mut held: TransactionConnection,
-        transaction: Transaction,
+        transaction: ClaimTransaction,
     ) -> bool {
         const STATUS: &str = "SELECT txid_status($1) AS status";
         let ask = || self.ask(STATUS).bind(transaction.number);
         let query = ask();
-        let mut said =
-            held.statement(self.patience, async |connection| query.fetch_all(connection).await).await;
+        let mut said = held
+            .statement(self.statement_timeout, async |connection| query.fetch_all(connection).await)
+            .await;
         drop(held);
-        let until = tokio::time::Instant::now() + self.patience;
+        let until = tokio::time::Instant::now() + self.statement_timeout;
         let mut pause = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
             match said {
@@ -211,7 +215,7 @@ impl Receipts {
     }
 
     /// Records that messages are started.
-    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<Said>, StatementError> {
+    pub(crate) async fn begin(&self, ids: Vec<Vec<u8>>) -> Result<Vec<ReceiptState>, StatementError> {
         let count = ids.len();
         let query = self.ask(BEGIN).bind(ids).bind(self.by).bind(self.retention_ms());
         let rows = self.alone(query).await?;
@@ -235,7 +239,7 @@ impl Receipts {
         names.extend(self.purges.then_some("purge_receipts"));
         check(
             &self.pool,
-            self.patience,
+            self.statement_timeout,
             self.transaction_pooler,
             names,
             "docs/reference/messages-postgres.md",
@@ -244,7 +248,7 @@ impl Receipts {
     }
 
     /// Counts a failed attempt.
-    pub(crate) async fn failed(&self, id: RecordId) -> Result<Said, StoreError> {
+    pub(crate) async fn failed(&self, id: RecordId) -> Result<ReceiptState, StoreError> {
         let query = self.ask(FAILED).bind(id.as_bytes().to_vec()).bind(self.retention_ms());
         one(&self.alone(query).await?)
     }
@@ -258,7 +262,7 @@ impl Receipts {
         receipt: &Receipt,
         letter: &DeadLetter,
         doubtful_at: Option<i64>,
-    ) -> Result<Said, StoreError> {
+    ) -> Result<ReceiptState, StoreError> {
         let message = &letter.message;
         let names: Vec<String> = message.headers.iter().map(|(name, _)| text(name)).collect();
         let values: Vec<Vec<u8>> = message.headers.iter().map(|(_, value)| value.to_vec()).collect();
@@ -283,7 +287,7 @@ impl Receipts {
 
     /// Runs one statement in a transaction of its own.
     async fn alone(&self, query: Ask<'_>) -> Result<Vec<PgRow>, StatementError> {
-        try_alone(&self.pool, self.patience, self.transaction_pooler, async |connection| {
+        try_alone(&self.pool, self.statement_timeout, self.transaction_pooler, async |connection| {
             query.fetch_all(connection).await
         })
         .await
@@ -303,7 +307,7 @@ impl Receipts {
     }
 
     /// Starts a purge in the background if it is due.
-    pub(crate) fn tidy(&self) {
+    pub(crate) fn purge_if_due(&self) {
         let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX).max(1);
         let before = self.purged.load(Ordering::Relaxed);
         let every = u64::try_from(PURGE_EVERY.as_millis()).unwrap_or(u64::MAX);
@@ -324,14 +328,14 @@ impl Receipts {
 /// Checks that functions exist and may be called.
 pub(crate) async fn check(
     pool: &PgPool,
-    patience: Duration,
+    statement_timeout: Duration,
     transaction_pooler: bool,
     names: Vec<&str>,
     page: &str,
 ) -> Result<(), StoreError> {
     let query = sqlx::query_scalar(MISSING).persistent(!transaction_pooler).bind(names);
     let ask = async |connection: &mut PgConnection| query.fetch_one(connection).await;
-    let missing: Option<String> = alone(pool, patience, transaction_pooler, ask).await?;
+    let missing: Option<String> = alone(pool, statement_timeout, transaction_pooler, ask).await?;
     missing.map_or(Ok(()), |missing| {
         Err(StoreError::invalid(format!(
             "the database has not, or the role may not call: {missing}; `oncegate schema apply postgres` brings it there, and \
@@ -343,11 +347,11 @@ pub(crate) async fn check(
 /// Runs one statement in a transaction of its own.
 pub(crate) async fn alone<T>(
     pool: &PgPool,
-    patience: Duration,
+    statement_timeout: Duration,
     transaction_pooler: bool,
     step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
 ) -> Result<T, StoreError> {
-    Ok(try_alone(pool, patience, transaction_pooler, step).await?)
+    Ok(try_alone(pool, statement_timeout, transaction_pooler, step).await?)
 }
 
 /// Runs one statement, and returns the error of the server.
@@ -355,28 +359,28 @@ pub(crate) async fn alone<T>(
 /// Behind a pooler it takes a BEGIN and a COMMIT, so that the statement runs in the session that prepared it.
 async fn try_alone<T>(
     pool: &PgPool,
-    patience: Duration,
+    statement_timeout: Duration,
     transaction_pooler: bool,
     step: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
 ) -> Result<T, StatementError> {
     let mut held = TransactionConnection::acquire(pool).await?;
     if !transaction_pooler {
-        let done = held.statement(patience, step).await;
+        let done = held.statement(statement_timeout, step).await;
         if matches!(done, Err(StatementError::Refused(_))) {
             // The server reports the error before it releases the locks of the statement. The ping returns after they
             // are released.
-            drop(held.statement(patience, async |connection| connection.ping().await).await);
+            drop(held.statement(statement_timeout, async |connection| connection.ping().await).await);
         }
         return done;
     }
-    let mut open = held.begin("BEGIN", patience).await?;
-    match open.statement(patience, step).await {
+    let mut open = held.begin("BEGIN", statement_timeout).await?;
+    match open.statement(statement_timeout, step).await {
         Ok(done) => {
-            open.commit(patience).await?;
+            open.commit(statement_timeout).await?;
             Ok(done)
         }
         Err(error) => {
-            open.rollback(patience).await;
+            open.rollback(statement_timeout).await;
             Err(error)
         }
     }
@@ -386,13 +390,13 @@ pub(crate) fn refused(error: sqlx::Error) -> StoreError {
     StatementError::Refused(error).into()
 }
 
-fn one(rows: &[PgRow]) -> Result<Said, StoreError> {
+fn one(rows: &[PgRow]) -> Result<ReceiptState, StoreError> {
     let said = all(rows, 1).map_err(refused)?;
     said.into_iter().next().ok_or_else(|| refused(sqlx::Error::RowNotFound))
 }
 
 /// Reads the replies for `count` messages.
-fn all(rows: &[PgRow], count: usize) -> Result<Vec<Said>, sqlx::Error> {
+fn all(rows: &[PgRow], count: usize) -> Result<Vec<ReceiptState>, sqlx::Error> {
     if rows.len() != count {
         return Err(sqlx::Error::RowNotFound);
     }
@@ -403,32 +407,32 @@ pub(crate) fn has_code(error: &sqlx::Error, code: &str) -> bool {
     error.as_database_error().and_then(|error| error.code()).is_some_and(|said| said == code)
 }
 
-fn transaction(row: &PgRow) -> Result<Option<Transaction>, sqlx::Error> {
+fn transaction(row: &PgRow) -> Result<Option<ClaimTransaction>, sqlx::Error> {
     let number: Option<i64> = row.try_get("transaction")?;
-    let at = row.try_get("at")?;
-    Ok(number.map(|number| Transaction { number, at }))
+    let claimed_at = row.try_get("at")?;
+    Ok(number.map(|number| ClaimTransaction { number, claimed_at }))
 }
 
-fn said(row: &PgRow) -> Result<Said, sqlx::Error> {
+fn said(row: &PgRow) -> Result<ReceiptState, sqlx::Error> {
     let outcome: &str = row.try_get("outcome")?;
     let attempts: i32 = row.try_get("attempts")?;
-    let what = match outcome {
-        "process" => What::Process,
-        "alone" => What::Alone,
-        "processed" => What::Processed,
-        "in-flight" => What::InFlight,
-        "reused" => What::Reused,
-        "failed" => What::Failed,
-        "written" => What::Written,
-        "open" => What::Open,
+    let status = match outcome {
+        "process" => ReceiptStatus::New,
+        "alone" => ReceiptStatus::BeginSeparately,
+        "processed" => ReceiptStatus::Processed,
+        "in-flight" => ReceiptStatus::InFlight,
+        "reused" => ReceiptStatus::IdentityReused,
+        "failed" => ReceiptStatus::AttemptFailed,
+        "written" => ReceiptStatus::DeadLetterWritten,
+        "open" => ReceiptStatus::NotCommitted,
         "dead" => {
             let reason: Option<&str> = row.try_get("reason")?;
             // Programs in other languages may use other words.
-            What::Dead(reason.and_then(DeadReason::from_word).unwrap_or(DeadReason::Rejected))
+            ReceiptStatus::Dead(reason.and_then(DeadReason::from_word).unwrap_or(DeadReason::Rejected))
         }
         _ => return Err(sqlx::Error::Decode("an outcome that this program does not know".into())),
     };
-    Ok(Said { what, attempts: attempts.unsigned_abs() })
+    Ok(ReceiptState { status, attempts: attempts.unsigned_abs() })
 }
 
 /// Replaces NUL characters, which PostgreSQL text cannot contain.

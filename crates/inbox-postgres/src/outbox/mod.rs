@@ -11,7 +11,7 @@ use oncegate_postgres::sqlx::{self, Error, Row as _};
 
 pub use self::event::{RelayCounts, RelayEvent, RelayEventKind, RelayObserver};
 pub use self::relay::{OnRefused, Relay, RelayWaker};
-use crate::inbox::PATIENCE;
+use crate::inbox::STATEMENT_TIMEOUT;
 use crate::receipts::alone;
 
 /// Writes messages in the business transaction: they are published if it commits, and only then.
@@ -138,9 +138,10 @@ impl OutboxDeadLetters {
 impl DeadLetterSink for OutboxDeadLetters {
     fn put<'a>(&'a self, letter: &'a DeadLetter) -> PutFuture<'a> {
         Box::pin(async move {
-            let written = alone(&self.pool, PATIENCE, self.outbox.transaction_pooler, async |connection| {
-                self.put_in(connection, letter).await
-            });
+            let written =
+                alone(&self.pool, STATEMENT_TIMEOUT, self.outbox.transaction_pooler, async |connection| {
+                    self.put_in(connection, letter).await
+                });
             written.await.map_err(|error| match error.kind() {
                 StoreErrorKind::Invalid => PublishError::refused(error),
                 _ => PublishError::unconfirmed(error),
