@@ -8,19 +8,21 @@ use oncegate_core::{
 use redb::{ReadableTable as _, ReadableTableMetadata as _, StorageError, Table, WriteTransaction};
 use tracing::error;
 
-use crate::schema::{AUDIT, EXPIRY, Note, RECORDS, decode, due_step, encode, encode_audit};
-use crate::shared::{damaged_page, full, hidden, nearly_full, tells_of_damage, unreadable};
+use crate::schema::{AUDIT, EXPIRY, ExpiryKey, RECORDS, decode, due_step, encode, encode_audit};
+use crate::shared::{
+    damaged_page_error, disk_low_error, full_error, hidden_record_error, is_damage, unreadable_error,
+};
 
 /// The most entries of the expiry index that one transaction looks at, so that a purge does not hold up the commands
 /// that arrive meanwhile.
-const PURGE_STEP: usize = 256;
+const MAX_PURGE_VISITS: usize = 256;
 
 /// How much longer than its retention a record may stay before it is noted anew: to note each completion, which ends a
 /// little earlier than its claim said, would cost a write more.
-const NOTE_SLACK: Duration = Duration::from_secs(600);
+const EXPIRY_SLACK: Duration = Duration::from_secs(600);
 
 /// When an unreadable record is looked at again by a purge. It is never removed.
-const UNREADABLE_AGAIN: Duration = Duration::from_secs(24 * 60 * 60);
+const UNREADABLE_RECHECK_INTERVAL: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// One transaction.
 pub(crate) struct Batch<'txn> {
@@ -28,7 +30,7 @@ pub(crate) struct Batch<'txn> {
     records: Table<'txn, &'static [u8; 32], &'static [u8]>,
     expiry: Table<'txn, (u64, u64), &'static [u8; 32]>,
     now: Timestamp,
-    room: Room,
+    capacity: Capacity,
     /// The number for the next entry of the expiry index.
     pub(crate) next_number: u64,
     pub(crate) changed: bool,
@@ -38,7 +40,7 @@ pub(crate) struct Batch<'txn> {
 
 /// What new records there is room for.
 #[derive(Clone, Debug)]
-pub(crate) struct Room {
+pub(crate) struct Capacity {
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
     /// Whether the disk is about to be full: then nothing is claimed, so that what runs can still be completed.
@@ -51,11 +53,11 @@ impl<'txn> Batch<'txn> {
     pub(crate) fn new(
         txn: &'txn WriteTransaction,
         now: Timestamp,
-        room: Room,
+        capacity: Capacity,
         (next_number, record_bytes): (u64, u64),
     ) -> Result<Self, redb::Error> {
         let (records, expiry) = (txn.open_table(RECORDS)?, txn.open_table(EXPIRY)?);
-        Ok(Self { txn, records, expiry, now, room, next_number, changed: false, record_bytes })
+        Ok(Self { txn, records, expiry, now, capacity, next_number, changed: false, record_bytes })
     }
 
     /// Applies one command. The inner error is this command's alone, and nothing was changed for it.
@@ -66,16 +68,16 @@ impl<'txn> Batch<'txn> {
     ) -> Result<Result<Outcome, StoreError>, redb::Error> {
         let (note, record) = match self.records.get(id.as_bytes()) {
             Ok(None) => (None, None),
-            Ok(Some(octets)) => match decode(&id, octets.value()) {
+            Ok(Some(encoded)) => match decode(&id, encoded.value()) {
                 Ok((note, record)) => (Some(note), Some(record)),
                 Err(error) => {
-                    self.room.is_damaged |= tells_of_damage(&error);
-                    return Ok(Err(unreadable(&id, error)));
+                    self.capacity.is_damaged |= is_damage(&error);
+                    return Ok(Err(unreadable_error(&id, error)));
                 }
             },
             Err(StorageError::Corrupted(what)) => {
-                self.room.is_damaged = true;
-                return Ok(Err(damaged_page(&what)));
+                self.capacity.is_damaged = true;
+                return Ok(Err(damaged_page_error(&what)));
             }
             Err(error) => return Err(error.into()),
         };
@@ -84,16 +86,16 @@ impl<'txn> Batch<'txn> {
             Write::Keep => return Ok(Ok(decision.outcome)),
             Write::Put(after) => {
                 if matches!(command, Command::Claim(_))
-                    && let Some(refusal) = self.no_room(record.is_none())?
+                    && let Some(refusal) = self.capacity_error(record.is_none())?
                 {
                     return Ok(Err(refusal));
                 }
-                let latest = due_step(after.expires_at.after(NOTE_SLACK));
+                let latest = due_step(after.expires_at.after(EXPIRY_SLACK));
                 let note = match note.filter(|(due, _)| *due <= latest) {
                     Some(note) => note,
                     None => {
                         note.map(|note| self.expiry.remove(note)).transpose()?;
-                        self.note(after.expires_at, id.as_bytes())?
+                        self.add_expiry_entry(after.expires_at, id.as_bytes())?
                     }
                 };
                 self.put(&id, note, after)?;
@@ -121,30 +123,30 @@ impl<'txn> Batch<'txn> {
 
     /// Whether a part of the file was found damaged, in this transaction or before it.
     pub(crate) const fn is_damaged(&self) -> bool {
-        self.room.is_damaged
+        self.capacity.is_damaged
     }
 
     /// Why a claim is not granted, although the protocol would grant it.
-    fn no_room(&self, is_new: bool) -> Result<Option<StoreError>, redb::Error> {
-        let Room { max_records, max_record_bytes, is_disk_low, is_damaged } = self.room;
+    fn capacity_error(&self, is_new: bool) -> Result<Option<StoreError>, redb::Error> {
+        let Capacity { max_records, max_record_bytes, is_disk_low, is_damaged } = self.capacity;
         Ok(if is_damaged && is_new {
-            Some(hidden())
+            Some(hidden_record_error())
         } else if is_disk_low {
-            Some(nearly_full())
+            Some(disk_low_error())
         } else if is_new && self.records.len()? >= max_records {
-            Some(full(&format!("it holds the {max_records} records that it may hold")))
+            Some(full_error(&format!("it holds the {max_records} records that it may hold")))
         } else if is_new && self.record_bytes >= max_record_bytes {
-            Some(full(&format!("its records have the {max_record_bytes} bytes that they may have")))
+            Some(full_error(&format!("its records have the {max_record_bytes} bytes that they may have")))
         } else {
             None
         })
     }
 
-    fn put(&mut self, id: &RecordId, note: Note, record: &Record) -> Result<(), redb::Error> {
-        let octets = encode(id, note, record);
-        let before = self.records.insert(id.as_bytes(), octets.as_slice())?;
+    fn put(&mut self, id: &RecordId, note: ExpiryKey, record: &Record) -> Result<(), redb::Error> {
+        let encoded = encode(id, note, record);
+        let before = self.records.insert(id.as_bytes(), encoded.as_slice())?;
         let before = before.map_or(0, |old| old.value().len());
-        self.record_bytes = (self.record_bytes + octets.len() as u64).saturating_sub(before as u64);
+        self.record_bytes = (self.record_bytes + encoded.len() as u64).saturating_sub(before as u64);
         Ok(())
     }
 
@@ -159,15 +161,15 @@ impl<'txn> Batch<'txn> {
     pub(crate) fn shift(&mut self, since: Timestamp, by: Duration) -> Result<usize, redb::Error> {
         let mut later = Vec::new();
         for entry in self.records.iter()? {
-            let (id, octets) = entry?;
+            let (id, encoded) = entry?;
             let id = RecordId::from_bytes(*id.value());
-            match decode(&id, octets.value()) {
+            match decode(&id, encoded.value()) {
                 Ok((_, record)) if record.changed_at >= since => later.push(id),
                 _ => {}
             }
         }
         for id in &later {
-            let record = self.records.get(id.as_bytes())?.map(|octets| decode(id, octets.value()));
+            let record = self.records.get(id.as_bytes())?.map(|encoded| decode(id, encoded.value()));
             if let Some(Ok((note, record))) = record {
                 self.put(id, note, &record.shifted(by))?;
             }
@@ -186,10 +188,10 @@ impl<'txn> Batch<'txn> {
         Ok(())
     }
 
-    /// Removes at most `limit` expired records, looking at no more than [`PURGE_STEP`]. Says how many, and whether there
+    /// Removes at most `limit` expired records, looking at no more than [`MAX_PURGE_VISITS`]. Says how many, and whether there
     /// may be more.
     pub(crate) fn purge(&mut self, limit: usize) -> Result<(usize, bool), redb::Error> {
-        let count = limit.min(PURGE_STEP);
+        let count = limit.min(MAX_PURGE_VISITS);
         let mut due = Vec::with_capacity(count);
         for entry in self.expiry.range(..=(self.now.as_millis(), u64::MAX))?.take(count) {
             let (key, id) = entry?;
@@ -199,19 +201,21 @@ impl<'txn> Batch<'txn> {
         for (key, id) in &due {
             self.changed = true;
             self.expiry.remove(key)?;
-            let Some(octets) = self.records.get(id)?.map(|octets| octets.value().to_vec()) else { continue };
-            match decode(&RecordId::from_bytes(*id), &octets) {
+            let Some(encoded) = self.records.get(id)?.map(|encoded| encoded.value().to_vec()) else {
+                continue;
+            };
+            match decode(&RecordId::from_bytes(*id), &encoded) {
                 Ok((_, record)) if self.now >= record.expires_at => {
                     self.remove(id)?;
                     purged += 1;
                 }
                 Ok((_, record)) => {
-                    let note = self.note(record.expires_at, id)?;
+                    let note = self.add_expiry_entry(record.expires_at, id)?;
                     self.put(&RecordId::from_bytes(*id), note, &record)?;
                 }
                 Err(error) => {
                     error!(id = %RecordId::from_bytes(*id), error = %ErrorChain(&error), "a record cannot be read and is kept; run `oncegate check`");
-                    self.note(self.now.after(UNREADABLE_AGAIN), id)?;
+                    self.add_expiry_entry(self.now.after(UNREADABLE_RECHECK_INTERVAL), id)?;
                 }
             }
         }
@@ -219,7 +223,7 @@ impl<'txn> Batch<'txn> {
     }
 
     /// Notes in the expiry index when to look at a record again.
-    fn note(&mut self, expires_at: Timestamp, id: &[u8; 32]) -> Result<Note, redb::Error> {
+    fn add_expiry_entry(&mut self, expires_at: Timestamp, id: &[u8; 32]) -> Result<ExpiryKey, redb::Error> {
         let note = (due_step(expires_at), self.next_number);
         self.expiry.insert(note, id)?;
         self.next_number += 1;

@@ -6,7 +6,7 @@ use oncegate_core::{Clock as _, ClockSkew, RecordId, StateName, StoreClock};
 use redb::{Database, ReadableDatabase as _, ReadableTable as _};
 
 use crate::clock::MachineClock;
-use crate::database::{self, FileMedium, Medium as _, Unverified, guard};
+use crate::database::{self, FileMedium, Medium as _, UnverifiedFile, catch_panics};
 use crate::error::OpenError;
 use crate::options::EmbeddedOptions;
 use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
@@ -50,23 +50,23 @@ impl CheckReport {
 /// # Errors
 /// [`OpenError`] where it is in use or cannot be opened at all.
 pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
-    let medium = FileMedium::own(&options.dir)?;
+    let medium = FileMedium::acquire(&options.dir)?;
     let path = medium.path();
     database::check_format(&path, medium.peek_format())?;
-    let Unverified { mut database, bytes, .. } = guard(&path, || {
+    let UnverifiedFile { mut database, bytes, .. } = catch_panics(&path, || {
         let opened = database::open_unverified(&medium, options.cache_bytes)?;
         database::check_format(&path, Some(database::read_format(&path, &opened.database)?))?;
         Ok(opened)
     })?;
     medium.read_ahead()();
-    let mut report = CheckReport { bytes, is_disk_low: medium.is_low(), ..CheckReport::default() };
+    let mut report = CheckReport { bytes, is_disk_low: medium.is_disk_low(), ..CheckReport::default() };
     let read = |report: &mut CheckReport| {
         read_all(&database, report).map_err(|error| database::error_of(&path, error))
     };
-    report.damage = damage(guard(&path, || read(&mut report)))?;
-    report.damage = damage(guard(&path, || database::verify(&path, &mut database)))?.or(report.damage);
+    report.damage = damage(catch_panics(&path, || read(&mut report)))?;
+    report.damage = damage(catch_panics(&path, || database::verify(&path, &mut database)))?.or(report.damage);
     // Closing a damaged file may make no more sense than reading it.
-    let closed = guard(&path, || {
+    let closed = catch_panics(&path, || {
         drop(database);
         Ok(())
     });
@@ -93,17 +93,17 @@ fn read_all(database: &Database, report: &mut CheckReport) -> Result<(), redb::E
     report.clock = clock.skew();
     let now = clock.now();
     for entry in txn.open_table(RECORDS)?.iter()? {
-        let (id, octets) = entry?;
+        let (id, encoded) = entry?;
         let id = RecordId::from_bytes(*id.value());
-        match decode(&id, octets.value()) {
+        match decode(&id, encoded.value()) {
             Ok((_, record)) if record.is_expired(now) => report.expired += 1,
             Ok((_, record)) => *report.records.entry(record.state_name(now)).or_default() += 1,
             Err(_) => report.unreadable.push(id),
         }
     }
     for entry in txn.open_table(AUDIT)?.iter()? {
-        let (number, octets) = entry?;
-        match decode_audit(number.value(), octets.value()) {
+        let (number, encoded) = entry?;
+        match decode_audit(number.value(), encoded.value()) {
             Some(_) => report.audit_entries += 1,
             None => report.unreadable_audit.push(number.value()),
         }

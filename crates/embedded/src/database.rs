@@ -44,7 +44,7 @@ pub(crate) trait Medium: Send + Sync + 'static {
     }
 
     /// Whether the disk is about to be full, where that can be told.
-    fn is_low(&self) -> bool {
+    fn is_disk_low(&self) -> bool {
         false
     }
 
@@ -66,23 +66,23 @@ pub(crate) trait Medium: Send + Sync + 'static {
 /// Octets for redb, wherever they are.
 #[derive(Debug)]
 pub(crate) struct Backend {
-    octets: Box<dyn StorageBackend>,
+    storage: Box<dyn StorageBackend>,
     /// Whether a flush failed: what is shown then need not be on the disk.
     flush_failed: Arc<AtomicBool>,
 }
 
 impl Backend {
-    pub(crate) fn new(octets: Box<dyn StorageBackend>) -> Self {
-        Self { octets, flush_failed: Arc::default() }
+    pub(crate) fn new(storage: Box<dyn StorageBackend>) -> Self {
+        Self { storage, flush_failed: Arc::default() }
     }
 }
 
 /// The same file, opened without writing to it.
-pub(crate) struct Unwritten(pub(crate) Arc<dyn Medium>);
+pub(crate) struct ReadOnlyMedium(pub(crate) Arc<dyn Medium>);
 
-impl Medium for Unwritten {
+impl Medium for ReadOnlyMedium {
     fn open(&self) -> io::Result<Backend> {
-        Ok(Backend::new(Box::new(Overlay::new(self.0.open()?.octets)?)))
+        Ok(Backend::new(Box::new(Overlay::new(self.0.open()?.storage)?)))
     }
 
     fn probe(&self) -> io::Result<()> {
@@ -106,7 +106,7 @@ pub(crate) struct OpenSettings {
 }
 
 /// An opened file.
-pub(crate) struct Opened {
+pub(crate) struct OpenFile {
     pub(crate) database: Database,
     /// When it was last written; every write so far was made before this time by the store's clock. `None` where nothing
     /// was written yet.
@@ -159,8 +159,8 @@ impl FileIdentity {
 
 impl FileMedium {
     /// Takes the directory, and makes the file where there is none.
-    pub(crate) fn own(dir: &Path) -> Result<Self, OpenError> {
-        let directory = Directory::own(dir)?;
+    pub(crate) fn acquire(dir: &Path) -> Result<Self, OpenError> {
+        let directory = Directory::acquire(dir)?;
         let created = directory.create_records(|path| {
             let file = FileBackend::new(open_file(path).map_err(OpenError::io("open the new file"))?);
             let file = file.map_err(|error| open_error(path, error))?;
@@ -201,7 +201,7 @@ impl Medium for FileMedium {
         })
     }
 
-    fn is_low(&self) -> bool {
+    fn is_disk_low(&self) -> bool {
         let Ok(disk) = rustix::fs::statvfs(self.directory.path()) else { return false };
         let reserve = DISK_RESERVE.min(disk.f_blocks.saturating_mul(disk.f_frsize) / 8);
         disk.f_bavail.saturating_mul(disk.f_frsize) < reserve
@@ -230,7 +230,7 @@ impl Medium for FileMedium {
             meta.get(META_FORMAT).ok()?.map(|version| version.value())
         };
         // Where it cannot be read, it will be told when the file is opened for good.
-        guard(&path, || Ok(peek())).ok().flatten()
+        catch_panics(&path, || Ok(peek())).ok().flatten()
     }
 }
 
@@ -257,14 +257,14 @@ pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), OpenError> {
 /// may drop what it could not write and show it all the same to whoever reads the file; the next flush then succeeds
 /// without having written it. With two-phase commits, all that the header names was flushed by an earlier, successful
 /// flush, so the header is the only page that can be shown without being on disk, and this commit writes it anew.
-pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened, OpenError> {
-    guard(&medium.path(), || open_and_mark(medium, settings))
+pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, OpenError> {
+    catch_panics(&medium.path(), || open_and_mark(medium, settings))
 }
 
-fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened, OpenError> {
+fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, OpenError> {
     let path = medium.path();
     check_format(&path, medium.peek_format())?;
-    let Unverified { mut database, bytes, repaired, flush_failed } =
+    let UnverifiedFile { mut database, bytes, repaired, flush_failed } =
         open_unverified(medium, settings.cache_bytes)?;
     check_format(&path, Some(read_format(&path, &database)?))?;
     if !repaired && bytes <= settings.verify_bytes {
@@ -280,7 +280,7 @@ fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<Opened, 
         Ok((opened, last_write(&meta)?, record_bytes))
     });
     let (opened, last_write, record_bytes) = marked.map_err(|error| error_of(&path, error))?;
-    Ok(Opened { database, last_write, next_number: opened << OPENED_SHIFT, record_bytes, flush_failed })
+    Ok(OpenFile { database, last_write, next_number: opened << OPENED_SHIFT, record_bytes, flush_failed })
 }
 
 /// When the file was last written.
@@ -308,7 +308,7 @@ fn count_bytes(txn: &WriteTransaction) -> Result<u64, redb::Error> {
 }
 
 /// A file as redb opens it.
-pub(crate) struct Unverified {
+pub(crate) struct UnverifiedFile {
     pub(crate) database: Database,
     pub(crate) bytes: u64,
     /// Whether it was not stopped cleanly. Then every page was verified.
@@ -317,11 +317,11 @@ pub(crate) struct Unverified {
 }
 
 /// Opens the file as redb does.
-pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result<Unverified, OpenError> {
+pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result<UnverifiedFile, OpenError> {
     let path = medium.path();
     let backend = medium.open().map_err(OpenError::io(format!("open {}", path.display())))?;
     let flush_failed = backend.flush_failed.clone();
-    let bytes = backend.octets.len().map_err(OpenError::io(format!("read {}", path.display())))?;
+    let bytes = backend.storage.len().map_err(OpenError::io(format!("read {}", path.display())))?;
     if bytes == 0 {
         // redb would take it for a new one.
         return Err(OpenError::Damaged { file: path, what: "it is empty".to_owned() });
@@ -341,7 +341,7 @@ pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result
         .set_repair_callback(on_repair)
         .create_with_backend(backend)
         .map_err(|error| open_error(&path, error))?;
-    Ok(Unverified { database, bytes, repaired: repaired.get(), flush_failed })
+    Ok(UnverifiedFile { database, bytes, repaired: repaired.get(), flush_failed })
 }
 
 /// Verifies every page of the file.
@@ -353,8 +353,11 @@ pub(crate) fn verify(path: &Path, database: &mut Database) -> Result<(), OpenErr
 }
 
 /// What redb makes of a page that was damaged is sometimes a panic. Whoever opens a file gets [`OpenError::Damaged`] instead.
-pub(crate) fn guard<T>(path: &Path, run: impl FnOnce() -> Result<T, OpenError>) -> Result<T, OpenError> {
-    quietly(run).unwrap_or_else(|_| {
+pub(crate) fn catch_panics<T>(
+    path: &Path,
+    run: impl FnOnce() -> Result<T, OpenError>,
+) -> Result<T, OpenError> {
+    catch_panics_quietly(run).unwrap_or_else(|_| {
         Err(OpenError::Damaged {
             file: path.to_owned(),
             what: "its pages make no sense to the database".to_owned(),
@@ -368,7 +371,7 @@ thread_local! {
 }
 
 /// Runs it and catches its panic, of which nothing is printed: whoever calls this reports what it means.
-pub(crate) fn quietly<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
+pub(crate) fn catch_panics_quietly<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let others = std::panic::take_hook();
@@ -453,7 +456,7 @@ pub(crate) fn error_of(path: &Path, error: redb::Error) -> OpenError {
         redb::Error::DatabaseAlreadyOpen => {
             OpenError::InUse { dir: path.parent().unwrap_or(path).to_owned(), pid: None }
         }
-        redb::Error::Io(source) if !tells_of_damage(&source) => {
+        redb::Error::Io(source) if !is_damage(&source) => {
             OpenError::Io { what: format!("read or write {}", file.display()), source }
         }
         redb::Error::PreviousIo => OpenError::Io {
@@ -465,7 +468,7 @@ pub(crate) fn error_of(path: &Path, error: redb::Error) -> OpenError {
 }
 
 /// A file that ends before the page that is named in it.
-fn tells_of_damage(error: &io::Error) -> bool {
+fn is_damage(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData)
 }
 
@@ -483,50 +486,50 @@ impl fmt::Debug for FileMedium {
 /// Hands everything on, and remembers that a flush failed.
 impl StorageBackend for Backend {
     fn len(&self) -> io::Result<u64> {
-        self.octets.len()
+        self.storage.len()
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        self.octets.read(offset, out)
+        self.storage.read(offset, out)
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        self.octets.set_len(len)
+        self.storage.set_len(len)
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        self.octets.sync_data().inspect_err(|_| self.flush_failed.store(true, Ordering::SeqCst))
+        self.storage.sync_data().inspect_err(|_| self.flush_failed.store(true, Ordering::SeqCst))
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.octets.write(offset, data)
+        self.storage.write(offset, data)
     }
 
     fn close(&self) -> io::Result<()> {
-        self.octets.close()
+        self.storage.close()
     }
 
     fn try_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
-        self.octets.try_lock_range(start, end)
+        self.storage.try_lock_range(start, end)
     }
 
     fn try_lock_shared_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
-        self.octets.try_lock_shared_range(start, end)
+        self.storage.try_lock_shared_range(start, end)
     }
 
     fn lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
-        self.octets.lock_range(start, end)
+        self.storage.lock_range(start, end)
     }
 
     fn lock_shared_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
-        self.octets.lock_shared_range(start, end)
+        self.storage.lock_shared_range(start, end)
     }
 
     fn unlock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<(), BackendError> {
-        self.octets.unlock_range(start, end)
+        self.storage.unlock_range(start, end)
     }
 
     fn query_lock_range(&self, start: Bound<u64>, end: Bound<u64>) -> Result<bool, BackendError> {
-        self.octets.query_lock_range(start, end)
+        self.storage.query_lock_range(start, end)
     }
 }

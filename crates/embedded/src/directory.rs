@@ -33,7 +33,7 @@ impl Drop for Directory {
 
 impl Directory {
     /// Takes the directory, creating it if it is missing, for its owner's eyes only.
-    pub(crate) fn own(path: &Path) -> Result<Self, OpenError> {
+    pub(crate) fn acquire(path: &Path) -> Result<Self, OpenError> {
         create_dir(path).map_err(OpenError::io(format!("create the directory {}", path.display())))?;
         let lock_path = path.join(LOCK);
         let io = |source| OpenError::Io { what: format!("lock {}", lock_path.display()), source };
@@ -178,11 +178,11 @@ mod tests {
     #[test]
     fn is_free_when_its_owner_lets_go_though_a_starting_process_has_a_copy_of_the_lock() {
         let dir = tempfile::tempdir().unwrap();
-        let owned = Directory::own(dir.path()).unwrap();
+        let owned = Directory::acquire(dir.path()).unwrap();
         let copy = owned.lock.try_clone().unwrap();
-        assert!(matches!(Directory::own(dir.path()), Err(OpenError::InUse { .. })));
+        assert!(matches!(Directory::acquire(dir.path()), Err(OpenError::InUse { .. })));
         drop(owned);
-        drop(Directory::own(dir.path()).unwrap());
+        drop(Directory::acquire(dir.path()).unwrap());
         drop(copy);
     }
 }

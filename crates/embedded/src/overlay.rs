@@ -7,10 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use redb::StorageBackend;
 
 /// What is written is kept in blocks of this size: the size of a page of the database.
-const BLOCK: u64 = 4096;
+const BLOCK_BYTES: u64 = 4096;
 
 /// Most blocks that are kept. To open a file and to read it, the database writes its header and its list of free pages.
-const BLOCKS_MAX: usize = 16 * 1024;
+const MAX_BLOCKS: usize = 16 * 1024;
 
 /// A file whose changes stay in memory and are forgotten with it.
 ///
@@ -59,9 +59,9 @@ fn parts(
     let mut done = 0;
     std::iter::from_fn(move || {
         let at = offset + done as u64;
-        let start = (at % BLOCK) as usize;
-        let count = (len - done).min(BLOCK as usize - start);
-        let part = (at / BLOCK, start..start + count, done..done + count);
+        let start = (at % BLOCK_BYTES) as usize;
+        let count = (len - done).min(BLOCK_BYTES as usize - start);
+        let part = (at / BLOCK_BYTES, start..start + count, done..done + count);
         done += count;
         (count > 0).then_some(part)
     })
@@ -91,10 +91,11 @@ impl StorageBackend for Overlay {
         let mut changes = self.changes();
         changes.len = len;
         changes.file_len = changes.file_len.min(len);
-        let _cut_off = changes.blocks.split_off(&len.div_ceil(BLOCK));
+        let _cut_off = changes.blocks.split_off(&len.div_ceil(BLOCK_BYTES));
         // What is left of the last block shall be zero when the file grows again.
-        let tail = (len % BLOCK) as usize..;
-        if let Some(tail) = changes.blocks.get_mut(&(len / BLOCK)).and_then(|block| block.get_mut(tail)) {
+        let tail = (len % BLOCK_BYTES) as usize..;
+        if let Some(tail) = changes.blocks.get_mut(&(len / BLOCK_BYTES)).and_then(|block| block.get_mut(tail))
+        {
             tail.fill(0);
         }
         Ok(())
@@ -108,12 +109,12 @@ impl StorageBackend for Overlay {
         let mut changes = self.changes();
         for (block, inside, whole) in parts(offset, data.len()) {
             if !changes.blocks.contains_key(&block) {
-                if changes.blocks.len() >= BLOCKS_MAX {
+                if changes.blocks.len() >= MAX_BLOCKS {
                     return Err(io::Error::from(io::ErrorKind::StorageFull));
                 }
-                let mut octets = vec![0; BLOCK as usize].into_boxed_slice();
-                self.read_file(changes.file_len, block * BLOCK, &mut octets)?;
-                changes.blocks.insert(block, octets);
+                let mut bytes = vec![0; BLOCK_BYTES as usize].into_boxed_slice();
+                self.read_file(changes.file_len, block * BLOCK_BYTES, &mut bytes)?;
+                changes.blocks.insert(block, bytes);
             }
             let to = changes.blocks.get_mut(&block).and_then(|block| block.get_mut(inside));
             if let (Some(to), Some(data)) = (to, data.get(whole)) {

@@ -6,45 +6,45 @@ use std::time::{Duration, Instant};
 
 /// A bounded queue of jobs for one thread, which takes all that are there at once.
 pub(crate) struct Queue<T> {
-    inner: Mutex<Inner<T>>,
+    inner: Mutex<QueueState<T>>,
     wake: Condvar,
     capacity: usize,
 }
 
-struct Inner<T> {
+struct QueueState<T> {
     jobs: VecDeque<T>,
     closed: bool,
 }
 
 /// Why a job was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum PushError {
     Full,
     Closed,
 }
 
 /// What the thread finds.
-pub(crate) enum Taken<T> {
+pub(crate) enum TakeResult<T> {
     Jobs(Vec<T>),
     /// Nothing came in time.
-    Nothing,
+    TimedOut,
     /// There is nothing, and nothing will come.
     Closed,
 }
 
 impl<T> Queue<T> {
     pub(crate) fn new(capacity: usize) -> Self {
-        let inner = Mutex::new(Inner { jobs: VecDeque::new(), closed: false });
+        let inner = Mutex::new(QueueState { jobs: VecDeque::new(), closed: false });
         Self { inner, wake: Condvar::new(), capacity }
     }
 
-    pub(crate) fn push(&self, job: T) -> Result<(), Refused> {
+    pub(crate) fn push(&self, job: T) -> Result<(), PushError> {
         let mut inner = self.lock();
         if inner.closed {
-            return Err(Refused::Closed);
+            return Err(PushError::Closed);
         }
         if inner.jobs.len() >= self.capacity {
-            return Err(Refused::Full);
+            return Err(PushError::Full);
         }
         inner.jobs.push_back(job);
         let first = inner.jobs.len() == 1;
@@ -69,18 +69,18 @@ impl<T> Queue<T> {
         weight: usize,
         weigh: impl Fn(&T) -> usize,
         deadline: Option<Instant>,
-    ) -> Taken<T> {
+    ) -> TakeResult<T> {
         let mut inner = self.lock();
         while inner.jobs.is_empty() {
             if inner.closed {
-                return Taken::Closed;
+                return TakeResult::Closed;
             }
             inner = match deadline {
                 None => self.wake.wait(inner).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
                     let left = deadline.saturating_duration_since(Instant::now());
                     if left == Duration::ZERO {
-                        return Taken::Nothing;
+                        return TakeResult::TimedOut;
                     }
                     self.wake.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0
                 }
@@ -93,11 +93,11 @@ impl<T> Queue<T> {
             taken += weigh(&job);
             jobs.push(job);
         }
-        Taken::Jobs(jobs)
+        TakeResult::Jobs(jobs)
     }
 
     /// Whole after every panic: each change is one call.
-    fn lock(&self) -> MutexGuard<'_, Inner<T>> {
+    fn lock(&self) -> MutexGuard<'_, QueueState<T>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -108,8 +108,8 @@ mod tests {
 
     fn take(queue: &Queue<usize>, count: usize, weight: usize) -> Vec<usize> {
         match queue.take(count, weight, |job| *job, Some(Instant::now())) {
-            Taken::Jobs(jobs) => jobs,
-            Taken::Nothing | Taken::Closed => Vec::new(),
+            TakeResult::Jobs(jobs) => jobs,
+            TakeResult::TimedOut | TakeResult::Closed => Vec::new(),
         }
     }
 
@@ -127,10 +127,10 @@ mod tests {
         let queue = Queue::new(2);
         queue.push(1).unwrap();
         queue.push(2).unwrap();
-        assert_eq!(queue.push(3), Err(Refused::Full));
+        assert_eq!(queue.push(3), Err(PushError::Full));
         queue.close();
-        assert_eq!(queue.push(3), Err(Refused::Closed));
+        assert_eq!(queue.push(3), Err(PushError::Closed));
         assert_eq!(take(&queue, 9, 9), [1, 2]);
-        assert!(matches!(queue.take(9, 9, |_| 1, None), Taken::Closed));
+        assert!(matches!(queue.take(9, 9, |_| 1, None), TakeResult::Closed));
     }
 }

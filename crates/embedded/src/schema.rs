@@ -53,23 +53,23 @@ pub(crate) const OPENED_SHIFT: u32 = 40;
 const EXPIRY_STEP: u64 = 2000;
 
 /// A key of [`EXPIRY`].
-pub(crate) type Note = (u64, u64);
+pub(crate) type ExpiryKey = (u64, u64);
 
 /// A value of [`RECORDS`].
-pub(crate) fn encode(id: &RecordId, (due, number): Note, record: &Record) -> Vec<u8> {
-    let mut octets = Vec::with_capacity(512);
-    octets.extend_from_slice(&due.to_be_bytes());
-    octets.extend_from_slice(&number.to_be_bytes());
-    octets.extend_from_slice(&codec::encode(id, record));
-    octets
+pub(crate) fn encode(id: &RecordId, (due, number): ExpiryKey, record: &Record) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(512);
+    bytes.extend_from_slice(&due.to_be_bytes());
+    bytes.extend_from_slice(&number.to_be_bytes());
+    bytes.extend_from_slice(&codec::encode(id, record));
+    bytes
 }
 
 /// Reads a value of [`RECORDS`].
 ///
 /// # Errors
 /// Where the record cannot be read. Its note has no checksum; one that is wrong costs a look at the wrong time.
-pub(crate) fn decode(id: &RecordId, octets: &[u8]) -> Result<(Note, Record), CodecError> {
-    let (due, rest) = octets.split_first_chunk().ok_or(CodecError::Damaged)?;
+pub(crate) fn decode(id: &RecordId, bytes: &[u8]) -> Result<(ExpiryKey, Record), CodecError> {
+    let (due, rest) = bytes.split_first_chunk().ok_or(CodecError::Damaged)?;
     let (number, record) = rest.split_first_chunk().ok_or(CodecError::Damaged)?;
     let note = (u64::from_be_bytes(*due), u64::from_be_bytes(*number));
     Ok((note, codec::decode(id, record)?))
@@ -86,19 +86,19 @@ pub(crate) fn due_step(expires_at: Timestamp) -> u64 {
 /// u8 version = 1 | u64 at | 32 octets record | (u32 length, text) state before, state after, actor, reason
 /// ```
 pub(crate) fn encode_audit(entry: &AuditEntry) -> Vec<u8> {
-    let mut octets = vec![AUDIT_VERSION];
-    octets.extend_from_slice(&entry.at.as_millis().to_be_bytes());
-    octets.extend_from_slice(entry.id.as_bytes());
+    let mut bytes = vec![AUDIT_VERSION];
+    bytes.extend_from_slice(&entry.at.as_millis().to_be_bytes());
+    bytes.extend_from_slice(entry.id.as_bytes());
     for text in [entry.from.as_str(), entry.to.as_str(), &entry.actor, &entry.reason] {
-        octets.extend_from_slice(&u32::try_from(text.len()).unwrap_or(u32::MAX).to_be_bytes());
-        octets.extend_from_slice(text.as_bytes());
+        bytes.extend_from_slice(&u32::try_from(text.len()).unwrap_or(u32::MAX).to_be_bytes());
+        bytes.extend_from_slice(text.as_bytes());
     }
-    octets
+    bytes
 }
 
 /// Reads an audit entry. `None` where the octets are not one.
-pub(crate) fn decode_audit(number: u64, octets: &[u8]) -> Option<AuditEntry> {
-    let (&AUDIT_VERSION, rest) = octets.split_first()? else { return None };
+pub(crate) fn decode_audit(number: u64, bytes: &[u8]) -> Option<AuditEntry> {
+    let (&AUDIT_VERSION, rest) = bytes.split_first()? else { return None };
     let (at, rest) = rest.split_first_chunk()?;
     let (id, mut rest) = rest.split_first_chunk()?;
     let mut text = || {
@@ -136,10 +136,10 @@ mod tests {
             actor: "ops@example".to_owned(),
             reason: "bank says paid – é".to_owned(),
         };
-        let octets = encode_audit(&entry);
-        assert_eq!(decode_audit(7, &octets), Some(entry));
-        for end in 0..octets.len() {
-            assert_eq!(decode_audit(7, &octets[..end]), None, "cut at {end}");
+        let bytes = encode_audit(&entry);
+        assert_eq!(decode_audit(7, &bytes), Some(entry));
+        for end in 0..bytes.len() {
+            assert_eq!(decode_audit(7, &bytes[..end]), None, "cut at {end}");
         }
     }
 

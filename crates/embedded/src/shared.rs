@@ -10,22 +10,22 @@ use oncegate_core::{
 use redb::Database;
 use tokio::sync::oneshot;
 
-use crate::database::quietly;
-use crate::queue::{Queue, Refused};
+use crate::database::catch_panics_quietly;
+use crate::queue::{PushError, Queue};
 
-pub(crate) struct Shared {
+pub(crate) struct StoreInner {
     state: RwLock<State>,
     pub(crate) clock: StoreClock<Arc<dyn Clock>>,
     pub(crate) jobs: Queue<Job>,
     pub(crate) scans: Queue<Scan>,
     /// Whether a part of the file was found damaged since it was last verified as a whole.
-    in_doubt: AtomicBool,
-    advice: [AtomicBool; 2],
+    has_damage: AtomicBool,
+    advisories: [AtomicBool; 2],
 }
 
 /// What an operator should know of although the store serves.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Advice {
+pub(crate) enum AdvisoryFlag {
     /// The time of day and the time that has passed disagree.
     Clock = 0,
     /// New keys are refused for want of room.
@@ -67,7 +67,7 @@ pub(crate) enum Job {
         reply: Reply<Option<Duration>>,
     },
     /// A reader found the database in a state that it does not come out of by itself.
-    Suspect,
+    Recover,
 }
 
 /// What the reader is asked to do.
@@ -76,7 +76,7 @@ pub(crate) enum Scan {
     Audit { before: Option<u64>, limit: usize, reply: Reply<Vec<AuditEntry>> },
 }
 
-impl Shared {
+impl StoreInner {
     pub(crate) fn new(state: State, clock: StoreClock<Arc<dyn Clock>>, max_batch: usize) -> Self {
         Self {
             state: RwLock::new(state),
@@ -84,14 +84,14 @@ impl Shared {
             // Enough for sixteen full batches. A command that waits for longer would hold its request for too long.
             jobs: Queue::new(max_batch.saturating_mul(16)),
             scans: Queue::new(64),
-            in_doubt: AtomicBool::new(false),
-            advice: Default::default(),
+            has_damage: AtomicBool::new(false),
+            advisories: Default::default(),
         }
     }
 
     /// From now on a record that is not found may be hidden by damage.
-    pub(crate) fn doubt(&self) {
-        if !self.in_doubt.swap(true, Ordering::SeqCst) {
+    pub(crate) fn report_damage(&self) {
+        if !self.has_damage.swap(true, Ordering::SeqCst) {
             tracing::error!(
                 "a part of the file of the embedded store is damaged: new keys are refused, because a record that is not \
                  found may be there; stop the program and run `oncegate check`"
@@ -100,22 +100,22 @@ impl Shared {
     }
 
     /// The whole file was verified.
-    pub(crate) fn trust(&self) {
-        self.in_doubt.store(false, Ordering::SeqCst);
+    pub(crate) fn clear_damage(&self) {
+        self.has_damage.store(false, Ordering::SeqCst);
     }
 
-    pub(crate) fn is_in_doubt(&self) -> bool {
-        self.in_doubt.load(Ordering::SeqCst)
+    pub(crate) fn has_damage(&self) -> bool {
+        self.has_damage.load(Ordering::SeqCst)
     }
 
-    pub(crate) fn advise(&self, advice: Advice, holds: bool) {
-        if let Some(place) = self.advice.get(advice as usize) {
-            place.store(holds, Ordering::SeqCst);
+    pub(crate) fn set_advisory(&self, advisories: AdvisoryFlag, holds: bool) {
+        if let Some(flag) = self.advisories.get(advisories as usize) {
+            flag.store(holds, Ordering::SeqCst);
         }
     }
 
-    pub(crate) fn advises(&self, advice: Advice) -> bool {
-        self.advice.get(advice as usize).is_some_and(|place| place.load(Ordering::SeqCst))
+    pub(crate) fn has_advisory(&self, advisories: AdvisoryFlag) -> bool {
+        self.advisories.get(advisories as usize).is_some_and(|flag| flag.load(Ordering::SeqCst))
     }
 
     pub(crate) fn is_read_only(&self) -> bool {
@@ -131,7 +131,7 @@ impl Shared {
     pub(crate) fn set_state(&self, state: State) {
         let before =
             std::mem::replace(&mut *self.state.write().unwrap_or_else(PoisonError::into_inner), state);
-        if quietly(|| drop(before)).is_err() {
+        if catch_panics_quietly(|| drop(before)).is_err() {
             tracing::error!("closing the file failed");
         }
     }
@@ -143,26 +143,26 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let state = self.state();
         let database = state.database()?;
-        match quietly(|| read(database)) {
+        match catch_panics_quietly(|| read(database)) {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(redb::Error::Corrupted(what))) => {
-                self.doubt();
-                Err(damaged_page(&what))
+                self.report_damage();
+                Err(damaged_page_error(&what))
             }
             Ok(Err(error)) => {
-                self.suspect();
+                self.request_recovery();
                 Err(StoreError::unavailable("the embedded store cannot read its file").with_source(error))
             }
             Err(_) => {
-                self.suspect();
-                Err(damaged_page("a page makes no sense to the database"))
+                self.request_recovery();
+                Err(damaged_page_error("a page makes no sense to the database"))
             }
         }
     }
 
-    fn suspect(&self) {
+    fn request_recovery(&self) {
         // Where the queue is full or closed, the writer will find out by itself.
-        let _ = self.jobs.push(Job::Suspect);
+        let _ = self.jobs.push(Job::Recover);
     }
 }
 
@@ -175,7 +175,7 @@ impl State {
                 "the embedded store cannot use its file and tries to open it again: {what}"
             ))),
             Self::Damaged(what) => Err(StoreError::corrupt(&**what)),
-            Self::Closed => Err(closed()),
+            Self::Closed => Err(closed_error()),
         }
     }
 }
@@ -184,7 +184,7 @@ impl State {
     /// Why nothing can be written.
     pub(crate) fn writable(&self) -> Result<(), StoreError> {
         match self {
-            Self::ReadOnly(_, what) => Err(full(&format!("its file cannot be written to: {what}"))),
+            Self::ReadOnly(_, what) => Err(full_error(&format!("its file cannot be written to: {what}"))),
             state => state.database().map(drop),
         }
     }
@@ -202,7 +202,7 @@ impl Job {
             Self::Purge { reply, .. } => drop(reply.send(Err(why()))),
             Self::Check { reply } => drop(reply.send(Err(why()))),
             Self::AcceptClock { reply } => drop(reply.send(Err(why()))),
-            Self::Suspect => {}
+            Self::Recover => {}
         }
     }
 
@@ -227,29 +227,29 @@ impl Job {
     }
 }
 
-pub(crate) fn refused(why: Refused) -> StoreError {
+pub(crate) fn push_error(why: PushError) -> StoreError {
     match why {
-        Refused::Full => StoreError::unavailable("the embedded store has too many commands waiting")
+        PushError::Full => StoreError::unavailable("the embedded store has too many commands waiting")
             .with_extent(Extent::Record)
             .with_nothing_sent(),
-        Refused::Closed => closed(),
+        PushError::Closed => closed_error(),
     }
 }
 
 /// There is no room for a claim, and it was not carried out. What needs no room is still answered.
-pub(crate) fn full(why: &str) -> StoreError {
+pub(crate) fn full_error(why: &str) -> StoreError {
     StoreError::unavailable(format!("the embedded store takes no new keys: {why}"))
         .with_extent(Extent::Writes)
         .with_nothing_sent()
 }
 
 /// The disk is about to be full.
-pub(crate) fn nearly_full() -> StoreError {
-    full("the disk is nearly full, and what is left is kept for requests that are running")
+pub(crate) fn disk_low_error() -> StoreError {
+    full_error("the disk is nearly full, and what is left is kept for requests that are running")
 }
 
 /// No record was found, and damage may hide one.
-pub(crate) fn hidden() -> StoreError {
+pub(crate) fn hidden_record_error() -> StoreError {
     StoreError::corrupt(
         "no record was found, but a part of the file of the embedded store is damaged and may hide one; stop the program and run \
          `oncegate check`",
@@ -257,20 +257,20 @@ pub(crate) fn hidden() -> StoreError {
 }
 
 /// Whether a record cannot be read because something changed it, and not because a newer program wrote it.
-pub(crate) const fn tells_of_damage(error: &codec::CodecError) -> bool {
+pub(crate) const fn is_damage(error: &codec::CodecError) -> bool {
     !matches!(error, codec::CodecError::UnknownVersion(_))
 }
 
-pub(crate) fn unreadable(id: &RecordId, error: codec::CodecError) -> StoreError {
+pub(crate) fn unreadable_error(id: &RecordId, error: codec::CodecError) -> StoreError {
     StoreError::corrupt(format!("record {id:?}… cannot be read")).with_source(error)
 }
 
-pub(crate) fn closed() -> StoreError {
+pub(crate) fn closed_error() -> StoreError {
     StoreError::unavailable("the embedded store is closed")
 }
 
 /// Damage that redb came across while it looked for a record.
-pub(crate) fn damaged_page(what: &str) -> StoreError {
+pub(crate) fn damaged_page_error(what: &str) -> StoreError {
     StoreError::corrupt(format!(
         "the file of the embedded store is damaged; stop the program and run `oncegate check`: {what}"
     ))

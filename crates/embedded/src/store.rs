@@ -12,19 +12,20 @@ use oncegate_core::{
 use redb::{Database, ReadableDatabase as _};
 use tokio::sync::oneshot;
 
-use crate::database::{self, FileMedium, Medium, OpenSettings, Unwritten};
+use crate::database::{self, FileMedium, Medium, OpenSettings, ReadOnlyMedium};
 use crate::error::OpenError;
 use crate::options::EmbeddedOptions;
 use crate::reader;
 use crate::schema::{CLOCK_STEP, RECORDS, decode};
 use crate::shared::{
-    Advice, Job, Reply, Scan, Shared, State, closed, hidden, refused, tells_of_damage, unreadable,
+    AdvisoryFlag, Job, Reply, Scan, State, StoreInner, closed_error, hidden_record_error, is_damage,
+    push_error, unreadable_error,
 };
-use crate::writer::{FileState, Writer};
+use crate::writer::{FileMeta, Writer};
 
 /// The durable store of one node: a file in a directory of its own, no server. See the [crate's page](crate).
 pub struct EmbeddedStore {
-    shared: Arc<Shared>,
+    inner: Arc<StoreInner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -36,7 +37,7 @@ impl EmbeddedStore {
     /// # Errors
     /// [`OpenError`] where another process has it, the file is damaged or of a newer format, or the disk fails.
     pub fn open(options: EmbeddedOptions) -> Result<Self, OpenError> {
-        let medium = FileMedium::own(&options.dir)?;
+        let medium = FileMedium::acquire(&options.dir)?;
         Self::open_medium(Box::new(medium), options)
     }
 
@@ -48,7 +49,7 @@ impl EmbeddedStore {
             Ok(opened) => (opened, None),
             // What is known is answered all the same, and requests without a key need no store at all.
             Err(error @ OpenError::Io { .. }) if error.is_full() => {
-                let opened = database::open(&Unwritten(medium.clone()), settings)?;
+                let opened = database::open(&ReadOnlyMedium(medium.clone()), settings)?;
                 (opened, Some(ErrorChain(&error).to_string()))
             }
             Err(error) => return Err(error),
@@ -60,15 +61,15 @@ impl EmbeddedStore {
             }
             None => StoreClock::new(options.clock),
         };
-        let file = FileState::of(&opened);
+        let file = FileMeta::of(&opened);
         let state = match &unwritable {
             Some(why) => State::ReadOnly(opened.database, why.as_str().into()),
             None => State::Open(opened.database),
         };
-        let shared = Arc::new(Shared::new(state, clock, options.max_batch));
-        let store = Self { shared: shared.clone(), threads: Mutex::default() };
+        let inner = Arc::new(StoreInner::new(state, clock, options.max_batch));
+        let store = Self { inner: inner.clone(), threads: Mutex::default() };
         let writer = Writer {
-            shared: shared.clone(),
+            inner: inner.clone(),
             medium,
             settings,
             max_batch: options.max_batch,
@@ -79,7 +80,7 @@ impl EmbeddedStore {
             purges: std::collections::VecDeque::new(),
         };
         store.spawn("oncegate-writer", move || writer.run())?;
-        store.spawn("oncegate-reader", move || reader::run(&shared))?;
+        store.spawn("oncegate-reader", move || reader::run(&inner))?;
         Ok(store)
     }
 
@@ -94,8 +95,8 @@ impl EmbeddedStore {
     /// about as long as one commit takes. Commands that come later are refused as unavailable. Dropping the store does
     /// the same.
     pub fn close(&self) {
-        self.shared.jobs.close();
-        self.shared.scans.close();
+        self.inner.jobs.close();
+        self.inner.scans.close();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
             // A thread that panicked has closed its queue.
@@ -105,10 +106,10 @@ impl EmbeddedStore {
 
     /// The answer to a claim that changes nothing, from what is on disk already: a replay, a conflict, a mismatch.
     fn claim_by_reading(&self, id: &RecordId, command: &Command) -> Result<Option<Outcome>, StoreError> {
-        let now = self.shared.clock.now();
+        let now = self.inner.clock.now();
         let record = self.read_record(id)?;
-        if record.is_none() && self.shared.is_in_doubt() {
-            return Err(hidden());
+        if record.is_none() && self.inner.has_damage() {
+            return Err(hidden_record_error());
         }
         let decision = decide(record.as_ref(), command, now);
         Ok((decision.write == Write::Keep).then_some(decision.outcome))
@@ -117,31 +118,31 @@ impl EmbeddedStore {
     fn read_record(&self, id: &RecordId) -> Result<Option<Record>, StoreError> {
         let read = |database: &Database| -> Result<_, redb::Error> {
             let records = database.begin_read()?.open_table(RECORDS)?;
-            let octets = records.get(id.as_bytes())?;
-            Ok(octets.map(|octets| decode(id, octets.value()).map(|(_, record)| record)))
+            let encoded = records.get(id.as_bytes())?;
+            Ok(encoded.map(|encoded| decode(id, encoded.value()).map(|(_, record)| record)))
         };
-        self.shared.read(read)?.transpose().map_err(|error| {
-            if tells_of_damage(&error) {
-                self.shared.doubt();
+        self.inner.read(read)?.transpose().map_err(|error| {
+            if is_damage(&error) {
+                self.inner.report_damage();
             }
-            unreadable(id, error)
+            unreadable_error(id, error)
         })
     }
 
     async fn submit<T>(&self, job: impl FnOnce(Reply<T>) -> Job) -> Result<T, StoreError> {
-        self.shared.state().writable()?;
+        self.inner.state().writable()?;
         let (reply, answer) = oneshot::channel();
-        self.shared.jobs.push(job(reply)).map_err(refused)?;
+        self.inner.jobs.push(job(reply)).map_err(push_error)?;
         // Once more: had the file failed in between, after the writer refused all that waited, the command would wait
         // until the file is open again.
-        self.shared.state().writable()?;
-        answer.await.unwrap_or_else(|_| Err(closed()))
+        self.inner.state().writable()?;
+        answer.await.unwrap_or_else(|_| Err(closed_error()))
     }
 
     async fn scan<T>(&self, scan: impl FnOnce(Reply<T>) -> Scan) -> Result<T, StoreError> {
         let (reply, answer) = oneshot::channel();
-        self.shared.scans.push(scan(reply)).map_err(refused)?;
-        answer.await.unwrap_or_else(|_| Err(closed()))
+        self.inner.scans.push(scan(reply)).map_err(push_error)?;
+        answer.await.unwrap_or_else(|_| Err(closed_error()))
     }
 }
 
@@ -159,7 +160,7 @@ impl Store for EmbeddedStore {
 
     fn lookup(&self, id: RecordId) -> StoreFuture<'_, Option<Record>> {
         Box::pin(async move {
-            let now = self.shared.clock.now();
+            let now = self.inner.clock.now();
             Ok(self.read_record(&id)?.filter(|record| !record.is_expired(now)))
         })
     }
@@ -181,23 +182,23 @@ impl Store for EmbeddedStore {
     }
 
     fn now(&self) -> Timestamp {
-        self.shared.clock.now()
+        self.inner.clock.now()
     }
 
     fn advisories(&self) -> Vec<Advisory> {
         let mut advisories = Vec::new();
-        if let Some(skew) = self.shared.clock.skew().filter(|skew| !skew.is_expected) {
+        if let Some(skew) = self.inner.clock.skew().filter(|skew| !skew.is_expected) {
             advisories.push(Advisory::new("clock", skew.to_string()));
         }
-        if let Err(error) = self.shared.state().writable() {
+        if let Err(error) = self.inner.state().writable() {
             advisories.push(Advisory::new("not-writable", ErrorChain(&error).to_string()));
-        } else if self.shared.advises(Advice::Full) {
+        } else if self.inner.has_advisory(AdvisoryFlag::Full) {
             let text =
                 "the store has no room: new keys are refused until records are purged or the limit is raised";
             advisories.push(Advisory::new("full", text));
         }
-        if self.shared.is_in_doubt() {
-            advisories.push(Advisory::new("damage", hidden().to_string()));
+        if self.inner.has_damage() {
+            advisories.push(Advisory::new("damage", hidden_record_error().to_string()));
         }
         advisories
     }

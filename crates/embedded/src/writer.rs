@@ -12,28 +12,28 @@ use oncegate_core::{Clock as _, ErrorChain, Outcome, StoreError, Timestamp};
 use redb::{Database, WriteTransaction};
 use tracing::{error, info, warn};
 
-use crate::batch::{Batch, Room};
-use crate::database::{self, Medium, OpenSettings, Opened, Unwritten, is_full, quietly};
+use crate::batch::{Batch, Capacity};
+use crate::database::{self, Medium, OpenFile, OpenSettings, ReadOnlyMedium, catch_panics_quietly, is_full};
 use crate::error::OpenError;
-use crate::queue::Taken;
+use crate::queue::TakeResult;
 use crate::schema::{CLOCK_STEP, META, META_BYTES, META_CLOCK, META_LAGGING, META_WALL};
-use crate::shared::{Advice, Job, Reply, Shared, State, closed, nearly_full};
+use crate::shared::{AdvisoryFlag, Job, Reply, State, StoreInner, closed_error, disk_low_error};
 
 /// The most octets of responses in one transaction, but for one response that is larger: it bounds what a transaction
 /// holds in memory and how long it takes.
-const BATCH_BYTES: usize = 8 * 1024 * 1024;
+const MAX_BATCH_BYTES: usize = 8 * 1024 * 1024;
 
-const RETRY_FIRST: Duration = Duration::from_millis(50);
-const RETRY_LAST: Duration = Duration::from_secs(5);
+const MIN_RETRY_PAUSE: Duration = Duration::from_millis(50);
+const MAX_RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 pub(crate) struct Writer {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) inner: Arc<StoreInner>,
     pub(crate) medium: Arc<dyn Medium>,
     pub(crate) settings: OpenSettings,
     pub(crate) max_batch: usize,
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
-    pub(crate) file: FileState,
+    pub(crate) file: FileMeta,
     /// Why the file cannot be written to from the beginning.
     pub(crate) unwritable: Option<String>,
     /// Purges that go on in the next transaction.
@@ -42,7 +42,7 @@ pub(crate) struct Writer {
 
 /// What the writer knows of the file beyond the records.
 #[derive(Clone, Debug)]
-pub(crate) struct FileState {
+pub(crate) struct FileMeta {
     /// The clock as it stands in the file.
     clock_floor: Timestamp,
     /// From when on the clock has not followed the time of day, as it stands in the file.
@@ -54,8 +54,8 @@ pub(crate) struct FileState {
     flush_failed: Arc<AtomicBool>,
 }
 
-impl FileState {
-    pub(crate) fn of(opened: &Opened) -> Self {
+impl FileMeta {
+    pub(crate) fn of(opened: &OpenFile) -> Self {
         Self {
             clock_floor: opened.last_write.map_or(Timestamp::default(), |last| last.time),
             lagging_since: opened.last_write.and_then(|last| last.lagging_since),
@@ -67,36 +67,36 @@ impl FileState {
 }
 
 /// What one job came to in a transaction that is not yet committed.
-enum Done {
+enum JobOutcome {
     Applied(Outcome),
     Purged {
         now: usize,
         more: bool,
     },
     /// By how much the clock moves ahead.
-    Accepted(Option<Duration>),
+    ClockAccepted(Option<Duration>),
     Checked,
 }
 
 /// A batch that is on disk.
-struct Committed {
-    done: Vec<Result<Done, StoreError>>,
-    file: FileState,
+struct CommittedBatch {
+    done: Vec<Result<JobOutcome, StoreError>>,
+    file: FileMeta,
     is_damaged: bool,
 }
 
 /// Why a batch came to nothing.
-enum Failure {
+enum BatchFailure {
     Storage(redb::Error),
     /// redb panicked.
     Panic,
     /// A reader saw an error or a panic.
-    Suspect,
+    ReadFailed,
     /// The path no longer leads to the file.
     Moved(std::io::Error),
 }
 
-impl<E: Into<redb::Error>> From<E> for Failure {
+impl<E: Into<redb::Error>> From<E> for BatchFailure {
     fn from(error: E) -> Self {
         Self::Storage(error.into())
     }
@@ -106,27 +106,27 @@ impl Writer {
     /// Until the queue is closed and empty.
     pub(crate) fn run(mut self) {
         // Also when this thread panics: nobody may be left waiting for it.
-        let _last = Last(self.shared.clone());
+        let _close_on_drop = CloseOnDrop(self.inner.clone());
         if let Some(why) = self.unwritable.take() {
             self.recover(&why, Vec::new());
         }
         loop {
             let deadline = (!self.purges.is_empty()).then(Instant::now);
             let mut jobs: Vec<Job> = self.purges.drain(..).collect();
-            match self.shared.jobs.take(self.max_batch, BATCH_BYTES, Job::weight, deadline) {
-                Taken::Jobs(taken) => jobs.extend(taken),
-                Taken::Nothing => {}
+            match self.inner.jobs.take(self.max_batch, MAX_BATCH_BYTES, Job::weight, deadline) {
+                TakeResult::Jobs(taken) => jobs.extend(taken),
+                TakeResult::TimedOut => {}
                 // A purge that goes on and on must not hold up the end.
-                Taken::Closed => {
-                    jobs.into_iter().for_each(|job| job.fail(closed));
-                    return self.write_last();
+                TakeResult::Closed => {
+                    jobs.into_iter().for_each(|job| job.fail(closed_error));
+                    return self.write_closing_meta();
                 }
             }
             jobs.retain(is_awaited);
             if jobs.is_empty() {
                 continue;
             }
-            self.accept_correction();
+            self.accept_clock_correction();
             // By itself: what met it in one transaction would be written by the time before, and age by the whole step.
             let (accepting, jobs): (Vec<_>, Vec<_>) =
                 jobs.into_iter().partition(|job| matches!(job, Job::AcceptClock { .. }));
@@ -139,30 +139,30 @@ impl Writer {
 
     /// Applies the jobs in one transaction and answers them.
     fn commit(&mut self, jobs: Vec<Job>) {
-        let shared = self.shared.clone();
-        let state = shared.state();
+        let inner = self.inner.clone();
+        let state = inner.state();
         let State::Open(database) = &*state else {
             drop(state);
-            return jobs.into_iter().for_each(|job| self.fail(job));
+            return jobs.into_iter().for_each(|job| self.refuse_job(job));
         };
-        let committed = quietly(|| self.apply_all(database, &jobs));
+        let committed = catch_panics_quietly(|| self.apply_all(database, &jobs));
         drop(state);
         // After the commit, so that what is answered was written to a file that the next start finds.
         let in_place = |committed| match self.medium.check_in_place() {
             Ok(()) => Ok(committed),
-            Err(error) => Err(Failure::Moved(error)),
+            Err(error) => Err(BatchFailure::Moved(error)),
         };
-        match committed.unwrap_or(Err(Failure::Panic)).and_then(in_place) {
+        match committed.unwrap_or(Err(BatchFailure::Panic)).and_then(in_place) {
             // M17: the commit has returned, so what is answered here is on disk.
-            Ok(Committed { done, file, is_damaged }) => {
+            Ok(CommittedBatch { done, file, is_damaged }) => {
                 self.file = file;
                 if is_damaged {
-                    self.shared.doubt();
+                    self.inner.report_damage();
                 }
                 let is_full = done.iter().any(|done| {
                     done.as_ref().is_err_and(|error| error.extent() == oncegate_core::Extent::Writes)
                 });
-                self.tell_of_room(&jobs, is_full);
+                self.report_capacity(&jobs, is_full);
                 for (job, done) in jobs.into_iter().zip(done) {
                     self.answer(job, done);
                 }
@@ -171,34 +171,34 @@ impl Writer {
         }
     }
 
-    fn apply_all(&self, database: &Database, jobs: &[Job]) -> Result<Committed, Failure> {
+    fn apply_all(&self, database: &Database, jobs: &[Job]) -> Result<CommittedBatch, BatchFailure> {
         let txn = database::begin_write(database)?;
         // One time for the whole transaction.
-        let now = self.shared.clock.now();
+        let now = self.inner.clock.now();
         let mut done = Vec::with_capacity(jobs.len());
-        let FileState { next_number, record_bytes, .. } = self.file;
-        let mut batch = Batch::new(&txn, now, self.room(), (next_number, record_bytes))?;
+        let FileMeta { next_number, record_bytes, .. } = self.file;
+        let mut batch = Batch::new(&txn, now, self.capacity(), (next_number, record_bytes))?;
         for job in jobs {
             done.push(match job {
-                Job::Apply { id, command, .. } => batch.apply(*id, command)?.map(Done::Applied),
+                Job::Apply { id, command, .. } => batch.apply(*id, command)?.map(JobOutcome::Applied),
                 Job::Purge { limit, purged, .. } => {
                     let (now, more) = batch.purge(limit.saturating_sub(*purged))?;
-                    Ok(Done::Purged { now, more })
+                    Ok(JobOutcome::Purged { now, more })
                 }
-                Job::AcceptClock { .. } => Ok(match self.shared.clock.skew().filter(|skew| skew.is_ahead) {
+                Job::AcceptClock { .. } => Ok(match self.inner.clock.skew().filter(|skew| skew.is_ahead) {
                     Some(skew) => {
                         batch.shift(skew.since, skew.by)?;
-                        Done::Accepted(Some(skew.by))
+                        JobOutcome::ClockAccepted(Some(skew.by))
                     }
-                    None => Done::Accepted(None),
+                    None => JobOutcome::ClockAccepted(None),
                 }),
-                Job::Check { .. } if self.medium.is_low() => Err(nearly_full()),
-                Job::Check { .. } => Ok(Done::Checked),
-                Job::Suspect => return Err(Failure::Suspect),
+                Job::Check { .. } if self.medium.is_disk_low() => Err(disk_low_error()),
+                Job::Check { .. } => Ok(JobOutcome::Checked),
+                Job::Recover => return Err(BatchFailure::ReadFailed),
             });
         }
         let (changed, is_damaged) = (batch.changed, batch.is_damaged());
-        let mut file = FileState {
+        let mut file = FileMeta {
             next_number: batch.next_number,
             record_bytes: batch.record_bytes,
             ..self.file.clone()
@@ -206,13 +206,13 @@ impl Writer {
         drop(batch);
         if !changed {
             txn.abort()?;
-            return Ok(Committed { done, file, is_damaged });
+            return Ok(CommittedBatch { done, file, is_damaged });
         }
         let accepted = done.iter().find_map(|done| match done {
-            Ok(Done::Accepted(by)) => *by,
+            Ok(JobOutcome::ClockAccepted(by)) => *by,
             _ => None,
         });
-        let since = self.shared.clock.lagging_since().filter(|_| accepted.is_none());
+        let since = self.inner.clock.lagging_since().filter(|_| accepted.is_none());
         let now = accepted.map_or(now, |by| now.after(by));
         if since != file.lagging_since
             || now.as_millis() >= file.clock_floor.as_millis().saturating_add(CLOCK_STEP)
@@ -222,16 +222,16 @@ impl Writer {
         }
         txn.commit()?;
         if let Some(by) = accepted {
-            self.shared.clock.accept(by);
+            self.inner.clock.accept(by);
         }
-        Ok(Committed { done, file, is_damaged })
+        Ok(CommittedBatch { done, file, is_damaged })
     }
 
     /// Keeps the clock in the file less than [`CLOCK_STEP`] behind what was written.
-    fn write_meta(&self, txn: &WriteTransaction, file: &FileState) -> Result<(), redb::Error> {
+    fn write_meta(&self, txn: &WriteTransaction, file: &FileMeta) -> Result<(), redb::Error> {
         let mut meta = txn.open_table(META)?;
         meta.insert(META_CLOCK, file.clock_floor.as_millis())?;
-        meta.insert(META_WALL, self.shared.clock.wall().as_millis())?;
+        meta.insert(META_WALL, self.inner.clock.wall().as_millis())?;
         meta.insert(META_LAGGING, file.lagging_since.map_or(0, Timestamp::as_millis))?;
         meta.insert(META_BYTES, file.record_bytes)?;
         Ok(())
@@ -239,35 +239,36 @@ impl Writer {
 
     /// Writes both clocks and the sums when the file is closed. The two clocks have to be of one moment: the next process
     /// takes their difference for a clock that was set.
-    fn write_last(&self) {
-        let state = self.shared.state();
+    fn write_closing_meta(&self) {
+        let state = self.inner.state();
         if let State::Open(database) = &*state {
             let mut file = self.file.clone();
-            file.lagging_since = self.shared.clock.lagging_since();
-            file.clock_floor = self.shared.clock.now().max(file.clock_floor);
-            let written = quietly(|| database::write(database, |txn| self.write_meta(txn, &file)));
+            file.lagging_since = self.inner.clock.lagging_since();
+            file.clock_floor = self.inner.clock.now().max(file.clock_floor);
+            let written =
+                catch_panics_quietly(|| database::write(database, |txn| self.write_meta(txn, &file)));
             if !matches!(written, Ok(Ok(()))) {
                 warn!("the file of the embedded store could not be written to when it was closed");
             }
         }
     }
 
-    fn room(&self) -> Room {
-        Room {
+    fn capacity(&self) -> Capacity {
+        Capacity {
             max_records: self.max_records,
             max_record_bytes: self.max_record_bytes,
-            is_disk_low: self.medium.is_low(),
-            is_damaged: self.shared.is_in_doubt(),
+            is_disk_low: self.medium.is_disk_low(),
+            is_damaged: self.inner.has_damage(),
         }
     }
 
     /// Says once when new keys begin to be refused, and once when they no longer are.
-    fn tell_of_room(&self, jobs: &[Job], is_full: bool) {
+    fn report_capacity(&self, jobs: &[Job], is_full: bool) {
         let claims = jobs.iter().any(Job::is_claim);
-        if !claims || is_full == self.shared.advises(Advice::Full) {
+        if !claims || is_full == self.inner.has_advisory(AdvisoryFlag::Full) {
             return;
         }
-        self.shared.advise(Advice::Full, is_full);
+        self.inner.set_advisory(AdvisoryFlag::Full, is_full);
         if is_full {
             warn!(
                 "the embedded store has no room: new keys are refused until records are purged or the limit is raised"
@@ -279,8 +280,8 @@ impl Writer {
 
     /// Accepts the time of day by itself when it was known to be wrong at the start and is set right; and says so when the
     /// two clocks begin to disagree.
-    fn accept_correction(&mut self) {
-        let skew = self.shared.clock.skew();
+    fn accept_clock_correction(&mut self) {
+        let skew = self.inner.clock.skew();
         match skew {
             Some(skew) if skew.is_expected => {
                 let (reply, _answer) = tokio::sync::oneshot::channel();
@@ -290,22 +291,22 @@ impl Writer {
                 );
                 self.commit(vec![Job::AcceptClock { reply }]);
             }
-            Some(skew) if !self.shared.advises(Advice::Clock) => {
+            Some(skew) if !self.inner.has_advisory(AdvisoryFlag::Clock) => {
                 warn!(seconds = skew.by.as_secs(), "{skew}");
-                self.shared.advise(Advice::Clock, true);
+                self.inner.set_advisory(AdvisoryFlag::Clock, true);
             }
-            None if self.shared.advises(Advice::Clock) => {
+            None if self.inner.has_advisory(AdvisoryFlag::Clock) => {
                 info!("the clock of this machine and the time of the store agree again");
-                self.shared.advise(Advice::Clock, false);
+                self.inner.set_advisory(AdvisoryFlag::Clock, false);
             }
             _ => {}
         }
     }
 
-    fn answer(&mut self, job: Job, done: Result<Done, StoreError>) {
+    fn answer(&mut self, job: Job, done: Result<JobOutcome, StoreError>) {
         match (job, done) {
-            (Job::Apply { reply, .. }, Ok(Done::Applied(outcome))) => drop(reply.send(Ok(outcome))),
-            (Job::Purge { limit, purged, reply }, Ok(Done::Purged { now, more })) => {
+            (Job::Apply { reply, .. }, Ok(JobOutcome::Applied(outcome))) => drop(reply.send(Ok(outcome))),
+            (Job::Purge { limit, purged, reply }, Ok(JobOutcome::Purged { now, more })) => {
                 let purged = purged + now;
                 if more && purged < limit {
                     self.purges.push_back(Job::Purge { limit, purged, reply });
@@ -313,8 +314,8 @@ impl Writer {
                     let _ = reply.send(Ok(purged));
                 }
             }
-            (Job::Check { reply }, Ok(Done::Checked)) => drop(reply.send(Ok(()))),
-            (Job::AcceptClock { reply }, Ok(Done::Accepted(by))) => drop(reply.send(Ok(by))),
+            (Job::Check { reply }, Ok(JobOutcome::Checked)) => drop(reply.send(Ok(()))),
+            (Job::AcceptClock { reply }, Ok(JobOutcome::ClockAccepted(by))) => drop(reply.send(Ok(by))),
             (job, Err(error)) => job.fail(|| error),
             (job, Ok(_)) => job.fail(|| StoreError::unavailable("the embedded store lost an answer")),
         }
@@ -330,40 +331,40 @@ impl Writer {
             error = what,
             "the file of the embedded store failed; every write is refused until it can be used again"
         );
-        if !self.shared.is_read_only() {
-            self.refuse(what);
+        if !self.inner.is_read_only() {
+            self.set_failing(what);
         }
-        jobs.into_iter().for_each(|job| self.fail(job));
+        jobs.into_iter().for_each(|job| self.refuse_job(job));
         let mut pause = Duration::ZERO;
-        while self.refuse_for(pause) {
+        while self.refuse_jobs_during(pause) {
             match self.reopen() {
                 Ok(opened) => {
-                    self.file = FileState::of(&opened);
-                    self.shared.set_state(State::Open(opened.database));
-                    self.shared.trust();
+                    self.file = FileMeta::of(&opened);
+                    self.inner.set_state(State::Open(opened.database));
+                    self.inner.clear_damage();
                     info!("the file of the embedded store can be used again");
                     return;
                 }
                 Err(error @ (OpenError::Damaged { .. } | OpenError::NewerFormat { .. })) => {
                     error!(error = %ErrorChain(&error), "the file of the embedded store is damaged; every command is refused");
-                    self.shared.set_state(State::Damaged(ErrorChain(&error).to_string().into()));
+                    self.inner.set_state(State::Damaged(ErrorChain(&error).to_string().into()));
                     return;
                 }
                 Err(error) => {
                     warn!(error = %ErrorChain(&error), "the file of the embedded store still fails");
-                    self.read_only(&error);
+                    self.try_read_only(&error);
                 }
             }
-            pause = (pause * 2).clamp(RETRY_FIRST, RETRY_LAST);
+            pause = (pause * 2).clamp(MIN_RETRY_PAUSE, MAX_RETRY_PAUSE);
         }
     }
 
-    fn reopen(&self) -> Result<Opened, OpenError> {
+    fn reopen(&self) -> Result<OpenFile, OpenError> {
         self.medium.check_in_place().map_err(OpenError::io("find the file of the store"))?;
         let io = |source| OpenError::Io { what: "write to its directory".to_owned(), source };
         self.medium.probe().map_err(io)?;
         // One handle at a time has the file.
-        self.refuse("it is being opened again");
+        self.set_failing("it is being opened again");
         // Whatever its size: a page that makes no sense may be the reason.
         database::open(&*self.medium, OpenSettings { verify_bytes: u64::MAX, ..self.settings })
     }
@@ -372,50 +373,52 @@ impl Writer {
     ///
     /// Not after a flush that failed: what the operating system shows then need not be on the disk, and must not be answered
     /// with.
-    fn read_only(&self, error: &OpenError) {
-        let OpenError::Io { source, .. } = error else { return self.refuse(&ErrorChain(error).to_string()) };
-        if self.shared.is_read_only() {
+    fn try_read_only(&self, error: &OpenError) {
+        let OpenError::Io { source, .. } = error else {
+            return self.set_failing(&ErrorChain(error).to_string());
+        };
+        if self.inner.is_read_only() {
             return;
         }
         if !is_full(source) || self.file.flush_failed.load(Ordering::SeqCst) {
-            return self.refuse(&ErrorChain(error).to_string());
+            return self.set_failing(&ErrorChain(error).to_string());
         }
-        match database::open(&Unwritten(self.medium.clone()), self.settings) {
+        match database::open(&ReadOnlyMedium(self.medium.clone()), self.settings) {
             Ok(opened) => {
                 warn!("the disk is full: keys that are recorded are answered, and nothing new is executed");
-                self.shared.set_state(State::ReadOnly(opened.database, ErrorChain(error).to_string().into()));
+                self.inner.set_state(State::ReadOnly(opened.database, ErrorChain(error).to_string().into()));
             }
-            Err(unreadable) => self.refuse(&ErrorChain(&unreadable).to_string()),
+            Err(unreadable) => self.set_failing(&ErrorChain(&unreadable).to_string()),
         }
     }
 
-    fn refuse(&self, what: &str) {
-        self.shared.set_state(State::Failing(what.into()));
+    fn set_failing(&self, what: &str) {
+        self.inner.set_state(State::Failing(what.into()));
     }
 
-    fn fail(&self, job: Job) {
-        job.fail(|| self.shared.state().writable().err().unwrap_or_else(closed));
+    fn refuse_job(&self, job: Job) {
+        job.fail(|| self.inner.state().writable().err().unwrap_or_else(closed_error));
     }
 
     /// Refuses all that comes, for this long. Says whether to go on.
-    fn refuse_for(&self, pause: Duration) -> bool {
+    fn refuse_jobs_during(&self, pause: Duration) -> bool {
         let deadline = Instant::now() + pause;
         loop {
-            match self.shared.jobs.take(usize::MAX, usize::MAX, |_| 1, Some(deadline)) {
-                Taken::Jobs(jobs) => jobs.into_iter().for_each(|job| self.fail(job)),
-                Taken::Nothing => return true,
-                Taken::Closed => return false,
+            match self.inner.jobs.take(usize::MAX, usize::MAX, |_| 1, Some(deadline)) {
+                TakeResult::Jobs(jobs) => jobs.into_iter().for_each(|job| self.refuse_job(job)),
+                TakeResult::TimedOut => return true,
+                TakeResult::Closed => return false,
             }
         }
     }
 }
 
-impl std::fmt::Display for Failure {
+impl std::fmt::Display for BatchFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Storage(error) => ErrorChain(error).fmt(f),
             Self::Panic => f.write_str("a page makes no sense to the database"),
-            Self::Suspect => f.write_str("a read failed"),
+            Self::ReadFailed => f.write_str("a read failed"),
             Self::Moved(error) => error.fmt(f),
         }
     }
@@ -431,19 +434,19 @@ fn is_awaited(job: &Job) -> bool {
         Job::Purge { reply, .. } => awaited(reply),
         Job::Check { reply } => awaited(reply),
         // Once begun, it is done: the operator may have hung up.
-        Job::AcceptClock { .. } | Job::Suspect => true,
+        Job::AcceptClock { .. } | Job::Recover => true,
     }
 }
 
 /// Closes the file when the writer ends, however it ends.
-struct Last(Arc<Shared>);
+struct CloseOnDrop(Arc<StoreInner>);
 
-impl Drop for Last {
+impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         self.0.jobs.close();
         self.0.set_state(State::Closed);
-        while let Taken::Jobs(jobs) = self.0.jobs.take(usize::MAX, usize::MAX, |_| 1, None) {
-            jobs.into_iter().for_each(|job| job.fail(closed));
+        while let TakeResult::Jobs(jobs) = self.0.jobs.take(usize::MAX, usize::MAX, |_| 1, None) {
+            jobs.into_iter().for_each(|job| job.fail(closed_error));
         }
     }
 }

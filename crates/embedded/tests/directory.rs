@@ -166,16 +166,16 @@ fn a_store_that_is_moved_away_is_refused_until_it_is_back() {
 
 #[test]
 fn a_file_that_is_empty_or_something_else_is_refused_and_left_alone() {
-    for octets in [&b""[..], b"records of something else", &[0; 4096]] {
+    for bytes in [&b""[..], b"records of something else", &[0; 4096]] {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("records.redb");
-        fs::write(&file, octets).unwrap();
+        fs::write(&file, bytes).unwrap();
         let error = open(dir.path()).unwrap_err();
         assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
         for words in ["damaged", "oncegate check", "restore", "records.redb"] {
             assert!(error.to_string().contains(words), "{words}: {error}");
         }
-        assert_eq!(fs::read(&file).unwrap(), octets);
+        assert_eq!(fs::read(&file).unwrap(), bytes);
     }
 }
 
@@ -243,10 +243,10 @@ fn a_check_of_a_damaged_page_says_so() {
     (0..200).for_each(|n| complete(&store, n, Completion::Tombstone));
     drop(store);
     let file = dir.path().join("records.redb");
-    let mut octets = fs::read(&file).unwrap();
+    let mut bytes = fs::read(&file).unwrap();
     // Every page, a little: whichever are in use, some are damaged.
-    octets.iter_mut().skip(4096 + 2000).step_by(4096).for_each(|octet| *octet ^= 1);
-    fs::write(&file, octets).unwrap();
+    bytes.iter_mut().skip(4096 + 2000).step_by(4096).for_each(|byte| *byte ^= 1);
+    fs::write(&file, bytes).unwrap();
     match check(&EmbeddedOptions::new(dir.path())) {
         Ok(report) => assert!(report.damage.is_some() && !report.is_sound(), "{report:?}"),
         Err(error) => assert!(matches!(error, OpenError::Damaged { .. }), "{error}"),

@@ -261,10 +261,10 @@ impl Drop for SmallDisk {
 const DAY: Duration = Duration::from_secs(86_400);
 
 fn id(n: u64) -> RecordId {
-    let mut octets = [0; 32];
-    octets[..8].copy_from_slice(&(n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
-    octets[8..16].copy_from_slice(&n.to_be_bytes());
-    RecordId::from_bytes(octets)
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&(n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes());
+    bytes[8..16].copy_from_slice(&n.to_be_bytes());
+    RecordId::from_bytes(bytes)
 }
 
 fn claim(n: u64) -> Command {

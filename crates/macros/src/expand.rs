@@ -10,11 +10,11 @@ use syn::{
     parse2,
 };
 
-use crate::options::{Compared, Errors, Key, OnAbandoned, Options, Runs, nearest};
+use crate::options::{ComparedArguments, ErrorPolicy, KeySource, OnAbandoned, Options, RunMode, nearest};
 use crate::template::{Piece, Template, root};
 
 /// Serialize is there for tuples of so many.
-const TUPLE_MAX: usize = 16;
+const MAX_TUPLE: usize = 16;
 
 pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<TokenStream> {
     let function: ItemFn = parse2(item.clone())
@@ -23,31 +23,31 @@ pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<To
     let options: Options = parse2(attribute)?;
     let arguments = Arguments::of(&function.sig)?;
     let krate = options.krate.as_ref().map_or_else(|| quote!(::oncegate), |path| quote!(#path));
-    let parts = Parts { options: &options, arguments: &arguments, krate: &krate };
+    let expansion = Expansion { options: &options, arguments: &arguments, krate: &krate };
 
-    let engine = parts.engine()?;
-    let key = parts.key()?;
-    let input = parts.input(engine.argument)?;
-    let policy = parts.policy();
+    let engine = expansion.engine()?;
+    let key = expansion.key()?;
+    let input = expansion.input(engine.argument)?;
+    let policy = expansion.policy();
     let with_caller =
         options.caller.as_ref().map(|caller| quote_spanned!(caller.span()=> .with_caller("caller", #caller)));
-    let with_errors = parts.errors();
+    let with_errors = expansion.errors();
     let attempt = options.attempt.as_ref().map_or_else(|| quote!(_), |name| quote!(#name));
-    let returns = Returns::of(&function.sig)?;
+    let returns = ReturnShape::of(&function.sig)?;
     let (body_type, convert) = (&returns.body, returns.convert);
     let borrowed_engine = arguments.borrowed_engine.as_ref();
-    let runs = options.runs.unwrap_or(match owns_all(&function.sig, borrowed_engine) {
-        true => Runs::Detached,
-        false => Runs::InPlace,
+    let run_mode = options.run_mode.unwrap_or(match owns_all(&function.sig, borrowed_engine) {
+        true => RunMode::Detached,
+        false => RunMode::InPlace,
     });
     // What it asks of the value and the error is asked of the type that the signature has.
-    let run = if runs == Runs::Detached { "run" } else { "run_in_place" };
+    let run = if run_mode == RunMode::Detached { "run" } else { "run_in_place" };
     let run = Ident::new(run, returns.span);
 
     let ItemFn { attrs, vis, sig, block, .. } = &function;
     let (engine, scope) = (engine.expr, &options.scope);
     // A body in a task of its own has the engine as it has it in place: by reference, to a clone.
-    let (cloned, block) = match borrowed_engine.filter(|_| runs == Runs::Detached) {
+    let (cloned, block) = match borrowed_engine.filter(|_| run_mode == RunMode::Detached) {
         Some(name) => (
             quote!(let __oncegate_engine = ::core::clone::Clone::clone(#name);),
             quote!({
@@ -100,14 +100,14 @@ fn item_span(item: TokenStream) -> Span {
 
 fn check(sig: &Signature) -> Result<()> {
     if sig.asyncness.is_none() && sig.generics.lifetimes().any(|of| of.lifetime.ident == "async_trait") {
-        let said = "`#[async_trait]` has rewritten this method before `#[idempotent]` saw it: move the body into an `async fn` \
+        let message = "`#[async_trait]` has rewritten this method before `#[idempotent]` saw it: move the body into an `async fn` \
                     outside of the trait, put `#[idempotent]` on that, and call it here";
-        return Err(Error::new(sig.ident.span(), said));
+        return Err(Error::new(sig.ident.span(), message));
     }
     if sig.asyncness.is_none() {
-        let said =
+        let message =
             "an idempotent function is an `async fn`: it waits for the store, before it runs and after it";
-        return Err(Error::new(sig.fn_token.span(), said));
+        return Err(Error::new(sig.fn_token.span(), message));
     }
     if let Some(abi) = &sig.abi {
         return Err(Error::new(abi.span(), "an idempotent function has the ABI of Rust"));
@@ -136,7 +136,7 @@ impl Arguments {
         for argument in &sig.inputs {
             let FnArg::Typed(typed) = argument else { continue };
             let first = all.names.len();
-            bound_by(&typed.pat, &mut all.names)?;
+            bound_names(&typed.pat, &mut all.names)?;
             if let [one] = &all.names[first..]
                 && is_engine(&typed.ty)
             {
@@ -177,19 +177,19 @@ impl Arguments {
 }
 
 /// The names that a pattern binds.
-fn bound_by(pattern: &Pat, names: &mut Vec<Ident>) -> Result<()> {
+fn bound_names(pattern: &Pat, names: &mut Vec<Ident>) -> Result<()> {
     match pattern {
         Pat::Ident(ident) => {
             names.push(ident.ident.clone());
-            ident.subpat.as_ref().map_or(Ok(()), |(_, inner)| bound_by(inner, names))
+            ident.subpat.as_ref().map_or(Ok(()), |(_, inner)| bound_names(inner, names))
         }
-        Pat::TupleStruct(of) => of.elems.iter().try_for_each(|inner| bound_by(inner, names)),
-        Pat::Tuple(of) => of.elems.iter().try_for_each(|inner| bound_by(inner, names)),
-        Pat::Slice(of) => of.elems.iter().try_for_each(|inner| bound_by(inner, names)),
-        Pat::Struct(of) => of.fields.iter().try_for_each(|field| bound_by(&field.pat, names)),
-        Pat::Reference(of) => bound_by(&of.pat, names),
-        Pat::Paren(of) => bound_by(&of.pat, names),
-        Pat::Type(of) => bound_by(&of.pat, names),
+        Pat::TupleStruct(of) => of.elems.iter().try_for_each(|inner| bound_names(inner, names)),
+        Pat::Tuple(of) => of.elems.iter().try_for_each(|inner| bound_names(inner, names)),
+        Pat::Slice(of) => of.elems.iter().try_for_each(|inner| bound_names(inner, names)),
+        Pat::Struct(of) => of.fields.iter().try_for_each(|field| bound_names(&field.pat, names)),
+        Pat::Reference(of) => bound_names(&of.pat, names),
+        Pat::Paren(of) => bound_names(&of.pat, names),
+        Pat::Type(of) => bound_names(&of.pat, names),
         Pat::Wild(_) | Pat::Rest(_) => Ok(()),
         other => Err(Error::new(other.span(), "`#[idempotent]` does not know what this pattern binds")),
     }
@@ -216,21 +216,21 @@ fn is_engine(ty: &Type) -> bool {
 }
 
 /// What the attribute and the arguments say together.
-struct Parts<'a> {
+struct Expansion<'a> {
     options: &'a Options,
     arguments: &'a Arguments,
     krate: &'a TokenStream,
 }
 
 /// Where the engine comes from.
-struct Source<'a> {
+struct EngineSource<'a> {
     expr: TokenStream,
     /// The argument that it is, which is not compared.
     argument: Option<&'a Ident>,
 }
 
-impl Parts<'_> {
-    fn engine(&self) -> Result<Source<'_>> {
+impl Expansion<'_> {
+    fn engine(&self) -> Result<EngineSource<'_>> {
         if let Some(expr) = &self.options.engine {
             self.arguments.check(expr, expr.span())?;
             let argument = match expr {
@@ -238,10 +238,10 @@ impl Parts<'_> {
                 Expr::Reference(reference) => root(&reference.expr),
                 _ => None,
             };
-            return Ok(Source { expr: quote!(#expr), argument });
+            return Ok(EngineSource { expr: quote!(#expr), argument });
         }
         match &self.arguments.engines[..] {
-            [argument] => Ok(Source { expr: quote!(#argument), argument: Some(argument) }),
+            [argument] => Ok(EngineSource { expr: quote!(#argument), argument: Some(argument) }),
             [] => Err(Error::new(
                 Span::call_site(),
                 "which engine? Say `engine = self.engine`, or whatever it is, or take an argument of type `&Engine`",
@@ -255,8 +255,8 @@ impl Parts<'_> {
     fn key(&self) -> Result<TokenStream> {
         let krate = self.krate;
         match &self.options.key {
-            Key::Expr(expr) => Ok(quote!(#expr)),
-            Key::Template(Template { pieces, span }) => {
+            KeySource::Expr(expr) => Ok(quote!(#expr)),
+            KeySource::Template(Template { pieces, span }) => {
                 let mut calls = TokenStream::new();
                 for piece in pieces {
                     calls.extend(match piece {
@@ -280,22 +280,22 @@ impl Parts<'_> {
             compared.map(|name| self.compared(name.span(), &quote!(#name))).collect::<Vec<_>>()
         };
         let values = match &self.options.compared {
-            Compared::All => of_names(&|_| false),
-            Compared::AllBut(skip) => {
+            ComparedArguments::All => of_names(&|_| false),
+            ComparedArguments::AllBut(skip) => {
                 skip.iter().try_for_each(|name| arguments.check_name(name, name.span()))?;
                 of_names(&|name| skip.iter().any(|skipped| skipped == name))
             }
-            Compared::Only(values) => {
+            ComparedArguments::Only(values) => {
                 for value in values {
                     arguments.check(value, value.span())?;
                 }
                 values.iter().map(|value| self.compared(value.span(), &quote!(#value))).collect()
             }
         };
-        if values.len() <= TUPLE_MAX {
+        if values.len() <= MAX_TUPLE {
             return Ok(quote!(&(#(#values,)*)));
         }
-        let rows = values.chunks(TUPLE_MAX);
+        let rows = values.chunks(MAX_TUPLE);
         Ok(quote!(&(#((#(#rows,)*),)*)))
     }
 
@@ -337,11 +337,11 @@ impl Parts<'_> {
     fn errors(&self) -> TokenStream {
         let krate = self.krate;
         let policy = match &self.options.errors {
-            Errors::Store => quote!(#krate::engine::StoredErrors),
-            Errors::Release => quote!(#krate::engine::ReleasedErrors),
-            Errors::Unknown => quote!(#krate::engine::UnknownErrors),
-            Errors::Fate(path) => quote_spanned!(path.span()=> #krate::engine::FateOf(#path)),
-            Errors::Policy(policy) => quote!(#policy),
+            ErrorPolicy::Store => quote!(#krate::engine::StoredErrors),
+            ErrorPolicy::Release => quote!(#krate::engine::ReleasedErrors),
+            ErrorPolicy::Unknown => quote!(#krate::engine::UnknownErrors),
+            ErrorPolicy::Fate(path) => quote_spanned!(path.span()=> #krate::engine::FateOf(#path)),
+            ErrorPolicy::Policy(policy) => quote!(#policy),
         };
         quote!(.with_errors(#policy))
     }
@@ -352,21 +352,21 @@ fn millis(duration: Duration) -> u64 {
 }
 
 /// What the function returns, and what its body does.
-struct Returns {
+struct ReturnShape {
     span: Span,
     body: TokenStream,
     convert: TokenStream,
 }
 
-impl Returns {
+impl ReturnShape {
     fn of(sig: &Signature) -> Result<Self> {
-        const A_RESULT: &str = "an idempotent function returns a `Result`, because not every call can have its value: \
+        const NOT_A_RESULT: &str = "an idempotent function returns a `Result`, because not every call can have its value: \
              `Result<T, FunctionError<E>>`, or `Result<T, E>` where `E: From<FunctionError<E>>`";
         let ty = match &sig.output {
             ReturnType::Type(_, ty) => ty,
-            ReturnType::Default => return Err(Error::new(sig.ident.span(), A_RESULT)),
+            ReturnType::Default => return Err(Error::new(sig.ident.span(), NOT_A_RESULT)),
         };
-        let Type::Path(path) = &**ty else { return Err(Error::new(ty.span(), A_RESULT)) };
+        let Type::Path(path) = &**ty else { return Err(Error::new(ty.span(), NOT_A_RESULT)) };
         let mut body = path.clone();
         if let Some(last) = body.path.segments.last_mut()
             && let PathArguments::AngleBracketed(arguments) = &mut last.arguments

@@ -33,33 +33,33 @@ const NAMES: [&str; 16] = [
 
 /// What stands in the attribute.
 pub(crate) struct Options {
-    pub(crate) key: Key,
+    pub(crate) key: KeySource,
     pub(crate) scope: LitStr,
     pub(crate) caller: Option<Expr>,
     pub(crate) engine: Option<Expr>,
     /// What of the arguments is compared: all of them where nothing is said.
-    pub(crate) compared: Compared,
+    pub(crate) compared: ComparedArguments,
     pub(crate) retain: Option<Duration>,
     pub(crate) lease: Option<Duration>,
     pub(crate) wait: Option<Duration>,
     pub(crate) on_abandoned: Option<OnAbandoned>,
     /// What the four above are set on.
     pub(crate) policy: Option<Expr>,
-    pub(crate) errors: Errors,
+    pub(crate) errors: ErrorPolicy,
     /// What the body calls its attempt.
     pub(crate) attempt: Option<Ident>,
     /// Where the body runs; `None` leaves that to the arguments.
-    pub(crate) runs: Option<Runs>,
+    pub(crate) run_mode: Option<RunMode>,
     /// Where the facade is.
     pub(crate) krate: Option<Path>,
 }
 
-pub(crate) enum Key {
+pub(crate) enum KeySource {
     Template(Template),
     Expr(Expr),
 }
 
-pub(crate) enum Compared {
+pub(crate) enum ComparedArguments {
     All,
     Only(Punctuated<Expr, Token![,]>),
     AllBut(Punctuated<Ident, Token![,]>),
@@ -67,7 +67,7 @@ pub(crate) enum Compared {
 
 /// Where the body runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Runs {
+pub(crate) enum RunMode {
     /// In a task of its own.
     Detached,
     /// Where it is called.
@@ -80,7 +80,7 @@ pub(crate) enum OnAbandoned {
     Reexecute,
 }
 
-pub(crate) enum Errors {
+pub(crate) enum ErrorPolicy {
     Store,
     Release,
     Unknown,
@@ -91,8 +91,8 @@ pub(crate) enum Errors {
 
 /// The options as they are read, one after the other.
 #[derive(Default)]
-struct Read {
-    key: Option<Key>,
+struct ParsedOptions {
+    key: Option<KeySource>,
     scope: Option<LitStr>,
     caller: Option<Expr>,
     engine: Option<Expr>,
@@ -103,32 +103,32 @@ struct Read {
     wait: Option<Duration>,
     on_abandoned: Option<OnAbandoned>,
     policy: Option<Expr>,
-    errors: Option<Errors>,
+    errors: Option<ErrorPolicy>,
     attempt: Option<Ident>,
-    runs: Option<Runs>,
+    run_mode: Option<RunMode>,
     krate: Option<Path>,
 }
 
 impl Parse for Options {
     fn parse(input: ParseStream<'_>) -> Result<Self> {
-        let mut read = Read::default();
+        let mut parsed = ParsedOptions::default();
         let mut seen: Vec<Ident> = Vec::new();
         while !input.is_empty() {
             let name = input.call(Ident::parse_any)?;
             if seen.contains(&name) {
                 return Err(Error::new(name.span(), format!("`{name}` is there twice")));
             }
-            read.option(&name, input)?;
+            parsed.option(&name, input)?;
             seen.push(name);
             if !input.is_empty() {
                 input.parse::<Token![,]>()?;
             }
         }
-        read.finish()
+        parsed.finish()
     }
 }
 
-impl Read {
+impl ParsedOptions {
     fn option(&mut self, name: &Ident, input: ParseStream<'_>) -> Result<()> {
         match name.to_string().as_str() {
             "key" => self.key = Some(key(value(name, input)?)?),
@@ -153,10 +153,10 @@ impl Read {
                 if input.peek(Token![=]) {
                     return Err(input.error(format!("`{option}` stands alone")));
                 }
-                if self.runs.is_some() {
+                if self.run_mode.is_some() {
                     return Err(Error::new(name.span(), "`detached` and `in_place` are opposites"));
                 }
-                self.runs = Some(if option == "detached" { Runs::Detached } else { Runs::InPlace });
+                self.run_mode = Some(if option == "detached" { RunMode::Detached } else { RunMode::InPlace });
             }
             "crate" => {
                 equals(name, "the path of the crate `oncegate`", input)?;
@@ -194,13 +194,13 @@ impl Read {
         };
         let compared = match (self.fingerprint, self.skip) {
             (Some(_), Some((span, _))) => {
-                let said =
+                let message =
                     "`fingerprint` says what is compared, and `skip` what is not: one of them is enough";
-                return Err(Error::new(span, said));
+                return Err(Error::new(span, message));
             }
-            (Some(only), None) => Compared::Only(only),
-            (None, Some((_, but))) => Compared::AllBut(but),
-            (None, None) => Compared::All,
+            (Some(only), None) => ComparedArguments::Only(only),
+            (None, Some((_, but))) => ComparedArguments::AllBut(but),
+            (None, None) => ComparedArguments::All,
         };
         Ok(Options {
             key,
@@ -215,7 +215,7 @@ impl Read {
             policy: self.policy,
             errors,
             attempt: self.attempt,
-            runs: self.runs,
+            run_mode: self.run_mode,
             krate: self.krate,
         })
     }
@@ -254,10 +254,10 @@ fn list<T: Parse>(name: &Ident, of: &str, input: ParseStream<'_>) -> Result<Punc
     Punctuated::parse_terminated(&content)
 }
 
-fn key(value: Expr) -> Result<Key> {
+fn key(value: Expr) -> Result<KeySource> {
     match value {
-        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Template::read(&text).map(Key::Template),
-        expr => Ok(Key::Expr(expr)),
+        Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Template::read(&text).map(KeySource::Template),
+        expr => Ok(KeySource::Expr(expr)),
     }
 }
 
@@ -282,16 +282,16 @@ fn on_abandoned(text: &LitStr) -> Result<OnAbandoned> {
     }
 }
 
-fn errors(value: Expr) -> Result<Errors> {
+fn errors(value: Expr) -> Result<ErrorPolicy> {
     match value {
         Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => match text.value().as_str() {
-            "store" => Ok(Errors::Store),
-            "release" => Ok(Errors::Release),
-            "unknown" => Ok(Errors::Unknown),
+            "store" => Ok(ErrorPolicy::Store),
+            "release" => Ok(ErrorPolicy::Release),
+            "unknown" => Ok(ErrorPolicy::Unknown),
             other => Err(Error::new(text.span(), one_of("errors", other, &["store", "release", "unknown"]))),
         },
-        path @ Expr::Path(_) => Ok(Errors::Fate(path)),
-        policy => Ok(Errors::Policy(policy)),
+        path @ Expr::Path(_) => Ok(ErrorPolicy::Fate(path)),
+        policy => Ok(ErrorPolicy::Policy(policy)),
     }
 }
 

@@ -28,7 +28,7 @@ fn expanded(attribute: &str, item: &str) -> String {
 
 #[test]
 fn a_mistake_in_the_attribute_is_named_where_it_stands() {
-    for (attribute, said, at) in [
+    for (attribute, message, at) in [
         (
             r#"scope = "s""#,
             "an idempotent function needs `key = \"order-{order.id}\"`: what tells one call from another",
@@ -97,13 +97,13 @@ fn a_mistake_in_the_attribute_is_named_where_it_stands() {
             "\"keep\"",
         ),
     ] {
-        assert_eq!(fault(attribute, PAY), (said.to_owned(), at.to_owned()), "{attribute}");
+        assert_eq!(fault(attribute, PAY), (message.to_owned(), at.to_owned()), "{attribute}");
     }
 }
 
 #[test]
 fn a_mistake_in_the_key_is_named() {
-    for (key, said) in [
+    for (key, message) in [
         ("order-{ordr.id}", "there is no argument `ordr`; did you mean `order`?"),
         ("{customer}", "there is no argument `customer`; there are: engine, order, note"),
         ("{self.id}", "there is no `self` here"),
@@ -130,13 +130,13 @@ fn a_mistake_in_the_key_is_named() {
     ] {
         let literal = format!("\"{key}\"");
         let attribute = format!("scope = \"s\", errors = \"store\", key = {literal}");
-        assert_eq!(fault(&attribute, PAY), (said.to_owned(), literal), "{key}");
+        assert_eq!(fault(&attribute, PAY), (message.to_owned(), literal), "{key}");
     }
 }
 
 #[test]
 fn what_the_arguments_have_to_be_is_named() {
-    for (options, said, at) in [
+    for (options, message, at) in [
         ("skip(nte)", "there is no argument `nte`; did you mean `note`?", "nte"),
         (
             "fingerprint(order.id, amount)",
@@ -145,7 +145,11 @@ fn what_the_arguments_have_to_be_is_named() {
         ),
         ("engine = enigne", "there is no argument `enigne`; did you mean `engine`?", "enigne"),
     ] {
-        assert_eq!(fault(&format!("{GOOD}, {options}"), PAY), (said.to_owned(), at.to_owned()), "{options}");
+        assert_eq!(
+            fault(&format!("{GOOD}, {options}"), PAY),
+            (message.to_owned(), at.to_owned()),
+            "{options}"
+        );
     }
     let which =
         "which engine? Say `engine = self.engine`, or whatever it is, or take an argument of type `&Engine`";
@@ -162,7 +166,7 @@ fn what_the_arguments_have_to_be_is_named() {
 fn what_the_function_has_to_be_is_named() {
     let a_result = "an idempotent function returns a `Result`, because not every call can have its value: `Result<T, \
                     FunctionError<E>>`, or `Result<T, E>` where `E: From<FunctionError<E>>`";
-    for (item, said, at) in [
+    for (item, message, at) in [
         (
             "fn pay(order: Order) -> Result<u8, E> { Ok(1) }",
             "an idempotent function is an `async fn`: it waits for the store, before it runs and after it",
@@ -189,7 +193,7 @@ fn what_the_function_has_to_be_is_named() {
             "extern \"C\"",
         ),
     ] {
-        assert_eq!(fault(GOOD, item), (said.to_owned(), at.to_owned()), "{item}");
+        assert_eq!(fault(GOOD, item), (message.to_owned(), at.to_owned()), "{item}");
     }
 }
 

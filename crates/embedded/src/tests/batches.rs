@@ -9,7 +9,7 @@ use std::time::Duration;
 use oncegate_core::{Command, Outcome, Store as _, StoreError, StoreErrorKind};
 use oncegate_testkit::{ManualClock, block_on};
 
-use super::disk::{Disk, Held};
+use super::disk::{Disk, DiskHold};
 use super::{DAY, claim, complete, id, open, open_with, response, token};
 use crate::{EmbeddedOptions, EmbeddedStore};
 
@@ -33,7 +33,7 @@ fn new_store() -> (Disk, Arc<ManualClock>, EmbeddedStore) {
 }
 
 /// Holds the disk, with one command in front of it.
-fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (Held, Answer<'a>) {
+fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (DiskHold, Answer<'a>) {
     let held = disk.hold();
     let first = send(store, 1000, claim(1000));
     disk.wait_until_held();

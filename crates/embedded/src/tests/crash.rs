@@ -48,7 +48,7 @@ fn everything_acknowledged_survives_a_crash_at_every_flush() {
             crashed += 1;
             in_doubt += script.in_doubt.len();
             reopened_holds(&disk, &mut script, &format!("flush {at_sync}, seed {seed}"));
-            kept += script.held.len();
+            kept += script.expected.len();
         }
         if crashed == 0 {
             break;
@@ -102,7 +102,7 @@ fn what_is_acknowledged_needs_no_later_flush() {
         script.step(&store).unwrap();
         let lost = disk.after_power_loss();
         let mut copy = Script::new(0);
-        copy.held.clone_from(&script.held);
+        copy.expected.clone_from(&script.expected);
         copy.clock.advance(script.clock.now().since(copy.clock.now()));
         let store = open(&lost, copy.clock.clone()).unwrap();
         copy.ahead = store.now().since(copy.clock.now());

@@ -30,7 +30,7 @@ fn completed_records() -> (Disk, Disk) {
 }
 
 #[derive(Debug, Default)]
-struct Found {
+struct ClaimCounts {
     refused_to_open: usize,
     opened: usize,
     replays: usize,
@@ -38,7 +38,7 @@ struct Found {
     executions: usize,
 }
 
-impl Found {
+impl ClaimCounts {
     fn open_and_claim_all(&mut self, disk: &Disk, options: EmbeddedOptions) {
         match open_with(disk, options.with_clock(clock())) {
             Ok(store) => {
@@ -75,16 +75,16 @@ fn options() -> EmbeddedOptions {
 
 /// A disk with one octet changed.
 fn flipped(disk: &Disk, at: usize, bit: usize) -> Disk {
-    let mut octets = disk.lock().live.clone();
-    octets[at] ^= 1 << bit;
-    Disk::of(octets)
+    let mut bytes = disk.lock().live.clone();
+    bytes[at] ^= 1 << bit;
+    Disk::of(bytes)
 }
 
 /// Offsets all over the file: the header octet by octet, one or two of each half page of what is in use.
 fn offsets(disk: &Disk) -> Vec<usize> {
-    let octets = &disk.lock().live;
+    let bytes = &disk.lock().live;
     let mut random = Random(11);
-    let used = octets.iter().rposition(|octet| *octet != 0).unwrap() + 1;
+    let used = bytes.iter().rposition(|byte| *byte != 0).unwrap() + 1;
     (0..320).chain((320..used).step_by(2048).map(|at| (at + random.below(2048)).min(used - 1))).collect()
 }
 
@@ -92,7 +92,7 @@ fn offsets(disk: &Disk) -> Vec<usize> {
 fn a_flipped_bit_anywhere_never_leads_to_an_execution() {
     let (stopped, killed) = completed_records();
     for (name, disk) in [("stopped", stopped), ("killed", killed)] {
-        let mut found = Found::default();
+        let mut found = ClaimCounts::default();
         for at in offsets(&disk) {
             found.open_and_claim_all(&flipped(&disk, at, at % 8), options());
         }
@@ -106,9 +106,9 @@ fn a_flipped_bit_anywhere_never_leads_to_an_execution() {
 fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() {
     let (stopped, _) = completed_records();
     let places: Vec<usize> = {
-        let octets = stopped.lock().live.clone();
+        let bytes = stopped.lock().live.clone();
         let needle: Vec<u8> = 7_u64.to_be_bytes().repeat(20);
-        octets.windows(needle.len()).enumerate().filter(|(_, w)| *w == needle).map(|(at, _)| at).collect()
+        bytes.windows(needle.len()).enumerate().filter(|(_, w)| *w == needle).map(|(at, _)| at).collect()
     };
     assert!(!places.is_empty(), "the body of record 7 is in the file");
     let mut errors = 0;
@@ -141,8 +141,8 @@ fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() 
 #[test]
 fn a_flipped_bit_in_a_running_store_gives_right_answers_or_errors_and_at_worst_hides_a_record() {
     let (stopped, _) = completed_records();
-    let mut unverified = Found::default();
-    let mut live = Found::default();
+    let mut unverified = ClaimCounts::default();
+    let mut live = ClaimCounts::default();
     for at in offsets(&stopped) {
         unverified.open_and_claim_all(&flipped(&stopped, at, at % 8), options().with_verify_bytes(0));
         let disk = stopped.after_kill();
@@ -161,10 +161,10 @@ fn a_flipped_bit_in_a_running_store_gives_right_answers_or_errors_and_at_worst_h
 fn a_file_that_was_cut_is_refused() {
     let (stopped, killed) = completed_records();
     for disk in [stopped, killed] {
-        let octets = disk.lock().live.clone();
-        for len in [0, 1, 100, 319, 320, 4096, octets.len() / 2, octets.len() - 1] {
-            let mut found = Found::default();
-            found.open_and_claim_all(&Disk::of(octets[..len].to_vec()), options());
+        let bytes = disk.lock().live.clone();
+        for len in [0, 1, 100, 319, 320, 4096, bytes.len() / 2, bytes.len() - 1] {
+            let mut found = ClaimCounts::default();
+            found.open_and_claim_all(&Disk::of(bytes[..len].to_vec()), options());
             assert_eq!(found.refused_to_open, 1, "cut at {len}: {found:?}");
         }
     }
@@ -172,12 +172,12 @@ fn a_file_that_was_cut_is_refused() {
 
 #[test]
 fn a_file_that_is_something_else_is_refused() {
-    for octets in [b"#!/bin/sh\n".repeat(1000), vec![0; 1 << 16], vec![0xff; 1 << 16]] {
-        let disk = Disk::of(octets.clone());
+    for bytes in [b"#!/bin/sh\n".repeat(1000), vec![0; 1 << 16], vec![0xff; 1 << 16]] {
+        let disk = Disk::of(bytes.clone());
         let error = open(&disk, clock()).unwrap_err();
         assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
         assert!(error.to_string().contains("oncegate check"), "{error}");
-        assert_eq!(disk.lock().live, octets, "nothing was changed");
+        assert_eq!(disk.lock().live, bytes, "nothing was changed");
     }
 }
 

@@ -78,10 +78,10 @@ impl Disk {
         disk
     }
 
-    pub(super) fn of(octets: Vec<u8>) -> Self {
+    pub(super) fn of(bytes: Vec<u8>) -> Self {
         let disk = Self::default();
-        disk.lock().durable = octets.clone();
-        disk.lock().live = octets;
+        disk.lock().durable = bytes.clone();
+        disk.lock().live = bytes;
         disk
     }
 
@@ -122,9 +122,9 @@ impl Disk {
     }
 
     /// Lets the next flush wait, and what comes after it, until the answer is dropped.
-    pub(super) fn hold(&self) -> Held {
+    pub(super) fn hold(&self) -> DiskHold {
         self.lock().held = true;
-        Held(self.clone())
+        DiskHold(self.clone())
     }
 
     /// Lets the one that waits go on; the next one waits again.
@@ -155,9 +155,9 @@ impl Disk {
 
 /// A disk that is held still.
 #[must_use]
-pub(super) struct Held(Disk);
+pub(super) struct DiskHold(Disk);
 
-impl Drop for Held {
+impl Drop for DiskHold {
     fn drop(&mut self) {
         self.0.lock().held = false;
         self.0.changed.notify_all();
@@ -188,7 +188,7 @@ impl DiskState {
     fn sync(&mut self) -> io::Result<()> {
         self.syncs += 1;
         if let Some(crash) = self.crash.filter(|crash| crash.at_sync == self.syncs) {
-            self.crashed = Some(torn(&self.durable, &self.pending, crash.seed));
+            self.crashed = Some(image_after_crash(&self.durable, &self.pending, crash.seed));
         }
         let checked = self.check(Operation::Sync);
         for change in self.pending.drain(..) {
@@ -215,7 +215,7 @@ fn apply(to: &mut Vec<u8>, change: &Change) {
 }
 
 /// What a crash leaves: what was flushed, and of what was not any part, in any order, by sectors.
-fn torn(durable: &[u8], pending: &[Change], seed: u64) -> Vec<u8> {
+fn image_after_crash(durable: &[u8], pending: &[Change], seed: u64) -> Vec<u8> {
     let mut random = Random(seed);
     let mut image = durable.to_vec();
     // All, nothing, or parts of it.

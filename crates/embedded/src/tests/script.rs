@@ -17,7 +17,7 @@ use crate::EmbeddedStore;
 pub(super) struct Script {
     random: Random,
     pub(super) clock: Arc<ManualClock>,
-    pub(super) held: BTreeMap<RecordId, Record>,
+    pub(super) expected: BTreeMap<RecordId, Record>,
     /// What the commands that were not acknowledged would have made of their records.
     pub(super) in_doubt: BTreeMap<RecordId, Option<Record>>,
     pub(super) greatest_token: BTreeMap<RecordId, FencingToken>,
@@ -34,7 +34,7 @@ impl Script {
         Self {
             random: Random(seed),
             clock: Arc::new(ManualClock::at_millis(1_700_000_000_000)),
-            held: BTreeMap::new(),
+            expected: BTreeMap::new(),
             in_doubt: BTreeMap::new(),
             greatest_token: BTreeMap::new(),
             acknowledged: 0,
@@ -68,7 +68,7 @@ impl Script {
     ) -> Result<(), StoreError> {
         let now = self.clock.now().after(self.ahead);
         let decisions: Vec<_> =
-            commands.iter().map(|(id, command)| (*id, decide(self.held.get(id), command, now))).collect();
+            commands.iter().map(|(id, command)| (*id, decide(self.expected.get(id), command, now))).collect();
         // Started together, so that they may stand in one transaction.
         let answers: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = commands
@@ -80,7 +80,7 @@ impl Script {
         let mut failed = Ok(());
         for ((id, decision), answer) in decisions.into_iter().zip(answers) {
             let after = match decision.write {
-                Write::Keep => self.held.get(&id).cloned(),
+                Write::Keep => self.expected.get(&id).cloned(),
                 Write::Put(record) => Some(record),
                 Write::Delete => None,
             };
@@ -92,8 +92,8 @@ impl Script {
                         self.greatest_token.insert(id, grant.token);
                     }
                     match after {
-                        Some(record) => drop(self.held.insert(id, record)),
-                        None => drop(self.held.remove(&id)),
+                        Some(record) => drop(self.expected.insert(id, record)),
+                        None => drop(self.expected.remove(&id)),
                     }
                 }
                 Err(error) => {
@@ -109,11 +109,11 @@ impl Script {
     fn purge(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
         let expired: Vec<_> = {
             let now = self.clock.now().after(self.ahead);
-            self.held.iter().filter(|(_, record)| record.is_expired(now)).map(|(id, _)| *id).collect()
+            self.expected.iter().filter(|(_, record)| record.is_expired(now)).map(|(id, _)| *id).collect()
         };
         let purged = block_on(store.purge(1000));
         // Absent from here on either way: only a purge could tell the difference.
-        expired.iter().for_each(|id| drop(self.held.remove(id)));
+        expired.iter().for_each(|id| drop(self.expected.remove(id)));
         purged.map(|_| ())
     }
 
@@ -147,11 +147,11 @@ impl Script {
             let id = id(n);
             let live = |record: Option<&Record>| record.filter(|r| !r.is_expired(now)).cloned();
             let found = block_on(store.lookup(id)).unwrap();
-            let acknowledged = live(self.held.get(&id));
+            let acknowledged = live(self.expected.get(&id));
             match self.in_doubt.remove(&id) {
                 Some(after) if found == live(after.as_ref()) => match after {
-                    Some(record) => drop(self.held.insert(id, record)),
-                    None => drop(self.held.remove(&id)),
+                    Some(record) => drop(self.expected.insert(id, record)),
+                    None => drop(self.expected.remove(&id)),
                 },
                 _ => assert_eq!(found, acknowledged, "record {n}"),
             }
