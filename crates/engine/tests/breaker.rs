@@ -1,8 +1,10 @@
-//! The circuit breaker from outside, on a paused clock: what opens it, what does not, and how it closes.
+//! The circuit breaker, tested through its public interface on a paused clock: what opens it, what does not, and how it closes.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
 
-use std::sync::{Arc, Mutex};
+mod support;
+
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::{
@@ -10,41 +12,19 @@ use oncegate_core::{
     RecordId, Store, StoreError, StoreErrorKind, StoredResponse, Timestamp,
 };
 use oncegate_engine::{
-    Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, Event, EventKind, Observer, Policy, Settled,
+    Breaker, BreakerState, ClaimOutcome, ClaimRequest, Engine, EventKind, Policy, Settled,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use support::{Events, TokioClock, settle};
 use tokio::time::{Instant, sleep};
 
-const PATIENCE: Duration = Duration::from_secs(2);
-
-struct TokioClock(Instant);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
-}
-
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<EventKind>>>);
-
-impl Observer for Events {
-    fn observe(&self, event: &Event) {
-        self.0.lock().unwrap().push(event.kind);
-    }
-}
-
-impl Events {
-    fn count(&self, wanted: EventKind) -> usize {
-        self.0.lock().unwrap().iter().filter(|kind| **kind == wanted).count()
-    }
-}
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(2);
 
 fn memory() -> Arc<dyn Store> {
-    Arc::new(MemoryStore::new(TokioClock(Instant::now())))
+    Arc::new(MemoryStore::new(TokioClock::new()))
 }
 
-/// A breaker on a store in memory that fails on demand.
+/// A breaker in front of a memory store that fails on demand.
 fn breaker() -> (Breaker, Faults) {
     let (faulty, faults) = FaultyStore::new(memory());
     (Breaker::new(Arc::new(faulty)), faults)
@@ -82,33 +62,26 @@ async fn claims(breaker: &Breaker, number: u8) -> Result<Outcome, StoreError> {
     breaker.apply(id(number), claim(number)).await
 }
 
-/// Lets everything that is ready run, without moving the clock.
-async fn settle() {
-    for _ in 0..50 {
-        tokio::task::yield_now().await;
-    }
-}
-
-/// Waits until the breaker is there, and says how long that took.
+/// Waits until the breaker is in this state, and returns how long that took.
 async fn until(breaker: &Breaker, state: BreakerState) -> Duration {
     let since = Instant::now();
     while breaker.state() != state {
-        assert!(since.elapsed() < Duration::from_secs(60), "it stays {:?}", breaker.state());
+        assert!(since.elapsed() < Duration::from_secs(60), "the breaker stays {:?}", breaker.state());
         sleep(Duration::from_millis(1)).await;
     }
     since.elapsed()
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_opens_it_and_costs_the_store_one_probe_at_a_time() {
+async fn an_outage_opens_the_breaker_and_sends_one_probe_at_a_time() {
     let (breaker, faults) = breaker();
     faults.outage();
     let error = claims(&breaker, 1).await.unwrap_err();
-    assert!(!error.is_unsent(), "the first one was sent");
+    assert!(!error.is_unsent(), "the first claim was sent");
     settle().await;
     assert_eq!((breaker.state(), breaker.openings(), breaker.is_degraded()), (BreakerState::Open, 1, true));
     let sent = faults.calls(Operation::Claim);
-    let asked = faults.calls(Operation::Check);
+    let probes = faults.calls(Operation::Check);
     let since = Instant::now();
     while since.elapsed() < Duration::from_secs(60) {
         let before = Instant::now();
@@ -120,10 +93,10 @@ async fn an_outage_opens_it_and_costs_the_store_one_probe_at_a_time() {
         sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(faults.calls(Operation::Claim), sent, "nothing was sent");
-    let asked = faults.calls(Operation::Check) - asked;
-    assert!((60..=130).contains(&asked), "{asked} probes in a minute");
+    let probes = faults.calls(Operation::Check) - probes;
+    assert!((60..=130).contains(&probes), "{probes} probes in a minute");
     faults.heal();
-    // A second at most until it is asked; then the first command closes it.
+    // The next probe comes within a second; then the first command closes the breaker.
     assert!(until(&breaker, BreakerState::HalfOpen).await <= Duration::from_secs(1));
     assert!(claims(&breaker, 2).await.is_ok());
     assert_eq!(
@@ -133,7 +106,7 @@ async fn an_outage_opens_it_and_costs_the_store_one_probe_at_a_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_nobody_uses_is_closed_again_all_the_same() {
+async fn a_breaker_without_traffic_closes_when_the_store_is_back() {
     let (breaker, faults) = breaker();
     faults.outage();
     claims(&breaker, 1).await.unwrap_err();
@@ -141,14 +114,14 @@ async fn a_store_that_nobody_uses_is_closed_again_all_the_same() {
     faults.heal();
     assert!(until(&breaker, BreakerState::Closed).await <= Duration::from_secs(7));
     assert!(!breaker.is_degraded());
-    // And is left alone then.
-    let asked = faults.calls(Operation::Check);
+    // A closed breaker sends no more probes.
+    let probes = faults.calls(Operation::Check);
     sleep(Duration::from_secs(600)).await;
-    assert_eq!(faults.calls(Operation::Check), asked);
+    assert_eq!(faults.calls(Operation::Check), probes);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_says_nothing_about_the_store_does_not_open_it() {
+async fn errors_that_do_not_concern_availability_do_not_open_the_breaker() {
     let (breaker, faults) = breaker();
     for fault in [Fault::Busy, Fault::Corrupt] {
         faults.always(Operation::Claim, fault);
@@ -160,13 +133,13 @@ async fn what_says_nothing_about_the_store_does_not_open_it() {
         faults.heal();
     }
     assert_eq!((breaker.openings(), breaker.is_degraded()), (0, false));
-    assert_eq!(faults.calls(Operation::Check), 0, "there was nothing to ask for");
+    assert_eq!(faults.calls(Operation::Check), 0, "no probe was needed");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cut_that_fails_a_hundred_commands_does_not_open_it() {
+async fn a_cut_that_fails_a_hundred_commands_does_not_open_the_breaker() {
     let (breaker, faults) = breaker();
-    // Again and again, and now and then a command gets through.
+    // The cut repeats, and now and then a command gets through.
     for _ in 0..10 {
         faults.next(100, Operation::Claim, Fault::Refuse);
         for number in 0..100 {
@@ -179,7 +152,7 @@ async fn a_cut_that_fails_a_hundred_commands_does_not_open_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_well_and_fails_every_command_is_found_out() {
+async fn a_store_that_passes_its_check_but_fails_every_command_opens_the_breaker() {
     let (breaker, faults) = breaker();
     faults.always(Operation::Claim, Fault::Refuse);
     let since = Instant::now();
@@ -194,7 +167,7 @@ async fn a_store_that_is_well_and_fails_every_command_is_found_out() {
         "{sent} {:?}",
         since.elapsed()
     );
-    // From then on one command passes for each probe, and the others are refused: no stampede, one opening.
+    // From then on each probe lets one command pass, and the others are refused: no stampede, and the breaker opens only once.
     let before = faults.calls(Operation::Claim);
     for _ in 0..600 {
         for _ in 0..10 {
@@ -211,9 +184,9 @@ async fn a_store_that_is_well_and_fails_every_command_is_found_out() {
     assert_eq!((breaker.state(), breaker.is_degraded()), (BreakerState::Closed, false));
 }
 
-/// Replays and questions are answered all the time, and no claim is.
+/// Replays and lookups are answered all the time, but no claim is.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_reads_and_writes_nothing_is_found_out() {
+async fn a_store_that_reads_but_fails_every_write_opens_the_breaker() {
     let (breaker, faults) = breaker();
     claims(&breaker, 1).await.unwrap();
     faults.always(Operation::Claim, Fault::Refuse);
@@ -229,7 +202,7 @@ async fn a_store_that_reads_and_writes_nothing_is_found_out() {
     };
     assert!(refused(5).await > 0);
     assert_eq!((breaker.openings(), breaker.is_degraded()), (1, true));
-    // A question that is answered does not close it.
+    // A lookup that is answered does not close the breaker.
     refused(60).await;
     assert_eq!((breaker.openings(), breaker.is_degraded()), (1, true));
     assert_ne!(breaker.state(), BreakerState::Closed);
@@ -241,9 +214,9 @@ async fn a_store_that_reads_and_writes_nothing_is_found_out() {
     assert_eq!((breaker.state(), breaker.is_degraded()), (BreakerState::Closed, false));
 }
 
-/// Writes that fail now and then, with nothing between them but questions, say nothing.
+/// Single failed writes with only lookups between them do not prove that the store is down.
 #[tokio::test(start_paused = true)]
-async fn single_writes_that_fail_do_not_open_it() {
+async fn single_failed_writes_do_not_open_the_breaker() {
     let (breaker, faults) = breaker();
     for _ in 0..10 {
         faults.next(1, Operation::Claim, Fault::Refuse);
@@ -255,7 +228,7 @@ async fn single_writes_that_fail_do_not_open_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_crowd_that_comes_when_it_is_half_open_one_passes() {
+async fn a_half_open_breaker_lets_one_command_of_a_crowd_pass() {
     let (breaker, faults) = breaker();
     faults.outage();
     claims(&breaker, 1).await.unwrap_err();
@@ -273,7 +246,7 @@ async fn of_a_crowd_that_comes_when_it_is_half_open_one_passes() {
         .collect();
     settle().await;
     assert_eq!(faults.calls(Operation::Claim) - sent, 1);
-    // A probe that goes well meanwhile does not let the others in before it is decided.
+    // A probe that succeeds meanwhile does not admit the others before the first command is decided.
     sleep(Duration::from_millis(1500)).await;
     assert_eq!(breaker.state(), BreakerState::HalfOpen);
     latch.open();
@@ -288,7 +261,7 @@ async fn of_a_crowd_that_comes_when_it_is_half_open_one_passes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_command_that_hangs_is_given_up_when_the_store_does_not_answer_either() {
+async fn a_command_that_hangs_is_abandoned_when_the_store_fails_its_probe_too() {
     let (breaker, faults) = breaker();
     let latch = Latch::new();
     for operation in Operation::ALL {
@@ -296,10 +269,10 @@ async fn a_command_that_hangs_is_given_up_when_the_store_does_not_answer_either(
     }
     let since = Instant::now();
     let error = claims(&breaker, 1).await.unwrap_err();
-    assert!(!error.is_unsent(), "it may have arrived");
-    assert!(since.elapsed() <= PATIENCE * 2 + Duration::from_millis(260), "{:?}", since.elapsed());
+    assert!(!error.is_unsent(), "the command may have arrived");
+    assert!(since.elapsed() <= COMMAND_TIMEOUT * 2 + Duration::from_millis(260), "{:?}", since.elapsed());
     assert_eq!(breaker.state(), BreakerState::Open);
-    // The readiness probe is not kept waiting.
+    // The readiness probe does not wait for it.
     let since = Instant::now();
     breaker.check().await.unwrap_err();
     assert_eq!(since.elapsed(), Duration::ZERO);
@@ -309,7 +282,7 @@ async fn a_command_that_hangs_is_given_up_when_the_store_does_not_answer_either(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_command_that_hangs_on_a_store_that_is_well_has_its_time_and_an_end() {
+async fn a_slow_command_on_a_healthy_store_gets_more_time_and_then_ends() {
     let (breaker, faults) = breaker();
     let latch = Latch::new();
     faults.next(1, Operation::Claim, Fault::StallBefore(latch.clone()));
@@ -319,7 +292,7 @@ async fn a_command_that_hangs_on_a_store_that_is_well_has_its_time_and_an_end() 
     });
     sleep(Duration::from_secs(15)).await;
     latch.open();
-    assert!(slow.await.unwrap().is_ok(), "slow, but it came");
+    assert!(slow.await.unwrap().is_ok(), "the slow command succeeds");
     faults.next(1, Operation::Claim, Fault::StallBefore(Latch::new()));
     let since = Instant::now();
     claims(&breaker, 2).await.unwrap_err();
@@ -328,11 +301,11 @@ async fn a_command_that_hangs_on_a_store_that_is_well_has_its_time_and_an_end() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_store_is_degraded_and_still_answers_what_needs_no_room() {
+async fn a_full_store_is_degraded_and_still_answers_commands_that_need_no_space() {
     let (breaker, faults) = breaker();
     let Outcome::Execute(_) = claims(&breaker, 1).await.unwrap() else { panic!() };
     for check in [Some(Fault::Full), None] {
-        // One says so when it is asked; another does not know.
+        // One store reports that it is full when it is probed; the other one does not know.
         if let Some(fault) = check {
             faults.always(Operation::Check, fault);
         }
@@ -350,7 +323,7 @@ async fn a_full_store_is_degraded_and_still_answers_what_needs_no_room() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn during_an_outage_an_engine_asks_once_and_takes_nothing_back_that_was_not_sent() {
+async fn during_an_outage_the_engine_takes_back_no_claim_that_was_not_sent() {
     let (breaker, faults) = breaker();
     let events = Events::default();
     let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(events.clone()).build();
@@ -366,7 +339,7 @@ async fn during_an_outage_an_engine_asks_once_and_takes_nothing_back_that_was_no
     until(&breaker, BreakerState::Closed).await;
     let looked = faults.calls(Operation::Lookup);
     sleep(Duration::from_secs(60)).await;
-    // Nothing to look for but what the first claim, which was sent, may have left: a few looks, and none for the hundred.
+    // Only the first claim was sent and may have left a record: a few lookups for it, and none for the other hundred.
     assert!(faults.calls(Operation::Lookup) - looked < 15, "{}", faults.calls(Operation::Lookup) - looked);
 }
 
@@ -376,7 +349,7 @@ async fn until_open(engine: &Engine, breaker: &Breaker) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn completions_and_renewals_go_on_when_the_store_is_back() {
+async fn completions_and_renewals_continue_when_the_store_is_back() {
     let (breaker, faults) = breaker();
     let events = Events::default();
     let engine = Engine::builder(Arc::new(breaker.clone())).with_observer(events.clone()).build();
@@ -385,14 +358,14 @@ async fn completions_and_renewals_go_on_when_the_store_is_back() {
     faults.outage();
     assert!(matches!(done.complete(answer()).await, Settled::Deferred(_)));
     until(&breaker, BreakerState::Open).await;
-    // Beyond the time of the first renewal.
+    // Past the time of the first renewal.
     sleep(Duration::from_secs(20)).await;
     let renewed = events.count(EventKind::Renewed);
     faults.heal();
     until(&breaker, BreakerState::HalfOpen).await;
     let since = Instant::now();
     while events.count(EventKind::Completed) == 0 || events.count(EventKind::Renewed) == renewed {
-        let seen = events.0.lock().unwrap().clone();
+        let seen = events.all();
         assert!(since.elapsed() < Duration::from_millis(600), "{seen:?}");
         sleep(Duration::from_millis(1)).await;
     }
@@ -402,7 +375,7 @@ async fn completions_and_renewals_go_on_when_the_store_is_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_begins_open_closes_by_itself() {
+async fn a_breaker_that_starts_open_closes_by_itself() {
     let breaker = Breaker::builder(memory()).opened().build();
     assert_eq!((breaker.state(), breaker.openings(), breaker.is_degraded()), (BreakerState::Open, 1, true));
     assert!(claims(&breaker, 1).await.unwrap_err().is_unsent());
@@ -412,7 +385,7 @@ async fn one_that_begins_open_closes_by_itself() {
 }
 
 #[test]
-fn it_goes_on_asking_when_the_runtime_that_did_is_gone() {
+fn probes_continue_after_the_runtime_that_sent_them_is_gone() {
     let runtime =
         || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let first = runtime();
@@ -432,19 +405,19 @@ fn it_goes_on_asking_when_the_runtime_that_did_is_gone() {
 }
 
 #[test]
-fn its_patience_is_bounded() {
-    let with = |patience| Breaker::builder(memory_now()).with_patience(patience).is_ok();
+fn the_command_timeout_is_bounded() {
+    let with = |patience| Breaker::builder(memory_at_fixed_time()).with_patience(patience).is_ok();
     let bit = Duration::from_nanos(1);
     let (min, max) = (Duration::from_millis(10), Duration::from_secs(60));
     assert!(with(min) && with(max) && !with(min - bit) && !with(max + bit));
 }
 
-fn memory_now() -> Arc<dyn Store> {
-    struct Still;
-    impl Clock for Still {
+fn memory_at_fixed_time() -> Arc<dyn Store> {
+    struct FixedClock;
+    impl Clock for FixedClock {
         fn now(&self) -> Timestamp {
             Timestamp::from_millis(1)
         }
     }
-    Arc::new(MemoryStore::new(Still))
+    Arc::new(MemoryStore::new(FixedClock))
 }

@@ -1,4 +1,4 @@
-//! Calls whose owner is gone, finished by somebody else.
+//! The completer finishes calls whose owner is gone.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -17,7 +17,7 @@ use oncegate_testkit::ManualClock;
 type Orders =
     Resumable<Vec<String>, Vec<String>, StepError<String>, FateOf<fn(&StepError<String>) -> ErrorFate>>;
 
-/// What the calls of all machines do, and where those of the first machine stop.
+/// Shared by the calls of all machines: which effects took place, and before which item the first machine stops.
 #[derive(Default)]
 struct World {
     effects: Mutex<Vec<String>>,
@@ -92,7 +92,7 @@ fn items() -> Vec<String> {
 }
 
 impl Scene {
-    /// The first machine begins an order, and stops for good before it ships this.
+    /// The first machine begins an order and dies before it ships this item.
     async fn stop_before(&self, key: &str, item: &str) {
         *self.world.stop_before.lock().unwrap() = Some(item.to_owned());
         let before = self.world.stopped.load(Ordering::SeqCst);
@@ -104,7 +104,7 @@ impl Scene {
             }
         })
         .await
-        .expect("it gets so far");
+        .expect("the order reaches this item");
     }
 
     fn effects(&self) -> Vec<String> {
@@ -113,11 +113,11 @@ impl Scene {
 }
 
 #[tokio::test]
-async fn an_order_whose_owner_died_is_finished_without_its_caller() {
+async fn the_completer_finishes_an_order_whose_owner_died() {
     let scene = scene();
     scene.stop_before("order-1", "pen").await;
     let round = scene.second.orders.complete(Completer::default()).await.unwrap();
-    assert_eq!((round.executed, round.left), (0, 0), "its owner may be alive");
+    assert_eq!((round.executed, round.left), (0, 0), "the owner may still be alive");
     scene.clock.advance(LEASE + Duration::from_millis(1));
     let round = scene.second.orders.complete(Completer::default()).await.unwrap();
     assert_eq!((round.executed, round.left), (1, 0));
@@ -126,11 +126,11 @@ async fn an_order_whose_owner_died_is_finished_without_its_caller() {
     assert!(ran.is_replayed());
     assert_eq!(ran.value, ["shipped book", "shipped pen", "shipped lamp"]);
     let round = scene.second.orders.complete(Completer::default()).await.unwrap();
-    assert_eq!(round.executed, 0, "there is nothing more to do");
+    assert_eq!(round.executed, 0, "nothing is left to finish");
 }
 
 #[tokio::test]
-async fn an_order_that_was_released_half_way_is_left_to_its_caller_for_a_while() {
+async fn an_order_released_half_way_is_left_to_its_caller_for_a_while() {
     let scene = scene();
     *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
     let said = scene.second.orders.run("order-1", &items()).await;
@@ -145,7 +145,7 @@ async fn an_order_that_was_released_half_way_is_left_to_its_caller_for_a_while()
 }
 
 #[tokio::test]
-async fn several_completers_finish_an_order_once() {
+async fn several_completers_finish_an_order_only_once() {
     let scene = scene();
     for n in 0..20 {
         scene.stop_before(&format!("order-{n}"), "lamp").await;
@@ -164,7 +164,7 @@ async fn several_completers_finish_an_order_once() {
     assert_eq!((lamps, scene.effects().len()), (20, 60));
 }
 
-/// Lets time pass, with a round each ten seconds, and gives the times at which the order was executed, in minutes.
+/// Lets time pass with one round every ten seconds, and returns the minutes at which the order was executed.
 async fn rounds(scene: &Scene, lasting: Duration) -> Vec<u64> {
     let start = scene.store.now();
     let mut executed_at = Vec::new();
@@ -180,24 +180,24 @@ async fn rounds(scene: &Scene, lasting: Duration) -> Vec<u64> {
 }
 
 #[tokio::test]
-async fn an_order_is_finished_after_an_outage_of_hours() {
+async fn the_completer_finishes_an_order_after_an_outage_of_hours() {
     let scene = scene();
     *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("no answer".to_owned()));
     assert!(scene.second.orders.run("order-1", &items()).await.is_err());
     let executed_at = rounds(&scene, Duration::from_secs(20 * 60 * 60)).await;
     assert_eq!(executed_at[..6], [1, 3, 7, 15, 30, 45], "the pause doubles, up to a quarter of an hour");
-    assert!(executed_at.len() > 70, "it goes on: {executed_at:?}");
+    assert!(executed_at.len() > 70, "the completer keeps trying: {executed_at:?}");
     *scene.world.fail.lock().unwrap() = None;
     assert_eq!(rounds(&scene, Duration::from_secs(16 * 60)).await.len(), 1);
     assert_eq!(scene.effects(), items());
 }
 
 #[tokio::test]
-async fn an_order_that_kills_its_owner_is_executed_again_with_longer_pauses() {
+async fn an_order_that_kills_its_owner_is_retried_with_growing_pauses() {
     let scene = scene();
     scene.stop_before("order-1", "pen").await;
     for pause in [0, 60, 120, 240] {
-        // Another machine each time: it dies with the order.
+        // Another machine executes it each time, and dies with it.
         let machine = machine(&scene.store, &scene.world, true);
         scene.clock.advance(LEASE + Duration::from_millis(1));
         if pause > 0 {
@@ -214,33 +214,33 @@ async fn an_order_that_kills_its_owner_is_executed_again_with_longer_pauses() {
             }
         })
         .await
-        .expect("it is executed again");
+        .expect("the order is executed again");
     }
 }
 
 #[tokio::test]
-async fn an_order_of_yesterday_is_left_alone() {
+async fn the_completer_ignores_orders_older_than_its_max_age() {
     let scene = scene();
     scene.stop_before("order-1", "pen").await;
     let day = Duration::from_secs(23 * 60 * 60);
     scene.clock.advance(day - Duration::from_millis(1));
-    let sooner = Completer::default().with_max_age(day - Duration::from_millis(1));
-    assert_eq!(scene.second.orders.complete(sooner).await.unwrap().left, 1);
+    let younger = Completer::default().with_max_age(day - Duration::from_millis(1));
+    assert_eq!(scene.second.orders.complete(younger).await.unwrap().left, 1);
     assert_eq!(scene.second.orders.complete(Completer::default()).await.unwrap().executed, 1);
 }
 
 #[tokio::test]
-async fn what_is_none_of_its_calls_is_left_alone() {
+async fn the_completer_ignores_records_that_are_not_its_calls() {
     let scene = scene();
     let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
-    // One whose name begins alike.
+    // A function whose name begins in the same way.
     let world = Arc::new(World::default());
     *world.fail.lock().unwrap() = Some(Failure::Unsure("later".to_owned()));
     let (its, errors) = (world.clone(), FateOf(StepError::fate as fn(&_) -> _));
     let alike = scene.first.engine.function("order-items").with_policy(policy).with_errors(errors);
     let alike = alike.resumable(move |attempt, items| ship_all(its.clone(), false, attempt, items)).unwrap();
     assert!(alike.run("alike", &items()).await.is_err());
-    // And one of its own name without an input.
+    // And a call of this function without a stored input.
     {
         let name = "order";
         let other = scene
@@ -266,16 +266,16 @@ async fn what_is_none_of_its_calls_is_left_alone() {
 }
 
 #[tokio::test]
-async fn what_an_operator_has_to_decide_is_not_resumable() {
+async fn a_function_that_parks_or_has_a_name_out_of_bounds_is_not_resumable() {
     let engine = scene().first.engine;
     let park = engine.function("order").resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
     assert!(park.unwrap_err().to_string().contains("reexecute"));
-    // Its records would never be found.
+    // The completer would never find its records.
     let policy = Policy::default().with_on_abandoned(OnAbandoned::Reexecute);
     for (name, is_fit) in [("n".repeat(256), true), ("n".repeat(257), false), ("n\0".to_owned(), false)] {
         let named = engine.function(&name).with_policy(policy);
         let resumable = named.resumable(|_: Attempt, (): ()| async { Ok::<_, String>(()) });
-        assert_eq!(resumable.is_ok(), is_fit, "{} octets", name.len());
+        assert_eq!(resumable.is_ok(), is_fit, "{} bytes", name.len());
     }
 }
 
@@ -291,23 +291,23 @@ async fn a_completer_runs_until_the_engine_ends() {
         }
     })
     .await
-    .expect("it is finished");
+    .expect("the order is finished");
     assert_eq!(scene.second.engine.drain(Duration::from_secs(5)).await, 0);
     completer.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_order_that_hangs_holds_up_no_other() {
-    hang_and_hold_up_no_other(1).await;
+async fn a_hanging_order_delays_no_other_order() {
+    hanging_orders_delay_no_other(1).await;
 }
 
-/// Also where there are more of them than are executed at a time.
+/// The same with more hanging orders than are executed at a time.
 #[tokio::test(start_paused = true)]
-async fn many_orders_that_hang_hold_up_no_other() {
-    hang_and_hold_up_no_other(40).await;
+async fn many_hanging_orders_delay_no_other_order() {
+    hanging_orders_delay_no_other(40).await;
 }
 
-async fn hang_and_hold_up_no_other(many: usize) {
+async fn hanging_orders_delay_no_other(many: usize) {
     let scene = scene();
     *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
     for number in 0..many {
@@ -315,18 +315,18 @@ async fn hang_and_hold_up_no_other(many: usize) {
     }
     *scene.world.fail.lock().unwrap() = None;
     *scene.world.stop_before.lock().unwrap() = Some("book".to_owned());
-    // It stops there.
+    // The order hangs there.
     let third = machine(&scene.store, &scene.world, true);
     let _completer = third.orders.spawn_completer(Completer::default().with_after(Duration::ZERO));
     tokio::time::sleep(Duration::from_secs(30)).await;
     assert_eq!(scene.world.stopped.load(Ordering::SeqCst), many.min(16));
-    let patience = Duration::from_secs(600);
+    let deadline = Duration::from_secs(600);
     let hangs = async {
         while scene.world.stopped.load(Ordering::SeqCst) < many {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(patience, hangs).await.expect("they get so far");
+    tokio::time::timeout(deadline, hangs).await.expect("the orders reach this item");
     *scene.world.stop_before.lock().unwrap() = None;
     *scene.world.fail.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
     assert!(scene.second.orders.run("order-2", &items()).await.is_err());
@@ -336,17 +336,17 @@ async fn hang_and_hold_up_no_other(many: usize) {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(patience, goes_on).await.expect("the other one is finished");
+    tokio::time::timeout(deadline, goes_on).await.expect("the other order is finished");
 }
 
-/// A store on which much time passes after it was asked for a list, as where a completer waits for its other calls.
-struct Slow {
+/// A store whose clock jumps ahead after each list, as if the completer were busy with its other calls meanwhile.
+struct SlowList {
     inner: Arc<MemoryStore<Arc<ManualClock>>>,
     clock: Arc<ManualClock>,
     passes: Mutex<Duration>,
 }
 
-impl Store for Slow {
+impl Store for SlowList {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         self.inner.apply(id, command)
     }
@@ -387,12 +387,12 @@ impl Store for Slow {
 }
 
 #[tokio::test]
-async fn an_order_that_was_forgotten_since_it_was_listed_is_not_begun_anew() {
+async fn an_order_that_expired_after_it_was_listed_is_not_started_anew() {
     let scene = scene();
     scene.stop_before("order-1", "pen").await;
     scene.clock.advance(LEASE + Duration::from_millis(1));
     let passes = Mutex::new(Policy::default().retention());
-    let slow = Arc::new(Slow { inner: scene.store.clone(), clock: scene.clock.clone(), passes });
+    let slow = Arc::new(SlowList { inner: scene.store.clone(), clock: scene.clock.clone(), passes });
     let engine = Engine::new(slow);
     let policy = Policy::default().with_lease(LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
     let world = scene.world.clone();
@@ -403,8 +403,8 @@ async fn an_order_that_was_forgotten_since_it_was_listed_is_not_begun_anew() {
     let orders =
         orders.resumable(move |attempt, items| ship_all(world.clone(), false, attempt, items)).unwrap();
     let round = orders.complete(Completer::default()).await.unwrap();
-    assert_eq!(scene.effects(), ["book"], "of the first attempt");
+    assert_eq!(scene.effects(), ["book"], "only the effect of the first attempt");
     assert_eq!(round.executed, 0);
-    // The key is as free as that of any record that is forgotten.
+    // The record is forgotten, so its key is free like any other.
     assert!(!orders.run_detailed("order-1", &items()).await.unwrap().is_replayed());
 }

@@ -1,38 +1,30 @@
 //! Attempts whose operations complete their records themselves: every state that the record may be in when the operation ends,
-//! and what changes between the look and the write.
+//! and changes between the engine's read and its write.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+mod support;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Answer, Capabilities, Clock, Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey,
-    Label, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Release, Scope, State,
-    Store, StoreError, StoreFuture, StoredResponse, Timestamp,
+    Answer, Capabilities, Command, Complete, Completion, FencingToken, Fingerprint, IdempotencyKey, Label,
+    ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Release, Scope, State, Store,
+    StoreError, StoreFuture, StoredResponse, Timestamp,
 };
-use oncegate_engine::{
-    ClaimOutcome, ClaimRequest, Concluded, Engine, Event, EventKind, Observer, Permit, Policy, Said,
-};
-use tokio::time::Instant;
+use oncegate_engine::{ClaimOutcome, ClaimRequest, Concluded, Engine, EventKind, Permit, Policy, Said};
+use support::{Events, TokioClock};
 
 const LEASE: Duration = Duration::from_secs(30);
 const RETENTION: Duration = Duration::from_secs(3600);
 
-struct TokioClock(Instant);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
-}
-
-/// What the operation's own transaction does, before the next write of the engine gets to the store.
+/// The step that the operation's own transaction takes before the next write of the engine reaches the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Meanwhile {
     Nothing,
     Commits(Option<&'static str>),
-    /// It has called `complete` and is open.
+    /// It has called `complete` and is still open.
     Holds,
 }
 
@@ -92,7 +84,7 @@ impl Store for Transactional {
 }
 
 impl Transactional {
-    /// As `oncegate.complete` does, in a transaction that commits.
+    /// Completes the record as `oncegate.complete` does, in a transaction that commits.
     async fn commit(&self, token: FencingToken, answer: Option<&'static str>) {
         let completion = answer.map_or(Completion::Awaited, replayable);
         let command = Command::Complete(Complete { token, completion, retention: RETENTION });
@@ -108,22 +100,11 @@ impl Transactional {
     }
 }
 
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<EventKind>>>);
-
-impl Observer for Events {
-    fn observe(&self, event: &Event) {
-        self.0.lock().unwrap().push(event.kind);
-    }
-}
-
-impl Events {
-    /// What followed the end of the operation.
-    fn after(&self) -> Vec<EventKind> {
-        let all = self.0.lock().unwrap();
-        let at = all.iter().position(|kind| *kind == EventKind::Executed).unwrap();
-        all[at + 1..].to_vec()
-    }
+/// The events after the end of the operation.
+fn after(events: &Events) -> Vec<EventKind> {
+    let all = events.all();
+    let at = all.iter().position(|kind| *kind == EventKind::Executed).unwrap();
+    all[at + 1..].to_vec()
 }
 
 struct World {
@@ -134,7 +115,7 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let records = MemoryStore::new(TokioClock(Instant::now()));
+        let records = MemoryStore::new(TokioClock::new());
         let store = Arc::new(Transactional { records, meanwhile: Mutex::new(Meanwhile::Nothing) });
         let events = Events::default();
         let engine = Engine::builder(store.clone()).with_observer(events.clone()).build();
@@ -148,8 +129,8 @@ impl World {
         }
     }
 
-    /// What a retry in another process hears.
-    async fn elsewhere(&self) -> ClaimOutcome {
+    /// The outcome that a retry in another process gets.
+    async fn claim_in_another_process(&self) -> ClaimOutcome {
         Engine::new(self.store.clone()).claim(request()).await.unwrap()
     }
 }
@@ -181,18 +162,18 @@ fn replays(state: &State, body: &str) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_is_added_to_what_was_committed_without_one() {
+async fn a_record_committed_without_an_answer_gets_the_answer() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
     assert!(matches!(permit.conclude(success("paid")).await, Concluded::Taken));
     assert!(replays(&world.store.state().await, "paid"));
-    assert_eq!(world.events.after(), [EventKind::AnswerAdded, EventKind::Completed]);
+    assert_eq!(after(&world.events), [EventKind::AnswerAdded, EventKind::Completed]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_committed_with_an_answer_stays_and_is_given_back() {
-    for (said, note) in [
+async fn an_answer_that_was_committed_stays_and_is_returned() {
+    for (report, note) in [
         (success("mine"), EventKind::CompletedUpstream),
         (success("another"), EventKind::AnswerDiffers),
         (Said::answer(Completion::Tombstone, true), EventKind::CompletedUpstream),
@@ -201,66 +182,66 @@ async fn what_was_committed_with_an_answer_stays_and_is_given_back() {
         let world = World::new();
         let permit = world.permit().await;
         world.store.commit(permit.attempt().token(), Some("mine")).await;
-        match permit.conclude(said.clone()).await {
+        match permit.conclude(report.clone()).await {
             Concluded::Recorded(own) => assert_eq!(own.body(), "mine"),
-            Concluded::Taken => assert!(matches!(said, Said::Answer { .. }), "{said:?}"),
-            other => panic!("{said:?}: {other:?}"),
+            Concluded::Taken => assert!(matches!(report, Said::Answer { .. }), "{report:?}"),
+            other => panic!("{report:?}: {other:?}"),
         }
         assert!(replays(&world.store.state().await, "mine"));
-        assert_eq!(world.events.after(), [note, EventKind::Completed], "{said:?}");
+        assert_eq!(after(&world.events), [note, EventKind::Completed], "{report:?}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_order_of_fields_makes_no_other_answer() {
+async fn answers_that_differ_only_in_header_order_are_equal() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), Some("mine")).await;
     let turned = StoredResponse::new(201, &[("b", b"2"), ("a", b"1")], &["mine".into()], &[]).unwrap();
     let concluded = permit.conclude(Said::answer(Completion::Replayable(turned), true)).await;
     assert!(matches!(concluded, Concluded::Recorded(own) if own == response("mine")));
-    assert_eq!(world.events.after(), [EventKind::CompletedUpstream, EventKind::Completed]);
+    assert_eq!(after(&world.events), [EventKind::CompletedUpstream, EventKind::Completed]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_without_a_commit_is_stored_and_a_success_is_noted() {
-    for (said, events) in [
+async fn an_answer_without_a_commit_is_stored_and_a_success_is_reported() {
+    for (report, events) in [
         (success("paid"), &[EventKind::CompletionMissing, EventKind::Completed][..]),
         (Said::answer(replayable("no"), false), &[EventKind::Completed]),
         (Said::answer(Completion::Tombstone, false), &[EventKind::Tombstoned]),
     ] {
         let world = World::new();
-        assert!(matches!(world.permit().await.conclude(said).await, Concluded::Taken));
-        assert_eq!(world.events.after(), events);
+        assert!(matches!(world.permit().await.conclude(report).await, Concluded::Taken));
+        assert_eq!(after(&world.events), events);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_without_a_commit_frees_the_key_and_fences_a_late_one() {
+async fn no_answer_and_no_commit_frees_the_key_and_fences_a_late_commit() {
     let world = World::new();
     let permit = world.permit().await;
     let token = permit.attempt().token();
     assert!(matches!(permit.conclude(Said::Nothing).await, Concluded::Released));
     let late = Command::Complete(Complete { token, completion: Completion::Awaited, retention: RETENTION });
     assert_eq!(world.store.apply(id(), late).await.unwrap(), Outcome::Fenced);
-    assert!(matches!(world.elsewhere().await, ClaimOutcome::Execute(_)));
-    assert_eq!(world.events.after(), [EventKind::Released]);
+    assert!(matches!(world.claim_in_another_process().await, ClaimOutcome::Execute(_)));
+    assert_eq!(after(&world.events), [EventKind::Released]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_after_a_commit_without_an_answer_leaves_it() {
+async fn no_answer_after_a_commit_without_one_leaves_the_record_as_it_is() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.commit(permit.attempt().token(), None).await;
     assert!(matches!(permit.conclude(Said::Nothing).await, Concluded::Unreplayable));
     assert_eq!(world.store.state().await, State::Completed(Answer::Awaited));
-    assert_eq!(world.events.after(), [EventKind::CompletedUpstream, EventKind::Tombstoned]);
+    assert_eq!(after(&world.events), [EventKind::CompletedUpstream, EventKind::Tombstoned]);
 }
 
-/// The transaction commits after the record was read and before it is written.
+/// The transaction commits after the engine read the record and before it writes.
 #[tokio::test(start_paused = true)]
-async fn a_commit_in_between_is_seen() {
-    for (said, answer) in [
+async fn a_commit_between_read_and_write_is_seen() {
+    for (report, answer) in [
         (Said::Nothing, None),
         (Said::Nothing, Some("mine")),
         (success("paid"), Some("mine")),
@@ -269,11 +250,11 @@ async fn a_commit_in_between_is_seen() {
         let world = World::new();
         let permit = world.permit().await;
         world.store.set(Meanwhile::Commits(answer));
-        let concluded = permit.conclude(said.clone()).await;
+        let concluded = permit.conclude(report.clone()).await;
         let state = world.store.state().await;
-        match (&said, answer) {
+        match (&report, answer) {
             (_, Some(_)) => {
-                assert!(matches!(concluded, Concluded::Recorded(own) if own.body() == "mine"), "{said:?}");
+                assert!(matches!(concluded, Concluded::Recorded(own) if own.body() == "mine"), "{report:?}");
                 assert!(replays(&state, "mine"));
             }
             (Said::Nothing, None) => {
@@ -289,17 +270,17 @@ async fn a_commit_in_between_is_seen() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_record_that_is_held_is_concluded_when_it_is_let_go_of() {
-    for (said, commits) in [(Said::Nothing, false), (Said::Nothing, true), (success("paid"), true)] {
+async fn a_record_that_a_transaction_holds_is_concluded_when_it_is_freed() {
+    for (report, commits) in [(Said::Nothing, false), (Said::Nothing, true), (success("paid"), true)] {
         let world = World::new();
         let permit = world.permit().await;
         let token = permit.attempt().token();
         world.store.set(Meanwhile::Holds);
-        assert!(matches!(permit.conclude(said.clone()).await, Concluded::Deferred(_)));
-        // In this process everybody hears that it is in progress.
+        assert!(matches!(permit.conclude(report.clone()).await, Concluded::Deferred(_)));
+        // A duplicate in this process gets "in progress".
         let duplicate = world.engine.claim(request()).await.unwrap();
         assert!(matches!(duplicate, ClaimOutcome::InProgress { .. }), "{duplicate:?}");
-        // It goes on trying for as long as the lease lasts.
+        // The engine keeps trying until the lease ends.
         tokio::time::sleep(LEASE / 3).await;
         world.store.set(Meanwhile::Nothing);
         if commits {
@@ -307,7 +288,7 @@ async fn a_record_that_is_held_is_concluded_when_it_is_let_go_of() {
         }
         tokio::time::sleep(LEASE).await;
         let state = world.store.state().await;
-        match (&said, commits) {
+        match (&report, commits) {
             (Said::Nothing, false) => assert_eq!(state, State::Released),
             (Said::Nothing, true) => assert_eq!(state, State::Completed(Answer::Awaited)),
             _ => assert!(replays(&state, "paid")),
@@ -315,33 +296,35 @@ async fn a_record_that_is_held_is_concluded_when_it_is_let_go_of() {
     }
 }
 
-/// It is held beyond the lease: the next claim decides, and nothing was called unknown.
+/// The transaction holds the record beyond the lease: the next claim decides, and the outcome was never called unknown.
 #[tokio::test(start_paused = true)]
-async fn a_record_that_is_held_beyond_the_lease_is_left() {
+async fn a_record_that_is_held_beyond_the_lease_is_left_alone() {
     let world = World::new();
     let permit = world.permit().await;
     world.store.set(Meanwhile::Holds);
     assert!(matches!(permit.conclude(Said::Nothing).await, Concluded::Deferred(_)));
     tokio::time::sleep(LEASE * 2).await;
     assert!(matches!(world.store.state().await, State::InProgress { .. }));
-    assert_eq!(world.events.after().last(), Some(&EventKind::SettlementLost));
+    assert_eq!(after(&world.events).last(), Some(&EventKind::SettlementLost));
     assert!(
-        matches!(world.elsewhere().await, ClaimOutcome::Execute(permit) if permit.attempt().number() == 2)
+        matches!(world.claim_in_another_process().await, ClaimOutcome::Execute(permit) if permit.attempt().number() == 2)
     );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_stale_owner_changes_nothing() {
-    for said in [Said::Nothing, success("late"), Said::answer(Completion::Tombstone, false)] {
+    for report in [Said::Nothing, success("late"), Said::answer(Completion::Tombstone, false)] {
         let world = World::new();
         let permit = world.permit().await;
-        // Operators may free a key by force, and others execute under another token.
+        // An operator may free a key by force, and another process executes under another token.
         let release = Release { token: permit.attempt().token(), retention: RETENTION };
         world.store.apply(id(), Command::Release(release)).await.unwrap();
-        let ClaimOutcome::Execute(other) = world.elsewhere().await else { panic!("it is free") };
-        assert!(matches!(permit.conclude(said.clone()).await, Concluded::Fenced));
+        let ClaimOutcome::Execute(other) = world.claim_in_another_process().await else {
+            panic!("the key is not free")
+        };
+        assert!(matches!(permit.conclude(report.clone()).await, Concluded::Fenced));
         assert!(matches!(world.store.state().await, State::InProgress { .. }));
-        assert_eq!(world.events.after(), [EventKind::Fenced]);
+        assert_eq!(after(&world.events), [EventKind::Fenced]);
         other.complete(replayable("other")).await;
     }
 }

@@ -1,54 +1,28 @@
-//! The engine from outside: claims, renewals, duplicates, and a store that fails.
+//! The engine through its public interface: claims, renewals, duplicates, and a store that fails.
 //!
-//! Time is tokio's paused clock, which the store reads too, so that leases pass without anybody waiting for them.
+//! Time is tokio's paused clock. The store reads it, too, so leases end without real waiting.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
 
+mod support;
+
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    AttemptId, AuditEntry, Capabilities, Claim, Clock, Command, Completion, Fingerprint, IdempotencyKey,
-    Label, ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Scope, StateName, Store,
+    AttemptId, AuditEntry, Capabilities, Claim, Command, Completion, Fingerprint, IdempotencyKey, Label,
+    ListPage, ListQuery, MemoryStore, OnAbandoned, Outcome, Record, RecordId, Scope, StateName, Store,
     StoreErrorKind, StoreFuture, StoredResponse, Timestamp, limits,
 };
-use oncegate_engine::{
-    ClaimOutcome, ClaimRequest, Engine, Event, EventKind, Observer, Permit, Policy, Settled,
-};
+use oncegate_engine::{ClaimOutcome, ClaimRequest, Engine, EventKind, Permit, Policy, Settled};
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
+use support::{Events, TokioClock, settle};
 use tokio::time::{Instant, sleep};
 
 const LEASE: Duration = Duration::from_secs(30);
-
-struct TokioClock(Instant);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
-}
-
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<EventKind>>>);
-
-impl Observer for Events {
-    fn observe(&self, event: &Event) {
-        self.0.lock().unwrap().push(event.kind);
-    }
-}
-
-impl Events {
-    fn count(&self, wanted: impl Fn(&EventKind) -> bool) -> usize {
-        self.0.lock().unwrap().iter().filter(|kind| wanted(kind)).count()
-    }
-
-    fn has(&self, wanted: EventKind) -> bool {
-        self.count(|kind| *kind == wanted) > 0
-    }
-}
 
 struct World {
     engine: Engine,
@@ -59,10 +33,10 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::on(Arc::new(MemoryStore::new(TokioClock(Instant::now()))))
+        Self::on(Arc::new(MemoryStore::new(TokioClock::new())))
     }
 
-    /// Another engine on the same records, as another process would have it.
+    /// Another engine on the same records, as in another process.
     fn on(store: Arc<dyn Store>) -> Self {
         let events = Events::default();
         let (faulty, faults) = FaultyStore::new(store.clone());
@@ -119,15 +93,8 @@ fn replays(outcome: &ClaimOutcome, body: &str) -> bool {
     matches!(outcome, ClaimOutcome::Replay(response) if response.body() == body)
 }
 
-/// Lets everything that is ready run, without moving the clock.
-async fn settle() {
-    for _ in 0..50 {
-        tokio::task::yield_now().await;
-    }
-}
-
 #[tokio::test(start_paused = true)]
-async fn of_a_hundred_equal_claims_one_executes_and_the_others_get_its_answer() {
+async fn one_of_a_hundred_equal_claims_executes_and_the_others_get_its_answer() {
     let world = Arc::new(World::new());
     let mut claims = Vec::new();
     for _ in 0..100 {
@@ -152,11 +119,11 @@ async fn of_a_hundred_equal_claims_one_executes_and_the_others_get_its_answer() 
     }
     assert_eq!(executed, 1);
     assert_eq!(world.faults.calls(Operation::Claim), 1, "single-flight: one claim reached the store");
-    assert_eq!(world.events.count(|kind| matches!(kind, EventKind::Replayed { waited: true })), 99);
+    assert_eq!(world.events.count_if(|kind| matches!(kind, EventKind::Replayed { waited: true })), 99);
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_waiting_a_duplicate_hears_that_it_is_in_progress() {
+async fn a_duplicate_that_does_not_wait_gets_in_progress() {
     let world = World::new();
     let permit = world.permit(request()).await;
     sleep(Duration::from_secs(5)).await;
@@ -167,7 +134,7 @@ async fn without_waiting_a_duplicate_hears_that_it_is_in_progress() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_gives_up_at_its_deadline_and_leaves_the_owner_alone() {
+async fn a_waiter_gives_up_at_its_deadline_and_does_not_disturb_the_owner() {
     let world = World::new();
     let permit = world.permit(request()).await;
     let asked = Instant::now();
@@ -194,19 +161,22 @@ async fn a_waiter_executes_when_the_owner_releases() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_mismatch_is_told_before_anything_else() {
+async fn a_mismatch_is_reported_before_anything_else() {
     let world = World::new();
     let permit = world.permit(request()).await;
     assert!(matches!(world.claim(another()).await, ClaimOutcome::Mismatch), "while in flight");
     let elsewhere = World::on(world.store.clone());
-    assert!(matches!(elsewhere.claim(another()).await, ClaimOutcome::Mismatch), "while in flight elsewhere");
+    assert!(
+        matches!(elsewhere.claim(another()).await, ClaimOutcome::Mismatch),
+        "while in flight in another process"
+    );
     permit.complete(answer("one")).await;
     assert!(matches!(world.claim(another()).await, ClaimOutcome::Mismatch), "after completion");
     assert!(replays(&world.claim(request()).await, "one"));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_keeps_a_handler_that_outlasts_its_lease() {
+async fn renewals_keep_the_lease_of_a_slow_handler() {
     let world = World::new();
     let elsewhere = World::on(world.store.clone());
     let permit = world.permit(request()).await;
@@ -216,7 +186,7 @@ async fn a_renewal_keeps_a_handler_that_outlasts_its_lease() {
         assert!(permit.attempt().is_owner());
     }
     assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
-    assert!(world.events.count(|kind| *kind == EventKind::Renewed) >= 20);
+    assert!(world.events.count_if(|kind| *kind == EventKind::Renewed) >= 20);
 }
 
 #[tokio::test(start_paused = true)]
@@ -229,7 +199,7 @@ async fn an_attempt_that_ended_is_not_renewed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_ran_out_while_the_store_was_away_is_taken_up_again() {
+async fn a_lease_that_ended_during_an_outage_is_renewed_again() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.always(Operation::Renew, Fault::Refuse);
@@ -243,7 +213,7 @@ async fn a_lease_that_ran_out_while_the_store_was_away_is_taken_up_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_zombie_is_told_that_it_lost_and_is_fenced() {
+async fn a_zombie_learns_that_it_lost_its_lease_and_is_fenced() {
     let zombie = World::new();
     let other = World::on(zombie.store.clone());
     let permit = zombie.permit(request()).await;
@@ -254,7 +224,7 @@ async fn a_zombie_is_told_that_it_lost_and_is_fenced() {
     assert!(taken.attempt().token() > permit.attempt().token());
     assert!(taken.attempt().is_after_abandoned());
     zombie.faults.heal();
-    tokio::time::timeout(LEASE, permit.attempt().lost()).await.expect("the zombie is told");
+    tokio::time::timeout(LEASE, permit.attempt().lost()).await.expect("the zombie learns that it lost");
     assert!(zombie.events.has(EventKind::LeaseLost));
 
     assert!(matches!(permit.complete(answer("zombie")).await, Settled::Fenced));
@@ -272,12 +242,12 @@ async fn a_dropped_permit_never_frees_the_key() {
     sleep(LEASE).await;
     assert!(matches!(world.claim(request()).await, ClaimOutcome::Unknown));
     assert_eq!(world.state().await, Some(StateName::Unknown));
-    // Parked is parked, also for a route that would execute again.
+    // Parked stays parked, also on a route that would execute again.
     assert!(matches!(world.claim(reexecuting()).await, ClaimOutcome::Unknown));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_parked_outcome_becomes_known_when_its_owner_was_only_slow() {
+async fn a_parked_outcome_becomes_known_when_its_slow_owner_completes() {
     let slow = World::new();
     let other = World::on(slow.store.clone());
     let permit = slow.permit(request()).await;
@@ -289,14 +259,14 @@ async fn a_parked_outcome_becomes_known_when_its_owner_was_only_slow() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_completion_that_fails_once_is_written_in_the_background() {
+async fn a_completion_that_fails_once_is_retried_in_the_background() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.next(1, Operation::Complete, Fault::Refuse);
     assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
     assert!(
         matches!(world.claim(request()).await, ClaimOutcome::InProgress { .. }),
-        "not run again meanwhile"
+        "the operation does not run again meanwhile"
     );
     sleep(Duration::from_secs(1)).await;
     assert!(replays(&world.claim(request()).await, "one"));
@@ -304,7 +274,7 @@ async fn a_completion_that_fails_once_is_written_in_the_background() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_completion_whose_answer_is_lost_succeeds_when_it_is_sent_again() {
+async fn a_completion_whose_reply_is_lost_succeeds_when_it_is_sent_again() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.next(1, Operation::Complete, Fault::LoseAnswer);
@@ -314,7 +284,7 @@ async fn a_completion_whose_answer_is_lost_succeeds_when_it_is_sent_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_completion_is_an_unknown_outcome_and_never_a_second_run() {
+async fn a_lost_completion_is_an_unknown_outcome_and_never_a_second_execution() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.faults.always(Operation::Complete, Fault::Refuse);
@@ -322,7 +292,7 @@ async fn a_lost_completion_is_an_unknown_outcome_and_never_a_second_run() {
     sleep(LEASE + Duration::from_secs(1)).await;
     let other = World::on(world.store.clone());
     assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
-    // Until the record is past its retention, the owner may still say what happened.
+    // Until the retention of the record ends, the owner may still report the outcome.
     assert!(!world.events.has(EventKind::SettlementLost));
     sleep(request().policy.retention()).await;
     assert!(world.events.has(EventKind::SettlementLost));
@@ -336,7 +306,7 @@ async fn a_completion_is_written_after_an_outage_that_outlasted_its_lease() {
         world.faults.outage();
         assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
         sleep(LEASE * 2 + Duration::from_secs(hours * 3600)).await;
-        // Another process asks first, and parks the record.
+        // Another process asks first and parks the record.
         let other = World::on(world.store.clone());
         assert!(matches!(other.claim(request()).await, ClaimOutcome::Unknown));
         world.faults.heal();
@@ -347,7 +317,7 @@ async fn a_completion_is_written_after_an_outage_that_outlasted_its_lease() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_whose_answer_is_lost_is_recognised() {
+async fn a_claim_whose_reply_is_lost_is_recognised() {
     let world = World::new();
     world.faults.next(1, Operation::Claim, Fault::LoseAnswer);
     let permit = world.permit(request()).await;
@@ -356,19 +326,19 @@ async fn a_claim_whose_answer_is_lost_is_recognised() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_nobody_heard_of_is_taken_back() {
+async fn a_granted_claim_whose_reply_was_lost_is_taken_back() {
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
     let error = world.engine.claim(request()).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable);
-    assert_eq!(world.state().await, Some(StateName::InProgress), "the store did grant it");
+    assert_eq!(world.state().await, Some(StateName::InProgress), "the store granted the claim");
     sleep(Duration::from_secs(1)).await;
     assert_eq!(world.state().await, Some(StateName::Released));
     world.permit(request()).await.complete(answer("one")).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_was_never_granted_is_not_made_to_be_taken_back() {
+async fn taking_back_a_claim_that_was_never_granted_makes_no_record() {
     let world = World::new();
     world.faults.outage();
     assert!(world.engine.claim(request()).await.is_err());
@@ -376,14 +346,14 @@ async fn a_claim_that_was_never_granted_is_not_made_to_be_taken_back() {
     sleep(Duration::from_secs(1)).await;
     world.faults.heal();
     sleep(LEASE).await;
-    assert_eq!(world.faults.calls(Operation::Claim), asked, "claimed by nobody");
-    assert_eq!(world.state().await, None, "a record of nothing");
+    assert_eq!(world.faults.calls(Operation::Claim), asked, "no further claim was sent");
+    assert_eq!(world.state().await, None, "no record was made");
     assert_eq!(world.permit(request()).await.attempt().number(), 1);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_claim_that_reaches_the_store_late_is_taken_back() {
-    // Milliseconds after the store said that it is out of reach: soon, and when hardly anybody looks any more.
+    // From milliseconds after the store was reported out of reach until the engine hardly looks any more.
     for arrives in [200, 29_000, 290_000] {
         let world = World::new();
         world.faults.next(2, Operation::Claim, Fault::Delay);
@@ -392,9 +362,9 @@ async fn a_claim_that_reaches_the_store_late_is_taken_back() {
         assert_eq!(world.state().await, None);
         world.faults.arrive().await;
         assert_eq!(world.state().await, Some(StateName::InProgress));
-        // Before anybody may find it abandoned.
+        // Before another claim can find the record abandoned.
         sleep(LEASE - Duration::from_millis(1)).await;
-        assert_eq!(world.state().await, Some(StateName::Released), "arrived after {arrives} ms");
+        assert_eq!(world.state().await, Some(StateName::Released), "the claim arrived after {arrives} ms");
         assert!(world.events.has(EventKind::ClaimCancelled));
         let looks = world.faults.calls(Operation::Lookup);
         assert!((3..50).contains(&looks), "{looks} looks");
@@ -403,7 +373,7 @@ async fn a_claim_that_reaches_the_store_late_is_taken_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_comes_late_after_another_attempt_has_failed_is_taken_back() {
+async fn a_late_claim_is_taken_back_after_another_attempt_has_failed() {
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::Delay);
     assert!(world.engine.claim(request()).await.is_err());
@@ -417,7 +387,7 @@ async fn a_claim_that_comes_late_after_another_attempt_has_failed_is_taken_back(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_comes_late_is_taken_back_also_where_its_second_try_heard_of_somebody_else() {
+async fn a_late_claim_is_taken_back_although_its_second_try_found_another_owner() {
     let world = World::new();
     let other = World::on(world.store.clone());
     let permit = other.permit(request()).await;
@@ -426,12 +396,16 @@ async fn a_claim_that_comes_late_is_taken_back_also_where_its_second_try_heard_o
     assert!(matches!(outcome, ClaimOutcome::InProgress { .. }), "{outcome:?}");
     permit.release().await;
     world.faults.arrive().await;
-    assert_eq!(world.state().await, Some(StateName::InProgress), "nobody executes under it");
+    assert_eq!(
+        world.state().await,
+        Some(StateName::InProgress),
+        "the claim arrived, and no attempt executes under it"
+    );
     sleep(LEASE).await;
     assert_eq!(world.state().await, Some(StateName::Released));
 }
 
-/// Such as one whose commit waits for a standby that is away.
+/// For example a claim whose commit waits for a standby that is away.
 #[tokio::test(start_paused = true)]
 async fn a_claim_that_becomes_visible_hours_later_is_taken_back() {
     let world = World::new();
@@ -443,7 +417,7 @@ async fn a_claim_that_becomes_visible_hours_later_is_taken_back() {
     world.faults.arrive().await;
     sleep(Duration::from_secs(40)).await;
     assert_eq!(world.state().await, Some(StateName::Released));
-    // Not for ever: a record would be past its retention.
+    // Not for ever: by then the retention of a record would have ended.
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::Delay);
     assert!(world.engine.claim(request()).await.is_err());
@@ -454,7 +428,7 @@ async fn a_claim_that_becomes_visible_hours_later_is_taken_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_was_lost_for_longer_than_its_lease_parks_nothing() {
+async fn a_claim_that_is_lost_for_longer_than_its_lease_parks_nothing() {
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::LoseAnswer);
     world.faults.always(Operation::Lookup, Fault::Refuse);
@@ -462,20 +436,20 @@ async fn a_claim_that_was_lost_for_longer_than_its_lease_parks_nothing() {
     assert_eq!(world.state().await, Some(StateName::InProgress));
     sleep(LEASE * 2).await;
     assert_eq!(world.state().await, Some(StateName::Abandoned));
-    // Claimed again while nobody can say what became of the first claim: refused, and not parked.
+    // While the outcome of the first claim is unknown, a second claim is refused, and the record is not parked.
     let error = world.engine.claim(request()).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable);
     assert_eq!(world.state().await, Some(StateName::Abandoned));
-    // Of two who come as soon as the store answers, one executes.
+    // Of two claims that arrive as soon as the store answers, one executes.
     world.faults.heal();
     world.permit(request()).await.complete(answer("one")).await;
     sleep(LEASE * 2).await;
     assert!(replays(&world.claim(request()).await, "one"));
 }
 
-/// A commit that waits for a standby comes back after the lease, between the look of a retry and its claim.
+/// A commit that waits for a standby returns after the lease, between the lookup of a retry and its claim.
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_becomes_visible_after_its_lease_is_taken_on_by_the_retry_and_not_parked() {
+async fn a_retry_takes_over_a_claim_that_becomes_visible_after_its_lease() {
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::Delay);
     assert!(world.engine.claim(request()).await.is_err());
@@ -490,15 +464,17 @@ async fn a_claim_that_becomes_visible_after_its_lease_is_taken_on_by_the_retry_a
     sleep(LEASE * 2).await;
     assert_eq!(world.state().await, Some(StateName::Abandoned));
     latch.open();
-    let ClaimOutcome::Execute(permit) = retry.await.unwrap().unwrap() else { panic!("it was parked") };
+    let ClaimOutcome::Execute(permit) = retry.await.unwrap().unwrap() else {
+        panic!("the record was parked")
+    };
     permit.complete(answer("one")).await;
     world.faults.heal();
     assert!(replays(&world.claim(request()).await, "one"));
 }
 
-/// A retry that took a doubt on and comes to nothing leaves it to be looked for again.
+/// A retry that took the doubtful claim over and then fails leaves it to be looked for again.
 #[tokio::test(start_paused = true)]
-async fn a_doubt_that_a_retry_took_on_is_looked_for_again() {
+async fn a_doubtful_claim_that_a_failed_retry_took_over_is_looked_for_again() {
     let world = World::new();
     for fault in [Fault::Refuse, Fault::Delay] {
         world.faults.next(2, Operation::Claim, Fault::Delay);
@@ -507,7 +483,11 @@ async fn a_doubt_that_a_retry_took_on_is_looked_for_again() {
         assert!(world.engine.claim(request()).await.is_err());
         sleep(Duration::from_secs(1)).await;
         world.faults.arrive().await;
-        assert_eq!(world.state().await, Some(StateName::InProgress), "nobody executes under it");
+        assert_eq!(
+            world.state().await,
+            Some(StateName::InProgress),
+            "the claim arrived, and no attempt executes under it"
+        );
         sleep(LEASE - Duration::from_millis(1)).await;
         assert_eq!(world.state().await, Some(StateName::Released));
     }
@@ -515,7 +495,7 @@ async fn a_doubt_that_a_retry_took_on_is_looked_for_again() {
 
 /// Such as one that is refused because a replica is away, each time that it is sent.
 #[tokio::test(start_paused = true)]
-async fn a_claim_whose_answers_are_all_lost_is_released_by_its_token() {
+async fn a_claim_whose_replies_are_all_lost_is_released_by_its_token() {
     let world = World::new();
     world.faults.always(Operation::Claim, Fault::LoseAnswer);
     assert!(world.engine.claim(request()).await.is_err());
@@ -526,7 +506,7 @@ async fn a_claim_whose_answers_are_all_lost_is_released_by_its_token() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_arrives_late_of_a_claim_that_was_granted_and_released_is_taken_back() {
+async fn a_late_copy_of_a_claim_that_was_granted_and_released_is_taken_back() {
     for cancelled in [false, true] {
         let world = World::new();
         world.faults.next(1, Operation::Claim, Fault::Delay);
@@ -546,14 +526,18 @@ async fn what_arrives_late_of_a_claim_that_was_granted_and_released_is_taken_bac
         sleep(Duration::from_secs(1)).await;
         assert_eq!(world.state().await, Some(StateName::Released));
         world.faults.arrive().await;
-        assert_eq!(world.state().await, Some(StateName::InProgress), "nobody executes under it");
+        assert_eq!(
+            world.state().await,
+            Some(StateName::InProgress),
+            "the claim arrived, and no attempt executes under it"
+        );
         sleep(LEASE - Duration::from_millis(1)).await;
         assert_eq!(world.state().await, Some(StateName::Released), "cancelled: {cancelled}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_is_no_longer_looked_for_when_the_key_is_completed_or_the_engine_ends() {
+async fn the_search_for_a_lost_claim_ends_with_a_completion_or_with_the_engine() {
     let world = World::new();
     world.faults.next(2, Operation::Claim, Fault::Delay);
     assert!(world.engine.claim(request()).await.is_err());
@@ -571,11 +555,11 @@ async fn a_claim_is_no_longer_looked_for_when_the_key_is_completed_or_the_engine
     let begun = Instant::now();
     assert_eq!(world.engine.drain(LEASE).await, 0);
     assert_eq!(begun.elapsed(), Duration::ZERO);
-    assert_eq!(world.state().await, Some(StateName::Released), "there was a last look");
+    assert_eq!(world.state().await, Some(StateName::Released), "the engine looked a last time");
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_duplicates_hear_that_the_store_is_out_of_reach_and_ask_it_once() {
+async fn during_an_outage_all_duplicates_fail_and_share_their_claims() {
     let world = Arc::new(World::new());
     world.faults.outage();
     let claims: Vec<_> = (0..20)
@@ -587,12 +571,12 @@ async fn all_duplicates_hear_that_the_store_is_out_of_reach_and_ask_it_once() {
     for claim in claims {
         assert_eq!(claim.await.unwrap(), StoreErrorKind::Unavailable);
     }
-    assert_eq!(world.events.count(|kind| matches!(kind, EventKind::ClaimFailed(_))), 20);
+    assert_eq!(world.events.count_if(|kind| matches!(kind, EventKind::ClaimFailed(_))), 20);
     assert!(world.faults.calls(Operation::Claim) <= 4, "{}", world.faults.calls(Operation::Claim));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_goes_away_during_its_claim_leaves_no_record_in_progress() {
+async fn a_caller_that_leaves_during_its_claim_leaves_no_record_in_progress() {
     let world = World::new();
     let latch = Latch::new();
     world.faults.next(1, Operation::Claim, Fault::StallAfter(latch.clone()));
@@ -611,7 +595,7 @@ async fn a_caller_that_goes_away_during_its_claim_leaves_no_record_in_progress()
 }
 
 #[tokio::test(start_paused = true)]
-async fn taking_back_a_claim_does_not_forget_an_abandoned_attempt_before_it() {
+async fn taking_back_a_claim_keeps_the_abandoned_attempt_before_it() {
     let reconciling =
         || ClaimRequest { policy: request().policy.with_on_abandoned(OnAbandoned::Reconcile), ..request() };
     for is_told in [true, false] {
@@ -631,7 +615,7 @@ async fn taking_back_a_claim_does_not_forget_an_abandoned_attempt_before_it() {
             assert!(caller.await.unwrap_err().is_cancelled());
             latch.open();
         }
-        // Its own lease has to run out; then whoever claims has to ask what became of the first one.
+        // Its own lease has to end first; then the next claim has to find out the outcome of the first attempt.
         sleep(LEASE * 2).await;
         let permit = world.permit(reconciling()).await;
         assert!(permit.attempt().is_after_abandoned());
@@ -639,7 +623,7 @@ async fn taking_back_a_claim_does_not_forget_an_abandoned_attempt_before_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_hears_of_a_completion_in_another_process() {
+async fn a_waiter_gets_a_completion_of_another_process() {
     let world = World::new();
     let other = World::on(world.store.clone());
     let heard_of = other.events.clone();
@@ -657,18 +641,18 @@ async fn a_waiter_hears_of_a_completion_in_another_process() {
     assert!(heard - completed <= Duration::from_millis(500));
 }
 
-/// A store that is told of completions when the test says so, and counts how often it is waited on.
-struct Told {
+/// A store that learns of completions when the test says so, and counts how many callers wait for one.
+struct NotifyingStore {
     inner: Arc<dyn Store>,
-    word: tokio::sync::Notify,
+    notification: tokio::sync::Notify,
     waiting: AtomicUsize,
-    for_nothing: bool,
+    spurious: bool,
 }
 
-impl Told {
-    fn on(inner: Arc<dyn Store>, for_nothing: bool) -> Arc<Self> {
-        let (word, waiting) = (tokio::sync::Notify::new(), AtomicUsize::new(0));
-        Arc::new(Self { inner, word, waiting, for_nothing })
+impl NotifyingStore {
+    fn on(inner: Arc<dyn Store>, spurious: bool) -> Arc<Self> {
+        let (notification, waiting) = (tokio::sync::Notify::new(), AtomicUsize::new(0));
+        Arc::new(Self { inner, notification, waiting, spurious })
     }
 }
 
@@ -680,9 +664,9 @@ impl Drop for Waiting<'_> {
     }
 }
 
-struct ToldStore(Arc<Told>);
+struct NotifyingStoreHandle(Arc<NotifyingStore>);
 
-impl Store for ToldStore {
+impl Store for NotifyingStoreHandle {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         self.0.inner.apply(id, command)
     }
@@ -712,8 +696,8 @@ impl Store for ToldStore {
         let waiting = Waiting(&self.0.waiting);
         Box::pin(async move {
             let _waiting = waiting;
-            if !self.0.for_nothing {
-                self.0.word.notified().await;
+            if !self.0.spurious {
+                self.0.notification.notified().await;
             }
         })
     }
@@ -728,34 +712,34 @@ impl Store for ToldStore {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_that_is_told_of_a_completion_in_another_process_does_not_wait_for_its_next_turn() {
+async fn a_waiter_that_is_notified_of_a_completion_does_not_wait_for_its_next_poll() {
     let world = World::new();
-    let told = Told::on(world.store.clone(), false);
-    let other = World::on(Arc::new(ToldStore(told.clone())));
-    // Who does not wait does not ask to be told either.
+    let notifying = NotifyingStore::on(world.store.clone(), false);
+    let other = World::on(Arc::new(NotifyingStoreHandle(notifying.clone())));
+    // A claim that does not wait does not ask for notifications either.
     let permit = world.permit(request()).await;
     assert!(matches!(other.claim(request()).await, ClaimOutcome::InProgress { .. }));
-    assert_eq!(told.waiting.load(Ordering::SeqCst), 0);
+    assert_eq!(notifying.waiting.load(Ordering::SeqCst), 0);
     let faults = other.faults.clone();
     let waiter = tokio::spawn(async move { other.claim(waiting(LEASE)).await });
-    // Long enough that it asks seldom.
+    // A long wait, so that the waiter asks seldom.
     sleep(Duration::from_secs(3)).await;
     let asked = faults.calls(Operation::Claim);
-    assert_eq!(told.waiting.load(Ordering::SeqCst), 1);
+    assert_eq!(notifying.waiting.load(Ordering::SeqCst), 1);
     permit.complete(answer("one")).await;
     let completed = Instant::now();
-    told.word.notify_one();
+    notifying.notification.notify_one();
     assert!(replays(&waiter.await.unwrap(), "one"));
     assert_eq!(completed.elapsed(), Duration::ZERO);
     assert_eq!(faults.calls(Operation::Claim), asked + 1);
-    assert_eq!(told.waiting.load(Ordering::SeqCst), 0);
+    assert_eq!(notifying.waiting.load(Ordering::SeqCst), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_that_goes_away_leaves_the_store_alone_and_those_who_came_along_wait_on() {
+async fn a_waiter_that_leaves_stops_polling_and_the_waiters_next_to_it_wait_on() {
     let world = World::new();
-    let told = Told::on(world.store.clone(), false);
-    let other = Arc::new(World::on(Arc::new(ToldStore(told.clone()))));
+    let notifying = NotifyingStore::on(world.store.clone(), false);
+    let other = Arc::new(World::on(Arc::new(NotifyingStoreHandle(notifying.clone()))));
     let permit = world.permit(request()).await;
     let wait = || {
         let other = other.clone();
@@ -766,7 +750,7 @@ async fn a_waiter_that_goes_away_leaves_the_store_alone_and_those_who_came_along
     first.abort();
     assert!(first.await.unwrap_err().is_cancelled());
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(told.waiting.load(Ordering::SeqCst), 1, "the second one");
+    assert_eq!(notifying.waiting.load(Ordering::SeqCst), 1, "one waiter for both claims");
     permit.complete(answer("one")).await;
     assert!(replays(&second.await.unwrap(), "one"));
 
@@ -778,28 +762,28 @@ async fn a_waiter_that_goes_away_leaves_the_store_alone_and_those_who_came_along
     sleep(Duration::from_secs(3)).await;
     waiter.abort();
     sleep(Duration::from_millis(1)).await;
-    assert_eq!((told.waiting.load(Ordering::SeqCst), other.engine.in_flight()), (0, 0));
+    assert_eq!((notifying.waiting.load(Ordering::SeqCst), other.engine.in_flight()), (0, 0));
     let asked = other.faults.calls(Operation::Claim);
     sleep(Duration::from_secs(10)).await;
-    assert_eq!(other.faults.calls(Operation::Claim), asked, "nobody asks any more");
+    assert_eq!(other.faults.calls(Operation::Claim), asked, "no waiter asks any more");
     drop(permit);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_told_without_end_is_not_asked_without_end() {
+async fn a_store_that_notifies_without_end_is_not_polled_without_end() {
     let world = World::new();
-    let other = World::on(Arc::new(ToldStore(Told::on(world.store.clone(), true))));
+    let other = World::on(Arc::new(NotifyingStoreHandle(NotifyingStore::on(world.store.clone(), true))));
     let _permit = world.permit(request()).await;
     let begun = Instant::now();
     let outcome = other.claim(waiting(Duration::from_secs(10))).await;
     assert!(matches!(outcome, ClaimOutcome::InProgress { .. }));
-    assert_eq!(begun.elapsed().as_secs(), 10, "as long as the policy says");
+    assert_eq!(begun.elapsed().as_secs(), 10, "the waiter waits as long as the policy allows");
     let asked = other.faults.calls(Operation::Claim);
     assert!(asked <= 10 * 40 + 2, "{asked}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_whom_nobody_tells_asks_seldom_and_until_its_deadline() {
+async fn a_waiter_without_notifications_polls_seldom_until_its_deadline() {
     let world = World::new();
     let other = World::on(world.store.clone());
     let _permit = world.permit(request()).await;
@@ -812,7 +796,7 @@ async fn a_waiter_whom_nobody_tells_asks_seldom_and_until_its_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_waits_for_what_was_spawned_and_says_what_is_left() {
+async fn draining_waits_for_spawned_tasks_and_reports_the_remaining_ones() {
     let world = World::new();
     let permit = world.permit(request()).await;
     world.engine.spawn(async move {
@@ -825,24 +809,24 @@ async fn draining_waits_for_what_was_spawned_and_says_what_is_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn expired_records_are_purged_without_being_asked_for() {
+async fn expired_records_are_purged_in_the_background() {
     let world = World::new();
     let policy = request().policy.with_retention(Duration::from_secs(10)).unwrap();
     world.permit(ClaimRequest { policy, ..request() }).await.complete(answer("one")).await;
     sleep(Duration::from_secs(9)).await;
-    assert!(replays(&world.claim(request()).await, "one"), "kept for its retention");
+    assert!(replays(&world.claim(request()).await, "one"), "the record is kept for its retention");
     sleep(LEASE + Duration::from_secs(20)).await;
     assert!(world.faults.calls(Operation::Purge) > 0);
     assert_eq!(world.state().await, None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_renewed_where_nothing_else_wakes_the_keeper() {
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
+async fn a_lease_is_renewed_when_nothing_else_wakes_the_renewer() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock::new()));
     let engine = Engine::builder(store.clone()).with_purge_every(None).build();
     let world = World { engine, ..World::on(store) };
     world.permit(request()).await.release().await;
-    // By now it has nothing to do, and sleeps.
+    // By now the renewer has nothing to do and sleeps.
     sleep(LEASE).await;
     let permit = world.permit(request()).await;
     sleep(LEASE * 3).await;
@@ -851,7 +835,7 @@ async fn a_lease_is_renewed_where_nothing_else_wakes_the_keeper() {
 }
 
 #[test]
-fn leases_are_renewed_on_the_runtime_that_is_there_when_an_earlier_one_is_gone() {
+fn leases_are_renewed_on_a_later_runtime_when_an_earlier_one_is_gone() {
     let runtime =
         || tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let first = runtime();
@@ -873,7 +857,7 @@ fn leases_are_renewed_on_the_runtime_that_is_there_when_an_earlier_one_is_gone()
 #[tokio::test(start_paused = true)]
 async fn purging_keeps_up_with_many_records() {
     const RECORDS: u32 = 100_000;
-    let store = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
+    let store = Arc::new(MemoryStore::new(TokioClock::new()));
     let world = World::on(store.clone());
     for number in 0..RECORDS {
         let key = IdempotencyKey::new(number.to_be_bytes()).unwrap();
@@ -889,7 +873,7 @@ async fn purging_keeps_up_with_many_records() {
     }
     world.permit(request()).await.release().await;
     assert_eq!(store.len(), RECORDS as usize + 1);
-    // They end together, and are looked for every second.
+    // All records expire together, and the engine purges every second.
     sleep(Duration::from_secs(16)).await;
     assert_eq!(store.len(), 1);
 }
@@ -916,11 +900,11 @@ async fn every_claim_has_exactly_one_outcome() {
                 | EventKind::ClaimFailed(_)
         )
     };
-    assert_eq!(world.events.count(of_claims), 5);
+    assert_eq!(world.events.count_if(of_claims), 5);
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_waiter_more_than_may_wait_hears_at_once() {
+async fn a_waiter_beyond_the_limit_gets_in_progress_at_once() {
     let world = Arc::new(World::new());
     let permit = world.permit(request()).await;
     let waiters: Vec<_> = (0..limits::MAX_WAITERS)
@@ -940,7 +924,7 @@ async fn one_waiter_more_than_may_wait_hears_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_completion_more_than_may_be_tried_again_is_lost_at_once() {
+async fn a_completion_beyond_the_retry_limit_is_lost_at_once() {
     let world = World::new();
     world.faults.always(Operation::Complete, Fault::Refuse);
     for number in 0..=limits::MAX_DEFERRED {
@@ -950,5 +934,5 @@ async fn one_completion_more_than_may_be_tried_again_is_lost_at_once() {
         let permit = world.permit(ClaimRequest { id: RecordId::from_bytes(id), ..request() }).await;
         assert!(matches!(permit.complete(answer("one")).await, Settled::Deferred(_)));
     }
-    assert_eq!(world.events.count(|kind| *kind == EventKind::SettlementLost), 1);
+    assert_eq!(world.events.count_if(|kind| *kind == EventKind::SettlementLost), 1);
 }

@@ -1,8 +1,10 @@
-//! Functions from outside: results, errors, panics, callers who go away, and a store that fails.
+//! Functions through their public interface: results, errors, panics, callers who leave, and a store that fails.
 //!
-//! Time is tokio's paused clock, which the store reads too.
+//! Time is tokio's paused clock. The store reads it, too.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+mod support;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
@@ -22,18 +24,11 @@ use oncegate_engine::{
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, ManualClock, Operation};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use support::TokioClock;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 const LEASE: Duration = Duration::from_secs(30);
-
-struct TokioClock(Instant);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
-}
 
 struct World {
     engine: Engine,
@@ -43,10 +38,10 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self::on(Arc::new(MemoryStore::new(TokioClock(Instant::now()))))
+        Self::on(Arc::new(MemoryStore::new(TokioClock::new())))
     }
 
-    /// Another engine on the same records, as another process would have it.
+    /// Another engine on the same records, as in another process.
     fn on(store: Arc<dyn Store>) -> Self {
         let (faulty, faults) = FaultyStore::new(store.clone());
         Self { engine: Engine::new(Arc::new(faulty)), store, faults }
@@ -61,7 +56,7 @@ impl World {
         self.store.lookup(id).await.unwrap().map(|record| record.state_name(self.store.now()))
     }
 
-    /// An operator says what became of the charge.
+    /// Records the outcome of the charge as an operator does.
     async fn resolve(&self, status: u16, body: &'static str) {
         let response = StoredResponse::new(status, &[], &[body.into()], &[]).unwrap();
         let resolve = Resolve {
@@ -70,7 +65,7 @@ impl World {
             force: false,
             amend: false,
             actor: "ada".to_owned(),
-            reason: "in the ledger".to_owned(),
+            reason: "found in the ledger".to_owned(),
         };
         self.store.apply(self.charge().record_id(&key()), Command::Resolve(resolve)).await.unwrap();
     }
@@ -84,11 +79,11 @@ fn reexecuting() -> Policy {
     Policy::default().with_on_abandoned(OnAbandoned::Reexecute)
 }
 
-/// How often a function ran.
+/// Counts the executions of a function.
 #[derive(Clone, Default)]
-struct Runs(Arc<AtomicUsize>);
+struct ExecutionCount(Arc<AtomicUsize>);
 
-impl Runs {
+impl ExecutionCount {
     fn add(&self) -> usize {
         self.0.fetch_add(1, Ordering::SeqCst) + 1
     }
@@ -105,21 +100,21 @@ enum PayError {
     TimedOut,
 }
 
-/// Runs a function with this result twice, in one process and another, and gives what the second caller got.
+/// Calls a function with this result in one process and again in another, and returns what the second caller gets.
 async fn twice<T>(value: T) -> T
 where
     T: Serialize + DeserializeOwned + Clone + Debug + Send + PartialEq + 'static,
 {
     let world = World::new();
-    let runs = Runs::default();
+    let executions = ExecutionCount::default();
     let mut last = None;
     for engine in [world.engine.clone(), World::on(world.store.clone()).engine] {
-        let (runs, value) = (runs.clone(), value.clone());
+        let (executions, value) = (executions.clone(), value.clone());
         let ran = engine
             .function("f")
             .call(key(), &())
             .run_detailed(async move |_| {
-                runs.add();
+                executions.add();
                 Ok::<_, String>(value)
             })
             .await
@@ -128,12 +123,12 @@ where
         assert_eq!(ran.is_replayed(), last.is_some());
         last = Some(ran.value);
     }
-    assert_eq!(runs.count(), 1);
+    assert_eq!(executions.count(), 1);
     last.unwrap()
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_result_is_replayed_as_it_was_also_those_that_look_like_none() {
+async fn every_result_is_replayed_unchanged_even_if_it_looks_empty() {
     macro_rules! same {
         ($($value:expr),* $(,)?) => {$(
             assert_eq!(twice($value).await, $value);
@@ -176,27 +171,27 @@ async fn every_result_is_replayed_as_it_was_also_those_that_look_like_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_json_cannot_say_reaches_its_caller_and_is_neither_run_again_nor_replayed_as_something_else() {
+async fn a_result_that_json_cannot_represent_is_returned_once_and_never_replayed_or_rerun() {
     async fn not_stored<T>(value: T, why: NotJson)
     where
         T: Serialize + DeserializeOwned + Clone + Debug + Send + 'static,
     {
         let world = World::new();
-        let runs = Runs::default();
+        let executions = ExecutionCount::default();
         let call = || {
-            let (runs, value) = (runs.clone(), value.clone());
+            let (executions, value) = (executions.clone(), value.clone());
             world.charge().with_result_max(1000).unwrap().call("k", &1).run_detailed(async move |_| {
-                runs.add();
+                executions.add();
                 Ok::<_, String>(value)
             })
         };
         assert_eq!(call().await.unwrap().stored, Stored::No(why), "{value:?}");
         assert!(matches!(call().await, Err(FunctionError::NotReplayable)), "{value:?}");
-        assert_eq!(runs.count(), 1);
+        assert_eq!(executions.count(), 1);
         assert_eq!(world.state(&world.charge()).await, Some(StateName::Tombstone));
     }
     #[derive(Clone, Debug, Serialize, Deserialize)]
-    struct LeavesOut {
+    struct SkipsField {
         #[serde(skip_serializing)]
         _needed: u8,
     }
@@ -204,20 +199,20 @@ async fn what_json_cannot_say_reaches_its_caller_and_is_neither_run_again_nor_re
     struct Panics;
     impl Serialize for Panics {
         fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
-            panic!("while it is written")
+            panic!("while it is serialized")
         }
     }
     not_stored(f64::NAN, NotJson::NotFinite).await;
     not_stored(vec![Some(f32::INFINITY)], NotJson::NotFinite).await;
     not_stored(Some(None::<u8>), NotJson::SomeOfNull).await;
     not_stored(HashMap::from([((1, 2), 3)]), NotJson::NotSerialized).await;
-    not_stored(LeavesOut { _needed: 1 }, NotJson::NotReadBack).await;
+    not_stored(SkipsField { _needed: 1 }, NotJson::NotReadBack).await;
     not_stored("x".repeat(1000), NotJson::TooLarge).await;
     not_stored(Panics, NotJson::NotSerialized).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_result_that_cannot_be_read_any_more_is_an_error_and_not_a_second_run() {
+async fn a_stored_result_that_cannot_be_read_is_an_error_and_not_a_second_execution() {
     #[derive(Serialize, Deserialize)]
     struct Old {
         id: String,
@@ -234,7 +229,7 @@ async fn a_result_that_cannot_be_read_any_more_is_an_error_and_not_a_second_run(
     assert_eq!(&*function, "charge");
     assert!(reason.starts_with("missing field"), "{reason}");
     assert!(!reason.contains("secret"));
-    // Another type altogether; and an error, where none were stored.
+    // A result of another type; and an error, although the type stores no errors.
     let result = world.charge().run("k", &1, async |_| Ok::<_, String>(7)).await;
     assert!(matches!(result, Err(FunctionError::Undecodable { .. })), "{result:?}");
     let failing = world.charge().with_errors(StoredErrors);
@@ -244,7 +239,7 @@ async fn a_result_that_cannot_be_read_any_more_is_an_error_and_not_a_second_run(
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_is_stored_frees_the_key_or_leaves_the_outcome_unknown_as_the_policy_says() {
+async fn the_policy_decides_whether_an_error_is_stored_frees_the_key_or_is_unknown() {
     let policy = FateOf(|error: &PayError| match error {
         PayError::Declined { .. } => ErrorFate::Store,
         PayError::NotSent => ErrorFate::Release,
@@ -256,11 +251,11 @@ async fn an_error_is_stored_frees_the_key_or_leaves_the_outcome_unknown_as_the_p
     for (key, error, runs_in_all) in
         [("a", declined.clone(), 1), ("b", PayError::NotSent, 2), ("c", PayError::TimedOut, 1)]
     {
-        let runs = Runs::default();
+        let executions = ExecutionCount::default();
         let call = || {
-            let (runs, error) = (runs.clone(), error.clone());
+            let (executions, error) = (executions.clone(), error.clone());
             charge.run(key, &5, async move |_| {
-                runs.add();
+                executions.add();
                 Err::<u32, _>(error)
             })
         };
@@ -279,18 +274,18 @@ async fn an_error_is_stored_frees_the_key_or_leaves_the_outcome_unknown_as_the_p
             PayError::NotSent => assert!(matches!(second, FunctionError::Failed { replayed: false, .. })),
             PayError::TimedOut => assert!(matches!(second, FunctionError::Unknown)),
         }
-        assert_eq!(runs.count(), runs_in_all, "{key}");
+        assert_eq!(executions.count(), runs_in_all, "{key}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn errors_that_serde_does_not_know_leave_the_outcome_unknown_unless_something_else_is_said() {
+async fn errors_without_serde_leave_the_outcome_unknown_unless_the_policy_decides_otherwise() {
     struct Opaque(bool);
     let world = World::new();
     let fail = async |_| Err::<(), _>(Opaque(false));
     assert!(matches!(world.charge().run("k", &(), fail).await, Err(FunctionError::Failed { .. })));
     assert!(matches!(world.charge().run("k", &(), fail).await, Err(FunctionError::Unknown)));
-    // An operator found out.
+    // An operator finds the outcome out.
     world.resolve(201, "").await;
     assert!(world.charge().run("k", &(), fail).await.is_ok());
 
@@ -307,7 +302,7 @@ async fn errors_that_serde_does_not_know_leave_the_outcome_unknown_unless_someth
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_abandoned_attempts_run_again_an_error_of_unknown_effect_does_too_after_its_lease() {
+async fn under_reexecute_an_error_of_unknown_effect_runs_again_after_its_lease() {
     let world = World::new();
     let charge = world.charge().with_policy(reexecuting());
     let fail = || charge.run("k", &(), async |_| Err::<bool, _>("timed out"));
@@ -320,12 +315,12 @@ async fn where_abandoned_attempts_run_again_an_error_of_unknown_effect_does_too_
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_input_under_the_same_key_is_refused_and_another_name_or_caller_is_another_key() {
+async fn another_input_under_a_key_is_refused_and_another_name_or_caller_has_its_own_keys() {
     let world = World::new();
-    let runs = Runs::default();
+    let executions = ExecutionCount::default();
     let call = |function: Function, input: &serde_json::Value| {
-        let runs = runs.clone();
-        function.run("k", input, async move |_| Ok::<_, String>(runs.add()))
+        let executions = executions.clone();
+        function.run("k", input, async move |_| Ok::<_, String>(executions.add()))
     };
     let (five, nine) = (serde_json::json!({"amount": 5, "at": 1}), serde_json::json!({"amount": 9, "at": 1}));
     assert_eq!(call(world.charge(), &five).await.unwrap(), 1);
@@ -345,7 +340,7 @@ async fn another_input_under_the_same_key_is_refused_and_another_name_or_caller_
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_input_that_is_changed_in_the_middle_is_compared_as_it_was() {
+async fn an_input_that_the_function_changes_is_compared_as_it_was_before() {
     let world = World::new();
     for _ in 0..2 {
         let mut order = vec![3, 1, 2];
@@ -360,7 +355,7 @@ async fn an_input_that_is_changed_in_the_middle_is_compared_as_it_was() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_is_none_runs_nothing() {
+async fn an_invalid_call_runs_nothing() {
     async fn never(world: &World, key: &str, input: f64) -> FunctionError<String> {
         world.charge().run(key, &input, async |_| -> Result<(), _> { panic!("ran") }).await.unwrap_err()
     }
@@ -368,7 +363,7 @@ async fn a_call_that_is_none_runs_nothing() {
     assert!(matches!(never(&world, "", 1.0).await, FunctionError::Key(KeyError::Empty)));
     let long = "k".repeat(limits::MAX_KEY_BYTES + 1);
     assert!(matches!(never(&world, &long, 1.0).await, FunctionError::Key(KeyError::TooLong { .. })));
-    // It would be the same input as infinity.
+    // As JSON it would equal the input infinity.
     assert!(matches!(never(&world, "k", f64::NAN).await, FunctionError::Input(NotJson::NotFinite)));
     assert_eq!(world.faults.calls(Operation::Claim), 0);
     assert!(world.charge().with_result_max(limits::MAX_RESPONSE_BYTES).is_ok());
@@ -378,7 +373,7 @@ async fn a_call_that_is_none_runs_nothing() {
 #[tokio::test(start_paused = true)]
 async fn a_panic_leaves_the_outcome_unknown_and_the_process_running() {
     let world = World::new();
-    let panics = async |_| -> Result<(), String> { panic!("in the middle") };
+    let panics = async |_| -> Result<(), String> { panic!("while it runs") };
     let result = world.charge().run("k", &(), panics).await;
     assert!(matches!(result, Err(FunctionError::Panicked)), "{result:?}");
     assert_eq!(world.state(&world.charge()).await, Some(StateName::Unknown));
@@ -389,7 +384,7 @@ async fn a_panic_leaves_the_outcome_unknown_and_the_process_running() {
     assert!(matches!(result, Err(FunctionError::Panicked)), "{result:?}");
     assert!(matches!(place.run_in_place("k", &(), panics).await, Err(FunctionError::Unknown)));
 
-    // Before there is a future; and in a policy, which then says nothing.
+    // A panic before there is a future; and a panic in the error policy, which then decides nothing.
     let early = world.engine.function("early");
     let result = early
         .run_in_place("k", &(), |_| -> std::future::Ready<Result<(), String>> { panic!("before the future") })
@@ -401,7 +396,7 @@ async fn a_panic_leaves_the_outcome_unknown_and_the_process_running() {
     assert!(matches!(policy.run("k", &(), fail).await, Err(FunctionError::Failed { .. })));
     assert!(matches!(policy.run("k", &(), fail).await, Err(FunctionError::Unknown)));
 
-    // Where the abandoned run again, so does what panicked, after its lease.
+    // If abandoned attempts may run again, a panicked one may, too, after its lease.
     let again = world.engine.function("again").with_policy(reexecuting());
     assert!(matches!(again.run("k", &(), panics).await, Err(FunctionError::Panicked)));
     assert!(matches!(again.run("k", &(), panics).await, Err(FunctionError::InProgress { .. })));
@@ -409,7 +404,7 @@ async fn a_panic_leaves_the_outcome_unknown_and_the_process_running() {
     assert!(again.run("k", &(), async |_| Ok::<_, String>(())).await.is_ok());
 }
 
-/// A function that has begun and goes on when it is told to.
+/// A function that starts and then waits until the test lets it continue.
 struct Gate {
     begun: Notify,
     go_on: Notify,
@@ -427,7 +422,7 @@ impl Gate {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_who_goes_away_stops_nothing_and_the_result_is_stored() {
+async fn the_function_continues_and_its_result_is_stored_when_the_caller_leaves() {
     let world = World::new();
     let gate = Gate::new();
     let call = world.charge().run("k", &(), {
@@ -450,7 +445,7 @@ async fn a_caller_who_goes_away_stops_nothing_and_the_result_is_stored() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_runs_in_place_and_is_dropped_in_the_middle_is_never_free() {
+async fn a_call_in_place_that_is_dropped_while_it_runs_never_frees_its_key() {
     for (policy, runs_again) in [(Policy::default(), false), (reexecuting(), true)] {
         let world = World::new();
         let charge = world.charge().with_policy(policy);
@@ -463,7 +458,7 @@ async fn what_runs_in_place_and_is_dropped_in_the_middle_is_never_free() {
                 Ok::<_, String>(borrowed.len())
             });
             tokio::select! {
-                _ = call => panic!("it is never done"),
+                _ = call => panic!("the call must not finish"),
                 () = begun.notified() => {}
             }
         }
@@ -483,7 +478,7 @@ async fn what_runs_in_place_and_is_dropped_in_the_middle_is_never_free() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_result_is_stored_also_where_its_caller_in_place_goes_away_while_the_store_is_slow() {
+async fn a_result_is_stored_although_the_caller_in_place_leaves_while_the_store_is_slow() {
     let world = World::new();
     let latch = Latch::new();
     world.faults.next(1, Operation::Complete, Fault::StallBefore(latch.clone()));
@@ -500,7 +495,7 @@ async fn a_result_is_stored_also_where_its_caller_in_place_goes_away_while_the_s
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_the_store_does_not_answer_nothing_is_run() {
+async fn nothing_runs_if_the_store_does_not_answer() {
     let world = World::new();
     world.faults.outage();
     let result = world.charge().run("k", &(), async |_| -> Result<(), String> { panic!("ran") }).await;
@@ -515,17 +510,17 @@ async fn where_the_store_does_not_answer_nothing_is_run() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_completion_that_is_not_stored_before_its_lease_is_over_is_stored_when_the_store_takes_it() {
+async fn a_completion_delayed_beyond_its_lease_is_stored_when_the_store_accepts_it() {
     let world = World::new();
     world.faults.always(Operation::Complete, Fault::Refuse);
     let ran = world.charge().call("k", &()).run_detailed(async |_| Ok::<_, String>(7)).await.unwrap();
     assert_eq!((ran.value, ran.stored), (7, Stored::Deferred));
     sleep(LEASE * 2).await;
     let again = async |_: Attempt| -> Result<u8, String> { panic!("ran again") };
-    // This process knows that it ran, and does not make an unknown outcome of it.
+    // This process knows that the function ran, and does not report an unknown outcome.
     let result = world.charge().run("k", &(), again).await;
     assert!(matches!(result, Err(FunctionError::InProgress { .. })), "{result:?}");
-    // Another one cannot know.
+    // Another process cannot know.
     let other = World::on(world.store.clone());
     let result = other.charge().run("k", &(), again).await;
     assert!(matches!(result, Err(FunctionError::Unknown)), "{result:?}");
@@ -535,7 +530,7 @@ async fn a_completion_that_is_not_stored_before_its_lease_is_over_is_stored_when
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stale_owner_has_its_value_and_is_told_that_it_was_fenced() {
+async fn a_stale_owner_gets_its_value_and_the_notice_that_it_was_fenced() {
     let slow = World::new();
     slow.faults.always(Operation::Renew, Fault::Refuse);
     let gate = Gate::new();
@@ -558,7 +553,7 @@ async fn a_stale_owner_has_its_value_and_is_told_that_it_was_fenced() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_two_hundred_callers_in_two_processes_one_runs() {
+async fn one_of_two_hundred_callers_in_two_processes_executes() {
     struct Wall;
     impl Clock for Wall {
         fn now(&self) -> Timestamp {
@@ -569,25 +564,25 @@ async fn of_two_hundred_callers_in_two_processes_one_runs() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
     let engines = [Engine::new(store.clone()), Engine::new(store)];
     let policy = Policy::default().with_wait(Duration::from_secs(60)).unwrap();
-    let runs = Runs::default();
+    let executions = ExecutionCount::default();
     let callers: Vec<_> = (0..200)
         .map(|number| {
-            let runs = runs.clone();
+            let executions = executions.clone();
             let charge = engines[number % 2].function("charge").with_policy(policy);
             tokio::spawn(charge.run("k", &(), async move |_| {
                 tokio::task::yield_now().await;
-                Ok::<_, String>(runs.add())
+                Ok::<_, String>(executions.add())
             }))
         })
         .collect();
     for caller in callers {
         assert_eq!(caller.await.unwrap().unwrap(), 1);
     }
-    assert_eq!(runs.count(), 1);
+    assert_eq!(executions.count(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_does_not_wait_hears_how_long_the_owner_has_left() {
+async fn a_caller_that_does_not_wait_gets_the_remaining_lease_of_the_owner() {
     let world = World::new();
     let gate = Gate::new();
     let charge = world.charge();
@@ -610,9 +605,9 @@ async fn who_does_not_wait_hears_how_long_the_owner_has_left() {
     owner.await.unwrap().unwrap();
 }
 
-/// The attempt that died may have taken effect. What the next one says of itself does not make the third one the first.
+/// The attempt that died may have taken effect. The outcome of the second attempt does not make the third one the first.
 #[tokio::test]
-async fn an_error_after_an_abandoned_attempt_does_not_forget_that_one() {
+async fn an_error_after_an_abandoned_attempt_does_not_hide_that_attempt() {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
     let engine = Engine::new(Arc::new(MemoryStore::new(clock.clone())));
     let lease = Duration::from_secs(30);
@@ -634,7 +629,7 @@ async fn an_error_after_an_abandoned_attempt_does_not_forget_that_one() {
         let said = pay
             .run_in_place("k", "the input", async |attempt: Attempt| {
                 assert!(attempt.is_after_abandoned());
-                Err::<(), _>("the bank cannot be asked")
+                Err::<(), _>("the bank does not answer")
             })
             .await;
         assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
@@ -649,8 +644,8 @@ async fn an_error_after_an_abandoned_attempt_does_not_forget_that_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn services_that_share_a_store_share_no_keys() {
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock(Instant::now())));
+async fn services_on_one_store_do_not_share_keys() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new(TokioClock::new()));
     let engine = |service: Option<&str>| {
         let builder = Engine::builder(store.clone());
         match service {
@@ -658,15 +653,17 @@ async fn services_that_share_a_store_share_no_keys() {
             None => builder.build(),
         }
     };
-    let runs = Arc::new(AtomicUsize::new(0));
+    let executions = Arc::new(AtomicUsize::new(0));
     let charge = async |service: Option<&str>, caller: Option<&str>| {
         let mut function = engine(service).function("charge");
         if let Some(caller) = caller {
             function = function.with_caller("customer", caller);
         }
         let call = function.call(key(), &5);
-        let runs = runs.clone();
-        call.run(async move |_| Ok::<_, String>(runs.fetch_add(1, Ordering::Relaxed) + 1)).await.unwrap()
+        let executions = executions.clone();
+        call.run(async move |_| Ok::<_, String>(executions.fetch_add(1, Ordering::Relaxed) + 1))
+            .await
+            .unwrap()
     };
     for (service, caller, run) in [
         (None, None, 1),
@@ -677,7 +674,7 @@ async fn services_that_share_a_store_share_no_keys() {
         (None, Some("ada"), 6),
     ] {
         assert_eq!(charge(service, caller).await, run, "{service:?} {caller:?}");
-        // Another process of the same service has the same keys.
+        // Another process of the same service uses the same keys.
         assert_eq!(charge(service, caller).await, run, "{service:?} {caller:?}");
     }
 }

@@ -1,9 +1,11 @@
-//! Leases that are over: what must not begin then, and what those are told who come meanwhile.
+//! Leases that have ended: what must not begin then, and what callers get that arrive meanwhile.
 //!
-//! Time is tokio's paused clock, which the store reads too, so that leases pass without anybody waiting for them. Where a
-//! process has to be stopped, an observer holds its thread, and time is real.
+//! Time is tokio's paused clock. The store reads it, too, so leases end without real waiting. If a test has to stop a
+//! process, an observer blocks its thread, and time is real.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
+
+mod support;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -19,32 +21,10 @@ use oncegate_engine::{
     Observer, Permit, Policy, ResolveError, Settled,
 };
 use oncegate_testkit::{Fault, Faults, FaultyStore, Latch, Operation};
-use tokio::time::{Instant, advance, sleep};
+use support::{Events, TokioClock, settle};
+use tokio::time::{advance, sleep};
 
 const LEASE: Duration = Duration::from_secs(30);
-
-struct TokioClock(Instant);
-
-impl Clock for TokioClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
-    }
-}
-
-#[derive(Clone, Default)]
-struct Events(Arc<Mutex<Vec<EventKind>>>);
-
-impl Observer for Events {
-    fn observe(&self, event: &Event) {
-        self.0.lock().unwrap().push(event.kind);
-    }
-}
-
-impl Events {
-    fn count(&self, wanted: EventKind) -> usize {
-        self.0.lock().unwrap().iter().filter(|kind| **kind == wanted).count()
-    }
-}
 
 /// One process on a store that others share.
 struct Process {
@@ -54,7 +34,7 @@ struct Process {
 }
 
 fn shared_store() -> Arc<dyn Store> {
-    Arc::new(MemoryStore::new(TokioClock(Instant::now())))
+    Arc::new(MemoryStore::new(TokioClock::new()))
 }
 
 impl Process {
@@ -118,13 +98,6 @@ fn in_progress(outcome: &ClaimOutcome) -> bool {
     matches!(outcome, ClaimOutcome::InProgress { .. })
 }
 
-/// Lets everything that is ready run, without moving the clock.
-async fn settle() {
-    for _ in 0..50 {
-        tokio::task::yield_now().await;
-    }
-}
-
 async fn force_release(store: &Arc<dyn Store>) {
     let command = Resolve {
         resolution: Resolution::Release,
@@ -137,7 +110,7 @@ async fn force_release(store: &Arc<dyn Store>) {
     store.apply(id(), Command::Resolve(command)).await.unwrap();
 }
 
-/// A claim whose grant arrives `late`, and what comes to the record meanwhile.
+/// Makes a claim whose grant arrives `late`; `meanwhile` runs before it arrives.
 async fn granted_late(one: &Process, late: Duration, meanwhile: impl AsyncFnOnce()) -> ClaimOutcome {
     let latch = Latch::new();
     one.faults.next(1, Operation::Claim, Fault::StallAfter(latch.clone()));
@@ -151,7 +124,7 @@ async fn granted_late(one: &Process, late: Duration, meanwhile: impl AsyncFnOnce
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_grant_that_arrives_after_its_lease_begins_nothing_where_another_process_took_over() {
+async fn a_grant_that_arrives_after_its_lease_executes_nothing_if_another_process_took_over() {
     let store = shared_store();
     let (one, two) = (Process::on(&store), Process::on(&store));
     let outcome = granted_late(&one, LEASE, async || {
@@ -178,7 +151,7 @@ async fn a_grant_that_arrives_after_its_lease_waits_for_the_process_that_took_ov
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_grant_that_arrives_after_its_lease_is_renewed_where_nobody_took_over() {
+async fn a_grant_that_arrives_after_its_lease_is_renewed_if_the_key_is_unclaimed() {
     let store = shared_store();
     let one = Process::on(&store);
     let permit = executes(granted_late(&one, LEASE, async || {}).await);
@@ -187,13 +160,13 @@ async fn a_grant_that_arrives_after_its_lease_is_renewed_where_nobody_took_over(
     assert_eq!(one.events.count(EventKind::Renewed), 1);
     let two = Process::on(&store);
     assert!(in_progress(&two.claim(reexecuting()).await));
-    // One that arrives in time is not.
+    // A grant that arrives in time is not renewed.
     assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
     assert_eq!(one.events.count(EventKind::Renewed), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_grant_that_arrives_after_its_lease_is_taken_back_where_the_store_does_not_renew_it() {
+async fn a_grant_that_arrives_after_its_lease_is_taken_back_if_the_store_does_not_renew_it() {
     let store = shared_store();
     let one = Process::on(&store);
     let latch = Latch::new();
@@ -208,11 +181,11 @@ async fn a_grant_that_arrives_after_its_lease_is_taken_back_where_the_store_does
     one.faults.heal();
     sleep(Duration::from_secs(1)).await;
     let record = store.lookup(id()).await.unwrap().unwrap();
-    assert_eq!(record.state_name(store.now()), StateName::Released, "nothing was begun");
+    assert_eq!(record.state_name(store.now()), StateName::Released, "no attempt started");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_answers_slower_than_the_lease_lasts_grants_nothing() {
+async fn a_store_that_is_slower_than_the_lease_grants_nothing() {
     /// Takes twice the lease for each command.
     struct Slow(Arc<dyn Store>);
     impl Store for Slow {
@@ -262,16 +235,16 @@ async fn a_store_that_answers_slower_than_the_lease_lasts_grants_nothing() {
     assert!(error.to_string().contains("longer than the lease"), "{error}");
 }
 
-/// Stops its process once, when it was granted a claim, until another one has executed the same request.
-struct StopsBeforeItBegins {
+/// Stops its process once, after a claim was granted, until another process has executed the same request.
+struct StopBeforeStart {
     store: Arc<dyn Store>,
     runs: Arc<AtomicUsize>,
     has_stopped: AtomicUsize,
 }
 
-const SHORT: Duration = limits::MIN_LEASE;
+const SHORT_LEASE: Duration = limits::MIN_LEASE;
 
-impl Observer for StopsBeforeItBegins {
+impl Observer for StopBeforeStart {
     fn observe(&self, event: &Event) {
         if !matches!(event.kind, EventKind::Executing { .. })
             || self.has_stopped.fetch_add(1, Ordering::SeqCst) > 0
@@ -305,7 +278,7 @@ impl Observer for StopsBeforeItBegins {
 }
 
 #[tokio::test]
-async fn a_process_that_was_stopped_between_the_grant_and_the_beginning_begins_nothing() {
+async fn a_process_that_was_stopped_between_grant_and_start_executes_nothing() {
     struct Wall;
     impl Clock for Wall {
         fn now(&self) -> Timestamp {
@@ -316,9 +289,9 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_beginning_begins_n
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new(Wall));
     let runs = Arc::new(AtomicUsize::new(0));
     let stops =
-        StopsBeforeItBegins { store: store.clone(), runs: runs.clone(), has_stopped: AtomicUsize::new(0) };
+        StopBeforeStart { store: store.clone(), runs: runs.clone(), has_stopped: AtomicUsize::new(0) };
     let engine = Engine::builder(store).with_observer(stops).build();
-    let short = policy().with_lease(SHORT).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
+    let short = policy().with_lease(SHORT_LEASE).unwrap().with_on_abandoned(OnAbandoned::Reexecute);
     let function = engine.function("pay").with_policy(short);
     for run in [0, 1] {
         let counted = runs.clone();
@@ -333,7 +306,7 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_beginning_begins_n
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_asks_before_its_own_effect_is_renewed_or_told_to_stop() {
+async fn a_handler_that_checks_before_its_effect_is_renewed_or_told_to_stop() {
     let store = shared_store();
     let (one, two) = (Process::on(&store), Process::on(&store));
     let attempt = one.permit(reexecuting()).await;
@@ -357,16 +330,16 @@ async fn a_handler_that_asks_before_its_own_effect_is_renewed_or_told_to_stop() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_lost_its_record_blocks_its_key_no_longer() {
+async fn a_handler_that_lost_its_record_no_longer_blocks_its_key() {
     let store = shared_store();
     let one = Process::on(&store);
     let hanging = one.permit(request()).await;
     force_release(&store).await;
-    // Its next renewal finds out.
+    // Its next renewal finds out that the record is lost.
     sleep(LEASE / 3 + Duration::from_millis(1)).await;
     let permit = one.permit(request()).await;
     assert!(permit.attempt().token() > hanging.attempt().token());
-    // The fenced one ends: those who follow the new one do not hear of it.
+    // The fenced attempt ends; callers that wait for the new attempt do not notice.
     assert!(matches!(hanging.complete(answer("late")).await, Settled::Fenced));
     assert!(in_progress(&one.claim(request()).await));
     assert_eq!(one.engine.in_flight(), 1);
@@ -376,7 +349,7 @@ async fn a_handler_that_lost_its_record_blocks_its_key_no_longer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_for_a_handler_that_loses_its_record_get_the_answer_of_the_one_that_took_over() {
+async fn waiters_of_a_handler_that_loses_its_record_get_the_answer_of_the_new_owner() {
     let store = shared_store();
     let (one, two) = (Process::on(&store), Process::on(&store));
     let fenced = one.permit(reexecuting()).await;
@@ -407,15 +380,17 @@ async fn those_who_wait_for_a_handler_that_loses_its_record_get_the_answer_of_th
     sleep(Duration::from_secs(2)).await;
     assert!(matches!(permit.complete(answer("two")).await, Settled::Done));
     for waiter in waiters {
-        let outcome =
-            tokio::time::timeout(Duration::from_secs(2), waiter).await.expect("it is told").unwrap();
+        let outcome = tokio::time::timeout(Duration::from_secs(2), waiter)
+            .await
+            .expect("the waiter is notified")
+            .unwrap();
         assert!(replays(&outcome, "two"), "{outcome:?}");
     }
     assert!(matches!(fenced.complete(answer("one")).await, Settled::Fenced));
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_a_handler_lives_its_lease_is_taken_up_again_and_its_key_stays_taken() {
+async fn while_a_handler_lives_its_ended_lease_is_renewed_and_its_key_stays_claimed() {
     for on_abandoned in [OnAbandoned::Park, OnAbandoned::Reexecute] {
         let store = shared_store();
         let one = Process::on(&store);
@@ -423,11 +398,11 @@ async fn while_a_handler_lives_its_lease_is_taken_up_again_and_its_key_stays_tak
         let permit = one.permit(request()).await;
         one.faults.always(Operation::Renew, Fault::Refuse);
         sleep(LEASE).await;
-        // The store cannot be asked who owns it. The handler lives, so nothing may be executed beside it, in whatever way a route
-        // goes on while its store is out of reach.
+        // The store cannot report the owner. The handler lives, so nothing may be executed next to it, whatever a route does
+        // while its store is out of reach.
         assert!(in_progress(&one.claim(request()).await));
         one.faults.heal();
-        // Whoever comes first asks: not for the key, which would park it or execute a second time beside the first one.
+        // The first caller asks the store. It does not claim the key, because a claim would park it or execute a second time.
         assert!(in_progress(&one.claim(request()).await));
         assert!(permit.attempt().is_owner());
         assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
@@ -436,7 +411,7 @@ async fn while_a_handler_lives_its_lease_is_taken_up_again_and_its_key_stays_tak
 }
 
 #[tokio::test(start_paused = true)]
-async fn many_who_come_when_a_lease_is_over_ask_the_store_once() {
+async fn many_claims_after_the_end_of_a_lease_ask_the_store_once() {
     let store = shared_store();
     let one = Process::on(&store);
     let permit = one.permit(request()).await;
@@ -457,13 +432,13 @@ async fn many_who_come_when_a_lease_is_over_ask_the_store_once() {
     for claim in claims {
         assert!(claim.await.unwrap());
     }
-    // One of them, and the renewal in the background.
+    // One of the callers asks, and the renewal in the background.
     assert!(one.faults.calls(Operation::Renew) - before <= 2);
     assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_is_told_how_long_the_attempt_has_been_running() {
+async fn a_refused_claim_gets_the_running_time_of_the_attempt() {
     let store = shared_store();
     let (one, two) = (Process::on(&store), Process::on(&store));
     let permit = one.permit(request()).await;
@@ -478,14 +453,14 @@ async fn a_claim_is_told_how_long_the_attempt_has_been_running() {
     sleep(Duration::from_secs(4)).await;
     assert_eq!((age(&one, Duration::ZERO).await, age(&two, Duration::ZERO).await), (4, 4));
     sleep(Duration::from_secs(7)).await;
-    // It was renewed after ten seconds: another process knows of the time since then, and of that in which it waited.
+    // The lease was renewed after ten seconds: another process counts the time since then, and its own waiting time.
     assert_eq!((age(&one, Duration::ZERO).await, age(&two, Duration::ZERO).await), (11, 1));
     assert_eq!(age(&two, Duration::from_secs(3)).await, 4);
     assert!(matches!(permit.complete(answer("one")).await, Settled::Done));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_key_that_an_operator_of_this_process_releases_by_force_is_free_at_once() {
+async fn a_key_that_an_operator_releases_by_force_in_this_process_is_free_at_once() {
     let store = shared_store();
     let one = Process::on(&store);
     let hanging = one.permit(request()).await;
@@ -494,7 +469,9 @@ async fn a_key_that_an_operator_of_this_process_releases_by_force_is_free_at_onc
     assert!(matches!(refused, ResolveError::NotResolvable(StateName::InProgress)), "{refused:?}");
     let from = operator.release_by_force(id(), "it hangs").await.unwrap();
     assert_eq!(from, StateName::InProgress);
-    tokio::time::timeout(Duration::from_secs(1), hanging.attempt().lost()).await.expect("it is told at once");
+    tokio::time::timeout(Duration::from_secs(1), hanging.attempt().lost())
+        .await
+        .expect("the attempt is notified at once");
     let permit = one.permit(request()).await;
     assert!(matches!(hanging.complete(answer("late")).await, Settled::Fenced));
     assert!(matches!(permit.complete(answer("new")).await, Settled::Done));
@@ -503,7 +480,7 @@ async fn a_key_that_an_operator_of_this_process_releases_by_force_is_free_at_onc
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_operator_takes_back_what_an_operator_said_and_finds_it_by_the_key() {
+async fn an_operator_corrects_an_earlier_resolution_and_finds_the_record_by_its_key() {
     let store = shared_store();
     let one = Process::on(&store);
     let function = one.engine.function("charge").with_policy(policy());
@@ -515,13 +492,13 @@ async fn an_operator_takes_back_what_an_operator_said_and_finds_it_by_the_key() 
     let found = operator.list(query).await.unwrap().records;
     let [(id, _)] = found.as_slice() else { panic!("{found:?}") };
     let answer = |value: u32| function.answer(&value).ok();
-    operator.complete(*id, answer(7), "in the bank's list").await.unwrap();
+    operator.complete(*id, answer(7), "found in the bank's list").await.unwrap();
     assert_eq!(run().await.unwrap(), 7);
-    assert_eq!(operator.park(*id, "the wrong one").await.unwrap(), StateName::Completed);
+    assert_eq!(operator.park(*id, "the wrong transfer").await.unwrap(), StateName::Completed);
     assert!(matches!(run().await, Err(FunctionError::Unknown)));
-    let again = operator.park(*id, "the wrong one").await.unwrap_err();
+    let again = operator.park(*id, "the wrong transfer").await.unwrap_err();
     assert!(matches!(again, ResolveError::NotResolvable(StateName::Unknown)), "{again:?}");
-    operator.complete(*id, None, "in the bank's list").await.unwrap();
+    operator.complete(*id, None, "found in the bank's list").await.unwrap();
     let from = operator.amend(*id, Resolution::Complete(answer(8)), "found its number").await.unwrap();
     assert_eq!(from, StateName::Tombstone);
     assert_eq!(run().await.unwrap(), 8);
@@ -530,7 +507,7 @@ async fn an_operator_takes_back_what_an_operator_said_and_finds_it_by_the_key() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_operator_finds_and_resolves_what_is_unsettled() {
+async fn an_operator_finds_and_resolves_unsettled_records() {
     let store = shared_store();
     let one = Process::on(&store);
     let function = one.engine.function("charge").with_policy(policy());
@@ -538,7 +515,7 @@ async fn an_operator_finds_and_resolves_what_is_unsettled() {
     for key in ["a", "b", "c"] {
         assert!(run(key).await.is_err());
     }
-    // One whose owner is gone, and one that is none of these.
+    // One record whose owner is gone, and one that is in neither state.
     let abandoned = one
         .engine
         .function("charge")
@@ -553,8 +530,11 @@ async fn an_operator_finds_and_resolves_what_is_unsettled() {
     assert!(unsettled.iter().all(|(_, record)| record.label.operation() == "charge"));
 
     let id_of = |key: &str| function.record_id(&IdempotencyKey::try_from(key).unwrap());
-    operator.complete(id_of("a"), Some(function.answer(&7).unwrap()), "in the bank's list").await.unwrap();
-    operator.complete(id_of("b"), None, "in the bank's list, without its number").await.unwrap();
+    operator
+        .complete(id_of("a"), Some(function.answer(&7).unwrap()), "found in the bank's list")
+        .await
+        .unwrap();
+    operator.complete(id_of("b"), None, "found in the bank's list, without its number").await.unwrap();
     assert_eq!(operator.release(id_of("c"), "not in the bank's list").await.unwrap(), StateName::Unknown);
     assert_eq!(operator.release(id_of("d"), "not in the bank's list").await.unwrap(), StateName::Abandoned);
     assert!(operator.unsettled("charge").await.unwrap().is_empty());
@@ -566,7 +546,7 @@ async fn an_operator_finds_and_resolves_what_is_unsettled() {
     let record = operator.look_up(id_of("a")).await.unwrap().unwrap();
     assert_eq!(record.expires_at.since(record.changed_at), Duration::from_secs(60));
 
-    // What cannot be done is said.
+    // An impossible change is refused with its reason.
     let again = operator.release(id_of("a"), "a slip").await.unwrap_err();
     assert!(matches!(again, ResolveError::NeedsAmendment(StateName::Completed)), "{again:?}");
     let nothing = operator.release(id_of("z"), "a slip").await.unwrap_err();

@@ -1,4 +1,4 @@
-//! Operations in steps that end with an error of their own: what was finished is taken back first.
+//! Operations in steps that end with an error of their own: finished steps are compensated first.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used)]
 
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 const LEASE: Duration = Duration::from_secs(30);
 
-/// The APIs of others, which honour keys, and a point to die at.
+/// The APIs of other parties, which honour keys, and the point at which the process dies.
 #[derive(Default)]
 struct World {
     done: Mutex<BTreeMap<&'static str, HashSet<String>>>,
@@ -101,7 +101,7 @@ async fn ship(world: &Arc<World>, attempt: &Attempt) -> Result<String, StepError
     shipped.await
 }
 
-/// Returns an error of its own.
+/// Returns its own error type.
 async fn order(world: Arc<World>, attempt: Attempt) -> Result<String, OrderError> {
     charge(&world, &attempt).await?;
     if !world.in_stock.load(Ordering::SeqCst) {
@@ -110,7 +110,7 @@ async fn order(world: Arc<World>, attempt: Attempt) -> Result<String, OrderError
     Ok(ship(&world, &attempt).await?)
 }
 
-/// Fails by a word.
+/// Fails through `Attempt::fail`.
 async fn failing(world: Arc<World>, attempt: Attempt) -> Result<String, StepError<String>> {
     charge(&world, &attempt).await?;
     if !world.in_stock.load(Ordering::SeqCst) {
@@ -152,8 +152,8 @@ impl Shop {
         self.function(StepErrors).run_in_place("k", "", move |attempt| failing(world, attempt))
     }
 
-    /// Calls until it ends, or dies at this point and its lease runs out.
-    async fn until_dead<T>(
+    /// Calls until the operation ends, or dies at this point and its lease ends.
+    async fn call_until_dead<T>(
         &self,
         world: &Arc<World>,
         die_at: usize,
@@ -189,9 +189,9 @@ impl Shop {
     }
 }
 
-const TAKEN_BACK: [(&str, usize); 4] = [("charge", 1), ("free", 1), ("refund", 1), ("reserve", 1)];
+const COMPENSATED: [(&str, usize); 4] = [("charge", 1), ("free", 1), ("refund", 1), ("reserve", 1)];
 
-/// Stopped at every point, and at every point again; meanwhile it is in stock after all.
+/// The operation is stopped at every point, and again at every point of the second call; meanwhile the item is back in stock.
 macro_rules! stopped_everywhere {
     ($call:ident, $is_failed:expr) => {
         for first in 0.. {
@@ -199,28 +199,28 @@ macro_rules! stopped_everywhere {
             loop {
                 let (shop, world) = (Shop::new(), Arc::new(World::default()));
                 let is_failed = $is_failed;
-                if let Some(ended) = shop.until_dead(&world, first, shop.$call(&world)).await {
+                if let Some(ended) = shop.call_until_dead(&world, first, shop.$call(&world)).await {
                     assert!(is_failed(&ended), "{ended:?}");
-                    assert_eq!(world.effects(), TAKEN_BACK);
-                    assert!(first > 7, "it was stopped at every point");
+                    assert_eq!(world.effects(), COMPENSATED);
+                    assert!(first > 7, "the operation was stopped at every point");
                     return;
                 }
-                // Before the error is recorded, another attempt may come to another end.
+                // Before the error is recorded, another attempt may end differently.
                 let is_decided = first >= 4;
                 world.in_stock.store(is_decided, Ordering::SeqCst);
-                let ended = shop.until_dead(&world, second, shop.$call(&world)).await;
+                let ended = shop.call_until_dead(&world, second, shop.$call(&world)).await;
                 let is_last = ended.is_some();
                 let ended = match ended {
                     Some(ended) => ended,
-                    None => shop.until_dead(&world, usize::MAX, shop.$call(&world)).await.unwrap(),
+                    None => shop.call_until_dead(&world, usize::MAX, shop.$call(&world)).await.unwrap(),
                 };
                 assert!(is_failed(&ended), "stopped at {first} and {second}: {ended:?}");
-                assert_eq!(world.effects(), TAKEN_BACK, "stopped at {first} and {second}");
-                // The one answer, whatever becomes possible later.
+                assert_eq!(world.effects(), COMPENSATED, "stopped at {first} and {second}");
+                // The same answer, whatever becomes possible later.
                 world.in_stock.store(true, Ordering::SeqCst);
-                let again = shop.until_dead(&world, usize::MAX, shop.$call(&world)).await.unwrap();
+                let again = shop.call_until_dead(&world, usize::MAX, shop.$call(&world)).await.unwrap();
                 assert!(is_failed(&again), "{again:?}");
-                assert_eq!(world.effects(), TAKEN_BACK);
+                assert_eq!(world.effects(), COMPENSATED);
                 assert_eq!(shop.state().await, StateName::Completed);
                 if is_last {
                     break;
@@ -232,7 +232,7 @@ macro_rules! stopped_everywhere {
 }
 
 #[tokio::test]
-async fn an_error_of_the_operation_that_is_stored_takes_back_what_was_finished_wherever_it_dies() {
+async fn a_stored_error_of_the_operation_compensates_finished_steps_wherever_it_dies() {
     type Ended = Result<String, FunctionError<OrderError>>;
     stopped_everywhere!(order, |ended: &Ended| matches!(
         ended,
@@ -241,7 +241,7 @@ async fn an_error_of_the_operation_that_is_stored_takes_back_what_was_finished_w
 }
 
 #[tokio::test]
-async fn a_word_that_it_failed_takes_back_what_was_finished_wherever_it_dies() {
+async fn a_failed_attempt_compensates_finished_steps_wherever_it_dies() {
     type Ended = Result<String, FunctionError<StepError<String>>>;
     stopped_everywhere!(failing, |ended: &Ended| matches!(
         ended,
@@ -250,7 +250,7 @@ async fn a_word_that_it_failed_takes_back_what_was_finished_wherever_it_dies() {
 }
 
 #[tokio::test]
-async fn an_error_is_not_the_result_before_all_is_taken_back() {
+async fn an_error_is_not_the_result_before_all_compensations_are_done() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     *world.refund.lock().unwrap() = Some(Failure::Unsure("the bank does not answer".to_owned()));
@@ -261,7 +261,7 @@ async fn an_error_is_not_the_result_before_all_is_taken_back() {
         };
         assert!(reason.contains("the bank does not answer"), "{reason}");
         assert_eq!(shop.state().await, StateName::Released);
-        // By now there would be enough: but it has failed.
+        // By now there would be enough stock; but the operation has failed.
         world.in_stock.store(true, Ordering::SeqCst);
         let said = shop.order(&world).await;
         assert!(
@@ -283,11 +283,11 @@ async fn an_error_is_not_the_result_before_all_is_taken_back() {
             "{said:?}"
         );
     }
-    assert_eq!(world.effects(), TAKEN_BACK);
+    assert_eq!(world.effects(), COMPENSATED);
 }
 
 #[tokio::test]
-async fn what_can_never_be_taken_back_is_an_operators() {
+async fn a_compensation_that_fails_for_good_is_left_to_an_operator() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     *world.refund.lock().unwrap() = Some(Failure::Final("the account is closed".to_owned()));
@@ -295,12 +295,16 @@ async fn what_can_never_be_taken_back_is_an_operators() {
     assert!(matches!(said, Err(FunctionError::NotTakenBack { .. })), "{said:?}");
     assert_eq!(shop.state().await, StateName::Unknown);
     assert!(matches!(shop.order(&world).await, Err(FunctionError::Unknown)));
-    assert_eq!(world.effects(), [("charge", 1), ("free", 1), ("reserve", 1)], "the rest is taken back");
+    assert_eq!(
+        world.effects(),
+        [("charge", 1), ("free", 1), ("reserve", 1)],
+        "the other steps are compensated"
+    );
 }
 
-/// The function takes the time-out of a step for a decision.
+/// The function treats the time-out of a step as a decision.
 #[tokio::test]
-async fn an_error_that_is_made_of_a_step_that_is_not_sure_is_not_the_result() {
+async fn an_error_made_from_an_unsure_step_is_not_the_result() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     world.in_stock.store(true, Ordering::SeqCst);
@@ -319,7 +323,7 @@ async fn an_error_that_is_made_of_a_step_that_is_not_sure_is_not_the_result() {
 }
 
 #[tokio::test]
-async fn an_error_that_frees_the_key_takes_nothing_back() {
+async fn an_error_that_frees_the_key_compensates_nothing() {
     let (shop, world) = (Shop::new(), Arc::new(World::default()));
     world.die_at.store(usize::MAX, Ordering::SeqCst);
     let call = || {
@@ -334,7 +338,7 @@ async fn an_error_that_frees_the_key_takes_nothing_back() {
 }
 
 #[tokio::test]
-async fn where_nothing_was_finished_an_error_costs_nothing_and_no_step_comes_after_it() {
+async fn an_error_without_finished_steps_needs_no_compensation_and_ends_the_steps() {
     let shop = Shop::new();
     let said = shop
         .function(StepErrors)

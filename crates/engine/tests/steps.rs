@@ -1,4 +1,4 @@
-//! Steps, stopped at every point, by an attempt that ends there without a word.
+//! Steps, stopped at every point by an attempt that ends there without a report.
 
 use std::collections::{BTreeMap, HashSet};
 use std::future::{Future, IntoFuture as _};
@@ -19,13 +19,13 @@ use oncegate_testkit::ManualClock;
 
 type Fate = FateOf<fn(&StepError<String>) -> ErrorFate>;
 
-/// Other people's APIs, which honour keys, and a place to die at.
+/// The APIs of other parties, which honour keys, and the point at which the process dies.
 #[derive(Default)]
 struct World {
-    /// Under which keys, and how often something took place.
+    /// For each effect, the keys under which it took place.
     done: Mutex<BTreeMap<&'static str, HashSet<String>>>,
     calls: AtomicUsize,
-    /// How many points were passed.
+    /// The number of points passed so far.
     points: AtomicUsize,
     die_at: AtomicUsize,
     ship: Mutex<Option<Failure<String>>>,
@@ -98,7 +98,7 @@ fn shop() -> Shop {
     shop_on(Arc::new(MemoryStore::new(clock.clone())), clock)
 }
 
-/// Two programs on one store.
+/// Two processes on one store.
 fn two_shops() -> (Shop, Shop) {
     let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
     let store = Arc::new(MemoryStore::new(clock.clone()));
@@ -112,28 +112,28 @@ fn shop_on(store: Arc<dyn Store>, clock: Arc<ManualClock>) -> Shop {
     Shop { clock, orders }
 }
 
-type Said = Result<Vec<String>, FunctionError<StepError<String>>>;
+type CallResult = Result<Vec<String>, FunctionError<StepError<String>>>;
 
 impl Shop {
-    fn call(&self, world: &Arc<World>) -> impl Future<Output = Said> + use<> {
+    fn call(&self, world: &Arc<World>) -> impl Future<Output = CallResult> + use<> {
         let world = world.clone();
         self.orders.run_in_place("order-1", "the input", move |attempt| order(world, attempt))
     }
 
-    /// Calls until it dies or ends, and lets the lease run out where it died.
-    async fn call_until_dead(&self, world: &Arc<World>, die_at: usize) -> Option<Said> {
+    /// Calls until the order dies or ends. If it dies, lets the lease end.
+    async fn call_until_dead(&self, world: &Arc<World>, die_at: usize) -> Option<CallResult> {
         world.points.store(0, Ordering::SeqCst);
         world.die_at.store(die_at, Ordering::SeqCst);
         let ended = {
             let mut call = pin!(self.call(world));
-            // Nothing here waits for anything but the end of the world.
+            // Nothing here waits for anything but the death of the process.
             let mut polls = 0;
             std::future::poll_fn(|cx| match call.as_mut().poll(cx) {
                 Poll::Ready(said) => Poll::Ready(Some(said)),
                 Poll::Pending if world.points.load(Ordering::SeqCst) > die_at => Poll::Ready(None),
                 Poll::Pending => {
                     polls += 1;
-                    assert!(polls < 1000, "it neither dies nor ends");
+                    assert!(polls < 1000, "the order neither dies nor ends");
                     cx.waker().wake_by_ref();
                     Poll::Pending
                 }
@@ -148,7 +148,7 @@ impl Shop {
 }
 
 #[tokio::test]
-async fn an_order_that_dies_anywhere_twice_ends_with_each_effect_once() {
+async fn an_order_that_dies_twice_at_any_point_takes_each_effect_once() {
     let mut deaths = 0;
     for first in 0.. {
         for second in 0.. {
@@ -157,7 +157,7 @@ async fn an_order_that_dies_anywhere_twice_ends_with_each_effect_once() {
                 assert_eq!(said.unwrap(), ["reserve done", "charge done", "ship done"]);
                 None
             }) else {
-                assert!(second == 0 && first > 5, "it was stopped at every point");
+                assert!(second == 0 && first > 5, "the order was stopped at every point");
                 assert!(deaths > 20);
                 return;
             };
@@ -175,9 +175,9 @@ async fn an_order_that_dies_anywhere_twice_ends_with_each_effect_once() {
             }
             assert_eq!((world.effects("free"), world.effects("refund")), (0, 0));
             let calls = world.calls.load(Ordering::SeqCst);
-            assert!(calls <= 5, "only what was cut off is called again: {calls}");
+            assert!(calls <= 5, "only calls that were cut off are repeated: {calls}");
             assert_eq!(shop.call(&world).await.unwrap().len(), 3);
-            assert_eq!(world.calls.load(Ordering::SeqCst), calls, "a replay calls nobody");
+            assert_eq!(world.calls.load(Ordering::SeqCst), calls, "a replay makes no call");
             if is_last {
                 break;
             }
@@ -191,16 +191,16 @@ fn world_alive(world: &Arc<World>) -> Arc<World> {
 }
 
 #[tokio::test]
-async fn an_order_that_fails_for_good_and_dies_anywhere_is_taken_back_once() {
+async fn an_order_that_fails_for_good_and_dies_anywhere_is_compensated_once() {
     for first in 0.. {
         let mut second = 0;
         loop {
             let (shop, world) = (shop(), Arc::new(World::default()));
             *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
-            let is_failed = |said: &Said| matches!(said, Err(FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no such street");
+            let is_failed = |said: &CallResult| matches!(said, Err(FunctionError::Failed { error: StepError::Failed(why), .. }) if why == "no such street");
             if let Some(said) = shop.call_until_dead(&world, first).await {
                 assert!(is_failed(&said), "{said:?}");
-                assert!(first > 7, "it was stopped at every point");
+                assert!(first > 7, "the order was stopped at every point");
                 return;
             }
             let ended = shop.call_until_dead(&world, second).await;
@@ -215,8 +215,8 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_taken_back_once() {
             }
             assert_eq!(world.effects("ship"), 0);
             let calls = world.calls.load(Ordering::SeqCst);
-            assert!(calls <= 6, "only what was cut off is called again: {calls}");
-            // The one answer, whatever becomes possible later.
+            assert!(calls <= 6, "only calls that were cut off are repeated: {calls}");
+            // The same answer, whatever becomes possible later.
             *world.ship.lock().unwrap() = None;
             assert!(is_failed(&shop.call(&world).await));
             assert_eq!(world.effects("ship"), 0);
@@ -229,7 +229,7 @@ async fn an_order_that_fails_for_good_and_dies_anywhere_is_taken_back_once() {
 }
 
 #[tokio::test]
-async fn what_is_not_sure_is_tried_again_and_what_was_finished_is_not() {
+async fn an_unsure_step_is_retried_and_a_finished_step_is_not() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
     *world.ship.lock().unwrap() = Some(Failure::Unsure("timed out".to_owned()));
     let said = shop.call(&world).await;
@@ -237,7 +237,7 @@ async fn what_is_not_sure_is_tried_again_and_what_was_finished_is_not() {
         matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), replayed: false })),
         "{said:?}"
     );
-    assert_eq!(world.effects("refund"), 0, "nothing is taken back while it may still succeed");
+    assert_eq!(world.effects("refund"), 0, "nothing is compensated while the order may still succeed");
     *world.ship.lock().unwrap() = None;
     assert!(shop.call(&world).await.is_ok(), "at once, because the key is released");
     assert_eq!(world.calls.load(Ordering::SeqCst), 3);
@@ -252,16 +252,16 @@ async fn what_is_not_sure_is_tried_again_and_what_was_finished_is_not() {
 }
 
 #[tokio::test]
-async fn a_compensation_that_does_not_succeed_is_tried_again_and_one_that_never_will_is_an_operators() {
+async fn an_unsure_compensation_is_retried_and_one_that_fails_for_good_is_left_to_an_operator() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
     *world.ship.lock().unwrap() = Some(Failure::Final("no such street".to_owned()));
-    *world.refund.lock().unwrap() = Some(Failure::Unsure("bank is away".to_owned()));
+    *world.refund.lock().unwrap() = Some(Failure::Unsure("the bank does not answer".to_owned()));
     let said = shop.call(&world).await;
     let Err(FunctionError::Failed { error: StepError::NotTakenBack { step, reason }, .. }) = said else {
         panic!("{said:?}")
     };
-    assert_eq!((step.as_str(), reason.as_str()), ("charge", "bank is away"));
-    assert_eq!(world.effects("free"), 0, "in the opposite order");
+    assert_eq!((step.as_str(), reason.as_str()), ("charge", "the bank does not answer"));
+    assert_eq!(world.effects("free"), 0, "compensations run in the opposite order");
     let said = shop.call(&world).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Failed(_), .. })), "{said:?}");
     assert_eq!((world.effects("refund"), world.effects("free")), (1, 1));
@@ -271,8 +271,8 @@ async fn a_compensation_that_does_not_succeed_is_tried_again_and_one_that_never_
     *world.refund.lock().unwrap() = Some(Failure::Final("account closed".to_owned()));
     let said = shop.call(&world).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Stuck { .. }, .. })), "{said:?}");
-    assert_eq!(world.effects("free"), 1, "what can be taken back is");
-    // Nothing runs again before an operator has looked.
+    assert_eq!(world.effects("free"), 1, "the other compensation runs");
+    // Nothing runs again before an operator has decided.
     shop.clock.advance(LEASE * 2);
     let said = shop.call(&world).await;
     assert!(matches!(said, Err(FunctionError::Unknown)), "{said:?}");
@@ -311,7 +311,7 @@ async fn changed_code_is_refused_before_anything_runs() {
         panic!("{said:?}")
     };
     assert_eq!(recorded, "a");
-    // Another type of its value.
+    // The value has another type.
     let said = shop
         .orders
         .run_in_place(key, "", async |attempt: Attempt| {
@@ -335,7 +335,7 @@ async fn changed_code_is_refused_before_anything_runs() {
 }
 
 #[tokio::test]
-async fn a_step_is_refused_that_would_share_a_key_or_come_after_one_that_failed() {
+async fn a_step_is_refused_if_it_shares_a_key_or_follows_a_failed_step() {
     let shop = shop();
     let ok = |_key: String| async { Ok::<_, Failure<String>>(1_u8) };
     let refused = |said: Result<u8, StepError<String>>| matches!(said, Err(StepError::Refused { .. }));
@@ -345,7 +345,7 @@ async fn a_step_is_refused_that_would_share_a_key_or_come_after_one_that_failed(
             .run_in_place(key, "", async |attempt: Attempt| {
                 attempt.step("a", ok).await?;
                 assert!(refused(attempt.step(name, ok).await), "{name:?}");
-                assert!(refused(attempt.step("b", ok).await), "after one that was refused");
+                assert!(refused(attempt.step("b", ok).await), "no step follows a refused one");
                 Ok::<_, StepError<String>>(())
             })
             .await;
@@ -360,16 +360,16 @@ async fn a_step_is_refused_that_would_share_a_key_or_come_after_one_that_failed(
                 }),
                 attempt.step("b", ok)
             );
-            assert!(one.is_ok() && refused(two), "one after the other");
+            assert!(one.is_ok() && refused(two), "the steps run one after the other");
             Ok::<_, StepError<String>>(())
         })
         .await
         .unwrap();
 }
 
-/// The key of a request whose first step may have taken place is not free for another one, although nothing is recorded yet.
+/// The first step may have taken place, so its key is not free for another request, although nothing is recorded yet.
 #[tokio::test]
-async fn a_first_step_that_is_not_sure_keeps_its_key_from_other_requests() {
+async fn an_unsure_first_step_keeps_its_key_from_other_requests() {
     let (shop, world) = (shop(), world_alive(&Arc::default()));
     let timed_out = |_: String| async { Err::<u8, _>(Failure::Unsure("timed out".to_owned())) };
     let first = async |attempt: Attempt| attempt.step("reserve", timed_out).await;
@@ -379,15 +379,15 @@ async fn a_first_step_that_is_not_sure_keeps_its_key_from_other_requests() {
         shop.orders.run_in_place("order-1", "another input", |attempt| order(world.clone(), attempt)).await;
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
     assert_eq!(world.effects("reserve"), 0);
-    // Whoever asked for it goes on, at once and as often as it takes.
+    // A retry of the same request continues, at once and any number of times.
     let said = shop.orders.run_in_place("order-1", "the input", first).await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Unsure(_), .. })), "{said:?}");
     assert_eq!(shop.call(&world).await.unwrap(), ["reserve done", "charge done", "ship done"]);
 }
 
-/// What can be taken back has room for that in the record, before it takes place.
+/// Before a step runs, the record reserves the space for its compensation.
 #[tokio::test]
-async fn a_step_whose_compensation_would_find_no_room_is_not_run() {
+async fn a_step_whose_compensation_would_not_fit_into_the_record_is_not_run() {
     let shop = shop();
     let undone = Arc::new(AtomicUsize::new(0));
     let step = |attempt: &Attempt, name: String, answer: Result<u8, Failure<String>>| {
@@ -403,7 +403,7 @@ async fn a_step_whose_compensation_would_find_no_room_is_not_run() {
         .await;
     assert!(matches!(said, Err(FunctionError::Failed { error: StepError::Refused { .. }, .. })), "{said:?}");
 
-    // 126 with a compensation each, one that fails, and what is recorded of a failure: 255 of 256.
+    // 126 steps with one compensation each, one step that fails, and the record of that failure: 255 of 256 entries.
     let said = shop
         .orders
         .run_in_place("many", "", async |attempt: Attempt| {
@@ -429,9 +429,9 @@ async fn a_step_whose_compensation_would_find_no_room_is_not_run() {
     assert_eq!(undone.load(Ordering::SeqCst), 0);
 }
 
-/// A result leaves room for the compensation that it may call for; this one would fit without.
+/// A result must leave space for the compensation that it may need; this result alone would fit.
 #[tokio::test]
-async fn a_result_that_leaves_no_room_for_compensations_is_not_recorded() {
+async fn a_result_that_leaves_no_space_for_compensations_is_not_recorded() {
     let shop = shop();
     let said = shop
         .orders
@@ -448,10 +448,10 @@ async fn a_result_that_leaves_no_room_for_compensations_is_not_recorded() {
     );
 }
 
-/// Notes no step.
-struct Forgetful(MemoryStore<Arc<ManualClock>>);
+/// A store that records no step.
+struct StoreWithoutSteps(MemoryStore<Arc<ManualClock>>);
 
-impl Store for Forgetful {
+impl Store for StoreWithoutSteps {
     fn apply(&self, id: RecordId, command: Command) -> StoreFuture<'_, Outcome> {
         if matches!(command, Command::Step(_)) {
             return Box::pin(async { Err(StoreError::invalid("no steps here")) });
@@ -489,10 +489,10 @@ impl Store for Forgetful {
 }
 
 #[tokio::test]
-async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
+async fn a_step_that_took_place_unrecorded_does_not_free_its_key() {
     for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-        let shop = shop_on(Arc::new(Forgetful(MemoryStore::new(clock.clone()))), clock);
+        let shop = shop_on(Arc::new(StoreWithoutSteps(MemoryStore::new(clock.clone()))), clock);
         let world = world_alive(&Arc::default());
         let answer = async |attempt: Attempt| {
             let answer = failure.clone().map_or(Ok(1_u8), Err);
@@ -509,18 +509,18 @@ async fn a_step_that_took_place_and_is_not_recorded_does_not_free_its_key() {
     }
 }
 
-/// Whatever error the function makes of that.
+/// The key stays claimed, whatever error the function makes of the failed recording.
 #[tokio::test]
-async fn a_step_that_is_not_recorded_does_not_free_its_key_by_another_error() {
+async fn an_unrecorded_step_does_not_free_its_key_under_another_error() {
     for failure in [None, Some(Failure::Unsure("timed out".to_owned()))] {
         let clock = Arc::new(ManualClock::at_millis(1_700_000_000_000));
-        let engine = Engine::new(Arc::new(Forgetful(MemoryStore::new(clock))));
+        let engine = Engine::new(Arc::new(StoreWithoutSteps(MemoryStore::new(clock))));
         let pay = engine.function("pay").with_errors(ReleasedErrors);
         let said = pay
             .run_in_place("k", "the input", async |attempt: Attempt| {
                 let answer = failure.clone().map_or(Ok(1_u8), Err);
                 let charged = attempt.step("charge", async |_| answer).await;
-                charged.map_err(|_| "the bank is away")
+                charged.map_err(|_| "the bank does not answer")
             })
             .await;
         assert!(matches!(said, Err(FunctionError::Failed { .. })), "{said:?}");
@@ -529,7 +529,7 @@ async fn a_step_that_is_not_recorded_does_not_free_its_key_by_another_error() {
     }
 }
 
-/// Somebody else may be at it by then, or it may be done.
+/// By then another attempt may run, or the operation may be done.
 #[tokio::test]
 async fn no_step_begins_after_its_attempt_has_ended() {
     let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
@@ -555,7 +555,7 @@ async fn no_step_begins_after_its_attempt_has_ended() {
     }
 }
 
-/// A time-out around a step says nothing of its effect, whatever becomes of the error that it is made of.
+/// A time-out around a step proves nothing about its effect, whatever error the function makes of it.
 #[tokio::test(start_paused = true)]
 async fn a_step_that_was_cut_off_does_not_free_its_key() {
     let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
@@ -576,7 +576,7 @@ async fn a_step_that_was_cut_off_does_not_free_its_key() {
     assert!(matches!(again, Err(FunctionError::Unknown)), "{again:?}");
 }
 
-/// Nor does one that goes on beside the function that began it.
+/// The same holds for a step that runs on next to the function that began it.
 #[tokio::test]
 async fn a_step_that_still_runs_does_not_free_its_key() {
     let engine = Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1))));
@@ -599,11 +599,11 @@ async fn a_step_that_still_runs_does_not_free_its_key() {
     assert!(matches!(other, Err(FunctionError::KeyReused)), "{other:?}");
 }
 
-/// Who comes after an attempt that ended in its first step, and gives up before anything is recorded, does not free the key.
+/// The second attempt gives up before anything is recorded; that does not free the key of the first.
 #[tokio::test]
 async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
     let (shop, world) = (shop(), Arc::new(World::default()));
-    assert!(shop.call_until_dead(&world, 1).await.is_none(), "it dies after the effect");
+    assert!(shop.call_until_dead(&world, 1).await.is_none(), "the attempt dies after the effect");
     assert_eq!(world.effects("reserve"), 1);
     let world = world_alive(&world);
     let said = shop
@@ -622,9 +622,9 @@ async fn an_attempt_after_one_that_died_in_its_first_step_keeps_the_key() {
     assert_eq!(world.effects("reserve"), 1);
 }
 
-/// However much a compensation says that fails for good: it is recorded, and the others are done.
+/// However long the failure text of a compensation is, it is recorded, and the other compensations run.
 #[tokio::test]
-async fn a_compensation_that_says_much_leaves_room_for_the_others() {
+async fn a_compensation_with_a_long_failure_text_leaves_space_for_the_others() {
     let shop = shop();
     let undone = Arc::new(AtomicUsize::new(0));
     let said = shop
@@ -649,7 +649,7 @@ async fn a_compensation_that_says_much_leaves_room_for_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_attempt_that_was_told_that_it_is_over_begins_no_step() {
+async fn an_attempt_that_knows_its_record_is_lost_begins_no_step() {
     let ((one, two), world) = (two_shops(), world_alive(&Arc::default()));
     let ran = AtomicUsize::new(0);
     let said = one
@@ -657,8 +657,8 @@ async fn an_attempt_that_was_told_that_it_is_over_begins_no_step() {
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
             one.clock.advance(LEASE + Duration::from_millis(1));
             assert!(two.call(&world).await.is_ok());
-            // It hears of it by its next renewal.
-            tokio::time::timeout(LEASE, attempt.lost()).await.expect("it is told");
+            // Its next renewal reports the loss.
+            tokio::time::timeout(LEASE, attempt.lost()).await.expect("the attempt is notified");
             let late = attempt.step("late", async |_| {
                 ran.fetch_add(1, Ordering::SeqCst);
                 Ok::<_, Failure<String>>(())
@@ -671,7 +671,7 @@ async fn an_attempt_that_was_told_that_it_is_over_begins_no_step() {
 }
 
 #[tokio::test]
-async fn an_attempt_does_not_go_on_after_the_steps_of_the_one_that_took_over() {
+async fn a_stale_attempt_does_not_continue_the_steps_of_the_new_owner() {
     let ((one, two), world) = (two_shops(), world_alive(&Arc::default()));
     let unsure = Some(Failure::Unsure("timed out".to_owned()));
     *world.ship.lock().unwrap() = unsure.clone();
@@ -682,7 +682,7 @@ async fn an_attempt_does_not_go_on_after_the_steps_of_the_one_that_took_over() {
         .run_in_place("order-1", "the input", async |attempt: Attempt| {
             assert_eq!(attempt.number(), 2);
             one.clock.advance(LEASE + Duration::from_millis(1));
-            assert!(two.call(&world).await.is_err(), "it is not finished there either");
+            assert!(two.call(&world).await.is_err(), "the second process does not finish the order either");
             order(world.clone(), attempt).await
         })
         .await;

@@ -1,4 +1,4 @@
-//! Operations that completed their records without an answer, and whose answer was lost: a retry asks for it.
+//! Operations that completed their records without an answer, and whose answer was lost: a retry asks the handler for it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -32,15 +32,15 @@ use tower_service::Service;
 use transactional::Transactional;
 
 const RETENTION: Duration = Duration::from_secs(60);
-const PATIENCE: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Commits, completes its record without an answer, and gives no answer.
+/// Commits, completes its record without an answer, and then returns no answer.
 #[derive(Clone)]
 struct Handler {
     store: Arc<Transactional>,
     completion: Completion,
     effects: Arc<AtomicUsize>,
-    /// What completed the record last.
+    /// The record and the token of the last attempt.
     last: Arc<Mutex<Option<(RecordId, FencingToken)>>>,
 }
 
@@ -80,23 +80,23 @@ async fn complete(
     store.apply(id, Command::Complete(Complete { token, completion, retention })).await.unwrap()
 }
 
-/// What is heard of one question.
+/// The reply to one question.
 #[derive(Clone)]
 enum Reply {
     Is(Reconciled),
     Panics,
-    /// This one, when the latch is open.
+    /// This reply, after the latch is opened.
     Waits(Latch, Box<Reply>),
 }
 
-/// The record, the token and the number of the attempt that was asked about, and whether it owned the record.
-type Noted = (RecordId, FencingToken, u32, bool);
+/// A question: the record, the token and the number of the attempt, and whether that attempt still owned the record.
+type Question = (RecordId, FencingToken, u32, bool);
 
-/// In their order; the last one again and again. Notes what it was asked for.
+/// The replies in their order; the last one is repeated. Records the questions.
 #[derive(Clone, Default)]
 struct Replies {
     replies: Arc<Mutex<VecDeque<Reply>>>,
-    asked: Arc<Mutex<Vec<Noted>>>,
+    asked: Arc<Mutex<Vec<Question>>>,
 }
 
 impl Reconcile for Replies {
@@ -152,7 +152,7 @@ fn happened(body: &'static str) -> Reply {
 }
 
 struct World {
-    door: Idempotency<Handler>,
+    service: Idempotency<Handler>,
     store: Arc<Transactional>,
     clock: Arc<ManualClock>,
     faults: Faults,
@@ -162,7 +162,7 @@ struct World {
 }
 
 impl World {
-    /// Where the first request was committed without an answer.
+    /// A layer whose first request was committed without an answer.
     async fn new(replies: impl IntoIterator<Item = Reply>) -> Self {
         Self::with(replies, |settings| settings).await
     }
@@ -172,7 +172,7 @@ impl World {
         change: impl FnOnce(Settings) -> Settings,
     ) -> Self {
         let mut world = Self::before(replies, Completion::Awaited, change);
-        assert_eq!(world.ask().await, problem(504, "answer-awaited"), "the first one");
+        assert_eq!(world.ask().await, problem(504, "answer-awaited"), "the first request");
         world
     }
 
@@ -196,18 +196,18 @@ impl World {
         let layer = IdempotencyLayer::new(engine).with_settings(change(settings)).unwrap();
         let (effects, last) = Default::default();
         let handler = Handler { store: store.clone(), completion, effects, last };
-        Self { door: layer.layer(handler.clone()), store, clock, faults, events, replies, handler }
+        Self { service: layer.layer(handler.clone()), store, clock, faults, events, replies, handler }
     }
 
-    async fn ask(&mut self) -> Heard {
-        ask(self.door.clone(), "body").await
+    async fn ask(&mut self) -> Observed {
+        ask(self.service.clone(), "body").await
     }
 
-    /// Asks without waiting for the answer; waits until somebody is asked.
-    async fn begin(&self) -> tokio::task::JoinHandle<Heard> {
+    /// Sends a request without waiting for its response; returns when the handler was asked.
+    async fn begin(&self) -> tokio::task::JoinHandle<Observed> {
         let before = self.asked();
-        let asking = tokio::spawn(ask(self.door.clone(), "body"));
-        tokio::time::timeout(PATIENCE, async {
+        let asking = tokio::spawn(ask(self.service.clone(), "body"));
+        tokio::time::timeout(ANSWER_TIMEOUT, async {
             while self.asked() == before {
                 tokio::task::yield_now().await;
             }
@@ -232,35 +232,39 @@ impl World {
     async fn state(&self) -> State {
         let (id, token) = self.last();
         let record = self.store.lookup(id).await.unwrap().unwrap();
-        assert_eq!(record.token, token, "nobody else owns it");
+        assert_eq!(record.token, token, "no other attempt owns the record");
         record.state
     }
 
-    /// As somebody else does: the attempt itself at its end, or another sidecar.
+    /// Completes the record as another process does: the attempt itself at its end, or another sidecar.
     async fn complete(&self, completion: Completion) {
         let (id, token) = self.last();
         assert_eq!(complete(&self.store, id, token, completion, RETENTION).await, Outcome::Completed);
     }
 }
 
-/// Status, type of a problem or the body, whether it is marked as a replay, and the status that is told.
-type Heard = (u16, String, bool, Option<String>);
+/// The status, the type of a problem or the body, whether the response is marked as a replay, and the reported status.
+type Observed = (u16, String, bool, Option<String>);
 
-fn problem(status: u16, slug: &str) -> Heard {
+fn problem(status: u16, slug: &str) -> Observed {
     (status, slug.to_owned(), false, None)
 }
 
-fn replay(body: &str) -> Heard {
+fn replay(body: &str) -> Observed {
     (201, body.to_owned(), true, None)
 }
 
-async fn ask(door: Idempotency<Handler>, body: &'static str) -> Heard {
-    send(door, Request::post("/orders").header("Idempotency-Key", "k"), body).await
+async fn ask(service: Idempotency<Handler>, body: &'static str) -> Observed {
+    send(service, Request::post("/orders").header("Idempotency-Key", "k"), body).await
 }
 
-async fn send(mut door: Idempotency<Handler>, request: http::request::Builder, body: &'static str) -> Heard {
-    let answer = door.call(request.body(Full::from(body)).unwrap());
-    let response = tokio::time::timeout(PATIENCE, answer).await.expect("an answer").unwrap();
+async fn send(
+    mut service: Idempotency<Handler>,
+    request: http::request::Builder,
+    body: &'static str,
+) -> Observed {
+    let answer = service.call(request.body(Full::from(body)).unwrap());
+    let response = tokio::time::timeout(ANSWER_TIMEOUT, answer).await.expect("an answer").unwrap();
     let status = response.status().as_u16();
     let field = |name: &str| Some(response.headers().get(name)?.to_str().unwrap().to_owned());
     let (replayed, told) = (field("idempotent-replayed").is_some(), field("idempotency-status"));
@@ -276,7 +280,7 @@ async fn send(mut door: Idempotency<Handler>, request: http::request::Builder, b
 const AWAITED: State = State::Completed(Answer::Awaited);
 
 #[tokio::test]
-async fn an_answer_that_is_given_is_kept_and_replayed_and_nobody_asks_again() {
+async fn an_answer_is_stored_and_replayed_without_another_question() {
     let mut world = World::new([happened("mine")]).await;
     assert_eq!(world.state().await, AWAITED);
     assert_eq!(world.ask().await, replay("mine"));
@@ -289,7 +293,7 @@ async fn an_answer_that_is_given_is_kept_and_replayed_and_nobody_asks_again() {
 }
 
 #[tokio::test]
-async fn an_answer_that_cannot_be_given_any_more_is_not_asked_for_again() {
+async fn an_answer_that_is_gone_is_not_asked_for_again() {
     let mut world = World::new([Reply::Is(Reconciled::Unreplayable)]).await;
     for _ in 0..2 {
         assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
@@ -299,17 +303,17 @@ async fn an_answer_that_cannot_be_given_any_more_is_not_asked_for_again() {
 }
 
 #[tokio::test]
-async fn what_is_said_not_to_have_happened_is_not_executed() {
+async fn a_committed_request_is_not_executed_when_the_handler_denies_it() {
     let mut world = World::new([Reply::Is(Reconciled::DidNotHappen), happened("mine")]).await;
     assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
     assert_eq!((world.state().await, world.effects()), (AWAITED, 1));
-    // It may have looked in the wrong place.
+    // The handler may have looked in the wrong place.
     assert_eq!(world.ask().await, replay("mine"));
     assert_eq!((world.asked(), world.effects()), (2, 1));
 }
 
 #[tokio::test]
-async fn as_long_as_nobody_can_tell_the_answer_is_awaited() {
+async fn the_answer_stays_awaited_while_it_is_unknown() {
     let cannot_tell = || Reply::Is(Reconciled::CannotTell);
     let mut world = World::new([cannot_tell(), Reply::Panics, cannot_tell(), happened("mine")]).await;
     for asked in 1..=3 {
@@ -321,19 +325,19 @@ async fn as_long_as_nobody_can_tell_the_answer_is_awaited() {
 }
 
 #[tokio::test]
-async fn others_of_this_process_do_not_ask_meanwhile() {
+async fn duplicates_in_this_process_do_not_ask_meanwhile() {
     let latch = Latch::new();
     let mut world = World::new([Reply::Waits(latch.clone(), Box::new(happened("mine")))]).await;
     let asking = world.begin().await;
     assert_eq!(world.ask().await, problem(409, "request-in-progress"));
-    assert_eq!(ask(world.door.clone(), "other").await, problem(422, "key-reused"));
+    assert_eq!(ask(world.service.clone(), "other").await, problem(422, "key-reused"));
     latch.open();
     assert_eq!(asking.await.unwrap(), replay("mine"));
     assert_eq!((world.asked(), world.effects()), (1, 1));
 }
 
 #[tokio::test]
-async fn others_that_wait_get_what_is_heard() {
+async fn waiting_duplicates_get_the_answer() {
     for (reply, heard) in [
         (happened("mine"), replay("mine")),
         (Reply::Is(Reconciled::Unreplayable), problem(422, "replay-unavailable")),
@@ -343,14 +347,14 @@ async fn others_that_wait_get_what_is_heard() {
     ] {
         let latch = Latch::new();
         let world = World::with([Reply::Waits(latch.clone(), Box::new(reply))], |settings| {
-            let policy = settings.policy().with_wait(PATIENCE).unwrap();
+            let policy = settings.policy().with_wait(ANSWER_TIMEOUT).unwrap();
             settings.with_policy(policy)
         })
         .await;
         let first = world.begin().await;
         let mut others = Vec::new();
         for _ in 0..5 {
-            let mut other = Box::pin(ask(world.door.clone(), "body"));
+            let mut other = Box::pin(ask(world.service.clone(), "body"));
             assert!(poll_fn(|cx| Poll::Ready(other.as_mut().poll(cx).is_pending())).await, "it waits");
             others.push(other);
         }
@@ -364,7 +368,7 @@ async fn others_that_wait_get_what_is_heard() {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_leaves_the_answer_behind() {
+async fn the_answer_is_stored_although_the_client_hangs_up() {
     let latch = Latch::new();
     let mut world = World::new([Reply::Waits(latch.clone(), Box::new(happened("mine")))]).await;
     let asking = world.begin().await;
@@ -380,12 +384,12 @@ async fn a_client_that_hangs_up_leaves_the_answer_behind() {
             }
         }
     };
-    assert_eq!(tokio::time::timeout(PATIENCE, settled).await.expect("an answer"), replay("mine"));
+    assert_eq!(tokio::time::timeout(ANSWER_TIMEOUT, settled).await.expect("an answer"), replay("mine"));
     assert_eq!((world.asked(), world.effects()), (1, 1));
 }
 
 #[tokio::test]
-async fn whoever_is_first_has_the_answer() {
+async fn the_first_answer_wins() {
     let replayable = |body| Completion::Replayable(found(body));
     for (meanwhile, reply, heard, differs) in [
         (replayable("mine"), happened("mine"), replay("mine"), 0),
@@ -408,9 +412,9 @@ async fn whoever_is_first_has_the_answer() {
     }
 }
 
-/// The retention ends while somebody is asked, and another request takes the key.
+/// The retention ends while the handler is asked, and another request takes the key.
 #[tokio::test]
-async fn an_answer_is_not_given_to_the_next_owner_of_the_key_nor_the_other_way_round() {
+async fn two_owners_of_one_key_never_get_each_others_answers() {
     for is_answered in [false, true] {
         the_key_has_another_owner(is_answered).await;
     }
@@ -422,12 +426,12 @@ async fn the_key_has_another_owner(is_answered: bool) {
     let (id, token) = world.last();
     let asking = world.begin().await;
     world.clock.advance(RETENTION);
-    // By way of another process.
+    // The key is taken by another process.
     let mut other = World::before([happened("new")], Completion::Awaited, |settings| settings);
     let engine = Engine::new(world.store.clone());
     let settings = Settings::default().with_upstream_completion().with_reconcile(other.replies.clone());
     let layer = IdempotencyLayer::new(engine).with_settings(settings).unwrap();
-    other.door = layer.layer(world.handler.clone());
+    other.service = layer.layer(world.handler.clone());
     assert_eq!(other.ask().await, problem(504, "answer-awaited"));
     assert_eq!((world.last().0, world.effects()), (id, 2));
     assert_ne!(world.last().1, token);
@@ -441,9 +445,9 @@ async fn the_key_has_another_owner(is_answered: bool) {
     assert_eq!(other.ask().await, replay("new"));
 }
 
-/// Also where an outage of the store lets requests pass: this one took effect, and that is known.
+/// Even if an outage of the store lets requests pass, this one does not: it is known to have taken effect.
 #[tokio::test]
-async fn a_record_that_cannot_be_looked_at_is_not_executed() {
+async fn a_request_whose_record_cannot_be_read_is_not_executed() {
     let mut world = World::with([happened("mine")], Settings::danger_fail_open).await;
     world.faults.next(1, Operation::Lookup, Fault::Refuse);
     assert_eq!(world.ask().await, problem(503, "answer-awaited"));
@@ -456,7 +460,7 @@ async fn a_record_that_cannot_be_looked_at_is_not_executed() {
 }
 
 #[tokio::test]
-async fn an_answer_that_the_store_does_not_take_is_given_and_asked_for_again() {
+async fn an_answer_that_cannot_be_stored_is_returned_and_asked_for_again() {
     for (fault, asked) in [(Fault::Refuse, 2), (Fault::Busy, 2), (Fault::LoseAnswer, 1)] {
         let mut world = World::new([happened("mine")]).await;
         world.faults.next(1, Operation::Complete, fault);
@@ -468,7 +472,7 @@ async fn an_answer_that_the_store_does_not_take_is_given_and_asked_for_again() {
 }
 
 #[tokio::test]
-async fn what_is_known_to_have_no_answer_is_not_asked_for() {
+async fn an_unreplayable_answer_is_not_asked_for() {
     let mut world = World::before([happened("mine")], Completion::Tombstone, |settings| settings);
     for _ in 0..2 {
         assert_eq!(world.ask().await, problem(422, "replay-unavailable"));
@@ -477,15 +481,15 @@ async fn what_is_known_to_have_no_answer_is_not_asked_for() {
 }
 
 #[tokio::test]
-async fn another_request_and_a_call_of_grpc_are_answered_as_before() {
+async fn mismatches_and_grpc_calls_get_their_usual_refusals() {
     let world = World::new([happened("mine")]).await;
-    assert_eq!(ask(world.door.clone(), "other").await, problem(422, "key-reused"));
+    assert_eq!(ask(world.service.clone(), "other").await, problem(422, "key-reused"));
     let call = || {
         let request = Request::post("/orders").header("Idempotency-Key", "call");
         request.header("content-type", "application/grpc")
     };
     for _ in 0..2 {
-        let response = world.door.clone().call(call().body(Full::from("body")).unwrap()).await.unwrap();
+        let response = world.service.clone().call(call().body(Full::from("body")).unwrap()).await.unwrap();
         assert_eq!(response.headers()["grpc-status"], "2");
         assert!(response.headers()["grpc-message"].to_str().unwrap().contains("replay-unavailable"));
     }
@@ -493,7 +497,7 @@ async fn another_request_and_a_call_of_grpc_are_answered_as_before() {
 }
 
 #[tokio::test]
-async fn after_its_retention_it_is_a_new_request() {
+async fn after_its_retention_a_request_is_new() {
     let mut world = World::new([happened("mine")]).await;
     world.clock.advance(RETENTION);
     assert_eq!(world.ask().await, problem(504, "answer-awaited"));

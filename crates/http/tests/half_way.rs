@@ -1,4 +1,4 @@
-//! What a handler says of an operation that its steps have left half-way: the end of the answer is not the end of the operation.
+//! The responses of a handler whose steps have left an operation half-way: the end of the response does not end the operation.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,29 +21,29 @@ use oncegate_testkit::ManualClock;
 use tower_layer::Layer as _;
 use tower_service::Service;
 
-/// What becomes of the shipping.
+/// The outcome of the shipping step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Ship {
     Works,
     IsUnsure,
     Fails,
-    /// The handler waits no longer.
+    /// The handler stops waiting.
     Hangs,
-    /// The handler finds out by itself that it cannot ship.
+    /// The handler decides itself that it cannot ship.
     SoldOut,
 }
 
 #[derive(Debug)]
 struct World {
     ship: Ship,
-    /// With which status the handler answers where a step has no value, and what it says of its record.
+    /// The status of the handler's response if a step has no value, and its directive for the record.
     status: u16,
     directive: Option<StoreDirective>,
-    /// Nobody takes the charge back.
+    /// The refund of the charge always fails.
     no_refund: bool,
-    /// What took place.
+    /// The effects that took place.
     effects: Vec<&'static str>,
-    /// Nothing but the shipping is to be done.
+    /// Shipping is the only step.
     ships_only: bool,
 }
 
@@ -148,12 +148,12 @@ async fn send(service: &mut Idempotency<Shop>, body: &'static str) -> (u16, bool
 }
 
 #[tokio::test]
-async fn an_error_that_is_made_of_a_step_is_not_the_end_of_the_operation() {
+async fn an_error_made_from_a_failed_step_does_not_end_the_operation() {
     for status in [503, 500, 400, 409] {
         let shop = Shop::new(Ship::IsUnsure, status);
         let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
         assert_eq!(send(&mut service, "one").await, (status, false));
-        // It is still the first request's.
+        // The key still belongs to the first request.
         assert_eq!(send(&mut service, "another").await.0, 422, "{status}");
         shop.0.lock().unwrap().ship = Ship::Works;
         assert_eq!(send(&mut service, "one").await, (200, false), "{status}");
@@ -163,7 +163,7 @@ async fn an_error_that_is_made_of_a_step_is_not_the_end_of_the_operation() {
 }
 
 #[tokio::test]
-async fn an_operation_that_may_not_run_again_is_an_operators_where_it_is_half_way() {
+async fn a_half_done_operation_that_may_not_run_again_is_left_to_an_operator() {
     let shop = Shop::new(Ship::IsUnsure, 503);
     let (mut service, _) = layer(&shop, OnAbandoned::Park);
     assert_eq!(send(&mut service, "one").await, (503, false));
@@ -173,7 +173,7 @@ async fn an_operation_that_may_not_run_again_is_an_operators_where_it_is_half_wa
 }
 
 #[tokio::test]
-async fn what_can_neither_be_finished_nor_taken_back_is_an_operators() {
+async fn an_operation_that_can_neither_finish_nor_be_compensated_is_left_to_an_operator() {
     let shop = Shop::new(Ship::Fails, 503);
     shop.0.lock().unwrap().no_refund = true;
     let (mut service, clock) = layer(&shop, OnAbandoned::Reexecute);
@@ -184,14 +184,14 @@ async fn what_can_neither_be_finished_nor_taken_back_is_an_operators() {
 }
 
 #[tokio::test]
-async fn what_is_taken_back_and_what_the_handler_says_are_ends() {
+async fn compensated_operations_and_explicit_directives_end_the_operation() {
     let shop = Shop::new(Ship::Fails, 409);
     let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
     assert_eq!(send(&mut service, "one").await, (409, false));
     assert_eq!(send(&mut service, "one").await, (409, true));
     assert_eq!(shop.effects(), ["charge", "refund"]);
 
-    // It goes without it, and says that it has done what there was to do.
+    // The handler answers with a success although shipping is unsure, so the operation has ended.
     let shop = Shop::new(Ship::IsUnsure, 202);
     let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
     assert_eq!(send(&mut service, "one").await, (202, false));
@@ -204,9 +204,9 @@ async fn what_is_taken_back_and_what_the_handler_says_are_ends() {
     assert_eq!(send(&mut service, "one").await, (503, true));
 }
 
-/// A time-out around a first step says nothing of its effect, whatever the handler makes of it.
+/// A time-out around a first step proves nothing about its effect, whatever response the handler makes of it.
 #[tokio::test(start_paused = true)]
-async fn a_first_step_that_was_cut_off_does_not_free_the_key() {
+async fn a_first_step_that_timed_out_does_not_free_the_key() {
     for (directive, status) in [(Some(StoreDirective::Release), 503), (None, 429), (None, 503)] {
         let shop = Shop::new(Ship::Hangs, status);
         {
@@ -225,14 +225,14 @@ async fn a_first_step_that_was_cut_off_does_not_free_the_key() {
 }
 
 #[tokio::test]
-async fn a_handler_s_own_error_after_finished_steps_takes_them_back_before_it_is_the_answer() {
+async fn a_handlers_own_error_compensates_finished_steps_before_it_is_the_response() {
     let shop = Shop::new(Ship::SoldOut, 422);
     let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
     assert_eq!(send(&mut service, "one").await, (422, false));
     assert_eq!(send(&mut service, "one").await, (422, true));
     assert_eq!(shop.effects(), ["charge", "refund"]);
 
-    // What cannot be taken back is an operator's, and the error is not the answer.
+    // A charge that cannot be refunded is left to an operator, and the error is not the response.
     let shop = Shop::new(Ship::SoldOut, 422);
     shop.0.lock().unwrap().no_refund = true;
     let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);
@@ -241,7 +241,7 @@ async fn a_handler_s_own_error_after_finished_steps_takes_them_back_before_it_is
     }
     assert_eq!(shop.effects(), ["charge"]);
 
-    // A handler that says so itself is believed.
+    // The handler itself may declare with a directive that the operation has ended.
     let shop = Shop::new(Ship::SoldOut, 422);
     shop.0.lock().unwrap().directive = Some(StoreDirective::Replay);
     let (mut service, _) = layer(&shop, OnAbandoned::Reexecute);

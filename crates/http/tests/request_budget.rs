@@ -1,4 +1,4 @@
-//! What request bodies may hold together is given back, whatever becomes of the request.
+//! The budget of request bodies is given back, whatever the end of the request is.
 
 #![allow(clippy::unwrap_used)]
 
@@ -24,17 +24,17 @@ use tower_service::Service;
 const BUDGET: usize = 200_000;
 
 #[derive(Clone, Copy)]
-enum Then {
+enum End {
     Ends,
     Breaks,
     Stalls,
 }
 
-/// Pieces that are there, and what follows them.
-struct Pieces(VecDeque<Bytes>, Then);
+/// Pieces that are available at once, and the end after them.
+struct Pieces(VecDeque<Bytes>, End);
 
-fn pieces(lengths: &[usize], then: Then) -> Pieces {
-    Pieces(lengths.iter().map(|length| Bytes::from(vec![b'x'; *length])).collect(), then)
+fn pieces(lengths: &[usize], end: End) -> Pieces {
+    Pieces(lengths.iter().map(|length| Bytes::from(vec![b'x'; *length])).collect(), end)
 }
 
 impl Body for Pieces {
@@ -47,14 +47,14 @@ impl Body for Pieces {
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         match (self.0.pop_front(), self.1) {
             (Some(data), _) => Poll::Ready(Some(Ok(Frame::data(data)))),
-            (None, Then::Ends) => Poll::Ready(None),
-            (None, Then::Breaks) => Poll::Ready(Some(Err(io::Error::other("as ordered")))),
-            (None, Then::Stalls) => Poll::Pending,
+            (None, End::Ends) => Poll::Ready(None),
+            (None, End::Breaks) => Poll::Ready(Some(Err(io::Error::other("as ordered")))),
+            (None, End::Stalls) => Poll::Pending,
         }
     }
 }
 
-/// Does what the path says.
+/// Behaves as the path names.
 #[derive(Clone)]
 struct Handler;
 
@@ -109,10 +109,10 @@ impl World {
     }
 
     async fn status(&mut self, path: &str, lengths: &[usize]) -> StatusCode {
-        self.send(path, pieces(lengths, Then::Ends)).await.unwrap().status()
+        self.send(path, pieces(lengths, End::Ends)).await.unwrap().status()
     }
 
-    /// All of it is there, and not an octet more.
+    /// Asserts that the whole budget is free: a body of exactly this size passes, one byte more does not.
     async fn all_is_free(&mut self, what: &str) {
         assert_eq!(self.status("/", &[BUDGET]).await, StatusCode::OK, "{what}");
         assert_eq!(self.status("/", &[BUDGET, 1]).await, StatusCode::SERVICE_UNAVAILABLE, "{what}");
@@ -120,7 +120,7 @@ impl World {
 }
 
 #[tokio::test(start_paused = true)]
-async fn on_every_way_out() {
+async fn every_end_of_a_request_gives_the_budget_back() {
     let mut world = World::new();
     world.all_is_free("at first").await;
     for (small, large) in [(1_000, 1_500), (50_000, 100_000)] {
@@ -131,21 +131,21 @@ async fn on_every_way_out() {
         }
         assert_eq!(world.status("/panics", &lengths).await, StatusCode::INTERNAL_SERVER_ERROR);
         world.all_is_free("a panic").await;
-        assert!(world.send("/fails", pieces(&lengths, Then::Ends)).await.is_err());
+        assert!(world.send("/fails", pieces(&lengths, End::Ends)).await.is_err());
         world.all_is_free("an error").await;
-        let broken = world.send("/", pieces(&lengths, Then::Breaks)).await.unwrap();
+        let broken = world.send("/", pieces(&lengths, End::Breaks)).await.unwrap();
         assert_eq!(broken.status(), StatusCode::BAD_REQUEST);
         world.all_is_free("a body that breaks off").await;
-        let late = world.send("/", pieces(&lengths, Then::Stalls)).await.unwrap();
+        let late = world.send("/", pieces(&lengths, End::Stalls)).await.unwrap();
         assert_eq!(late.status(), StatusCode::BAD_REQUEST);
-        world.all_is_free("a body that does not end").await;
-        // A client that goes away, while its body comes.
-        let mut gone = Box::pin(world.send("/", pieces(&lengths, Then::Stalls)));
+        world.all_is_free("a body that never ends").await;
+        // A client that leaves while its body arrives.
+        let mut gone = Box::pin(world.send("/", pieces(&lengths, End::Stalls)));
         assert!(tokio::time::timeout(Duration::from_secs(1), &mut gone).await.is_err());
         assert_eq!(world.status("/", &[BUDGET - large + 1]).await, StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(world.status("/", &[BUDGET - large]).await, StatusCode::OK);
         drop(gone);
-        world.all_is_free("a client that went away").await;
+        world.all_is_free("a client that left").await;
         // The same request again.
         world.keys = 1_000_000 + small;
         for _ in 0..2 {
@@ -158,11 +158,11 @@ async fn on_every_way_out() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_a_handler_has_not_taken_its_body_it_is_held() {
+async fn a_body_counts_until_the_handler_has_read_it() {
     let mut world = World::new();
-    let mut held = Box::pin(world.send("/hangs", pieces(&[150_000], Then::Ends)));
+    let mut held = Box::pin(world.send("/hangs", pieces(&[150_000], End::Ends)));
     assert!(tokio::time::timeout(Duration::from_secs(1), &mut held).await.is_err());
-    // This handler keeps its request, body and all.
+    // This handler keeps its request, including the body.
     assert_eq!(world.status("/", &[50_001]).await, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(world.status("/", &[50_000]).await, StatusCode::OK);
 }

@@ -19,7 +19,7 @@ use oncegate_testkit::ManualClock;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// A body of which nothing ever comes.
+/// A body that never yields anything.
 struct Stalled;
 
 impl Body for Stalled {
@@ -53,7 +53,7 @@ impl Service<Request<RequestBody<Stalled>>> for Counting {
 }
 
 #[tokio::test(start_paused = true)]
-async fn is_refused_in_time_and_nothing_is_executed() {
+async fn a_request_whose_body_stalls_is_refused_in_time_and_not_executed() {
     let patience = Duration::from_secs(5);
     let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
     let layer = IdempotencyLayer::new(Engine::new(store.clone()))
@@ -66,5 +66,5 @@ async fn is_refused_in_time_and_nothing_is_executed() {
     assert_eq!(answer.status(), StatusCode::BAD_REQUEST);
     assert_eq!(asked.elapsed(), patience);
     assert_eq!(handler.0.load(Ordering::Relaxed), 0);
-    assert!(store.is_empty(), "nothing was claimed");
+    assert!(store.is_empty(), "no key was claimed");
 }

@@ -1,4 +1,4 @@
-//! A client that takes nothing of an answer that streams.
+//! A client that reads nothing of a streamed response.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ use tower_service::Service;
 
 const EVENTS: usize = 100;
 
-/// So many events, and how many were taken.
+/// A body of `EVENTS` events that counts how many were taken.
 struct Events(Arc<AtomicUsize>);
 
 impl Body for Events {
@@ -57,7 +57,7 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
 }
 
 #[tokio::test(start_paused = true)]
-async fn holds_up_no_handler_and_what_it_gets_later_does_not_look_whole() {
+async fn a_client_that_does_not_read_blocks_no_handler_and_its_response_ends_with_an_error() {
     let taken = Arc::new(AtomicUsize::new(0));
     let store = Arc::new(MemoryStore::new(ManualClock::at_millis(1)));
     let settings = Settings::default().with_stream_patience(Duration::from_secs(5));
@@ -67,15 +67,15 @@ async fn holds_up_no_handler_and_what_it_gets_later_does_not_look_whole() {
     let mut body = service.call(request).await.unwrap().into_body();
     tokio::time::sleep(Duration::from_secs(4)).await;
     let before = taken.load(Ordering::Relaxed);
-    assert!(before < EVENTS, "the client is waited for");
+    assert!(before < EVENTS, "at first the handler waits for the client");
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(taken.load(Ordering::Relaxed) > EVENTS, "the handler is read to its end");
+    assert!(taken.load(Ordering::Relaxed) > EVENTS, "the response of the handler is read to its end");
     let mut got = 0;
     let error = loop {
         match body.frame().await {
             Some(Ok(_)) => got += 1,
             Some(Err(error)) => break error,
-            None => panic!("{got} events look like all of them"),
+            None => panic!("the body ended without an error after {got} events"),
         }
     };
     assert!(got > 0 && got < EVENTS);

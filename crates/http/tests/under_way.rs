@@ -1,4 +1,4 @@
-//! How many requests with a key are under way at the same time, and how much their answers hold together.
+//! The number of requests with a key that run at the same time, and the bytes that their responses hold together.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,7 +21,7 @@ use tokio::sync::Notify;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// Answers with as many bytes as the path says, or waits until it is told to.
+/// Answers with as many bytes as the path names, or waits until the test lets it continue.
 #[derive(Clone, Default)]
 struct Handler {
     go_on: Arc<Notify>,
@@ -70,7 +70,7 @@ fn is_overloaded(answer: &Answer) {
     assert_eq!(answer.headers()["retry-after"], "1");
 }
 
-/// Sends one that waits, and hangs up.
+/// Sends a request that waits, and hangs up.
 async fn hang_up(service: &mut Idempotency<Handler>, caller: &str, key: &str) {
     let sent = tokio::time::timeout(Duration::from_secs(1), send(service, "/waits", caller, key)).await;
     assert!(sent.is_err(), "{:?}", sent.unwrap());
@@ -81,7 +81,7 @@ async fn handlers_of_clients_that_hung_up_count_until_they_end() {
     let handler = Handler::default();
     let layer = layer().with_max_in_flight(3).unwrap();
     let mut service = layer.layer(handler.clone());
-    // A copy for another thread counts with it.
+    // A clone of the service, as for another thread, counts with it.
     let mut other = layer.unshared().layer(handler.clone());
     hang_up(&mut service, "1", "1").await;
     hang_up(&mut other, "2", "2").await;
@@ -89,18 +89,18 @@ async fn handlers_of_clients_that_hung_up_count_until_they_end() {
     is_overloaded(&send(&mut service, "/2", "4", "4").await);
     is_overloaded(&send(&mut other, "/2", "4", "4").await);
     assert_eq!(handler.runs.load(Ordering::Relaxed), 3);
-    // Without a key it is not detached, and does not count.
+    // A request without a key is not detached, so it does not count.
     let plain = Request::post("/2").body(Full::default()).unwrap();
     assert_eq!(service.call(plain).await.unwrap().status(), StatusCode::OK);
     handler.go_on.notify_waiters();
     tokio::time::sleep(Duration::from_secs(1)).await;
-    // Nothing was claimed for the one that was refused.
+    // The refused request claimed no key.
     assert_eq!(send(&mut service, "/2", "4", "4").await.status(), StatusCode::OK);
     assert_eq!(send(&mut service, "/waits", "1", "1").await.headers()["idempotent-replayed"], "true");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_takes_no_more_than_its_part() {
+async fn one_caller_gets_no_more_than_its_share() {
     let handler = Handler::default();
     let layer = layer().with_max_in_flight_per_caller(2).unwrap();
     let mut service = layer.unshared().layer(handler.clone());
@@ -111,7 +111,7 @@ async fn a_caller_takes_no_more_than_its_part() {
     for service in [&mut service, &mut other] {
         is_overloaded(&send(service, "/2", "ada", "3").await);
         assert_eq!(send(service, "/2", "bob", "3").await.status(), StatusCode::OK);
-        // Callers without a credential are one.
+        // Callers without a credential count as one caller.
         assert_eq!(send(service, "/2", "", "3").await.status(), StatusCode::OK);
     }
     for key in ["1", "2"] {
@@ -122,7 +122,7 @@ async fn a_caller_takes_no_more_than_its_part() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_there_is_one_caller_the_limit_of_a_caller_does_not_count() {
+async fn a_single_caller_may_use_the_whole_limit() {
     let settings = Settings::default().with_caller(CallerScope::single_tenant());
     let layer = layer().with_settings(settings).unwrap().with_max_in_flight_per_caller(1).unwrap();
     let mut service = layer.layer(Handler::default());
@@ -132,14 +132,14 @@ async fn where_there_is_one_caller_the_limit_of_a_caller_does_not_count() {
 }
 
 #[test]
-fn a_limit_of_nothing_is_refused() {
+fn a_limit_of_zero_is_refused() {
     assert!(layer().with_max_in_flight(0).is_err());
     assert!(layer().with_max_in_flight_per_caller(0).is_err());
     assert!(layer().with_max_in_flight(1).is_ok());
 }
 
 #[tokio::test(start_paused = true)]
-async fn replays_are_given_while_there_is_room_for_them() {
+async fn replays_are_sent_while_the_response_budget_has_space() {
     let handler = Handler::default();
     let mut service = layer().with_response_budget(100_000).layer(handler.clone());
     for (len, key) in [("/30000", "1"), ("/10", "2")] {
@@ -157,7 +157,7 @@ async fn replays_are_given_while_there_is_room_for_them() {
     }
     is_overloaded(&send(&mut service, "/30000", "", "1").await);
     assert_eq!(send(&mut service, "/10", "", "2").await.status(), StatusCode::OK);
-    // What was read and is still referred to, as by a connection that has not written it, is held.
+    // A body that was read but is still referenced, as by a connection that has not written it yet, is held.
     let frame = held.pop().unwrap().frame().await.unwrap().unwrap().into_data().unwrap();
     is_overloaded(&send(&mut service, "/30000", "", "1").await);
     drop(frame);
@@ -166,7 +166,7 @@ async fn replays_are_given_while_there_is_room_for_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_of_what_took_place_is_given_and_while_there_is_no_room_nothing_is_executed() {
+async fn a_finished_request_gets_its_response_and_a_full_budget_blocks_new_ones() {
     let handler = Handler::default();
     let mut service = layer().with_response_budget(100_000).layer(handler.clone());
     let large = send(&mut service, "/150000", "", "1").await;
@@ -175,6 +175,6 @@ async fn an_answer_of_what_took_place_is_given_and_while_there_is_no_room_nothin
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
     assert_eq!(large.into_body().collect().await.unwrap().to_bytes().len(), 150_000);
     assert_eq!(send(&mut service, "/2", "", "2").await.status(), StatusCode::OK);
-    // It is stored; there will never be room for it at once.
+    // The response is stored, but its replay would be larger than the whole budget.
     is_overloaded(&send(&mut service, "/150000", "", "1").await);
 }

@@ -1,4 +1,4 @@
-//! Handlers that complete their records themselves: what the layer does where they fail, stream, or say something else.
+//! Handlers that complete their records themselves: the layer's behaviour if they fail, stream, or answer something else.
 
 #![allow(clippy::unwrap_used)]
 
@@ -24,7 +24,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 use transactional::Transactional;
 
-/// Completes as the first segment of the path says, and ends as the second one does.
+/// Completes its record as the first path segment names, and ends as the second one names.
 #[derive(Clone)]
 struct Handler(Arc<Transactional>);
 
@@ -84,25 +84,28 @@ impl Service<Request<RequestBody<Full<Bytes>>>> for Handler {
     }
 }
 
-type Door = Idempotency<Handler>;
+type ProtectedHandler = Idempotency<Handler>;
 
-fn door() -> Door {
+fn service() -> ProtectedHandler {
     let store = Arc::new(Transactional(MemoryStore::new(ManualClock::at_millis(1_000_000).into())));
     let settings = Settings::default().with_max_response_body(50).unwrap().with_upstream_completion();
     let layer = IdempotencyLayer::new(Engine::new(store.clone())).with_settings(settings).unwrap();
     layer.layer(Handler(store))
 }
 
-async fn send(door: &mut Door, path: &str) -> io::Result<(Response<ResponseBody<Full<Bytes>>>, bool)> {
+async fn send(
+    service: &mut ProtectedHandler,
+    path: &str,
+) -> io::Result<(Response<ResponseBody<Full<Bytes>>>, bool)> {
     let request = Request::post(path).header("Idempotency-Key", "k").body(Full::default()).unwrap();
-    let response = door.call(request).await?;
+    let response = service.call(request).await?;
     let replayed = response.headers().contains_key("idempotent-replayed");
     Ok((response, replayed))
 }
 
-/// Status, type of a problem or the body, and whether it is marked as a replay.
-async fn ask(door: &mut Door, path: &str) -> (u16, String, bool) {
-    match send(door, path).await {
+/// The status, the type of a problem or the body, and whether the response is marked as a replay.
+async fn ask(service: &mut ProtectedHandler, path: &str) -> (u16, String, bool) {
+    match send(service, path).await {
         Ok((response, replayed)) => {
             let status = response.status().as_u16();
             let body = response.into_body().collect().await.unwrap().to_bytes();
@@ -116,7 +119,7 @@ async fn ask(door: &mut Door, path: &str) -> (u16, String, bool) {
 }
 
 #[tokio::test]
-async fn the_table_of_ends() {
+async fn commits_and_responses_end_as_the_table_says() {
     let large = "x".repeat(100);
     let done = || (422, "replay-unavailable".to_owned(), false);
     let mine = |replayed| (201, "mine".to_owned(), replayed);
@@ -124,7 +127,7 @@ async fn the_table_of_ends() {
     let again = |status| (status, "said".to_owned(), true);
     let failed = |status| (status, "handler-failed".to_owned(), false);
     for (path, first, second) in [
-        // Nothing was committed: what decides is stored, and everything else frees the key.
+        // No commit: a definite response is stored, and everything else frees the key.
         ("/not/200", said(200), again(200)),
         ("/not/404", said(404), again(404)),
         ("/not/500", said(500), said(500)),
@@ -135,7 +138,7 @@ async fn the_table_of_ends() {
         ("/not/does-not-know", said(200), said(200)),
         ("/not/streams", said(200), done()),
         ("/not/is-large", (200, large.clone(), false), done()),
-        // Committed without an answer: it is added, if there is one that decides.
+        // A commit without an answer: a definite response is added, if there is one.
         ("/without/200", said(200), again(200)),
         ("/without/404", said(404), again(404)),
         ("/without/500", said(500), done()),
@@ -146,7 +149,7 @@ async fn the_table_of_ends() {
         ("/without/streams", said(200), done()),
         ("/without/is-large", (200, large, false), done()),
         ("/without/is-secret", said(200), done()),
-        // Committed with an answer: everybody gets it.
+        // A commit with an answer: every request gets it.
         ("/with/200", mine(false), mine(true)),
         ("/with/404", mine(false), mine(true)),
         ("/with/500", mine(false), mine(true)),
@@ -159,14 +162,14 @@ async fn the_table_of_ends() {
         ("/with/is-large", mine(false), mine(true)),
         ("/with/is-secret", mine(false), mine(true)),
     ] {
-        let mut door = door();
-        assert_eq!(ask(&mut door, path).await, first, "{path}");
-        assert_eq!(ask(&mut door, path).await, second, "{path}, again");
+        let mut service = service();
+        assert_eq!(ask(&mut service, path).await, first, "{path}");
+        assert_eq!(ask(&mut service, path).await, second, "{path}, again");
     }
 }
 
 #[test]
-fn a_store_without_transactions_is_refused() {
+fn upstream_completion_refuses_a_store_without_transactions() {
     let layer =
         || IdempotencyLayer::new(Engine::new(Arc::new(MemoryStore::new(ManualClock::at_millis(1_000_000)))));
     let upstream = || Settings::default().with_upstream_completion();

@@ -8,7 +8,7 @@ use oncegate_core::{
 };
 use oncegate_testkit::ManualClock;
 
-/// A store that says that a completion can commit together with an effect.
+/// A memory store that reports that a completion can commit together with an effect.
 pub(crate) struct Transactional(pub(crate) MemoryStore<Arc<ManualClock>>);
 
 impl Store for Transactional {

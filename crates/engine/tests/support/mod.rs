@@ -1,0 +1,59 @@
+//! The clock and the observer that several test programs share.
+
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use std::sync::{Arc, Mutex};
+
+use oncegate_core::{Clock, Timestamp};
+use oncegate_engine::{Event, EventKind, Observer};
+use tokio::time::Instant;
+
+/// A clock that follows tokio's time, so a test can pause and advance it.
+pub(crate) struct TokioClock(Instant);
+
+impl TokioClock {
+    pub(crate) fn new() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl Clock for TokioClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_millis(1_000_000 + u64::try_from(self.0.elapsed().as_millis()).unwrap())
+    }
+}
+
+/// Records the kinds of all events, in their order.
+#[derive(Clone, Default)]
+pub(crate) struct Events(Arc<Mutex<Vec<EventKind>>>);
+
+impl Observer for Events {
+    fn observe(&self, event: &Event) {
+        self.0.lock().unwrap().push(event.kind);
+    }
+}
+
+impl Events {
+    pub(crate) fn all(&self) -> Vec<EventKind> {
+        self.0.lock().unwrap().clone()
+    }
+
+    pub(crate) fn count_if(&self, wanted: impl Fn(&EventKind) -> bool) -> usize {
+        self.0.lock().unwrap().iter().filter(|kind| wanted(kind)).count()
+    }
+
+    pub(crate) fn count(&self, wanted: EventKind) -> usize {
+        self.count_if(|kind| *kind == wanted)
+    }
+
+    pub(crate) fn has(&self, wanted: EventKind) -> bool {
+        self.count(wanted) > 0
+    }
+}
+
+/// Lets everything that is ready run, without moving the clock.
+pub(crate) async fn settle() {
+    for _ in 0..50 {
+        tokio::task::yield_now().await;
+    }
+}
