@@ -6,7 +6,7 @@ use oncegate::client::{Client, Intent, Key, reqwest::ReqwestTransport};
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let service = std::env::args().nth(1).ok_or("give the address of the service")?;
     let client = Client::new(ReqwestTransport::build(reqwest::Client::builder())?);
-    let intent = Intent::post(&format!("{service}/payments"))?
+    let intent = Intent::post(format!("{service}/payments"))?
         .with_key(Key::derived("payment", ["order-123"]))
         .with_body("order-123");
     let answer = client.send(&intent).await?;
