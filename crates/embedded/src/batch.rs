@@ -1,4 +1,13 @@
-//! One transaction: what the commands that met in it do to the records.
+//! One transaction: the changes that a batch of commands makes to the tables.
+//!
+//! A record and its entry in the expiry index point at each other: the entry holds the identifier, and the record's value
+//! holds the key of the entry.
+//!
+//! 1. A new record gets an entry for its expiry.
+//! 2. If a later command extends the expiry, the entry stays. [`Batch::purge`] finds it due, sees that the record has not
+//!    expired, and replaces it by a later entry. That saves a write for every renewal and completion.
+//! 3. If a later command shortens the life of the record by more than [`EXPIRY_SLACK`], the entry is replaced at once.
+//! 4. A deletion and a purge remove the record together with its entry.
 
 use std::time::Duration;
 
@@ -13,18 +22,19 @@ use crate::shared::{
     damaged_page_error, disk_low_error, full_error, hidden_record_error, is_damage, unreadable_error,
 };
 
-/// The most entries of the expiry index that one transaction looks at, so that a purge does not hold up the commands
-/// that arrive meanwhile.
+/// The most entries of the expiry index that one transaction reads, so that a purge does not delay other commands.
 const MAX_PURGE_VISITS: usize = 256;
 
-/// How much longer than its retention a record may stay before it is noted anew: to note each completion, which ends a
-/// little earlier than its claim said, would cost a write more.
+/// The time for which a record may outlive its retention before its expiry entry is replaced.
+///
+/// A completed record often expires a little earlier than its claim stated. Replacing the entry each time would cost one
+/// more write for every completion.
 const EXPIRY_SLACK: Duration = Duration::from_secs(600);
 
-/// When an unreadable record is looked at again by a purge. It is never removed.
+/// The interval at which a purge retries an unreadable record, which it never removes.
 const UNREADABLE_RECHECK_INTERVAL: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// One transaction.
+/// An open transaction, its tables and its running totals.
 pub(crate) struct Batch<'txn> {
     txn: &'txn WriteTransaction,
     records: Table<'txn, &'static [u8; 32], &'static [u8]>,
@@ -34,18 +44,18 @@ pub(crate) struct Batch<'txn> {
     /// The number for the next entry of the expiry index.
     pub(crate) next_number: u64,
     pub(crate) changed: bool,
-    /// How many bytes all records have.
+    /// The total size of all records.
     pub(crate) record_bytes: u64,
 }
 
-/// What new records there is room for.
+/// The limits for new records, and the conditions under which claims are refused.
 #[derive(Clone, Debug)]
 pub(crate) struct Capacity {
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
-    /// Whether the disk is about to be full: then nothing is claimed, so that what runs can still be completed.
+    /// The disk is nearly full. Then all claims are refused, so that running requests can still be completed.
     pub(crate) is_disk_low: bool,
-    /// Whether a part of the file was found damaged, so that a record that is not found may be there.
+    /// A part of the file is damaged, so a record that is not found may still exist.
     pub(crate) is_damaged: bool,
 }
 
@@ -60,7 +70,9 @@ impl<'txn> Batch<'txn> {
         Ok(Self { txn, records, expiry, now, capacity, next_number, changed: false, record_bytes })
     }
 
-    /// Applies one command. The inner error is this command's alone, and nothing was changed for it.
+    /// Applies one command.
+    ///
+    /// The inner error concerns only this command, which changed nothing. The outer error fails the whole transaction.
     pub(crate) fn apply(
         &mut self,
         id: RecordId,
@@ -121,12 +133,12 @@ impl<'txn> Batch<'txn> {
         Ok(Ok(decision.outcome))
     }
 
-    /// Whether a part of the file was found damaged, in this transaction or before it.
+    /// Returns `true` if damage was found, in this transaction or before it.
     pub(crate) const fn is_damaged(&self) -> bool {
         self.capacity.is_damaged
     }
 
-    /// Why a claim is not granted, although the protocol would grant it.
+    /// Returns the error for a claim that the protocol grants but the capacity does not allow.
     fn capacity_error(&self, is_new: bool) -> Result<Option<StoreError>, redb::Error> {
         let Capacity { max_records, max_record_bytes, is_disk_low, is_damaged } = self.capacity;
         Ok(if is_damaged && is_new {
@@ -134,9 +146,9 @@ impl<'txn> Batch<'txn> {
         } else if is_disk_low {
             Some(disk_low_error())
         } else if is_new && self.records.len()? >= max_records {
-            Some(full_error(&format!("it holds the {max_records} records that it may hold")))
+            Some(full_error(&format!("it has reached its limit of {max_records} records")))
         } else if is_new && self.record_bytes >= max_record_bytes {
-            Some(full_error(&format!("its records have the {max_record_bytes} bytes that they may have")))
+            Some(full_error(&format!("its records have reached their limit of {max_record_bytes} bytes")))
         } else {
             None
         })
@@ -156,8 +168,9 @@ impl<'txn> Batch<'txn> {
         Ok(())
     }
 
-    /// Makes every record that was written since `since` younger by `by`: as old as it is by a clock that is ahead by so
-    /// much. Reads all records.
+    /// Moves the times of every record that was written since `since` forward by `by`. Reads all records.
+    ///
+    /// The store's clock is about to move forward by the same amount, so these records keep their age.
     pub(crate) fn shift(&mut self, since: Timestamp, by: Duration) -> Result<usize, redb::Error> {
         let mut later = Vec::new();
         for entry in self.records.iter()? {
@@ -188,8 +201,9 @@ impl<'txn> Batch<'txn> {
         Ok(())
     }
 
-    /// Removes at most `limit` expired records, looking at no more than [`MAX_PURGE_VISITS`]. Says how many, and whether there
-    /// may be more.
+    /// Removes at most `limit` expired records, and reads at most [`MAX_PURGE_VISITS`] index entries.
+    ///
+    /// Returns the number of removed records, and `true` if there may be more.
     pub(crate) fn purge(&mut self, limit: usize) -> Result<(usize, bool), redb::Error> {
         let count = limit.min(MAX_PURGE_VISITS);
         let mut due = Vec::with_capacity(count);
@@ -214,7 +228,7 @@ impl<'txn> Batch<'txn> {
                     self.put(&RecordId::from_bytes(*id), note, &record)?;
                 }
                 Err(error) => {
-                    error!(id = %RecordId::from_bytes(*id), error = %ErrorChain(&error), "a record cannot be read and is kept; run `oncegate check`");
+                    error!(id = %RecordId::from_bytes(*id), error = %ErrorChain(&error), "a record cannot be read and is kept: run `oncegate check`");
                     self.add_expiry_entry(self.now.after(UNREADABLE_RECHECK_INTERVAL), id)?;
                 }
             }
@@ -222,7 +236,7 @@ impl<'txn> Batch<'txn> {
         Ok((purged, due.len() == count && count > 0))
     }
 
-    /// Notes in the expiry index when to look at a record again.
+    /// Adds an entry to the expiry index.
     fn add_expiry_entry(&mut self, expires_at: Timestamp, id: &[u8; 32]) -> Result<ExpiryKey, redb::Error> {
         let note = (due_step(expires_at), self.next_number);
         self.expiry.insert(note, id)?;

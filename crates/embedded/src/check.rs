@@ -1,4 +1,4 @@
-//! The check of a store that is not running.
+//! The check of a store that no process has open.
 
 use std::collections::BTreeMap;
 
@@ -11,32 +11,32 @@ use crate::error::OpenError;
 use crate::options::EmbeddedOptions;
 use crate::schema::{AUDIT, META, RECORDS, decode, decode_audit};
 
-/// What [`check`] found.
+/// The result of [`check`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CheckReport {
-    /// Whether the disk has too little room: the store, once open, refuses new keys until there is more.
+    /// `true` if the disk is nearly full. The store refuses new keys until more of the disk is free.
     pub is_disk_low: bool,
-    /// The size of the file.
+    /// The size of the file in bytes.
     pub bytes: u64,
-    /// How many records are in each state, those past their retention left out.
+    /// The number of records in each state, without those past their retention.
     pub records: BTreeMap<StateName, u64>,
-    /// How many records are past their retention and wait for a purge.
+    /// The number of records that are past their retention and wait for a purge.
     pub expired: u64,
-    /// Records that are there and cannot be read.
+    /// The records that exist but cannot be read.
     pub unreadable: Vec<RecordId>,
-    /// How many audit entries can be read.
+    /// The number of readable audit entries.
     pub audit_entries: u64,
-    /// The numbers of audit entries that are there and cannot be read.
+    /// The numbers of audit entries that exist but cannot be read.
     pub unreadable_audit: Vec<u64>,
     /// The disagreement between the clock of this machine and the time of the store.
     pub clock: Option<ClockSkew>,
-    /// What is wrong with the file as a whole. Records may be missing then without being named above.
+    /// The damage of the file as a whole. If there is any, further records may be missing without being listed above.
     pub damage: Option<String>,
 }
 
 impl CheckReport {
-    /// Whether everything that was ever written can be read.
+    /// Returns `true` if all records and audit entries can be read and the file as a whole is not damaged.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         self.damage.is_none() && self.unreadable.is_empty() && self.unreadable_audit.is_empty()
@@ -45,10 +45,10 @@ impl CheckReport {
 
 /// Reads every record and verifies every page of a store that no process has open.
 ///
-/// A store that was not stopped cleanly is brought in order first, as when it is opened.
+/// A store that was not stopped cleanly is repaired first, in the same way as when it is opened.
 ///
 /// # Errors
-/// [`OpenError`] where it is in use or cannot be opened at all.
+/// [`OpenError`] if the store is in use or cannot be opened at all.
 pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
     let medium = FileMedium::acquire(&options.dir)?;
     let path = medium.path();
@@ -65,7 +65,7 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
     };
     report.damage = damage(catch_panics(&path, || read(&mut report)))?;
     report.damage = damage(catch_panics(&path, || database::verify(&path, &mut database)))?.or(report.damage);
-    // Closing a damaged file may make no more sense than reading it.
+    // Closing a damaged file may panic, too.
     let closed = catch_panics(&path, || {
         drop(database);
         Ok(())
@@ -74,7 +74,7 @@ pub fn check(options: &EmbeddedOptions) -> Result<CheckReport, OpenError> {
     Ok(report)
 }
 
-/// Damage is what the check is about; any other error ends it.
+/// Extracts the damage from an error. Any other error ends the check.
 fn damage(result: Result<(), OpenError>) -> Result<Option<String>, OpenError> {
     match result {
         Ok(()) => Ok(None),

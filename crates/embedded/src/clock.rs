@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use oncegate_core::{Clock, SystemClock, Timestamp};
 
-/// The clocks of this machine, of which the monotonic one, on Linux, also counts the time that the machine was suspended:
-/// a laptop that slept was not set, and its store grows older with it.
+/// The clocks of this machine.
+///
+/// On Linux the monotonic clock also counts the time in which the machine was suspended. So the store of a laptop ages
+/// while the laptop sleeps, and waking up does not look like a clock that was set.
 #[derive(Debug, Default)]
 pub(crate) struct MachineClock(SystemClock);
 

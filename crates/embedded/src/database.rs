@@ -1,4 +1,13 @@
-//! How the file is made and opened.
+//! Creation, opening and recovery of the file.
+//!
+//! Steps of [`open`], each of which may refuse the file:
+//!
+//! 1. Read the format version without writing, if that is possible. A newer file is left unchanged.
+//! 2. Open the file with redb. After an unclean stop, redb verifies every page on the way.
+//! 3. Read the format version again, now for certain.
+//! 4. After a clean stop, verify every page if the file is small enough.
+//! 5. Commit durably: that proves that the file can be written, and writes the header anew, which makes the file safe
+//!    to use after a failed flush (see [`open`]).
 
 use std::cell::Cell;
 use std::fmt;
@@ -26,30 +35,34 @@ use crate::schema::{
     META_WALL, OPENED_SHIFT, RECORDS,
 };
 
-/// Where the octets of the file are.
+/// The place where the bytes of the file are: a directory, or a simulated disk in tests.
 pub(crate) trait Medium: Send + Sync + 'static {
-    /// A new handle on them. The one before is closed.
+    /// Opens a new handle on the file. The handle before it is closed.
     fn open(&self) -> io::Result<Backend>;
 
-    /// A cheap proof that they may be written again, before the whole file is verified for it.
+    /// Checks that the disk accepts writes. This is a cheap test before the whole file is verified for reopening.
     fn probe(&self) -> io::Result<()>;
 
-    /// The file and its directory, for messages.
+    /// The path of the file, for messages.
     fn path(&self) -> PathBuf;
 
-    /// Has everything read once, in order, before it is verified page by page, which from a disk takes several times as
-    /// long.
+    /// Returns a function that reads the file once, in order.
+    ///
+    /// Verification then finds the pages in memory. Reading them from a disk in the order of verification takes several
+    /// times as long.
     fn read_ahead(&self) -> Box<dyn Fn()> {
         Box::new(|| ())
     }
 
-    /// Whether the disk is about to be full, where that can be told.
+    /// Returns `true` if the disk is known to be nearly full.
     fn is_disk_low(&self) -> bool {
         false
     }
 
-    /// Checks that the path still leads to the file that was opened. What is written to a file without a name, or with
-    /// another one, is not there at the next start, and another process may make a new store under the path.
+    /// Checks that the path still leads to the file that was opened.
+    ///
+    /// If the file was removed or renamed, the next start would not find what is written to it, and another process might
+    /// create a new store under the path.
     ///
     /// # Errors
     /// The path leads nowhere, or to another file.
@@ -57,17 +70,17 @@ pub(crate) trait Medium: Send + Sync + 'static {
         Ok(())
     }
 
-    /// The format version, where it can be read without changing anything.
+    /// Reads the format version without changing the file, if that is possible.
     fn peek_format(&self) -> Option<u64> {
         None
     }
 }
 
-/// Octets for redb, wherever they are.
+/// The bytes of the file, as redb reads and writes them.
 #[derive(Debug)]
 pub(crate) struct Backend {
     storage: Box<dyn StorageBackend>,
-    /// Whether a flush failed: what is shown then need not be on the disk.
+    /// A flush failed. From then on, bytes that the operating system shows may not be on the disk.
     flush_failed: Arc<AtomicBool>,
 }
 
@@ -77,7 +90,7 @@ impl Backend {
     }
 }
 
-/// The same file, opened without writing to it.
+/// The same file, opened through an [`Overlay`], so that nothing is written to it.
 pub(crate) struct ReadOnlyMedium(pub(crate) Arc<dyn Medium>);
 
 impl Medium for ReadOnlyMedium {
@@ -98,7 +111,7 @@ impl Medium for ReadOnlyMedium {
     }
 }
 
-/// What is opened how.
+/// The options that apply each time the file is opened.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpenSettings {
     pub(crate) cache_bytes: usize,
@@ -108,32 +121,32 @@ pub(crate) struct OpenSettings {
 /// An opened file.
 pub(crate) struct OpenFile {
     pub(crate) database: Database,
-    /// When it was last written; every write so far was made before this time by the store's clock. `None` where nothing
-    /// was written yet.
+    /// A time of the store's clock that is later than every write so far. `None` if nothing was written yet.
     pub(crate) last_write: Option<LastWrite>,
     /// The number for the next entry of the expiry index.
     pub(crate) next_number: u64,
-    /// How many bytes all records have.
+    /// The total size of all records.
     pub(crate) record_bytes: u64,
-    /// Whether a flush of this file has failed since it was opened.
+    /// A flush of this file has failed since it was opened.
     pub(crate) flush_failed: Arc<AtomicBool>,
 }
 
-/// While the disk has less room than this, or than an eighth of it, nothing is claimed: what is left is for completing what
-/// runs.
+/// The free bytes below which claims are refused, or an eighth of the disk if that is less.
+///
+/// The rest of the disk is reserved for completing the requests that are running.
 const DISK_RESERVE: u64 = 16 * 1024 * 1024;
 
-/// Beyond this, it is likely that what was read ahead would be gone again when it is verified.
+/// The most bytes to read ahead. More would probably be evicted from memory again before they are verified.
 const READ_AHEAD_BYTES: u64 = 4 << 30;
 
 /// A file in a directory that this process owns.
 pub(crate) struct FileMedium {
     directory: Directory,
-    /// The file, whatever its name is by now.
+    /// The identity of the opened file, which does not change when the file is renamed.
     identity: Option<FileIdentity>,
 }
 
-/// What tells a file from all others of this machine, whatever their names.
+/// The identity of a file on this machine, independent of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FileIdentity {
     device: u64,
@@ -141,7 +154,7 @@ struct FileIdentity {
 }
 
 impl FileIdentity {
-    /// That of the file under this path; `None` on systems that do not tell.
+    /// Returns the identity of the file under this path. `None` on systems that do not report it.
     fn of(path: &Path) -> io::Result<Option<Self>> {
         let metadata = std::fs::metadata(path)?;
         #[cfg(unix)]
@@ -158,7 +171,7 @@ impl FileIdentity {
 }
 
 impl FileMedium {
-    /// Takes the directory, and makes the file where there is none.
+    /// Locks the directory, and creates the file if there is none.
     pub(crate) fn acquire(dir: &Path) -> Result<Self, OpenError> {
         let directory = Directory::acquire(dir)?;
         let created = directory.create_records(|path| {
@@ -170,7 +183,8 @@ impl FileMedium {
             info!(dir = %dir.display(), "created a new store");
         }
         let path = directory.records();
-        let identity = FileIdentity::of(&path).map_err(OpenError::io("look at the file"))?;
+        let identity = FileIdentity::of(&path)
+            .map_err(OpenError::io(format!("read the metadata of {}", path.display())))?;
         Ok(Self { directory, identity })
     }
 }
@@ -193,7 +207,7 @@ impl Medium for FileMedium {
     fn read_ahead(&self) -> Box<dyn Fn()> {
         let path = self.directory.records();
         Box::new(move || {
-            // What fails here fails again where it matters.
+            // An error is ignored: verification meets it again and reports it.
             let read = open_file(&path).and_then(|file| {
                 io::copy(&mut BufReader::with_capacity(1 << 20, file.take(READ_AHEAD_BYTES)), &mut io::sink())
             });
@@ -209,14 +223,14 @@ impl Medium for FileMedium {
 
     fn check_in_place(&self) -> io::Result<()> {
         let path = self.directory.records();
-        let (what, kind) = match FileIdentity::of(&path) {
+        let (change, kind) = match FileIdentity::of(&path) {
             Ok(identity) if identity == self.identity => return Ok(()),
             Ok(_) => ("was replaced by another file", io::ErrorKind::Other),
             Err(error) if error.kind() == io::ErrorKind::NotFound => ("was moved or removed", error.kind()),
             Err(error) => return Err(error),
         };
         let why = format!(
-            "{} {what} while it was open: put it back, or stop this process before another store is used under this path",
+            "{} {change} while it was open: put it back, or stop this process before another store is used under this path",
             path.display()
         );
         Err(io::Error::new(kind, why))
@@ -229,7 +243,7 @@ impl Medium for FileMedium {
             let meta = database.begin_read().ok()?.open_table(META).ok()?;
             meta.get(META_FORMAT).ok()?.map(|version| version.value())
         };
-        // Where it cannot be read, it will be told when the file is opened for good.
+        // An error is ignored: opening the file for writing meets it again and reports it.
         catch_panics(&path, || Ok(peek())).ok().flatten()
     }
 }
@@ -238,7 +252,7 @@ fn open_file(path: &Path) -> io::Result<std::fs::File> {
     std::fs::OpenOptions::new().read(true).write(true).open(path)
 }
 
-/// Makes a new file with empty tables.
+/// Creates a new file with empty tables.
 pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), OpenError> {
     let database = Builder::new().create_with_backend(backend).map_err(|error| open_error(path, error))?;
     let tables = |txn: &WriteTransaction| -> Result<(), redb::Error> {
@@ -253,10 +267,13 @@ pub(crate) fn create(path: &Path, backend: Backend) -> Result<(), OpenError> {
 
 /// Opens the file, and proves by a durable commit that it can be written.
 ///
-/// That commit is also what makes it safe to go on after a failed one. When a flush to disk fails, the operating system
-/// may drop what it could not write and show it all the same to whoever reads the file; the next flush then succeeds
-/// without having written it. With two-phase commits, all that the header names was flushed by an earlier, successful
-/// flush, so the header is the only page that can be shown without being on disk, and this commit writes it anew.
+/// That commit also makes it safe to continue after a failed flush:
+///
+/// - When a flush fails, the operating system may drop the pages that it could not write, and still show them to every
+///   reader of the file. The next flush then succeeds without having written them.
+/// - With two-phase commits, every page that the header refers to was flushed by an earlier, successful flush. So only
+///   the header itself can be shown without being on disk.
+/// - This commit writes the header anew.
 pub(crate) fn open(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile, OpenError> {
     catch_panics(&medium.path(), || open_and_mark(medium, settings))
 }
@@ -283,7 +300,7 @@ fn open_and_mark(medium: &dyn Medium, settings: OpenSettings) -> Result<OpenFile
     Ok(OpenFile { database, last_write, next_number: opened << OPENED_SHIFT, record_bytes, flush_failed })
 }
 
-/// When the file was last written.
+/// Reads the time of the last write, rounded up by [`CLOCK_STEP`], so that no write is later.
 pub(crate) fn last_write(
     meta: &impl redb::ReadableTable<&'static str, u64>,
 ) -> Result<Option<LastWrite>, redb::Error> {
@@ -298,7 +315,7 @@ pub(crate) fn last_write(
     }))
 }
 
-/// Reads every record, which is done once where they were never counted, and after a stop that was not clean.
+/// Adds up the sizes of all records. Needed after an unclean stop, and in a file that never stored the sum.
 fn count_bytes(txn: &WriteTransaction) -> Result<u64, redb::Error> {
     let mut bytes = 0;
     for entry in txn.open_table(RECORDS)?.iter()? {
@@ -307,23 +324,23 @@ fn count_bytes(txn: &WriteTransaction) -> Result<u64, redb::Error> {
     Ok(bytes)
 }
 
-/// A file as redb opens it.
+/// A file that redb has opened, and that is not yet checked further.
 pub(crate) struct UnverifiedFile {
     pub(crate) database: Database,
     pub(crate) bytes: u64,
-    /// Whether it was not stopped cleanly. Then every page was verified.
+    /// The file was not closed cleanly, so redb verified every page.
     pub(crate) repaired: bool,
     pub(crate) flush_failed: Arc<AtomicBool>,
 }
 
-/// Opens the file as redb does.
+/// Opens the file with redb.
 pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result<UnverifiedFile, OpenError> {
     let path = medium.path();
     let backend = medium.open().map_err(OpenError::io(format!("open {}", path.display())))?;
     let flush_failed = backend.flush_failed.clone();
     let bytes = backend.storage.len().map_err(OpenError::io(format!("read {}", path.display())))?;
     if bytes == 0 {
-        // redb would take it for a new one.
+        // redb would initialize it as a new file.
         return Err(OpenError::Damaged { file: path, what: "it is empty".to_owned() });
     }
     let repaired = Rc::new(Cell::new(false));
@@ -331,7 +348,7 @@ pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result
         let (repaired, path, read_ahead) = (repaired.clone(), path.clone(), medium.read_ahead());
         move |_: &mut RepairSession| {
             if !repaired.replace(true) {
-                info!(file = %path.display(), bytes, "not stopped cleanly: verifying the whole file");
+                info!(file = %path.display(), bytes, "the store was not stopped cleanly: verifying the whole file");
                 read_ahead();
             }
         }
@@ -347,12 +364,12 @@ pub(crate) fn open_unverified(medium: &dyn Medium, cache_bytes: usize) -> Result
 /// Verifies every page of the file.
 pub(crate) fn verify(path: &Path, database: &mut Database) -> Result<(), OpenError> {
     if !database.check_integrity().map_err(|error| open_error(path, error))? {
-        warn!(file = %path.display(), "the list of free pages did not fit the records and was made anew");
+        warn!(file = %path.display(), "the list of free pages did not match the records and was rebuilt");
     }
     Ok(())
 }
 
-/// What redb makes of a page that was damaged is sometimes a panic. Whoever opens a file gets [`OpenError::Damaged`] instead.
+/// Turns a panic into [`OpenError::Damaged`]: redb panics on some damaged pages.
 pub(crate) fn catch_panics<T>(
     path: &Path,
     run: impl FnOnce() -> Result<T, OpenError>,
@@ -360,24 +377,24 @@ pub(crate) fn catch_panics<T>(
     catch_panics_quietly(run).unwrap_or_else(|_| {
         Err(OpenError::Damaged {
             file: path.to_owned(),
-            what: "its pages make no sense to the database".to_owned(),
+            what: "the database panicked while it read the pages".to_owned(),
         })
     })
 }
 
 thread_local! {
-    /// Whether a panic of this thread is caught and reported in words.
+    /// `true` while [`catch_panics_quietly`] runs on this thread.
     static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs it and catches its panic, of which nothing is printed: whoever calls this reports what it means.
+/// Runs a closure and catches its panic without printing it. The caller reports what the panic means.
 pub(crate) fn catch_panics_quietly<T>(run: impl FnOnce() -> T) -> std::thread::Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
-        let others = std::panic::take_hook();
+        let previous_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             if !IS_CAUGHT.get() {
-                others(panic);
+                previous_hook(panic);
             }
         }));
     });
@@ -398,10 +415,10 @@ pub(crate) fn write<T>(
     Ok(changed)
 }
 
-/// A transaction whose commit is on disk when it returns.
+/// Begins a transaction whose commit is on disk when it returns.
 ///
-/// Without redb's quick repair, which writes the list of free pages with every commit: it would make each commit of a
-/// single command nearly twice as expensive, and open a file after a crash without having looked at it.
+/// It does not use redb's quick repair, which writes the list of free pages with every commit. Quick repair would make
+/// the commit of a single command nearly twice as expensive, and would skip the verification after a crash.
 pub(crate) fn begin_write(database: &Database) -> Result<WriteTransaction, redb::Error> {
     let mut txn = database.begin_write()?;
     txn.set_durability(Durability::Immediate)?;
@@ -421,7 +438,7 @@ pub(crate) fn read_format(path: &Path, database: &Database) -> Result<u64, OpenE
         Ok(Some(version)) => Ok(version),
         Ok(None) | Err(redb::Error::TableDoesNotExist(_)) => Err(OpenError::Damaged {
             file: path.to_owned(),
-            what: "it is a database, but not one of this program's stores".to_owned(),
+            what: "it is a redb database, but not a store of this program".to_owned(),
         }),
         Err(error) => Err(error_of(path, error)),
     }
@@ -434,22 +451,23 @@ pub(crate) fn check_format(path: &Path, found: Option<u64>) -> Result<(), OpenEr
             found,
             known: FORMAT,
         }),
-        // No release wrote one.
+        // No release wrote an older format, so there is no upgrade.
         Some(found) if found < FORMAT => Err(OpenError::Damaged {
             file: path.to_owned(),
             what: format!(
-                "it is of format {found}, which only programs before the first release wrote; make a new store"
+                "it has format {found}, which only versions before the first release wrote; create a new store"
             ),
         }),
         _ => Ok(()),
     }
 }
 
-/// What an error of redb means for whoever opens the file.
+/// Translates an error of redb's `Database` for the caller who opens the file.
 pub(crate) fn open_error(path: &Path, error: DatabaseError) -> OpenError {
     error_of(path, error.into())
 }
 
+/// Translates any error of redb for the caller who opens the file.
 pub(crate) fn error_of(path: &Path, error: redb::Error) -> OpenError {
     let file = path.to_owned();
     match error {
@@ -467,12 +485,12 @@ pub(crate) fn error_of(path: &Path, error: redb::Error) -> OpenError {
     }
 }
 
-/// A file that ends before the page that is named in it.
+/// Returns `true` for errors of a file that ends before a page that it refers to, or has invalid contents.
 fn is_damage(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData)
 }
 
-/// Whether the disk, or what this user may take of it, is full.
+/// Returns `true` if the disk, or the user's quota of it, is full.
 pub(crate) fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
@@ -483,7 +501,7 @@ impl fmt::Debug for FileMedium {
     }
 }
 
-/// Hands everything on, and remembers that a flush failed.
+/// Forwards every call, and remembers a failed flush.
 impl StorageBackend for Backend {
     fn len(&self) -> io::Result<u64> {
         self.storage.len()

@@ -1,4 +1,4 @@
-//! The directory of a store: who owns it, and how its file comes to be.
+//! The directory of a store: its lock, and the creation of its file.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
@@ -9,30 +9,30 @@ use crate::error::OpenError;
 
 const LOCK: &str = "lock";
 const RECORDS: &str = "records.redb";
-/// The file while it is made. A crash then leaves this name, and nothing was recorded under it.
+/// The name of the file until it is complete. If a crash leaves this name behind, nothing was recorded under it.
 const RECORDS_NEW: &str = "records.redb.new";
-/// What is written to see whether the disk takes a write again.
+/// A file that is written to find out if the disk accepts writes again.
 const PROBE: &str = "probe";
 const PROBE_BYTES: usize = 1024 * 1024;
 
-/// A directory that this process owns for as long as it has this value.
+/// A directory that this process owns until it drops this value.
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
-    /// Locked. The lock goes with the process, however that ends.
+    /// The locked file. The operating system releases the lock with the process, however that ends.
     lock: File,
 }
 
 impl Drop for Directory {
-    /// To close the file would not do: a process that another thread is just starting has a copy of it, and with it the
-    /// lock, until it runs its own program.
+    /// Releases the lock explicitly. Closing the file is not enough: a child process that another thread is starting has
+    /// a copy of the descriptor, and with it the lock, until it executes its own program.
     fn drop(&mut self) {
-        let _closed_all_the_same = self.lock.unlock();
+        let _closing_releases_it_too = self.lock.unlock();
     }
 }
 
 impl Directory {
-    /// Takes the directory, creating it if it is missing, for its owner's eyes only.
+    /// Locks the directory for this process. Creates it if it is missing, accessible only to its owner.
     pub(crate) fn acquire(path: &Path) -> Result<Self, OpenError> {
         create_dir(path).map_err(OpenError::io(format!("create the directory {}", path.display())))?;
         let lock_path = path.join(LOCK);
@@ -45,7 +45,8 @@ impl Directory {
             }
             Err(TryLockError::Error(source)) => return Err(io(source)),
         }
-        // Not synced: it matters only while this process lives. On a full disk the next one cannot be told who has it.
+        // Not synced: the pid matters only while this process lives. On a full disk it is not written, and the next process
+        // gets `InUse` without a pid.
         match lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())) {
             Err(error) if !is_full(&error) => return Err(io(error)),
             _ => {}
@@ -61,8 +62,10 @@ impl Directory {
         self.path.join(RECORDS)
     }
 
-    /// Makes the file where there is none. `make` writes it under another name, and it gets its own when it is whole
-    /// and on disk: a file under that name that is not whole was damaged, and is never taken for a new one.
+    /// Creates the file if there is none. Returns `true` if it did.
+    ///
+    /// `make` writes the file under a temporary name. It is renamed when it is complete and on disk. So an incomplete
+    /// file under the final name is always a damaged store, never one in the making.
     pub(crate) fn create_records(
         &self,
         make: impl FnOnce(&Path) -> Result<(), OpenError>,
@@ -92,7 +95,7 @@ impl Directory {
         Ok(true)
     }
 
-    /// Whether the disk takes a write of some size now.
+    /// Checks that the disk accepts a write of 1 MiB now.
     pub(crate) fn probe(&self) -> io::Result<()> {
         let path = self.path.join(PROBE);
         let written =
@@ -118,19 +121,21 @@ fn create_dir(path: &Path) -> io::Result<()> {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).map_or(Ok(()), sync_dir)
 }
 
-/// Makes the names in a directory durable. On systems where a directory cannot be opened they are so by themselves.
+/// Makes the names in a directory durable. Systems other than Unix cannot open a directory for that and do not need it.
 fn sync_dir(path: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) }
 }
 
-/// Opens the lock, which is made if it is missing: in a backup that was restored, say. If root makes it, it is for the owner of
-/// the records: a check by root must not keep their process from the store.
+/// Opens the lock file, and creates it if it is missing, for example in a restored backup.
+///
+/// If root creates it, it is given to the owner of the records. Otherwise a check by root would lock the owner's process
+/// out of the store.
 fn open_lock(dir: &Path, path: &Path) -> io::Result<File> {
     match private().read(true).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         opened => return opened,
     }
-    // A new one and no other: what a link leads to must not be given away.
+    // `create_new` does not follow a link, so `give_to_owner` cannot give away the target of one.
     match private().read(true).create_new(true).open(path) {
         Ok(lock) => {
             #[cfg(unix)]
@@ -151,7 +156,7 @@ fn give_to_owner(dir: &Path, file: &File) {
     if let (Ok(owner), Ok(own)) = (owner, file.metadata())
         && (owner.uid(), owner.gid()) != (own.uid(), own.gid())
     {
-        // Only root may, and only there is it needed.
+        // Only root may do this, and only root needs it.
         let _refused = fchown(file, Some(owner.uid()), Some(owner.gid()));
     }
 }
@@ -176,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_free_when_its_owner_lets_go_though_a_starting_process_has_a_copy_of_the_lock() {
+    fn dropping_the_owner_releases_the_lock_even_if_a_child_process_has_a_copy() {
         let dir = tempfile::tempdir().unwrap();
         let owned = Directory::acquire(dir.path()).unwrap();
         let copy = owned.lock.try_clone().unwrap();

@@ -1,4 +1,4 @@
-//! Why a store does not open.
+//! The error of opening a store.
 
 use std::fmt;
 use std::io;
@@ -6,15 +6,15 @@ use std::path::PathBuf;
 
 use crate::database::is_full;
 
-/// Why a store does not open. Its `Display` is a sentence for whoever runs the program.
+/// The reason why a store does not open. Its `Display` is a sentence for the operator.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Another process, or this one, has the directory open. One process owns it at a time.
+    /// Another process, or this one, has the directory open. Only one owner at a time is allowed.
     InUse {
         /// The directory.
         dir: PathBuf,
-        /// The owner, where it could be read.
+        /// The process id of the owner, if it could be read.
         pid: Option<u32>,
     },
     /// A newer program wrote the file. Nothing was changed.
@@ -26,24 +26,24 @@ pub enum OpenError {
         /// The newest version that this program knows.
         known: u64,
     },
-    /// The file is not whole. Nothing was changed, and nothing will be executed on the strength of what is missing.
+    /// The file is incomplete or changed. Nothing was written to it, and no missing record leads to an execution.
     Damaged {
         /// The file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// The damage, in words.
         what: String,
     },
     /// The directory or the file cannot be read or written.
     Io {
-        /// What was tried, and on what.
+        /// The operation that failed, and the path.
         what: String,
-        /// Why it failed.
+        /// The error of the operating system.
         source: io::Error,
     },
 }
 
 impl OpenError {
-    /// Whether there is no room on the disk.
+    /// Returns `true` if the disk, or the user's quota of it, is full.
     #[must_use]
     pub fn is_full(&self) -> bool {
         matches!(self, Self::Io { source, .. } if is_full(source))
@@ -66,20 +66,20 @@ impl fmt::Display for OpenError {
                     None => f.write_str("another process"),
                 }?;
                 f.write_str(
-                    "; one process owns it at a time, so stop that one first or use another directory",
+                    "; only one process can own it at a time: stop that process first, or use another directory",
                 )
             }
             Self::NewerFormat { dir, found, known } => write!(
                 f,
                 "the store in {} has format version {found}, and this program knows versions up to {known}; no \
-                 record was changed, so start a newer version of the program",
+                 record was changed: start a newer version of the program",
                 dir.display()
             ),
             Self::Damaged { file, what } => write!(
                 f,
-                "{} is damaged: {what}; nothing was changed, so keep a copy, run `oncegate check` to see what can be \
-                 read, and restore the directory from a backup (starting without it would execute again what was \
-                 recorded there)",
+                "{} is damaged: {what}; nothing was changed: keep a copy, run `oncegate check` to see what can be \
+                 read, and restore the directory from a backup (a start without it would execute recorded requests \
+                 again)",
                 file.display()
             ),
             Self::Io { what, .. } => write!(f, "cannot {what}"),

@@ -1,4 +1,4 @@
-//! How a store is opened.
+//! The options of a store.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -9,7 +9,7 @@ use oncegate_core::Clock;
 
 use crate::clock::MachineClock;
 
-/// How a store is opened.
+/// The directory, the clock and the limits of a store.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct EmbeddedOptions {
@@ -23,7 +23,7 @@ pub struct EmbeddedOptions {
 }
 
 impl EmbeddedOptions {
-    /// A store in this directory, which is created if it is missing.
+    /// Options for a store in this directory, which is created if it is missing.
     #[must_use]
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self {
@@ -37,47 +37,53 @@ impl EmbeddedOptions {
         }
     }
 
-    /// Leases and retentions are measured by this clock. Default: the clocks of the machine. When its time of day is set,
-    /// see [`StoreClock`](oncegate_core::StoreClock).
+    /// Sets the clock that measures leases and retentions. Default: the clocks of the machine.
+    ///
+    /// [`StoreClock`](oncegate_core::StoreClock) describes the effect of setting the time of day.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = clock;
         self
     }
 
-    /// The most memory, in bytes, that the store keeps pages of its file in. Default: 64 MiB. What does not fit is read
-    /// again from the file, in the best case from the memory of the operating system.
+    /// Sets the most memory, in bytes, for cached pages of the file. Default: 64 MiB.
+    ///
+    /// Other pages are read from the file again, in the best case from the cache of the operating system.
     #[must_use]
     pub fn with_cache_bytes(mut self, bytes: usize) -> Self {
         self.cache_bytes = bytes;
         self
     }
 
-    /// The most commands in one transaction. Default: 1024. Commands are never held back to fill one.
+    /// Sets the most commands in one transaction. Default: 1024. Commands are never held back to fill it.
     #[must_use]
     pub fn with_max_batch(mut self, commands: NonZeroUsize) -> Self {
         self.max_batch = commands.get();
         self
     }
 
-    /// The most records, those past their retention included until they are purged. A claim of one more is refused; nothing
-    /// is pushed out, because that would free its key. Default: no limit but the disk.
+    /// Sets the most records. Default: no limit but the disk.
+    ///
+    /// Records past their retention count until they are purged. A claim of one more record is refused. No record is evicted
+    /// to make room, because that would free its key.
     #[must_use]
     pub fn with_max_records(mut self, records: u64) -> Self {
         self.max_records = records;
         self
     }
 
-    /// The most bytes that all records have together. A claim of one more is refused when there are as many. The file takes
-    /// two to three times as much. Default: no limit but the disk.
+    /// Sets the most bytes of all records together. Default: no limit but the disk.
+    ///
+    /// When the limit is reached, a claim of one more record is refused. The file takes two to three times as much.
     #[must_use]
     pub fn with_max_record_bytes(mut self, bytes: u64) -> Self {
         self.max_record_bytes = bytes;
         self
     }
 
-    /// A file of at most so many bytes is verified as a whole whenever it is opened, page by page. Default: 256 MiB,
-    /// which takes about a second. After a stop that was not clean, a file of any size is verified.
+    /// Sets the size, in bytes, up to which a file is verified page by page whenever it is opened. Default: 256 MiB.
+    ///
+    /// Verifying 256 MiB takes about a second. After an unclean stop, a file of any size is verified.
     #[must_use]
     pub fn with_verify_bytes(mut self, bytes: u64) -> Self {
         self.verify_bytes = bytes;

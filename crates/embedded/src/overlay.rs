@@ -1,4 +1,15 @@
-//! A file that is read while nothing can be written to it.
+//! An in-memory layer of changes over a file, for reading a store whose disk is full.
+//!
+//! ```text
+//!              redb
+//!   write, set_len │ │ read
+//!                  ▼ ▼
+//!   changed blocks of 4 KiB, and the length     (memory, at most 64 MiB)
+//!                      │ read: everything else
+//!                      ▼
+//!                    ▼
+//!                     file                      (disk, never written)
+//! ```
 
 use std::collections::BTreeMap;
 use std::io;
@@ -6,16 +17,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use redb::StorageBackend;
 
-/// What is written is kept in blocks of this size: the size of a page of the database.
+/// The size of a block of changes, in bytes: the size of a page of the database.
 const BLOCK_BYTES: u64 = 4096;
 
-/// Most blocks that are kept. To open a file and to read it, the database writes its header and its list of free pages.
+/// The most blocks in memory. To open and read a file, the database writes only its header and its list of free pages.
 const MAX_BLOCKS: usize = 16 * 1024;
 
-/// A file whose changes stay in memory and are forgotten with it.
+/// A file whose changes stay in memory and are lost when it is dropped.
 ///
-/// redb opens a file only if it can write to it, and repairs it on the way. When the disk is full, that fails, although all
-/// that is needed to answer what is known is there. Over this, it opens the file as it was committed last.
+/// redb opens a file only if it can write to it, and repairs the file while it opens it. When the disk is full, that
+/// fails, although the file has everything that is needed to answer recorded keys. Through this layer, redb opens the file
+/// as of its last commit.
 #[derive(Debug)]
 pub(crate) struct Overlay {
     file: Box<dyn StorageBackend>,
@@ -25,7 +37,7 @@ pub(crate) struct Overlay {
 #[derive(Debug)]
 struct Changes {
     len: u64,
-    /// How much of the file itself is to be seen.
+    /// The length of the visible part of the file. `set_len` can only shrink it.
     file_len: u64,
     blocks: BTreeMap<u64, Box<[u8]>>,
 }
@@ -37,12 +49,12 @@ impl Overlay {
         Ok(Self { file, changes })
     }
 
-    /// Whole after every panic: a block is changed after it was made.
+    /// Locks the changes. They are consistent even after a panic, because a block is filled before it is inserted.
     fn changes(&self) -> MutexGuard<'_, Changes> {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The octets of the file at this place; zeros beyond its end.
+    /// Reads from the file at `offset`. Beyond the end of the file it returns zeros.
     fn read_file(&self, file_len: u64, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let there = file_len.saturating_sub(offset).min(out.len() as u64) as usize;
         let (from_file, beyond) = out.split_at_mut(there);
@@ -51,7 +63,7 @@ impl Overlay {
     }
 }
 
-/// The parts of `offset..offset + len` in each block: the block, where in it, and where in the whole.
+/// Splits `offset..offset + len` by blocks: the block number, the range in the block, and the range in the whole.
 fn parts(
     offset: u64,
     len: usize,
@@ -92,7 +104,7 @@ impl StorageBackend for Overlay {
         changes.len = len;
         changes.file_len = changes.file_len.min(len);
         let _cut_off = changes.blocks.split_off(&len.div_ceil(BLOCK_BYTES));
-        // What is left of the last block shall be zero when the file grows again.
+        // If the file grows again, the part of the last block that was cut off must read as zeros.
         let tail = (len % BLOCK_BYTES) as usize..;
         if let Some(tail) = changes.blocks.get_mut(&(len / BLOCK_BYTES)).and_then(|block| block.get_mut(tail))
         {
@@ -136,7 +148,7 @@ mod tests {
     use redb::backends::InMemoryBackend;
 
     #[test]
-    fn shows_what_was_written_over_what_is_there_and_leaves_that_alone() {
+    fn reads_return_written_bytes_and_the_file_stays_unchanged() {
         let file = InMemoryBackend::new();
         file.set_len(10_000).unwrap();
         file.write(0, &[1; 10_000]).unwrap();
@@ -155,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cut_off_is_zeros_when_it_grows_again() {
+    fn bytes_that_were_cut_off_are_zeros_when_the_file_grows_again() {
         let file = InMemoryBackend::new();
         file.set_len(10_000).unwrap();
         file.write(0, &[1; 10_000]).unwrap();

@@ -1,10 +1,10 @@
-//! The way from many callers to one thread.
+//! A bounded queue from many callers to one thread.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A bounded queue of jobs for one thread, which takes all that are there at once.
+/// A bounded queue of jobs for one thread, which takes many jobs at once.
 pub(crate) struct Queue<T> {
     inner: Mutex<QueueState<T>>,
     wake: Condvar,
@@ -16,19 +16,19 @@ struct QueueState<T> {
     closed: bool,
 }
 
-/// Why a job was not taken.
+/// The reason why a job was not queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PushError {
     Full,
     Closed,
 }
 
-/// What the thread finds.
+/// The result of waiting for jobs.
 pub(crate) enum TakeResult<T> {
     Jobs(Vec<T>),
-    /// Nothing came in time.
+    /// No job arrived before the deadline.
     TimedOut,
-    /// There is nothing, and nothing will come.
+    /// The queue is empty and closed.
     Closed,
 }
 
@@ -55,14 +55,15 @@ impl<T> Queue<T> {
         Ok(())
     }
 
-    /// No job is taken any more; those that are there are still handed out.
+    /// Refuses jobs from now on. Jobs that are already queued are still handed out.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
         self.wake.notify_all();
     }
 
-    /// Waits for a job, until `deadline` where one is given, and takes with it those that are there, as long as there
-    /// are fewer than `count` and they weigh less than `weight` in all.
+    /// Waits for a job, at most until `deadline`, and takes the queued jobs.
+    ///
+    /// It takes jobs until there are `count` of them, or until their weights add up to `weight` or more.
     pub(crate) fn take(
         &self,
         count: usize,
@@ -96,7 +97,7 @@ impl<T> Queue<T> {
         TakeResult::Jobs(jobs)
     }
 
-    /// Whole after every panic: each change is one call.
+    /// Locks the state. It is consistent even after a panic, because each change is one call.
     fn lock(&self) -> MutexGuard<'_, QueueState<T>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -114,16 +115,16 @@ mod tests {
     }
 
     #[test]
-    fn takes_what_is_there_within_count_and_weight() {
+    fn takes_queued_jobs_up_to_count_and_weight() {
         let queue = Queue::new(10);
         (1..=5).for_each(|job| queue.push(job).unwrap());
         assert_eq!(take(&queue, 2, 100), [1, 2]);
         assert_eq!(take(&queue, 9, 7), [3, 4], "3 + 4 reaches the weight");
-        assert_eq!(take(&queue, 9, 1), [5], "one job at least, whatever it weighs");
+        assert_eq!(take(&queue, 9, 1), [5], "at least one job, regardless of its weight");
     }
 
     #[test]
-    fn refuses_a_job_beyond_its_capacity_and_after_it_was_closed() {
+    fn refuses_a_job_when_it_is_full_or_closed() {
         let queue = Queue::new(2);
         queue.push(1).unwrap();
         queue.push(2).unwrap();

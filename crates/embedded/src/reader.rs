@@ -1,8 +1,8 @@
-//! The thread that reads much: listings and the audit trail.
+//! The thread for long reads: listings and the audit trail.
 //!
-//! A thread of its own, because a page of a listing may take tens of milliseconds of reading, which must hold up neither
-//! the caller's executor (the store knows no runtime whose blocking pool it could use) nor the writer; and one only, so
-//! that any number of operators slow the machine down by one thread at the most.
+//! These reads have their own thread because one page of a listing may take tens of milliseconds. That must not block the
+//! caller's executor (the store knows no runtime whose blocking pool it could use) and not the writer. There is only one
+//! such thread, so any number of listings at a time occupies one thread at most.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use crate::queue::TakeResult;
 use crate::schema::{AUDIT, RECORDS, decode, decode_audit};
 use crate::shared::{Scan, StoreInner, closed_error};
 
-/// The most records that one call looks at.
+/// The most records that one listing call reads.
 const MAX_LIST_VISITS: usize = 10_000;
 
-/// The most octets of records in one page, but for one record that is larger.
+/// The most bytes of records in one page. A single record may be larger.
 const MAX_LIST_BYTES: usize = 16 * 1024 * 1024;
 
-/// Until the queue is closed and empty.
+/// Runs the thread until the queue is closed and empty.
 pub(crate) fn run(inner: &Arc<StoreInner>) {
     let _close_on_drop = CloseOnDrop(inner.clone());
     loop {
@@ -32,7 +32,7 @@ pub(crate) fn run(inner: &Arc<StoreInner>) {
 }
 
 fn answer(inner: &StoreInner, scan: Scan) {
-    // Nobody may be waiting any more.
+    // The send fails if the caller has gone away.
     match scan {
         Scan::List { query, reply } => {
             drop(reply.send(inner.read(|database| list(inner, database, &query))));
@@ -87,7 +87,7 @@ fn audit(
         let number = number.value();
         match decode_audit(number, encoded.value()) {
             Some(entry) => entries.push(entry),
-            // What is older can be read from before it.
+            // A caller can read older entries with `before` set to this number.
             None if entries.is_empty() => {
                 return Ok(Err(StoreError::corrupt(format!("audit entry {number} cannot be read"))));
             }
@@ -97,6 +97,7 @@ fn audit(
     Ok(Ok(entries))
 }
 
+/// Closes the queue and answers waiting callers when the thread ends, also by a panic.
 struct CloseOnDrop(Arc<StoreInner>);
 
 impl Drop for CloseOnDrop {

@@ -1,61 +1,66 @@
-//! What the file holds: four tables, and the octets of an audit entry.
+//! The contents of the file: four tables, and the encoding of their values.
 
 use oncegate_core::codec::{self, CodecError};
 use oncegate_core::{AuditEntry, Record, RecordId, StateName, Timestamp};
 use redb::TableDefinition;
 
-/// Identifier → its key in [`EXPIRY`], two numbers in 16 bytes, and the record, as [`oncegate_core::codec`] writes it.
+/// Record identifier → its key in [`EXPIRY`] (two numbers in 16 bytes), then the record in the encoding of
+/// [`oncegate_core::codec`].
 pub(crate) const RECORDS: TableDefinition<'_, &[u8; 32], &[u8]> = TableDefinition::new("records");
 
-/// (When to look at a record again, number) → its identifier, so that purging reads only what is due. A record is noted
-/// when it is first written; if it then lives longer than it was noted for (a renewal, a completion), it is noted again
-/// when it is due, and at once if it is to go earlier (a release). The numbers grow, so that what is noted in one
-/// transaction stands together in the file; by the
-/// identifiers, which are random, each would be on a page of its own.
+/// (Due time, number) → record identifier. With this index a purge reads only the records that are due.
+///
+/// An entry is added when the record is first written. If the record then lives longer (a renewal, a completion), the entry
+/// is replaced when it becomes due. If the record ends earlier (a release), the entry is replaced at once. The numbers grow,
+/// so the entries of one transaction are neighbours in the file. With the identifiers in their place, which are random,
+/// every entry would be on a different page.
 pub(crate) const EXPIRY: TableDefinition<'_, (u64, u64), &[u8; 32]> = TableDefinition::new("expiry");
 
 /// Number → audit entry.
 pub(crate) const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 
-/// Name → number; the names are below.
+/// Name → number. The names are the `META_…` constants below.
 pub(crate) const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 
-/// The version of all of this.
+/// The format version of the file.
 pub(crate) const META_FORMAT: &str = "format";
 
-/// A time that every write so far is earlier than, but for less than [`CLOCK_STEP`] milliseconds.
+/// A time of the store's clock. Every write so far was made less than [`CLOCK_STEP`] milliseconds after it.
 pub(crate) const META_CLOCK: &str = "clock";
 
-/// The time of day at the time of [`META_CLOCK`].
+/// The time of day at the moment of [`META_CLOCK`].
 pub(crate) const META_WALL: &str = "wall";
 
-/// From when on the store's clock has not followed the time of day; absent or zero while they agree.
+/// The time since which the store's clock has not followed the time of day. Absent or zero while they agree.
 pub(crate) const META_LAGGING: &str = "lagging";
 
-/// How many bytes all records have, as it was when the clock was last written. Absent in a file that never counted them.
+/// The total size of all records when the clock was last written. Absent in a file that never counted it.
 pub(crate) const META_BYTES: &str = "bytes";
 
-/// How often the store was opened: what is written to prove that it can be, and the upper part of the numbers in the
+/// The number of times that the store was opened.
+///
+/// Opening the store increments it, which proves that the file can be written. It is the upper part of the numbers in the
 /// expiry index.
 pub(crate) const META_OPENED: &str = "opened";
 
-/// The version that this program writes.
+/// The format version that this program writes.
 pub(crate) const FORMAT: u64 = 2;
 
-/// How far, in milliseconds, the written clock may be behind: as long as opening the store again may have to wait.
+/// The most milliseconds by which the written clock may be behind. Opening the store again may have to wait that long.
 pub(crate) const CLOCK_STEP: u64 = 100;
 
-/// How far the number of openings is shifted in the numbers of the expiry index. The lower part counts from zero: a
-/// million million records for each opening.
+/// The shift of the number of openings in the numbers of the expiry index.
+///
+/// The lower part counts from zero, which leaves a million million entries for each opening.
 pub(crate) const OPENED_SHIFT: u32 = 40;
 
-/// How coarse the expiry index is, in milliseconds. Coarse, so that what expires together stands together.
+/// The granularity of the expiry index, in milliseconds. Entries of the same step are neighbours in the file.
 const EXPIRY_STEP: u64 = 2000;
 
 /// A key of [`EXPIRY`].
 pub(crate) type ExpiryKey = (u64, u64);
 
-/// A value of [`RECORDS`].
+/// Encodes a value of [`RECORDS`].
 pub(crate) fn encode(id: &RecordId, (due, number): ExpiryKey, record: &Record) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(512);
     bytes.extend_from_slice(&due.to_be_bytes());
@@ -67,7 +72,8 @@ pub(crate) fn encode(id: &RecordId, (due, number): ExpiryKey, record: &Record) -
 /// Reads a value of [`RECORDS`].
 ///
 /// # Errors
-/// Where the record cannot be read. Its note has no checksum; one that is wrong costs a look at the wrong time.
+/// The record is damaged, or of an unknown version. The expiry key has no checksum: a wrong one only makes a purge look
+/// at the record at the wrong time.
 pub(crate) fn decode(id: &RecordId, bytes: &[u8]) -> Result<(ExpiryKey, Record), CodecError> {
     let (due, rest) = bytes.split_first_chunk().ok_or(CodecError::Damaged)?;
     let (number, record) = rest.split_first_chunk().ok_or(CodecError::Damaged)?;
@@ -75,15 +81,15 @@ pub(crate) fn decode(id: &RecordId, bytes: &[u8]) -> Result<(ExpiryKey, Record),
     Ok((note, codec::decode(id, record)?))
 }
 
-/// A record is due in the first step that starts at its expiry or after it.
+/// Returns the due time of a record: the start of the first step at or after its expiry.
 pub(crate) fn due_step(expires_at: Timestamp) -> u64 {
     expires_at.as_millis().div_ceil(EXPIRY_STEP).saturating_mul(EXPIRY_STEP)
 }
 
-/// The octets of an audit entry, whose number is its key:
+/// Encodes an audit entry. Its number is not included, because it is the key:
 ///
 /// ```text
-/// u8 version = 1 | u64 at | 32 octets record | (u32 length, text) state before, state after, actor, reason
+/// u8 version = 1 | u64 at | 32 bytes record | (u32 length, text) state before, state after, actor, reason
 /// ```
 pub(crate) fn encode_audit(entry: &AuditEntry) -> Vec<u8> {
     let mut bytes = vec![AUDIT_VERSION];
@@ -96,7 +102,7 @@ pub(crate) fn encode_audit(entry: &AuditEntry) -> Vec<u8> {
     bytes
 }
 
-/// Reads an audit entry. `None` where the octets are not one.
+/// Reads an audit entry. Returns `None` if the bytes are not one.
 pub(crate) fn decode_audit(number: u64, bytes: &[u8]) -> Option<AuditEntry> {
     let (&AUDIT_VERSION, rest) = bytes.split_first()? else { return None };
     let (at, rest) = rest.split_first_chunk()?;
@@ -126,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_audit_entry_reads_back_and_a_cut_one_does_not() {
+    fn an_audit_entry_reads_back_and_a_truncated_one_does_not() {
         let entry = AuditEntry {
             number: 7,
             at: Timestamp::from_millis(1 << 40),
@@ -144,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_due_at_its_expiry_or_in_the_two_seconds_after_it() {
+    fn a_record_is_due_at_most_two_seconds_after_its_expiry() {
         for (expires_at, due) in [(0, 0), (1, 2000), (2000, 2000), (2001, 4000)] {
             assert_eq!(due_step(Timestamp::from_millis(expires_at)), due);
         }

@@ -1,4 +1,4 @@
-//! What the callers and the two threads share.
+//! The state that the callers and the two threads share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
@@ -13,41 +13,42 @@ use tokio::sync::oneshot;
 use crate::database::catch_panics_quietly;
 use crate::queue::{PushError, Queue};
 
+/// The inside of a store, shared by the callers, the writer and the reader.
 pub(crate) struct StoreInner {
     state: RwLock<State>,
     pub(crate) clock: StoreClock<Arc<dyn Clock>>,
     pub(crate) jobs: Queue<Job>,
     pub(crate) scans: Queue<Scan>,
-    /// Whether a part of the file was found damaged since it was last verified as a whole.
+    /// Damage was found since the file was last verified as a whole.
     has_damage: AtomicBool,
     advisories: [AtomicBool; 2],
 }
 
-/// What an operator should know of although the store serves.
+/// A condition that an operator should know about although the store works.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum AdvisoryFlag {
-    /// The time of day and the time that has passed disagree.
+    /// The time of day and the store's time disagree.
     Clock = 0,
-    /// New keys are refused for want of room.
+    /// New keys are refused because a limit or the disk is exhausted.
     Full = 1,
 }
 
-/// Whether the file can be used. Only the writer changes this.
+/// The state of the file. Only the writer changes it.
 pub(crate) enum State {
     Open(Database),
-    /// The disk is full. What was committed is read, and the writer tries to open the file again.
+    /// The disk is full. Committed records are readable, and the writer tries to open the file again.
     ReadOnly(Database, Arc<str>),
     /// A read or write failed. The file is closed, and the writer tries to open it again.
     Failing(Arc<str>),
-    /// The file is not whole. An operator has to look.
+    /// The file is damaged. An operator has to act.
     Damaged(Arc<str>),
     Closed,
 }
 
-/// Where an answer goes.
+/// The channel to the caller who waits for an answer.
 pub(crate) type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
-/// What the writer is asked to do.
+/// A job for the writer.
 pub(crate) enum Job {
     Apply {
         id: RecordId,
@@ -62,15 +63,15 @@ pub(crate) enum Job {
     Check {
         reply: Reply<()>,
     },
-    /// The time of day is right, however far ahead it was set.
+    /// Accepts the time of day as correct, even if it was set far ahead.
     AcceptClock {
         reply: Reply<Option<Duration>>,
     },
-    /// A reader found the database in a state that it does not come out of by itself.
+    /// Recovers the file: a reader got an error after which redb refuses further operations.
     Recover,
 }
 
-/// What the reader is asked to do.
+/// A job for the reader.
 pub(crate) enum Scan {
     List { query: ListQuery, reply: Reply<ListPage> },
     Audit { before: Option<u64>, limit: usize, reply: Reply<Vec<AuditEntry>> },
@@ -81,7 +82,7 @@ impl StoreInner {
         Self {
             state: RwLock::new(state),
             clock,
-            // Enough for sixteen full batches. A command that waits for longer would hold its request for too long.
+            // Enough for sixteen full batches. A command behind more than that would delay its request for too long.
             jobs: Queue::new(max_batch.saturating_mul(16)),
             scans: Queue::new(64),
             has_damage: AtomicBool::new(false),
@@ -89,17 +90,17 @@ impl StoreInner {
         }
     }
 
-    /// From now on a record that is not found may be hidden by damage.
+    /// Records that damage was found. From now on a record that is not found counts as possibly hidden.
     pub(crate) fn report_damage(&self) {
         if !self.has_damage.swap(true, Ordering::SeqCst) {
             tracing::error!(
-                "a part of the file of the embedded store is damaged: new keys are refused, because a record that is not \
-                 found may be there; stop the program and run `oncegate check`"
+                "a part of the file of the embedded store is damaged: new keys are refused, because damage may hide the \
+                 record of a key; stop the program and run `oncegate check`"
             );
         }
     }
 
-    /// The whole file was verified.
+    /// Records that the whole file was verified.
     pub(crate) fn clear_damage(&self) {
         self.has_damage.store(false, Ordering::SeqCst);
     }
@@ -122,17 +123,17 @@ impl StoreInner {
         matches!(&*self.state(), State::ReadOnly(..))
     }
 
-    /// Whole after every panic: the one change is an assignment.
+    /// Locks the state for reading. It is consistent even after a panic, because the only change is an assignment.
     pub(crate) fn state(&self) -> RwLockReadGuard<'_, State> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state. What was open is closed after that, with nobody waiting for it.
+    /// Changes the state, and then closes the file that was open. No reader waits for the closing.
     pub(crate) fn set_state(&self, state: State) {
         let before =
             std::mem::replace(&mut *self.state.write().unwrap_or_else(PoisonError::into_inner), state);
         if catch_panics_quietly(|| drop(before)).is_err() {
-            tracing::error!("closing the file failed");
+            tracing::error!("the database panicked while the file of the embedded store was closed");
         }
     }
 
@@ -155,19 +156,19 @@ impl StoreInner {
             }
             Err(_) => {
                 self.request_recovery();
-                Err(damaged_page_error("a page makes no sense to the database"))
+                Err(damaged_page_error("the database panicked, probably on a damaged page"))
             }
         }
     }
 
     fn request_recovery(&self) {
-        // Where the queue is full or closed, the writer will find out by itself.
+        // If the queue is full or closed, the push fails. The writer then meets the error itself.
         let _ = self.jobs.push(Job::Recover);
     }
 }
 
 impl State {
-    /// The database, where it can be used.
+    /// Returns the database if it can be read.
     pub(crate) fn database(&self) -> Result<&Database, StoreError> {
         match self {
             Self::Open(database) | Self::ReadOnly(database, _) => Ok(database),
@@ -178,10 +179,8 @@ impl State {
             Self::Closed => Err(closed_error()),
         }
     }
-}
 
-impl State {
-    /// Why nothing can be written.
+    /// Returns the error for a write, or `Ok` if the file can be written.
     pub(crate) fn writable(&self) -> Result<(), StoreError> {
         match self {
             Self::ReadOnly(_, what) => Err(full_error(&format!("its file cannot be written to: {what}"))),
@@ -195,18 +194,18 @@ impl Job {
         matches!(self, Self::Apply { command: Command::Claim(_), .. })
     }
 
-    pub(crate) fn fail(self, why: impl FnOnce() -> StoreError) {
-        // Nobody may be waiting any more, here and below.
+    pub(crate) fn fail(self, error: impl FnOnce() -> StoreError) {
+        // A send fails if the caller has gone away.
         match self {
-            Self::Apply { reply, .. } => drop(reply.send(Err(why()))),
-            Self::Purge { reply, .. } => drop(reply.send(Err(why()))),
-            Self::Check { reply } => drop(reply.send(Err(why()))),
-            Self::AcceptClock { reply } => drop(reply.send(Err(why()))),
+            Self::Apply { reply, .. } => drop(reply.send(Err(error()))),
+            Self::Purge { reply, .. } => drop(reply.send(Err(error()))),
+            Self::Check { reply } => drop(reply.send(Err(error()))),
+            Self::AcceptClock { reply } => drop(reply.send(Err(error()))),
             Self::Recover => {}
         }
     }
 
-    /// About how many octets the job brings into a transaction.
+    /// The approximate number of bytes that the job adds to a transaction.
     pub(crate) fn weight(&self) -> usize {
         use oncegate_core::{Completion, Resolution};
         if let Self::Apply { command: Command::Step(command), .. } = self {
@@ -227,8 +226,8 @@ impl Job {
     }
 }
 
-pub(crate) fn push_error(why: PushError) -> StoreError {
-    match why {
+pub(crate) fn push_error(error: PushError) -> StoreError {
+    match error {
         PushError::Full => StoreError::unavailable("the embedded store has too many commands waiting")
             .with_extent(Extent::Record)
             .with_nothing_sent(),
@@ -236,19 +235,19 @@ pub(crate) fn push_error(why: PushError) -> StoreError {
     }
 }
 
-/// There is no room for a claim, and it was not carried out. What needs no room is still answered.
+/// The error for a claim that a limit or a full disk refuses. The claim was not applied. Other commands still work.
 pub(crate) fn full_error(why: &str) -> StoreError {
     StoreError::unavailable(format!("the embedded store takes no new keys: {why}"))
         .with_extent(Extent::Writes)
         .with_nothing_sent()
 }
 
-/// The disk is about to be full.
+/// The error for a claim on a nearly full disk.
 pub(crate) fn disk_low_error() -> StoreError {
-    full_error("the disk is nearly full, and what is left is kept for requests that are running")
+    full_error("the disk is nearly full, and the free space is reserved for requests that are running")
 }
 
-/// No record was found, and damage may hide one.
+/// The error for a record that was not found but may be hidden by damage.
 pub(crate) fn hidden_record_error() -> StoreError {
     StoreError::corrupt(
         "no record was found, but a part of the file of the embedded store is damaged and may hide one; stop the program and run \
@@ -256,7 +255,7 @@ pub(crate) fn hidden_record_error() -> StoreError {
     )
 }
 
-/// Whether a record cannot be read because something changed it, and not because a newer program wrote it.
+/// Returns `true` if the record was changed, and `false` if a newer program wrote it.
 pub(crate) const fn is_damage(error: &codec::CodecError) -> bool {
     !matches!(error, codec::CodecError::UnknownVersion(_))
 }
@@ -269,7 +268,7 @@ pub(crate) fn closed_error() -> StoreError {
     StoreError::unavailable("the embedded store is closed")
 }
 
-/// Damage that redb came across while it looked for a record.
+/// The error for damage that redb found while it looked for a record.
 pub(crate) fn damaged_page_error(what: &str) -> StoreError {
     StoreError::corrupt(format!(
         "the file of the embedded store is damaged; stop the program and run `oncegate check`: {what}"

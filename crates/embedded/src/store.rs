@@ -1,4 +1,4 @@
-//! The store itself: what callers hold.
+//! The store itself: the type that callers use.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +23,7 @@ use crate::shared::{
 };
 use crate::writer::{FileMeta, Writer};
 
-/// The durable store of one node: a file in a directory of its own, no server. See the [crate's page](crate).
+/// The durable store of one node: a file in its own directory, no server. See the [crate's page](crate).
 pub struct EmbeddedStore {
     inner: Arc<StoreInner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -32,22 +32,22 @@ pub struct EmbeddedStore {
 impl EmbeddedStore {
     /// Opens the store, creating the directory and the file if they are missing.
     ///
-    /// Blocks for as long as the disk takes, and after a stop that was not clean until the whole file is verified.
+    /// Blocks while the disk works. After an unclean stop, it blocks until the whole file is verified.
     ///
     /// # Errors
-    /// [`OpenError`] where another process has it, the file is damaged or of a newer format, or the disk fails.
+    /// [`OpenError`] if another process has the store open, the file is damaged or has a newer format, or the disk fails.
     pub fn open(options: EmbeddedOptions) -> Result<Self, OpenError> {
         let medium = FileMedium::acquire(&options.dir)?;
         Self::open_medium(Box::new(medium), options)
     }
 
-    /// Opens the store on whatever keeps its octets.
+    /// Opens the store on any medium.
     pub(crate) fn open_medium(medium: Box<dyn Medium>, options: EmbeddedOptions) -> Result<Self, OpenError> {
         let medium: Arc<dyn Medium> = Arc::from(medium);
         let settings = OpenSettings { cache_bytes: options.cache_bytes, verify_bytes: options.verify_bytes };
         let (opened, unwritable) = match database::open(&*medium, settings) {
             Ok(opened) => (opened, None),
-            // What is known is answered all the same, and requests without a key need no store at all.
+            // The store opens for reading anyway: recorded keys can be answered, and requests without a key need no store.
             Err(error @ OpenError::Io { .. }) if error.is_full() => {
                 let opened = database::open(&ReadOnlyMedium(medium.clone()), settings)?;
                 (opened, Some(ErrorChain(&error).to_string()))
@@ -91,20 +91,23 @@ impl EmbeddedStore {
         Ok(())
     }
 
-    /// Carries out what is waiting, closes the file and gives the directory back. Blocks until that is done, which is
-    /// about as long as one commit takes. Commands that come later are refused as unavailable. Dropping the store does
-    /// the same.
+    /// Applies the waiting commands, closes the file and unlocks the directory.
+    ///
+    /// Blocks until that is done, which takes about as long as one commit. Later commands are refused as unavailable.
+    /// Dropping the store does the same.
     pub fn close(&self) {
         self.inner.jobs.close();
         self.inner.scans.close();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads {
-            // A thread that panicked has closed its queue.
+            // A thread that panicked has closed its queue, so its result does not matter.
             let _ = thread.join();
         }
     }
 
-    /// The answer to a claim that changes nothing, from what is on disk already: a replay, a conflict, a mismatch.
+    /// Answers a claim that changes nothing (a replay, a conflict, a mismatch) from committed records.
+    ///
+    /// Returns `None` if the claim would change a record. Then the writer has to decide it.
     fn claim_by_reading(&self, id: &RecordId, command: &Command) -> Result<Option<Outcome>, StoreError> {
         let now = self.inner.clock.now();
         let record = self.read_record(id)?;
@@ -133,8 +136,8 @@ impl EmbeddedStore {
         self.inner.state().writable()?;
         let (reply, answer) = oneshot::channel();
         self.inner.jobs.push(job(reply)).map_err(push_error)?;
-        // Once more: had the file failed in between, after the writer refused all that waited, the command would wait
-        // until the file is open again.
+        // Checked again: if the file failed in between, and the writer had already refused the waiting commands, this
+        // command would wait until the file is open again.
         self.inner.state().writable()?;
         answer.await.unwrap_or_else(|_| Err(closed_error()))
     }
@@ -212,15 +215,17 @@ impl Store for EmbeddedStore {
     }
 }
 
-/// Waits, where the clock is only as far behind `floor` as one that was not set back can be: a store that is opened again
-/// at once. Otherwise the time of the store would get ahead of that of day, a little with each restart.
+/// Waits until `clock` reaches `floor`, if it is at most [`CLOCK_STEP`] behind.
+///
+/// A store that is opened again at once finds its clock that far behind although nothing set it back. Without the wait,
+/// the time of the store would move a little further ahead of the time of day with each restart.
 fn wait_for(clock: &dyn Clock, floor: Timestamp) {
     let mut last = clock.now();
     while last < floor && floor.since(last) <= Duration::from_millis(CLOCK_STEP) {
         thread::sleep(Duration::from_millis(2));
         let now = clock.now();
         if now == last {
-            return; // a clock that is moved by hand
+            return; // the clock stands still: a test moves it
         }
         last = now;
     }

@@ -1,7 +1,27 @@
-//! The thread that writes: natural group commit, and what to do when the disk fails.
+//! The thread that writes: group commit, and recovery from failures of the disk.
 //!
-//! It takes every command that is waiting, applies [`decide`] to each in order inside one transaction, commits it, and
-//! only then answers all of them. While it commits, the next commands gather; it never waits for more of them.
+//! Group commit, one round of [`Writer::run`]:
+//!
+//! 1. Take all commands that wait in the queue, up to the limits of a batch. Drop those whose caller has gone away.
+//! 2. Apply them in order in one transaction, each with [`decide`] ([`Writer::apply_all`]).
+//! 3. Commit, which returns when the changes are on disk. Meanwhile the next commands gather in the queue.
+//! 4. Check that the path still leads to the file, and only then answer all commands of the batch.
+//!
+//! The writer never waits for a batch to fill up: the time of a commit is what fills it.
+//!
+//! States of the file, as [`Writer::recover`] changes them:
+//!
+//! ```text
+//! Open     ── a commit, a read or a flush fails ────────────► Failing
+//! Failing  ── the file opens, and a durable commit works ──► Open
+//! Failing  ── the disk is full, and no flush has failed ────► ReadOnly
+//! ReadOnly ── the disk accepts a write again ──────────────► Failing, until the file is open
+//! Failing  ── the file is damaged or of a newer format ────► Damaged: final, an operator has to act
+//! any      ── the store is closed ─────────────────────────► Closed
+//! ```
+//!
+//! A store that is opened on a full disk starts in `ReadOnly`. The attempts to open the file again are made at once, then
+//! after pauses that grow from 50 ms to 5 s.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,13 +39,17 @@ use crate::queue::TakeResult;
 use crate::schema::{CLOCK_STEP, META, META_BYTES, META_CLOCK, META_LAGGING, META_WALL};
 use crate::shared::{AdvisoryFlag, Job, Reply, State, StoreInner, closed_error, disk_low_error};
 
-/// The most octets of responses in one transaction, but for one response that is larger: it bounds what a transaction
-/// holds in memory and how long it takes.
+/// The most bytes of responses in one transaction. A single response may be larger.
+///
+/// This bounds the memory and the duration of a transaction.
 const MAX_BATCH_BYTES: usize = 8 * 1024 * 1024;
 
+/// The first pause between attempts to open the file again. Each pause is twice as long as the one before it.
 const MIN_RETRY_PAUSE: Duration = Duration::from_millis(50);
+/// The longest pause between attempts to open the file again.
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(5);
 
+/// The state of the writer's thread.
 pub(crate) struct Writer {
     pub(crate) inner: Arc<StoreInner>,
     pub(crate) medium: Arc<dyn Medium>,
@@ -34,22 +58,22 @@ pub(crate) struct Writer {
     pub(crate) max_records: u64,
     pub(crate) max_record_bytes: u64,
     pub(crate) file: FileMeta,
-    /// Why the file cannot be written to from the beginning.
+    /// The reason why the file could not be opened for writing at the start.
     pub(crate) unwritable: Option<String>,
-    /// Purges that go on in the next transaction.
+    /// Purges that continue in the next transaction.
     pub(crate) purges: VecDeque<Job>,
 }
 
-/// What the writer knows of the file beyond the records.
+/// The values that the writer keeps about the file, in addition to the records.
 #[derive(Clone, Debug)]
 pub(crate) struct FileMeta {
-    /// The clock as it stands in the file.
+    /// The store's clock as it is written in the file.
     clock_floor: Timestamp,
-    /// From when on the clock has not followed the time of day, as it stands in the file.
+    /// The time since which the clock has not followed the time of day, as it is written in the file.
     lagging_since: Option<Timestamp>,
     /// The number for the next entry of the expiry index.
     next_number: u64,
-    /// How many bytes all records have.
+    /// The total size of all records.
     record_bytes: u64,
     flush_failed: Arc<AtomicBool>,
 }
@@ -66,14 +90,14 @@ impl FileMeta {
     }
 }
 
-/// What one job came to in a transaction that is not yet committed.
+/// The outcome of one job in a transaction. It is sent to the caller only after the commit.
 enum JobOutcome {
     Applied(Outcome),
     Purged {
-        now: usize,
+        count: usize,
         more: bool,
     },
-    /// By how much the clock moves ahead.
+    /// The duration by which the clock moves forward, if it does.
     ClockAccepted(Option<Duration>),
     Checked,
 }
@@ -85,12 +109,12 @@ struct CommittedBatch {
     is_damaged: bool,
 }
 
-/// Why a batch came to nothing.
+/// The reason why a batch was not committed, or is not answered.
 enum BatchFailure {
     Storage(redb::Error),
     /// redb panicked.
     Panic,
-    /// A reader saw an error or a panic.
+    /// A reader got an error or a panic, and requested recovery.
     ReadFailed,
     /// The path no longer leads to the file.
     Moved(std::io::Error),
@@ -103,9 +127,9 @@ impl<E: Into<redb::Error>> From<E> for BatchFailure {
 }
 
 impl Writer {
-    /// Until the queue is closed and empty.
+    /// Runs the thread until the queue is closed and empty.
     pub(crate) fn run(mut self) {
-        // Also when this thread panics: nobody may be left waiting for it.
+        // Runs even if this thread panics, so that no caller waits forever.
         let _close_on_drop = CloseOnDrop(self.inner.clone());
         if let Some(why) = self.unwritable.take() {
             self.recover(&why, Vec::new());
@@ -116,7 +140,7 @@ impl Writer {
             match self.inner.jobs.take(self.max_batch, MAX_BATCH_BYTES, Job::weight, deadline) {
                 TakeResult::Jobs(taken) => jobs.extend(taken),
                 TakeResult::TimedOut => {}
-                // A purge that goes on and on must not hold up the end.
+                // A long purge must not delay closing, so it ends here.
                 TakeResult::Closed => {
                     jobs.into_iter().for_each(|job| job.fail(closed_error));
                     return self.write_closing_meta();
@@ -127,7 +151,8 @@ impl Writer {
                 continue;
             }
             self.accept_clock_correction();
-            // By itself: what met it in one transaction would be written by the time before, and age by the whole step.
+            // A clock correction gets a transaction of its own. Other commands in the same transaction would be
+            // written with the old time, and would age by the whole correction at once.
             let (accepting, jobs): (Vec<_>, Vec<_>) =
                 jobs.into_iter().partition(|job| matches!(job, Job::AcceptClock { .. }));
             if !jobs.is_empty() {
@@ -147,13 +172,13 @@ impl Writer {
         };
         let committed = catch_panics_quietly(|| self.apply_all(database, &jobs));
         drop(state);
-        // After the commit, so that what is answered was written to a file that the next start finds.
+        // Checked after the commit: an answered command must be in a file that the next start finds.
         let in_place = |committed| match self.medium.check_in_place() {
             Ok(()) => Ok(committed),
             Err(error) => Err(BatchFailure::Moved(error)),
         };
         match committed.unwrap_or(Err(BatchFailure::Panic)).and_then(in_place) {
-            // M17: the commit has returned, so what is answered here is on disk.
+            // The commit has returned, so everything that is answered here is on disk.
             Ok(CommittedBatch { done, file, is_damaged }) => {
                 self.file = file;
                 if is_damaged {
@@ -173,7 +198,7 @@ impl Writer {
 
     fn apply_all(&self, database: &Database, jobs: &[Job]) -> Result<CommittedBatch, BatchFailure> {
         let txn = database::begin_write(database)?;
-        // One time for the whole transaction.
+        // All commands of a transaction see the same time.
         let now = self.inner.clock.now();
         let mut done = Vec::with_capacity(jobs.len());
         let FileMeta { next_number, record_bytes, .. } = self.file;
@@ -182,8 +207,8 @@ impl Writer {
             done.push(match job {
                 Job::Apply { id, command, .. } => batch.apply(*id, command)?.map(JobOutcome::Applied),
                 Job::Purge { limit, purged, .. } => {
-                    let (now, more) = batch.purge(limit.saturating_sub(*purged))?;
-                    Ok(JobOutcome::Purged { now, more })
+                    let (count, more) = batch.purge(limit.saturating_sub(*purged))?;
+                    Ok(JobOutcome::Purged { count, more })
                 }
                 Job::AcceptClock { .. } => Ok(match self.inner.clock.skew().filter(|skew| skew.is_ahead) {
                     Some(skew) => {
@@ -227,7 +252,7 @@ impl Writer {
         Ok(CommittedBatch { done, file, is_damaged })
     }
 
-    /// Keeps the clock in the file less than [`CLOCK_STEP`] behind what was written.
+    /// Writes the clocks and the sums. The clock in the file then stays less than [`CLOCK_STEP`] behind the last write.
     fn write_meta(&self, txn: &WriteTransaction, file: &FileMeta) -> Result<(), redb::Error> {
         let mut meta = txn.open_table(META)?;
         meta.insert(META_CLOCK, file.clock_floor.as_millis())?;
@@ -237,8 +262,10 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes both clocks and the sums when the file is closed. The two clocks have to be of one moment: the next process
-    /// takes their difference for a clock that was set.
+    /// Writes both clocks and the sums when the file is closed.
+    ///
+    /// Both clocks must be of the same moment. The next process interprets a difference between them as a machine clock that
+    /// was set.
     fn write_closing_meta(&self) {
         let state = self.inner.state();
         if let State::Open(database) = &*state {
@@ -248,7 +275,7 @@ impl Writer {
             let written =
                 catch_panics_quietly(|| database::write(database, |txn| self.write_meta(txn, &file)));
             if !matches!(written, Ok(Ok(()))) {
-                warn!("the file of the embedded store could not be written to when it was closed");
+                warn!("the clocks could not be written to the file of the embedded store when it was closed");
             }
         }
     }
@@ -262,7 +289,7 @@ impl Writer {
         }
     }
 
-    /// Says once when new keys begin to be refused, and once when they no longer are.
+    /// Logs once when new keys begin to be refused, and once when they are accepted again.
     fn report_capacity(&self, jobs: &[Job], is_full: bool) {
         let claims = jobs.iter().any(Job::is_claim);
         if !claims || is_full == self.inner.has_advisory(AdvisoryFlag::Full) {
@@ -278,8 +305,10 @@ impl Writer {
         }
     }
 
-    /// Accepts the time of day by itself when it was known to be wrong at the start and is set right; and says so when the
-    /// two clocks begin to disagree.
+    /// Follows a correction of the machine's clock if that is safe, and logs when the two clocks begin or cease to disagree.
+    ///
+    /// The correction is safe if the clock was known to be wrong when the store was opened. Otherwise an operator has to
+    /// accept it.
     fn accept_clock_correction(&mut self) {
         let skew = self.inner.clock.skew();
         match skew {
@@ -287,7 +316,7 @@ impl Writer {
                 let (reply, _answer) = tokio::sync::oneshot::channel();
                 info!(
                     seconds = skew.by.as_secs(),
-                    "the clock was set right: the time of the store goes on from it"
+                    "the clock of this machine was corrected: the time of the store follows it"
                 );
                 self.commit(vec![Job::AcceptClock { reply }]);
             }
@@ -306,8 +335,8 @@ impl Writer {
     fn answer(&mut self, job: Job, done: Result<JobOutcome, StoreError>) {
         match (job, done) {
             (Job::Apply { reply, .. }, Ok(JobOutcome::Applied(outcome))) => drop(reply.send(Ok(outcome))),
-            (Job::Purge { limit, purged, reply }, Ok(JobOutcome::Purged { now, more })) => {
-                let purged = purged + now;
+            (Job::Purge { limit, purged, reply }, Ok(JobOutcome::Purged { count, more })) => {
+                let purged = purged + count;
                 if more && purged < limit {
                     self.purges.push_back(Job::Purge { limit, purged, reply });
                 } else {
@@ -321,11 +350,11 @@ impl Writer {
         }
     }
 
-    /// Closes the file and opens it again, with growing pauses, until it can be written or turns out to be damaged. While
-    /// the disk is full, what was committed is read.
+    /// Closes the file and opens it again, with growing pauses, until it can be written or turns out to be damaged.
     ///
-    /// After an error redb answers nothing any more, and the operating system may have dropped what it could not write.
-    /// [`database::open`] says why the file is safe to go on with after that.
+    /// While the disk is full, committed records are still read. After an error, redb refuses every further operation, and
+    /// the operating system may have dropped pages that it could not write. [`database::open`] explains why the file is
+    /// safe to use after that.
     fn recover(&mut self, what: &str, jobs: Vec<Job>) {
         error!(
             error = what,
@@ -359,20 +388,21 @@ impl Writer {
         }
     }
 
+    /// Tries once to open the file again for writing.
     fn reopen(&self) -> Result<OpenFile, OpenError> {
         self.medium.check_in_place().map_err(OpenError::io("find the file of the store"))?;
         let io = |source| OpenError::Io { what: "write to its directory".to_owned(), source };
         self.medium.probe().map_err(io)?;
-        // One handle at a time has the file.
+        // Closes the old handle, because only one handle at a time can have the file open.
         self.set_failing("it is being opened again");
-        // Whatever its size: a page that makes no sense may be the reason.
+        // Verifies the file regardless of its size, because a damaged page may be the cause of the failure.
         database::open(&*self.medium, OpenSettings { verify_bytes: u64::MAX, ..self.settings })
     }
 
-    /// Answers what is known while nothing can be written, if that is because the disk is full.
+    /// Makes recorded keys readable if the reason of the failure is a full disk.
     ///
-    /// Not after a flush that failed: what the operating system shows then need not be on the disk, and must not be answered
-    /// with.
+    /// After a failed flush it does not: the data that the operating system shows then may not be on the disk, and must not
+    /// be returned to a caller.
     fn try_read_only(&self, error: &OpenError) {
         let OpenError::Io { source, .. } = error else {
             return self.set_failing(&ErrorChain(error).to_string());
@@ -400,7 +430,7 @@ impl Writer {
         job.fail(|| self.inner.state().writable().err().unwrap_or_else(closed_error));
     }
 
-    /// Refuses all that comes, for this long. Says whether to go on.
+    /// Refuses all jobs that arrive during `pause`. Returns `false` if the store is being closed.
     fn refuse_jobs_during(&self, pause: Duration) -> bool {
         let deadline = Instant::now() + pause;
         loop {
@@ -417,14 +447,14 @@ impl std::fmt::Display for BatchFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Storage(error) => ErrorChain(error).fmt(f),
-            Self::Panic => f.write_str("a page makes no sense to the database"),
+            Self::Panic => f.write_str("the database panicked, probably on a damaged page"),
             Self::ReadFailed => f.write_str("a read failed"),
             Self::Moved(error) => error.fmt(f),
         }
     }
 }
 
-/// A command that nobody waits for any more is not carried out: it would only leave a record without an owner.
+/// Returns `false` if the caller has gone away. Applying the command would only leave a record without an owner.
 fn is_awaited(job: &Job) -> bool {
     fn awaited<T>(reply: &Reply<T>) -> bool {
         !reply.is_closed()
@@ -433,12 +463,12 @@ fn is_awaited(job: &Job) -> bool {
         Job::Apply { reply, .. } => awaited(reply),
         Job::Purge { reply, .. } => awaited(reply),
         Job::Check { reply } => awaited(reply),
-        // Once begun, it is done: the operator may have hung up.
+        // Applied even if the operator's connection has ended, because the operator has decided.
         Job::AcceptClock { .. } | Job::Recover => true,
     }
 }
 
-/// Closes the file when the writer ends, however it ends.
+/// Closes the file and refuses the waiting jobs when the writer ends, also by a panic.
 struct CloseOnDrop(Arc<StoreInner>);
 
 impl Drop for CloseOnDrop {

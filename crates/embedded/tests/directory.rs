@@ -185,7 +185,7 @@ fn a_database_of_another_program_is_refused() {
     drop(Database::create(dir.path().join("records.redb")).unwrap());
     let error = open(dir.path()).unwrap_err();
     assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
-    assert!(error.to_string().contains("not one of this program's stores"), "{error}");
+    assert!(error.to_string().contains("not a store of this program"), "{error}");
 }
 
 #[test]
