@@ -6,11 +6,12 @@
 //!
 //! - `fdatasync_per_s`: 4 KiB overwritten in a preallocated file and flushed, one thread.
 //! - `pairs_per_s`: a claim and a completion with a response of 1 KiB, each on disk before it is answered, by 1, 64 and
-//!   256 clients; `bare_pairs_per_s`: the same octets, read and put by a group-commit loop over bare redb with
-//!   two-phase commit. The two are measured in turns, and the medians are printed.
+//!   256 clients.
+//! - `bare_pairs_per_s`: the same bytes, read and written by a group-commit loop over bare redb with two-phase commit.
+//!   The two are measured in turns, and the medians are printed.
 //! - `replays_per_s`: claims of completed records, two threads.
 //!
-//! Absolute figures wander with the machine; only ratios within one line mean something.
+//! Absolute figures depend on the machine. Compare only the ratios within one line.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -101,7 +102,7 @@ fn fdatasync_rate(dir: &Path, span: Duration) -> f64 {
     count as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Runs `pair` over and over in so many tasks.
+/// Runs `pair` again and again in `clients` tasks at a time.
 fn run_clients<F>(runtime: &Runtime, clients: usize, span: Duration, pair: impl Fn(u64) -> F) -> Rate
 where
     F: Future<Output = ()> + Send + 'static,
@@ -110,7 +111,7 @@ where
     let start = Instant::now();
     let pair = &pair;
     let latencies: Vec<f64> = runtime.block_on(async {
-        // Each client is one chain of pairs; the futures are made ahead, one at a time, by the client itself.
+        // Each client is a chain of tasks: when one pair is done, the next one is started.
         let (done, mut results) = tokio::sync::mpsc::unbounded_channel();
         let launch = |n: u64| {
             let (done, work) = (done.clone(), pair(n));
@@ -148,7 +149,7 @@ fn store_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) ->
     })
 }
 
-/// A claim and its completion.
+/// Sends a claim and its completion.
 async fn pair(store: &EmbeddedStore, n: u64) {
     let outcome = store.apply(id(n), claim(n)).await.expect("an answer");
     let Outcome::Execute(grant) = outcome else { panic!("not executed: {outcome:?}") };
@@ -157,7 +158,7 @@ async fn pair(store: &EmbeddedStore, n: u64) {
     store.apply(id(n), Command::Complete(complete)).await.expect("an answer");
 }
 
-/// What the bare loop is asked to put, and who waits for it.
+/// A write for the bare loop, and the channel to the client that waits for it.
 type Put = (RecordId, Arc<[u8]>, oneshot::Sender<()>);
 
 fn bare_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> Rate {
@@ -173,9 +174,9 @@ fn bare_pairs(runtime: &Runtime, dir: &Path, clients: usize, span: Duration) -> 
         let rate = run_clients(runtime, clients, span, |n| {
             let (puts, claimed, completed) = (puts.clone(), claimed.clone(), completed.clone());
             async move {
-                for octets in [claimed, completed] {
+                for bytes in [claimed, completed] {
                     let (done, wait) = oneshot::channel();
-                    puts.send((id(n), octets, done)).expect("the loop runs");
+                    puts.send((id(n), bytes, done)).expect("the loop runs");
                     wait.await.expect("an answer");
                 }
             }
@@ -194,10 +195,10 @@ fn bare_loop(database: &Database, queue: &mpsc::Receiver<Put>) {
         txn.set_two_phase_commit(true);
         {
             let mut table = txn.open_table(TABLE).expect("the table");
-            for (id, octets, _) in &batch {
-                let before = table.get(id.as_bytes()).expect("a read").map(|octets| octets.value().len());
-                assert!(before.is_none_or(|len| len < octets.len()), "claimed, then completed");
-                table.insert(id.as_bytes(), &**octets).expect("a put");
+            for (id, bytes, _) in &batch {
+                let before = table.get(id.as_bytes()).expect("a read").map(|bytes| bytes.value().len());
+                assert!(before.is_none_or(|len| len < bytes.len()), "claimed, then completed");
+                table.insert(id.as_bytes(), &**bytes).expect("a put");
             }
         }
         txn.commit().expect("a commit");
@@ -260,13 +261,13 @@ fn replay_rate(dir: &Path, span: Duration) -> f64 {
 const DAY: Duration = Duration::from_secs(86_400);
 
 fn id(n: u64) -> RecordId {
-    // Spread like the digests that identifiers are.
-    let mut octets = [0; 32];
-    for (at, chunk) in octets.chunks_mut(8).enumerate() {
+    // Spread over all bytes, because real identifiers are digests.
+    let mut bytes = [0; 32];
+    for (at, chunk) in bytes.chunks_mut(8).enumerate() {
         let mixed = (n + 1 + at as u64 * 0x1234_5678).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         chunk.copy_from_slice(&(mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9).to_be_bytes());
     }
-    RecordId::from_bytes(octets)
+    RecordId::from_bytes(bytes)
 }
 
 fn claim(n: u64) -> Command {
@@ -286,7 +287,7 @@ fn response() -> StoredResponse {
         .expect("within the limits")
 }
 
-/// The octets of a claimed and of a completed record.
+/// The encodings of a claimed and of a completed record.
 fn encoded() -> (Arc<[u8]>, Arc<[u8]>) {
     let store = oncegate_core::MemoryStore::new(oncegate_core::SystemClock::new());
     let runtime = Builder::new_current_thread().build().expect("a runtime");

@@ -1,4 +1,4 @@
-//! The embedded store, held to the suite that every store is held to, on a real file.
+//! The conformance suite of all stores, run on the embedded store with a real file.
 
 use std::sync::Arc;
 
@@ -17,14 +17,14 @@ fn the_embedded_store_conforms() {
 }
 
 #[test]
-fn one_of_many_claimants_executes() {
+fn exactly_one_of_many_concurrent_claims_executes() {
     let dir = tempfile::tempdir().unwrap();
     let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
     check_concurrent_claims(&store, 20, 8);
 }
 
 #[test]
-fn an_operator_takes_back_what_an_operator_said() {
+fn an_operator_can_change_an_earlier_resolution() {
     let dir = tempfile::tempdir().unwrap();
     let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
     check_operators(&store);

@@ -1,4 +1,4 @@
-//! The directory and the file: who may open them, how they come to be, and when they are refused.
+//! The directory and the file: permissions, creation, and the cases in which they are refused.
 
 use std::fs;
 use std::path::Path;
@@ -64,7 +64,7 @@ fn write(dir: &Path, change: impl FnOnce(&redb::WriteTransaction)) {
 }
 
 #[test]
-fn is_made_for_its_owner_only_and_opens_again() {
+fn a_new_directory_is_accessible_only_to_its_owner_and_opens_again() {
     let parent = tempfile::tempdir().unwrap();
     let dir = parent.path().join("a/b");
     let store = open(&dir).unwrap();
@@ -83,10 +83,10 @@ fn is_made_for_its_owner_only_and_opens_again() {
     assert!(block_on(store.lookup(RecordId::from_bytes([1; 32]))).unwrap().is_some());
 }
 
-/// A restored backup has no lock. The check of it by root must not make one that only root can open.
+/// A restored backup has no lock file. A check by root must not create one that only root can open.
 #[cfg(unix)]
 #[test]
-fn a_lock_that_is_made_anew_is_for_the_owner_of_the_records() {
+fn a_recreated_lock_belongs_to_the_owner_of_the_records() {
     use std::os::unix::fs::{MetadataExt as _, chown};
     let dir = tempfile::tempdir().unwrap();
     drop(open(dir.path()).unwrap());
@@ -95,7 +95,7 @@ fn a_lock_that_is_made_anew_is_for_the_owner_of_the_records() {
         let metadata = fs::metadata(path).unwrap();
         (metadata.uid(), metadata.gid())
     };
-    // Only root can give files away; for anybody else all of them have one owner anyway.
+    // Only root can give files away. For any other user, all files have the same owner.
     let is_root = owner(&records).0 == 0;
     if is_root {
         chown(&records, Some(65_534), Some(65_534)).unwrap();
@@ -104,7 +104,7 @@ fn a_lock_that_is_made_anew_is_for_the_owner_of_the_records() {
     check(&EmbeddedOptions::new(dir.path())).unwrap();
     assert_eq!(owner(&lock), owner(&records));
 
-    // Nothing that was there is given away, and nothing that a link leads to.
+    // An existing file and the target of a link keep their owner.
     let elsewhere = tempfile::tempdir().unwrap();
     let target = elsewhere.path().join("target");
     fs::remove_file(&lock).unwrap();
@@ -114,7 +114,7 @@ fn a_lock_that_is_made_anew_is_for_the_owner_of_the_records() {
 }
 
 #[test]
-fn is_refused_while_it_is_open_and_free_when_it_is_closed() {
+fn a_directory_is_refused_while_it_is_open_and_free_when_it_is_closed() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path()).unwrap();
     let error = open(dir.path()).unwrap_err();
@@ -122,20 +122,20 @@ fn is_refused_while_it_is_open_and_free_when_it_is_closed() {
     assert!(error.to_string().contains("this process"), "{error}");
     assert!(matches!(check(&EmbeddedOptions::new(dir.path())), Err(OpenError::InUse { .. })));
     store.close();
-    // Closed, but not dropped: the directory is free all the same.
+    // Closing is enough to free the directory, even before the store is dropped.
     drop(open(dir.path()).unwrap());
     drop(store);
 }
 
 #[test]
-fn a_file_that_a_crash_left_half_made_is_made_again() {
+fn a_half_created_file_is_replaced_after_a_crash() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("records.redb.new"), b"half").unwrap();
     drop(open(dir.path()).unwrap());
     assert!(!dir.path().join("records.redb.new").exists());
 }
 
-/// A cleaner of temporary files, a wrong mount, a deployment that moves directories.
+/// For example by a cleaner of temporary files, a wrong mount, or a deployment that moves directories.
 #[test]
 fn a_store_that_is_moved_away_is_refused_until_it_is_back() {
     let parent = tempfile::tempdir().unwrap();
@@ -147,7 +147,7 @@ fn a_store_that_is_moved_away_is_refused_until_it_is_back() {
     assert!(block_on(store.apply(RecordId::from_bytes([2; 32]), claim())).is_err());
     let error = block_on(store.check()).unwrap_err();
     assert!(error.to_string().contains("was moved or removed while it was open"), "{error}");
-    // Somebody makes a new one under the same path: it is not taken for the old one.
+    // A new store under the same path is not confused with the old one.
     let other = open(&dir).unwrap();
     complete(&other, 3, Completion::Tombstone);
     assert!(block_on(store.apply(RecordId::from_bytes([2; 32]), claim())).is_err());
@@ -157,7 +157,7 @@ fn a_store_that_is_moved_away_is_refused_until_it_is_back() {
     fs::rename(&elsewhere, &dir).unwrap();
     let give_up = std::time::Instant::now() + Duration::from_secs(30);
     while block_on(store.check()).is_err() {
-        assert!(std::time::Instant::now() < give_up, "it never came back");
+        assert!(std::time::Instant::now() < give_up, "the store did not recover");
         std::thread::sleep(Duration::from_millis(20));
     }
     let again = block_on(store.apply(RecordId::from_bytes([1; 32]), claim())).unwrap();
@@ -165,7 +165,7 @@ fn a_store_that_is_moved_away_is_refused_until_it_is_back() {
 }
 
 #[test]
-fn a_file_that_is_empty_or_something_else_is_refused_and_left_alone() {
+fn an_empty_or_foreign_file_is_refused_and_left_unchanged() {
     for bytes in [&b""[..], b"records of something else", &[0; 4096]] {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("records.redb");
@@ -189,7 +189,7 @@ fn a_database_of_another_program_is_refused() {
 }
 
 #[test]
-fn a_newer_format_is_refused_and_left_alone() {
+fn a_newer_format_is_refused_and_left_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     drop(open(dir.path()).unwrap());
     write(dir.path(), |txn| drop(txn.open_table(META).unwrap().insert("format", 3).unwrap()));
@@ -237,14 +237,14 @@ fn a_check_counts_the_records_and_names_the_unreadable_ones() {
 }
 
 #[test]
-fn a_check_of_a_damaged_page_says_so() {
+fn a_check_reports_a_damaged_page() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path()).unwrap();
     (0..200).for_each(|n| complete(&store, n, Completion::Tombstone));
     drop(store);
     let file = dir.path().join("records.redb");
     let mut bytes = fs::read(&file).unwrap();
-    // Every page, a little: whichever are in use, some are damaged.
+    // Flips a bit in every page, so that some of the pages in use are damaged.
     bytes.iter_mut().skip(4096 + 2000).step_by(4096).for_each(|byte| *byte ^= 1);
     fs::write(&file, bytes).unwrap();
     match check(&EmbeddedOptions::new(dir.path())) {

@@ -1,4 +1,5 @@
-//! Real processes: one is killed, over and over, and loses nothing that it acknowledged; another one is kept out.
+//! Real processes: a process that is killed again and again loses nothing that it acknowledged, and a second process
+//! cannot open its store.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -19,15 +20,16 @@ use oncegate_testkit::block_on;
 const DIR: &str = "ONCEGATE_TEST_DIR";
 const FIRST: &str = "ONCEGATE_TEST_FIRST";
 
-/// Not a test by itself: what the child processes below run.
+/// The program of the child processes below. Without their environment it does nothing.
 #[test]
 fn child() {
     let Some(dir) = std::env::var_os(DIR).map(PathBuf::from) else { return };
     let next = AtomicU64::new(std::env::var(FIRST).unwrap().parse().unwrap());
     let store = EmbeddedStore::open(EmbeddedOptions::new(dir)).unwrap();
-    // Past the harness, which captures what is printed; one write for each line, so that no line is cut by the kill.
-    let say = |line: String| std::io::stdout().lock().write_all(line.as_bytes()).unwrap();
-    say("\nopen\n".to_owned());
+    // Written directly to stdout, because the test harness captures `print!`. One write for each line, so that a kill cuts
+    // no line.
+    let print = |line: String| std::io::stdout().lock().write_all(line.as_bytes()).unwrap();
+    print("\nopen\n".to_owned());
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
@@ -36,7 +38,7 @@ fn child() {
                     let Outcome::Execute(grant) = block_on(store.apply(id(n), claim(n))).unwrap() else {
                         panic!("record {n} is not new");
                     };
-                    say(format!("claimed {n} {}\n", grant.token));
+                    print(format!("claimed {n} {}\n", grant.token));
                     let complete = Complete {
                         token: grant.token,
                         completion: Completion::Replayable(response(n)),
@@ -44,19 +46,19 @@ fn child() {
                     };
                     let outcome = block_on(store.apply(id(n), Command::Complete(complete))).unwrap();
                     assert_eq!(outcome, Outcome::Completed);
-                    say(format!("completed {n} {}\n", grant.token));
+                    print(format!("completed {n} {}\n", grant.token));
                 }
             });
         }
     });
 }
 
-struct Running {
+struct ChildProcess {
     child: Child,
     lines: BufReader<ChildStdout>,
 }
 
-impl Running {
+impl ChildProcess {
     fn start(dir: &Path, first: u64) -> Self {
         let mut child = Process::new(std::env::current_exe().unwrap())
             .args(["--exact", "child", "--nocapture", "--test-threads", "1"])
@@ -82,38 +84,38 @@ impl Running {
         }
     }
 
-    /// Until it said so many lines, which are returned.
+    /// Reads the given number of lines from the child.
     fn read(&mut self, lines: u64) -> String {
-        let mut said = String::new();
+        let mut output = String::new();
         for _ in 0..lines {
-            assert!(self.lines.read_line(&mut said).unwrap() > 0, "the child ended by itself");
+            assert!(self.lines.read_line(&mut output).unwrap() > 0, "the child ended by itself");
         }
-        said
+        output
     }
 
-    /// SIGKILL. What it said before is returned.
+    /// Kills the child with SIGKILL. Returns the rest of its output.
     fn kill(mut self) -> String {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
-        let mut said = String::new();
-        self.lines.read_to_string(&mut said).unwrap();
-        said
+        let mut output = String::new();
+        self.lines.read_to_string(&mut output).unwrap();
+        output
     }
 }
 
-impl Drop for Running {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What a child acknowledged of a record: its token, and whether it was completed.
+/// Record number → its acknowledged token, and `true` if its completion was acknowledged.
 type Acknowledged = BTreeMap<u64, (u64, bool)>;
 
-fn add(to: &mut Acknowledged, said: &str) {
-    // The last line may be cut.
-    for line in said.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+fn add(to: &mut Acknowledged, output: &str) {
+    // The last line may be incomplete.
+    for line in output.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
         let mut words = line.split_whitespace();
         let completed = match words.next() {
             Some("claimed") => false,
@@ -134,17 +136,17 @@ fn a_killed_process_loses_nothing_that_it_acknowledged() {
     let mut seed = u64::from(std::process::id());
     for round in 0..ROUNDS {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let mut running = Running::start(dir.path(), round * 1_000_000);
+        let mut child = ChildProcess::start(dir.path(), round * 1_000_000);
         if round % 5 == 4 {
-            // At any moment from its start on.
+            // Kills the child at any moment after its start.
             std::thread::sleep(Duration::from_micros(seed >> 32 & 0x3fff));
             killed_while_opening += 1;
         } else {
-            running.wait_until_open();
-            let said = running.read(seed >> 32 & 0xff);
-            add(&mut acknowledged, &said);
+            child.wait_until_open();
+            let output = child.read(seed >> 32 & 0xff);
+            add(&mut acknowledged, &output);
         }
-        add(&mut acknowledged, &running.kill());
+        add(&mut acknowledged, &child.kill());
 
         let store = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap();
         for (n, (token, completed)) in &acknowledged {
@@ -152,7 +154,7 @@ fn a_killed_process_loses_nothing_that_it_acknowledged() {
                 block_on(store.lookup(id(*n))).unwrap().unwrap_or_else(|| panic!("record {n} is lost"));
             assert_eq!(record.token.get(), *token, "record {n}");
             match record.state {
-                // Completed, but killed before it could say so.
+                // The child may have been killed before it could print the completion.
                 State::Completed(Answer::Replayable(found)) => assert_eq!(found, response(*n)),
                 State::InProgress { .. } => assert!(!completed, "the completion of record {n} is lost"),
                 other => panic!("record {n} is {other:?}"),
@@ -160,31 +162,32 @@ fn a_killed_process_loses_nothing_that_it_acknowledged() {
         }
     }
     let completed = acknowledged.values().filter(|(_, completed)| *completed).count();
-    assert!(completed > 500 && killed_while_opening > 0, "{completed} completions: the rounds say something");
+    assert!(completed > 500 && killed_while_opening > 0, "the rounds prove nothing: {completed} completions");
 }
 
 #[test]
-fn a_second_process_is_told_who_has_the_store_and_gets_it_when_that_one_is_killed() {
+fn a_second_process_gets_the_owners_pid_and_opens_the_store_after_the_owner_is_killed() {
     let dir = tempfile::tempdir().unwrap();
-    let mut running = Running::start(dir.path(), 0);
-    running.wait_until_open();
-    let pid = running.child.id();
+    let mut child = ChildProcess::start(dir.path(), 0);
+    child.wait_until_open();
+    let pid = child.child.id();
     let error = EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap_err();
     assert!(matches!(error, OpenError::InUse { pid: Some(found), .. } if found == pid), "{error}");
     assert!(error.to_string().contains(&format!("in use by the process with pid {pid}")), "{error}");
-    running.kill();
+    child.kill();
     drop(EmbeddedStore::open(EmbeddedOptions::new(dir.path())).unwrap());
 }
 
-/// A file system of a few megabytes that is full and gets room again.
+/// A file system of a few megabytes that is full, and then gets free space again.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_full_disk_loses_nothing_and_is_recovered_from_without_a_restart() {
+fn a_full_disk_loses_nothing_and_the_store_recovers_without_a_restart() {
     let Some(disk) = SmallDisk::mount() else {
-        // Past the harness, which would hide it: a test that did not run must not look as if it had passed.
+        // Written directly to stderr, because the test harness would hide it. A test that did not run must not look as if
+        // it had passed.
         let _ = writeln!(
             std::io::stderr(),
-            "\n*** a_full_disk_loses_nothing_and_is_recovered_from_without_a_restart DID NOT RUN: a tmpfs cannot be \
+            "\n*** a_full_disk_loses_nothing_and_the_store_recovers_without_a_restart DID NOT RUN: a tmpfs cannot be \
              mounted here (it takes root)"
         );
         return;
@@ -210,7 +213,10 @@ fn a_full_disk_loses_nothing_and_is_recovered_from_without_a_restart() {
     let deadline = Instant::now() + Duration::from_secs(30);
     while let Err(error) = block_on(store.check()) {
         assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
-        assert!(Instant::now() < deadline, "it has room and is still refused: {error}");
+        assert!(
+            Instant::now() < deadline,
+            "the disk has free space again, but the store still refuses: {error}"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     for n in &acknowledged {

@@ -1,4 +1,4 @@
-//! How commands share a transaction. The disk holds still while they gather.
+//! Group commit: commands that share a transaction. The tests hold the disk while the commands gather.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,7 +22,7 @@ fn poll_once<T>(future: &mut Pin<Box<dyn Future<Output = T> + Send + '_>>) -> Po
 /// Sends commands without waiting for their answers.
 fn send(store: &EmbeddedStore, n: u64, command: Command) -> Answer<'_> {
     let mut answer: Answer<'_> = store.apply(id(n), command);
-    assert!(poll_once(&mut answer).is_pending(), "answered before it can be on disk");
+    assert!(poll_once(&mut answer).is_pending(), "a command is answered before it can be on disk");
     answer
 }
 
@@ -32,7 +32,7 @@ fn new_store() -> (Disk, Arc<ManualClock>, EmbeddedStore) {
     (disk, clock, store)
 }
 
-/// Holds the disk, with one command in front of it.
+/// Holds the disk while one command waits for it.
 fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (DiskHold, Answer<'a>) {
     let held = disk.hold();
     let first = send(store, 1000, claim(1000));
@@ -41,10 +41,10 @@ fn hold_with_one_command<'a>(disk: &Disk, store: &'a EmbeddedStore) -> (DiskHold
 }
 
 #[test]
-fn nothing_is_answered_or_shown_before_it_is_on_disk() {
+fn a_command_is_neither_answered_nor_visible_before_it_is_on_disk() {
     let (disk, _, store) = new_store();
     let (held, mut answer) = hold_with_one_command(&disk, &store);
-    assert!(poll_once(&mut answer).is_pending(), "M17");
+    assert!(poll_once(&mut answer).is_pending(), "answered before it is on disk");
     assert_eq!(block_on(store.lookup(id(1000))).unwrap(), None);
     drop(held);
     token(&block_on(answer).unwrap());
@@ -84,13 +84,13 @@ fn a_batch_that_fails_acknowledges_none_of_its_commands() {
 }
 
 #[test]
-fn a_command_that_comes_while_the_file_is_opened_again_is_refused_at_once() {
+fn a_command_that_arrives_while_the_file_is_reopened_is_refused_at_once() {
     let (disk, _, store) = new_store();
     let granted = token(&block_on(store.apply(id(1), claim(1))).unwrap());
     let (held, first) = hold_with_one_command(&disk, &store);
     let waiting = send(&store, 2, claim(2));
     disk.fail(super::disk::Fault { on: super::disk::Operation::Sync, after: 0, times: 1, errno: 5 });
-    // One flush fails, and the attempt to open the disk again is held.
+    // One flush fails. The attempt to open the file again is held.
     disk.release_one();
     assert!(block_on(first).is_err() && block_on(waiting).is_err());
     disk.wait_until_held();
@@ -109,7 +109,7 @@ fn a_command_that_comes_while_the_file_is_opened_again_is_refused_at_once() {
 }
 
 #[test]
-fn what_changes_nothing_is_answered_without_the_writer() {
+fn reads_and_claims_that_change_nothing_do_not_wait_for_the_writer() {
     let (disk, clock, store) = new_store();
     let granted = token(&block_on(store.apply(id(1), claim(1))).unwrap());
     let (held, first) = hold_with_one_command(&disk, &store);
@@ -148,7 +148,7 @@ fn a_batch_that_changes_nothing_is_not_committed() {
 }
 
 #[test]
-fn a_command_that_nobody_waits_for_is_not_carried_out() {
+fn a_command_whose_caller_has_gone_away_is_not_applied() {
     let (disk, _, store) = new_store();
     let (held, first) = hold_with_one_command(&disk, &store);
     drop(send(&store, 1, claim(1)));
@@ -177,7 +177,7 @@ fn too_many_waiting_commands_are_refused() {
 }
 
 #[test]
-fn closing_carries_out_what_waits_and_refuses_what_comes_later() {
+fn closing_applies_waiting_commands_and_refuses_later_ones() {
     let (disk, clock, store) = new_store();
     let (held, first) = hold_with_one_command(&disk, &store);
     let waiting: Vec<_> = (0..50).map(|n| send(&store, n, claim(1))).collect();
@@ -199,7 +199,7 @@ fn closing_carries_out_what_waits_and_refuses_what_comes_later() {
 }
 
 #[test]
-fn a_purge_goes_on_over_several_transactions_up_to_its_limit() {
+fn a_purge_continues_over_several_transactions_up_to_its_limit() {
     let (disk, clock, store) = new_store();
     let fill = |from: u64, to: u64| {
         let held = disk.hold();
@@ -218,7 +218,7 @@ fn a_purge_goes_on_over_several_transactions_up_to_its_limit() {
     assert!(block_on(store.lookup(id(950))).unwrap().is_some());
 }
 
-/// A record that outlived the time for which it was noted is noted again, and purged in the end.
+/// The expiry entry of a record that lives longer than planned is replaced, and the record is purged in the end.
 #[test]
 fn a_renewed_record_is_purged_after_its_last_expiry() {
     let (_, clock, store) = new_store();

@@ -1,4 +1,4 @@
-//! The clock of the machine is set while the store is open, and between two processes.
+//! Changes of the machine's clock: while the store is open, and between two processes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,17 +22,17 @@ fn is_replayed(store: &EmbeddedStore, n: u64) -> bool {
     block_on(store.apply(id(n), claim(77))).unwrap() == Outcome::Replay(response(n, 10))
 }
 
-fn skewed(store: &EmbeddedStore) -> bool {
+fn reports_skew(store: &EmbeddedStore) -> bool {
     store.advisories().iter().any(|advisory| advisory.name == "clock")
 }
 
-/// A sidecar that is rolled out, and restarted before its first request; or that was idle for an hour.
+/// For example a sidecar that is restarted before its first request, or after an idle hour.
 #[test]
-fn a_store_that_nobody_wrote_to_for_a_while_follows_the_clock_after_a_restart() {
+fn an_idle_store_follows_the_clock_after_a_restart() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
     for round in 0..3 {
         let store = open(&disk, clock.clone()).unwrap();
-        assert!(!skewed(&store), "round {round}");
+        assert!(!reports_skew(&store), "round {round}");
         let now = store.now().since(Timestamp::from_millis(START));
         let passed = Duration::from_millis(round * HOUR + round * 2000);
         assert!(
@@ -48,7 +48,7 @@ fn a_store_that_nobody_wrote_to_for_a_while_follows_the_clock_after_a_restart() 
     }
 }
 
-/// A wrong answer of a time server, for seconds.
+/// For example a time server that gives a wrong time for a few seconds.
 #[test]
 fn a_clock_that_jumps_ahead_and_comes_back_removes_nothing() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
@@ -60,29 +60,29 @@ fn a_clock_that_jumps_ahead_and_comes_back_removes_nothing() {
     assert!(is_replayed(&store, 1));
     assert!(matches!(block_on(store.apply(id(2), claim(3))).unwrap(), Outcome::InProgress { .. }));
     assert_eq!(block_on(store.purge(100)).unwrap(), 0);
-    assert!(skewed(&store));
+    assert!(reports_skew(&store));
     clock.set_millis(START + 4000);
     clock.advance(Duration::from_secs(2));
     assert!(is_replayed(&store, 1));
-    assert!(!skewed(&store));
+    assert!(!reports_skew(&store));
     block_on(store.apply(id(2), complete(running, response(2, 10)))).unwrap();
     clock.advance(DAY + Duration::from_secs(60));
     assert_eq!(block_on(store.purge(100)).unwrap(), 2, "the retention ends when it should");
 }
 
-/// The machine has no clock of its own, and gets the time from the network when the store is open already.
+/// For example a machine without a battery-backed clock, which gets the time from the network after the store was opened.
 #[test]
 fn a_start_with_the_clock_behind_does_not_make_the_store_run_ahead_when_it_is_corrected() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
     complete_one(&store, 1);
     drop(store);
-    // Off for an hour, and started with the time of the year before.
+    // The machine was off for an hour, and starts with a time of the year before.
     let clock = Arc::new(ManualClock::at_millis(START - 8760 * HOUR));
     let store = open(&disk, clock.clone()).unwrap();
     clock.advance(Duration::from_secs(10));
     complete_one(&store, 2);
-    assert!(skewed(&store));
+    assert!(reports_skew(&store));
     clock.set_millis(START + HOUR + 10_000);
     complete_one(&store, 3);
     let now = store.now().since(Timestamp::from_millis(START));
@@ -90,7 +90,7 @@ fn a_start_with_the_clock_behind_does_not_make_the_store_run_ahead_when_it_is_co
         now >= Duration::from_millis(HOUR + 10_000) && now < Duration::from_millis(HOUR + 11_000),
         "{now:?}"
     );
-    assert!(!skewed(&store));
+    assert!(!reports_skew(&store));
     clock.advance(Duration::from_millis(22 * HOUR));
     assert!(is_replayed(&store, 1), "23 hours after its completion");
     clock.advance(Duration::from_millis(HOUR + 1000));
@@ -98,9 +98,10 @@ fn a_start_with_the_clock_behind_does_not_make_the_store_run_ahead_when_it_is_co
     assert!(is_replayed(&store, 2), "23 hours after it");
 }
 
-/// Off for the weekend: what was recorded before the clock was set right is minutes old, whatever the step.
+/// For example a machine that was off for the weekend: records from just before the correction are minutes old, however
+/// large the correction is.
 #[test]
-fn what_was_recorded_before_a_correction_keeps_its_retention_and_its_lease() {
+fn records_from_before_a_clock_correction_keep_their_retention_and_lease() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
     complete_one(&open(&disk, clock).unwrap(), 1);
     let clock = Arc::new(ManualClock::at_millis(START - 10 * HOUR));
@@ -118,7 +119,7 @@ fn what_was_recorded_before_a_correction_keeps_its_retention_and_its_lease() {
 }
 
 #[test]
-fn an_operator_accepts_a_new_time_and_only_what_is_older_than_it_ages() {
+fn accepting_a_new_time_ages_only_the_records_from_before_the_step() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
     complete_one(&store, 1);
@@ -127,25 +128,25 @@ fn an_operator_accepts_a_new_time_and_only_what_is_older_than_it_ages() {
     clock.set_millis(START + 60 * HOUR);
     complete_one(&store, 2);
     drop(store);
-    // Nor does a restart accept it.
+    // A restart does not accept it either.
     clock.advance(Duration::from_secs(1));
     let store = open(&disk, clock.clone()).unwrap();
-    assert!(skewed(&store));
+    assert!(reports_skew(&store));
     complete_one(&store, 3);
     assert!((1..=3).all(|n| is_replayed(&store, n)));
     let by = block_on(store.accept_clock()).unwrap().unwrap();
     assert!(by > Duration::from_millis(59 * HOUR) && by < Duration::from_millis(60 * HOUR), "{by:?}");
-    assert!(!skewed(&store));
+    assert!(!reports_skew(&store));
     assert!(!is_replayed(&store, 1));
     assert!(is_replayed(&store, 2) && is_replayed(&store, 3));
     drop(store);
     let store = open(&disk, clock).unwrap();
-    assert!(is_replayed(&store, 2) && is_replayed(&store, 3) && !skewed(&store));
+    assert!(is_replayed(&store, 2) && is_replayed(&store, 3) && !reports_skew(&store));
 }
 
-/// A claim that waits for the disk together with the operator's word is written by the new time.
+/// A claim that waits for the disk together with the operator's command is written with the new time.
 #[test]
-fn what_is_claimed_while_a_new_time_is_accepted_keeps_its_lease() {
+fn a_claim_made_while_a_new_time_is_accepted_keeps_its_lease() {
     use std::task::{Context, Waker};
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(START)));
     let store = open(&disk, clock.clone()).unwrap();
@@ -156,7 +157,7 @@ fn what_is_claimed_while_a_new_time_is_accepted_keeps_its_lease() {
         scope.spawn(|| block_on(store.apply(id(1), claim(1))).unwrap());
         disk.wait_until_held();
         let (mut accepted, mut claimed) = (store.accept_clock(), store.apply(id(2), claim(2)));
-        // Polled once, each is in the queue, in this order.
+        // One poll each puts both in the queue, in this order.
         assert!(accepted.as_mut().poll(&mut context).is_pending());
         assert!(claimed.as_mut().poll(&mut context).is_pending());
         drop(held);

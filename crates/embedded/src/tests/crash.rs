@@ -1,5 +1,5 @@
-//! I14: the power goes at every flush of a run, and whatever part of the unflushed writes got to the disk, everything
-//! acknowledged is there, whole.
+//! I14: power fails at every flush of a run, with any part of the unflushed writes on the disk. Every acknowledged
+//! command is there, complete.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::tests::disk::DiskMedium;
 
 const STEPS: usize = 40;
 
-/// How often each flush is crashed at, each time with other parts of the writes kept.
+/// The number of crashes at each flush. Each crash keeps other parts of the writes.
 fn seeds() -> u64 {
     std::env::var("ONCEGATE_CRASH_SEEDS").ok().map_or(4, |text| text.parse().expect("a number"))
 }
@@ -28,11 +28,11 @@ fn everything_acknowledged_survives_a_crash_at_every_flush() {
         let mut script = Script::new(1);
         let store = open(&disk, script.clock.clone()).unwrap();
         (0..STEPS).for_each(|_| script.step(&store).unwrap());
-        assert!(script.acknowledged > STEPS, "a run of some length");
+        assert!(script.acknowledged > STEPS, "the run is too short: {}", script.acknowledged);
     }
     let (mut flushes, mut in_doubt, mut kept) = (0, 0, 0);
-    // How many commands stand in one transaction differs from run to run, and so does the number of flushes: until no
-    // run has so many.
+    // The number of commands in a transaction differs between runs, and so does the number of flushes. So the loop ends
+    // when no run has that many flushes.
     loop {
         let at_sync = flushes + 1;
         let mut crashed = 0;
@@ -41,13 +41,13 @@ fn everything_acknowledged_survives_a_crash_at_every_flush() {
             disk.crash_at(Crash { at_sync, seed: at_sync * 1000 + seed });
             let mut script = Script::new(1);
             if let Ok(store) = open(&disk, script.clock.clone()) {
-                // Until the crash, and beyond it: nothing is acknowledged any more.
+                // Runs into the crash and stops there, because nothing is acknowledged after it.
                 let _ = (0..STEPS).try_for_each(|_| script.step(&store));
             }
             let Some(disk) = disk.after_crash() else { continue };
             crashed += 1;
             in_doubt += script.in_doubt.len();
-            reopened_holds(&disk, &mut script, &format!("flush {at_sync}, seed {seed}"));
+            check_after_reopening(&disk, &mut script, &format!("flush {at_sync}, seed {seed}"));
             kept += script.expected.len();
         }
         if crashed == 0 {
@@ -55,11 +55,11 @@ fn everything_acknowledged_survives_a_crash_at_every_flush() {
         }
         flushes = at_sync;
     }
-    assert!(flushes > STEPS as u64, "a run of some flushes: {flushes}");
-    assert!(in_doubt > 0 && kept > 0, "{in_doubt} in doubt, {kept} kept: the runs say something");
+    assert!(flushes > STEPS as u64, "too few flushes: {flushes}");
+    assert!(in_doubt > 0 && kept > 0, "the runs prove nothing: {in_doubt} in doubt, {kept} kept");
 }
 
-fn reopened_holds(disk: &Disk, script: &mut Script, at: &str) {
+fn check_after_reopening(disk: &Disk, script: &mut Script, at: &str) {
     {
         let store = open(disk, script.clock.clone()).unwrap_or_else(|error| panic!("at {at}: {error}"));
         script.ahead = store.now().since(script.clock.now());
@@ -68,11 +68,11 @@ fn reopened_holds(disk: &Disk, script: &mut Script, at: &str) {
     }
     let mut opened = database::open_unverified(&DiskMedium(disk.clone()), 1 << 20).unwrap();
     database::verify("disk".as_ref(), &mut opened.database).unwrap();
-    every_record_is_noted(&opened.database);
+    check_every_record_has_an_expiry_entry(&opened.database);
 }
 
-/// A record that is not in the expiry index would never be purged.
-fn every_record_is_noted(database: &redb::Database) {
+/// Checks the expiry index: a record without an entry would never be purged.
+fn check_every_record_has_an_expiry_entry(database: &redb::Database) {
     let txn = database.begin_read().unwrap();
     let noted: std::collections::BTreeSet<[u8; 32]> =
         txn.open_table(EXPIRY).unwrap().iter().unwrap().map(|entry| *entry.unwrap().1.value()).collect();
@@ -89,12 +89,12 @@ fn a_process_that_is_killed_loses_nothing_acknowledged() {
     (0..STEPS).for_each(|_| script.step(&store).unwrap());
     let killed = disk.after_kill();
     drop(store);
-    reopened_holds(&killed, &mut script, "kill");
+    check_after_reopening(&killed, &mut script, "kill");
 }
 
-/// M17 in one line: what is acknowledged is on the disk, not only shown.
+/// An acknowledged command is on the disk, and not only in the cache of the operating system.
 #[test]
-fn what_is_acknowledged_needs_no_later_flush() {
+fn an_acknowledged_command_needs_no_later_flush() {
     let disk = Disk::with_new_store();
     let mut script = Script::new(3);
     let store = open(&disk, script.clock.clone()).unwrap();
@@ -119,7 +119,7 @@ fn tokens_grow_over_a_restart_with_a_clock_that_is_behind() {
     let store = open(&disk, at(100 * hour)).unwrap();
     let first = super::token(&block_on(store.apply(id(1), super::claim(1))).unwrap());
     drop(store);
-    // Purged meanwhile, so that nothing of the record is left to go on from.
+    // The record is purged in between, so its token cannot come from the old record.
     let clock = at(100 * hour);
     clock.advance(2 * super::DAY);
     let store = open(&disk, clock).unwrap();

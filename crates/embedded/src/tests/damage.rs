@@ -1,5 +1,5 @@
-//! Octets of the file change under the store. What it cannot read is an error, and no record whose completion was
-//! acknowledged is ever executed again as long as the damage can be noticed.
+//! Bytes of the file change under the store. Unreadable data is an error. No record whose completion was acknowledged is
+//! executed again, as long as the damage can be detected.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ fn clock() -> Arc<ManualClock> {
     Arc::new(ManualClock::at_millis(1_700_000_000_000))
 }
 
-/// Completed records, and the disk they are on: stopped cleanly, and killed.
+/// Two disks with completed records: one stopped cleanly, one killed.
 fn completed_records() -> (Disk, Disk) {
     let disk = Disk::with_new_store();
     let store = open(&disk, clock()).unwrap();
@@ -73,14 +73,14 @@ fn options() -> EmbeddedOptions {
     EmbeddedOptions::new("not a directory")
 }
 
-/// A disk with one octet changed.
+/// Copies a disk and flips one bit.
 fn flipped(disk: &Disk, at: usize, bit: usize) -> Disk {
     let mut bytes = disk.lock().live.clone();
     bytes[at] ^= 1 << bit;
     Disk::of(bytes)
 }
 
-/// Offsets all over the file: the header octet by octet, one or two of each half page of what is in use.
+/// Offsets all over the file: every byte of the header, and about one in each half of a used page.
 fn offsets(disk: &Disk) -> Vec<usize> {
     let bytes = &disk.lock().live;
     let mut random = Random(11);
@@ -97,13 +97,16 @@ fn a_flipped_bit_anywhere_never_leads_to_an_execution() {
             found.open_and_claim_all(&flipped(&disk, at, at % 8), options());
         }
         assert_eq!(found.executions, 0, "{name}: {found:?}");
-        assert!(found.refused_to_open > 50 && found.opened > 50, "{name}: damage, and free space: {found:?}");
+        assert!(
+            found.refused_to_open > 50 && found.opened > 50,
+            "{name}: offsets in used and in free pages: {found:?}"
+        );
     }
 }
 
-/// What the documentation says of files that are too large to be verified whenever they are opened.
+/// The documented behaviour of a file that is too large to be verified each time it is opened.
 #[test]
-fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() {
+fn a_flipped_bit_in_a_record_is_an_error_even_if_the_file_was_not_verified() {
     let (stopped, _) = completed_records();
     let places: Vec<usize> = {
         let bytes = stopped.lock().live.clone();
@@ -116,7 +119,7 @@ fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() 
         let store =
             open_with(&flipped(&stopped, at, 3), options().with_verify_bytes(0).with_clock(clock())).unwrap();
         match block_on(store.apply(id(7), claim(1 << 64))) {
-            // An older copy of the page, no longer in use.
+            // The bit was in an older copy of the page, which is no longer in use.
             Ok(Outcome::Replay(found)) => assert_eq!(found, response(7, 700)),
             Ok(other) => panic!("{other:?}"),
             Err(error) => {
@@ -124,7 +127,7 @@ fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() 
                 errors += 1;
                 let page = block_on(store.list(Default::default())).unwrap();
                 assert!(page.unreadable.contains(&id(7)) || page.next.is_some());
-                // The others go on; but what is not found may be there.
+                // Other records are answered, but a record that is not found may be hidden.
                 let outcome = block_on(store.apply(id(8), claim(1 << 64))).unwrap();
                 assert_eq!(outcome, Outcome::Replay(response(8, 700)));
                 let refused = block_on(store.apply(id(RECORDS), claim(1))).unwrap_err();
@@ -137,7 +140,7 @@ fn a_flipped_bit_in_a_record_is_an_error_even_where_the_file_was_not_verified() 
 }
 
 /// Without verification, and in a file that changes while it is open, a damaged page above the records may hide some of
-/// them. It must not do worse: no panic, no wrong answer, no end of the writer.
+/// them. That is the worst case: no panic, no wrong answer, and the writer keeps running.
 #[test]
 fn a_flipped_bit_in_a_running_store_gives_right_answers_or_errors_and_at_worst_hides_a_record() {
     let (stopped, _) = completed_records();
@@ -146,7 +149,7 @@ fn a_flipped_bit_in_a_running_store_gives_right_answers_or_errors_and_at_worst_h
     for at in offsets(&stopped) {
         unverified.open_and_claim_all(&flipped(&stopped, at, at % 8), options().with_verify_bytes(0));
         let disk = stopped.after_kill();
-        // Without a cache each read goes to the disk.
+        // Without a cache, each read goes to the disk.
         let store = open_with(&disk, options().with_cache_bytes(0).with_clock(clock())).unwrap();
         disk.lock().live[at] ^= 1 << (at % 8);
         live.claim_all(&store);
@@ -158,7 +161,7 @@ fn a_flipped_bit_in_a_running_store_gives_right_answers_or_errors_and_at_worst_h
 }
 
 #[test]
-fn a_file_that_was_cut_is_refused() {
+fn a_truncated_file_is_refused() {
     let (stopped, killed) = completed_records();
     for disk in [stopped, killed] {
         let bytes = disk.lock().live.clone();
@@ -171,19 +174,19 @@ fn a_file_that_was_cut_is_refused() {
 }
 
 #[test]
-fn a_file_that_is_something_else_is_refused() {
+fn a_file_that_is_not_a_store_is_refused_and_left_unchanged() {
     for bytes in [b"#!/bin/sh\n".repeat(1000), vec![0; 1 << 16], vec![0xff; 1 << 16]] {
         let disk = Disk::of(bytes.clone());
         let error = open(&disk, clock()).unwrap_err();
         assert!(matches!(error, OpenError::Damaged { .. }), "{error}");
         assert!(error.to_string().contains("oncegate check"), "{error}");
-        assert_eq!(disk.lock().live, bytes, "nothing was changed");
+        assert_eq!(disk.lock().live, bytes, "the file was changed");
     }
 }
 
-/// A record that its checksum refuses, among others in one transaction.
+/// A record with a wrong checksum, in one transaction with readable ones.
 #[test]
-fn an_unreadable_record_fails_its_own_command_only_and_is_never_purged() {
+fn an_unreadable_record_fails_only_its_own_command_and_is_never_purged() {
     let (disk, clock) = (Disk::with_new_store(), clock());
     let store = open(&disk, clock.clone()).unwrap();
     for n in 0..3 {

@@ -1,4 +1,4 @@
-//! A disk that knows what is on it and what is only shown.
+//! A simulated disk that separates flushed bytes from written ones, and can crash, fail and be held.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use redb::StorageBackend;
 use super::Random;
 use crate::database::{self, Backend, Medium};
 
-/// A disk that every handle and every clone shares.
+/// A simulated disk. All its handles and clones share one state.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Disk {
     state: Arc<Mutex<DiskState>>,
@@ -19,20 +19,20 @@ pub(super) struct Disk {
 
 #[derive(Debug, Default)]
 pub(super) struct DiskState {
-    /// What is shown to whoever reads: everything that was written.
+    /// The bytes that a reader sees: everything that was written.
     pub(super) live: Vec<u8>,
-    /// What is on the disk for certain: everything up to the last flush.
+    /// The bytes that are on the disk for certain: everything up to the last flush.
     durable: Vec<u8>,
-    /// What was written since then.
+    /// The changes since the last flush.
     pending: Vec<Change>,
-    /// How many flushes there were.
+    /// The number of flushes so far.
     pub(super) syncs: u64,
-    /// The power goes at this flush.
+    /// The flush at which power fails.
     crash: Option<Crash>,
-    /// What was left on the disk then.
+    /// The bytes that the power failure left on the disk.
     crashed: Option<Vec<u8>>,
     fault: Option<Fault>,
-    /// Flushes wait.
+    /// Flushes wait until this is `false`.
     held: bool,
     passes: usize,
     waiting: usize,
@@ -50,13 +50,13 @@ pub(super) struct Crash {
     pub(super) seed: u64,
 }
 
-/// Operations that fail.
+/// A fault: some operations of one kind fail.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
     pub(super) on: Operation,
-    /// So many of them still work.
+    /// The number of operations that still work.
     pub(super) after: u64,
-    /// So many fail then.
+    /// The number of operations that fail after that.
     pub(super) times: u64,
     /// The error of the operating system.
     pub(super) errno: i32,
@@ -93,12 +93,12 @@ impl Disk {
         Backend::new(Box::new(self.clone()))
     }
 
-    /// A copy of what is on the disk for certain: what a crash leaves if nothing more gets there.
+    /// Copies the flushed bytes: the disk after a power failure that loses all other writes.
     pub(super) fn after_power_loss(&self) -> Self {
         Self::of(self.lock().durable.clone())
     }
 
-    /// A copy of what is shown: what the end of a process leaves, without a crash of the machine.
+    /// Copies all written bytes: the disk after the process is killed, while the machine keeps running.
     pub(super) fn after_kill(&self) -> Self {
         Self::of(self.lock().live.clone())
     }
@@ -107,7 +107,7 @@ impl Disk {
         self.lock().crash = Some(crash);
     }
 
-    /// The disk after the crash, if it came to it.
+    /// Returns the disk after the crash, if the run reached it.
     pub(super) fn after_crash(&self) -> Option<Self> {
         self.lock().crashed.clone().map(Self::of)
     }
@@ -116,24 +116,24 @@ impl Disk {
         self.lock().fault = Some(fault);
     }
 
-    /// Ends the fault, and says whether it came to it.
+    /// Ends the fault. Returns `true` if the run reached a counted fault.
     pub(super) fn heal(&self) -> bool {
         self.lock().fault.take().is_some_and(|fault| fault.after == 0 && fault.times < u64::MAX)
     }
 
-    /// Lets the next flush wait, and what comes after it, until the answer is dropped.
+    /// Makes all flushes from the next one on wait until the returned value is dropped.
     pub(super) fn hold(&self) -> DiskHold {
         self.lock().held = true;
         DiskHold(self.clone())
     }
 
-    /// Lets the one that waits go on; the next one waits again.
+    /// Lets the waiting flush continue. The next one waits again.
     pub(super) fn release_one(&self) {
         self.lock().passes += 1;
         self.changed.notify_all();
     }
 
-    /// Until a flush waits, or an attempt to open the disk again.
+    /// Waits until a flush, or an attempt to open the file again, is held.
     pub(super) fn wait_until_held(&self) {
         let (_state, timeout) = self
             .changed
@@ -153,7 +153,7 @@ impl Disk {
     }
 }
 
-/// A disk that is held still.
+/// Holds the disk until it is dropped.
 #[must_use]
 pub(super) struct DiskHold(Disk);
 
@@ -192,7 +192,7 @@ impl DiskState {
         }
         let checked = self.check(Operation::Sync);
         for change in self.pending.drain(..) {
-            // A flush that failed is not made up for: what was to be written is shown, and is on no disk.
+            // After a failed flush the pending changes are lost: readers see them, but they never reach the disk.
             if checked.is_ok() {
                 apply(&mut self.durable, &change);
             }
@@ -205,7 +205,7 @@ fn apply(to: &mut Vec<u8>, change: &Change) {
     match change {
         Change::Len(len) => to.resize(*len, 0),
         Change::Write { offset, data } => {
-            // Beyond the end there is nothing to write to: the new length did not get to the disk.
+            // A write beyond the end has no effect: the new length did not reach the disk.
             let end = (offset + data.len()).min(to.len());
             if let Some(len) = end.checked_sub(*offset) {
                 to[*offset..end].copy_from_slice(&data[..len]);
@@ -214,11 +214,11 @@ fn apply(to: &mut Vec<u8>, change: &Change) {
     }
 }
 
-/// What a crash leaves: what was flushed, and of what was not any part, in any order, by sectors.
+/// The disk after a crash: all flushed bytes, and a random part of the unflushed sectors, in any order.
 fn image_after_crash(durable: &[u8], pending: &[Change], seed: u64) -> Vec<u8> {
     let mut random = Random(seed);
     let mut image = durable.to_vec();
-    // All, nothing, or parts of it.
+    // Keep all pending changes, none, or a part of them.
     let (keep_all, keep_none) = match random.below(8) {
         0 => (true, false),
         1 => (false, true),
@@ -227,7 +227,7 @@ fn image_after_crash(durable: &[u8], pending: &[Change], seed: u64) -> Vec<u8> {
     let sector = if random.one_in(2) { 512 } else { 4096 };
     let mut order: Vec<&Change> = pending.iter().collect();
     if random.one_in(2) {
-        // Lengths stay first: a write beyond the end waits for them.
+        // Changes of the length stay first, because a write beyond the end needs them.
         for i in (1..order.len()).rev() {
             order.swap(i, random.below(i + 1));
         }
@@ -297,7 +297,7 @@ impl Medium for DiskMedium {
 
     fn probe(&self) -> io::Result<()> {
         let state = self.0.wait_while_held();
-        // One that lasts; a fault that is counted is for the file.
+        // Only a permanent fault fails the probe. A counted fault applies to the file.
         match state.fault {
             Some(Fault { on: Operation::Write, after: 0, times: u64::MAX, errno }) => {
                 Err(io::Error::from_raw_os_error(errno))

@@ -1,5 +1,5 @@
-//! The disk fails at every operation of a run, for once or for a while: nothing acknowledged is lost, nobody hears
-//! anything but that the store is unavailable, and it goes on by itself when the fault ends.
+//! The disk fails at every operation of a run, once or for a while. No acknowledged command is lost, callers get no error
+//! other than `Unavailable`, and the store recovers on its own when the fault ends.
 
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,7 @@ fn run_with(fault: Fault) -> bool {
             script.check(&store);
         }
     }
-    // Whether the script alone makes the file grow depends on which commands met in one transaction.
+    // The script may not make the file grow: that depends on how its commands share transactions.
     let mut more = Vec::new();
     if fault.on == Operation::SetLen {
         while !failed {
@@ -51,7 +51,7 @@ fn run_with(fault: Fault) -> bool {
     let struck = disk.heal();
     wait_until_usable(&store);
     script.check(&store);
-    // And all of it is on the disk, not only shown: the power goes now.
+    // A power failure now proves that all of it is on the disk.
     let lost = disk.after_power_loss();
     drop(store);
     let store = open(&lost, script.clock.clone()).unwrap();
@@ -67,7 +67,7 @@ fn run_with(fault: Fault) -> bool {
 
 const LARGE: usize = 100_000;
 
-/// One more record, and a large one.
+/// Completes one more record, with a large response.
 fn complete_one(store: &EmbeddedStore, n: u64) -> Result<(), StoreError> {
     let granted = token(&block_on(store.apply(id(n), claim(u128::from(n))))?);
     let outcome = block_on(store.apply(id(n), complete(granted, response(n, LARGE))))?;
@@ -95,7 +95,7 @@ fn a_file_that_cannot_grow_loses_nothing_acknowledged() {
 }
 
 #[test]
-fn a_fault_that_lasts_through_several_attempts_to_open_again_ends_all_the_same() {
+fn the_store_recovers_from_a_fault_that_outlasts_several_attempts_to_reopen() {
     for on in [Operation::Write, Operation::Sync] {
         assert!(run_with(fault(on, 20, 4, EIO)));
     }
@@ -105,7 +105,7 @@ fn a_fault_that_lasts_through_several_attempts_to_open_again_ends_all_the_same()
 fn a_failed_read_is_unavailable_and_not_an_absent_record() {
     let disk = Disk::with_new_store();
     let mut script = Script::new(6);
-    // Without a cache each read goes to the disk.
+    // Without a cache, each read goes to the disk.
     let options = crate::EmbeddedOptions::new("not a directory").with_clock(script.clock.clone());
     let store = super::open_with(&disk, options.with_cache_bytes(0)).unwrap();
     (0..STEPS).for_each(|_| script.step(&store).unwrap());
@@ -123,9 +123,9 @@ fn a_failed_read_is_unavailable_and_not_an_absent_record() {
     }
 }
 
-/// What is known is answered while nothing can be written, from the first moment or from the start of the program on.
+/// Recorded keys are answered while nothing can be written: if the disk fills up, and if the program starts on a full disk.
 #[test]
-fn a_full_disk_leaves_what_is_recorded_to_be_answered() {
+fn recorded_keys_are_answered_while_the_disk_is_full() {
     for restarted in [false, true] {
         let disk = Disk::with_new_store();
         let script = Script::new(7);
@@ -141,7 +141,7 @@ fn a_full_disk_leaves_what_is_recorded_to_be_answered() {
         assert!(block_on(store.apply(id(2), claim(2))).is_err());
         let deadline = Instant::now() + Duration::from_secs(20);
         while block_on(store.lookup(id(1))).is_err() {
-            assert!(Instant::now() < deadline, "what was recorded is not answered");
+            assert!(Instant::now() < deadline, "a recorded key is not answered");
             std::thread::yield_now();
         }
         for _ in 0..3 {
@@ -149,7 +149,7 @@ fn a_full_disk_leaves_what_is_recorded_to_be_answered() {
             assert_eq!(replayed, Outcome::Replay(response(1, LARGE)));
             let refused = block_on(store.apply(id(2), claim(2))).unwrap_err();
             assert_eq!((refused.kind(), refused.extent()), (StoreErrorKind::Unavailable, Extent::Writes));
-            assert!(refused.is_unsent(), "nothing was changed: {refused}");
+            assert!(refused.is_unsent(), "the command may have been applied: {refused}");
             assert_eq!(block_on(store.check()).unwrap_err().extent(), Extent::Writes);
             assert_eq!(block_on(store.list(Default::default())).unwrap().records.len(), 1);
         }
@@ -167,9 +167,9 @@ fn a_full_disk_leaves_what_is_recorded_to_be_answered() {
     }
 }
 
-/// What a failed flush leaves to be shown need not be on the disk, so nothing is answered with it.
+/// After a failed flush, the data that readers see may not be on the disk, so no caller gets it.
 #[test]
-fn after_a_failed_flush_nothing_is_answered_until_the_file_is_proved() {
+fn after_a_failed_flush_nothing_is_answered_until_the_file_is_writable() {
     let disk = Disk::with_new_store();
     let store = open(&disk, Script::new(7).clock).unwrap();
     complete_one(&store, 1).unwrap();
@@ -182,7 +182,7 @@ fn after_a_failed_flush_nothing_is_answered_until_the_file_is_proved() {
 }
 
 #[test]
-fn while_the_disk_fails_everything_is_refused_at_once_and_then_it_goes_on() {
+fn every_call_is_refused_at_once_while_the_disk_fails_and_works_afterwards() {
     let disk = Disk::with_new_store();
     let script = Script::new(7);
     let store = open(&disk, script.clock.clone()).unwrap();
@@ -202,7 +202,7 @@ fn while_the_disk_fails_everything_is_refused_at_once_and_then_it_goes_on() {
             assert_eq!(refused.unwrap_err().kind(), StoreErrorKind::Unavailable);
         }
     }
-    assert!(start.elapsed() < Duration::from_secs(2), "at once");
+    assert!(start.elapsed() < Duration::from_secs(2), "not refused at once");
     disk.heal();
     wait_until_usable(&store);
     assert!(block_on(store.lookup(id(1))).unwrap().is_some());

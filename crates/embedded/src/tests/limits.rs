@@ -1,4 +1,4 @@
-//! What may be recorded, and for how long: limits, and keys that were freed.
+//! The limits of records and bytes, and the retention of released keys.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,19 +12,19 @@ use super::disk::Disk;
 use super::{DAY, claim, complete, id, open, open_with, response, token};
 use crate::EmbeddedOptions;
 
-fn is_refused_for_want_of_room(error: &StoreError) -> bool {
+fn is_capacity_error(error: &StoreError) -> bool {
     error.kind() == StoreErrorKind::Unavailable && error.extent() == Extent::Writes && error.is_unsent()
 }
 
 #[test]
-fn one_record_more_than_it_may_hold_is_refused_and_the_others_are_answered() {
+fn a_record_beyond_the_limit_is_refused_and_the_others_are_answered() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(1_000_000)));
     let options = EmbeddedOptions::new("not a directory").with_clock(clock.clone()).with_max_records(2);
     let store = open_with(&disk, options).unwrap();
     let granted = token(&block_on(store.apply(id(1), claim(1))).unwrap());
     block_on(store.apply(id(2), claim(2))).unwrap();
     let refused = block_on(store.apply(id(3), claim(3))).unwrap_err();
-    assert!(is_refused_for_want_of_room(&refused), "{refused:?}");
+    assert!(is_capacity_error(&refused), "{refused:?}");
     assert_eq!(store.advisories()[0].name, "full");
     block_on(store.apply(id(1), complete(granted, response(1, 10)))).unwrap();
     assert_eq!(block_on(store.apply(id(1), claim(9))).unwrap(), Outcome::Replay(response(1, 10)));
@@ -48,7 +48,7 @@ fn the_bytes_of_all_records_are_bounded_also_after_a_restart_and_a_crash() {
     for disk in [disk, killed] {
         let store = open_with(&disk, options()).unwrap();
         let refused = block_on(store.apply(id(3), claim(3))).unwrap_err();
-        assert!(is_refused_for_want_of_room(&refused), "{refused:?}");
+        assert!(is_capacity_error(&refused), "{refused:?}");
     }
     clock.advance(2 * DAY);
     let store = open_with(&Disk::with_new_store(), options()).unwrap();
@@ -59,9 +59,9 @@ fn release(token: oncegate_core::FencingToken) -> Command {
     Command::Release(Release { token, retention: Duration::from_secs(120) })
 }
 
-/// Requests that are refused cost what they say, and not the retention that they were claimed with.
+/// A released key keeps the short retention of its release, not the long one of its claim.
 #[test]
-fn a_freed_key_is_gone_after_minutes_and_not_after_its_retention() {
+fn a_released_key_is_purged_after_minutes_and_not_after_its_retention() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(1_000_000)));
     let store = open(&disk, clock.clone()).unwrap();
     for n in 0..50 {
@@ -75,11 +75,15 @@ fn a_freed_key_is_gone_after_minutes_and_not_after_its_retention() {
     use redb::{ReadableDatabase as _, ReadableTableMetadata as _};
     let txn = database.begin_read().unwrap();
     assert_eq!(txn.open_table(crate::schema::RECORDS).unwrap().len().unwrap(), 0);
-    assert_eq!(txn.open_table(crate::schema::EXPIRY).unwrap().len().unwrap(), 0, "nor a note of it");
+    assert_eq!(
+        txn.open_table(crate::schema::EXPIRY).unwrap().len().unwrap(),
+        0,
+        "the expiry index still has an entry"
+    );
 }
 
 #[test]
-fn finished_steps_of_a_freed_key_stay_for_its_retention() {
+fn finished_steps_of_a_released_key_stay_for_its_retention() {
     let (disk, clock) = (Disk::with_new_store(), Arc::new(ManualClock::at_millis(1_000_000)));
     let store = open(&disk, clock.clone()).unwrap();
     let token = token(&block_on(store.apply(id(1), claim(1))).unwrap());

@@ -1,4 +1,4 @@
-//! Tests on a disk of their own making, which can crash, tear, fail and hold still.
+//! Tests on a simulated disk, which can crash, lose parts of writes, fail and be held.
 
 mod batches;
 mod clock;
@@ -32,7 +32,7 @@ fn the_store_conforms_on_a_disk_in_memory() {
 }
 
 #[test]
-fn one_of_many_claimants_executes() {
+fn exactly_one_of_many_concurrent_claims_executes() {
     let store = open(&Disk::with_new_store(), Arc::new(ManualClock::at_millis(1))).unwrap();
     check_concurrent_claims(&store, 20, 8);
 }
@@ -69,7 +69,7 @@ fn complete(token: FencingToken, response: StoredResponse) -> Command {
     Command::Complete(Complete { token, completion: Completion::Replayable(response), retention: DAY })
 }
 
-/// A response whose body says which it is, octet by octet.
+/// A response whose body repeats its number.
 fn response(n: u64, len: usize) -> StoredResponse {
     let body: Vec<u8> = n.to_be_bytes().into_iter().cycle().take(len).collect();
     StoredResponse::new(201, &[("content-type", &b"application/json"[..])], &[Bytes::from(body)], &[])
@@ -83,7 +83,7 @@ fn token(outcome: &Outcome) -> FencingToken {
     }
 }
 
-/// A small generator: the same seed, the same run.
+/// A small random generator. The same seed gives the same run.
 struct Random(u64);
 
 impl Random {

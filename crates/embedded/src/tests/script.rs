@@ -1,4 +1,4 @@
-//! A run that the crash and the fault tests repeat, and what must be there after each of its steps.
+//! A run of commands for the crash and fault tests, and the records that are expected after each step.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,17 +13,17 @@ use oncegate_testkit::{ManualClock, block_on};
 use super::{DAY, Random, claim, complete, id, response};
 use crate::EmbeddedStore;
 
-/// Commands on a few records, and the records as they must be after those that were acknowledged.
+/// Random commands on a few records, and the records that are expected after the acknowledged ones.
 pub(super) struct Script {
     random: Random,
     pub(super) clock: Arc<ManualClock>,
     pub(super) expected: BTreeMap<RecordId, Record>,
-    /// What the commands that were not acknowledged would have made of their records.
+    /// The records as the commands without an acknowledgement would have left them.
     pub(super) in_doubt: BTreeMap<RecordId, Option<Record>>,
     pub(super) greatest_token: BTreeMap<RecordId, FencingToken>,
     pub(super) acknowledged: usize,
     attempts: u128,
-    /// How far the store's clock is ahead of `clock`.
+    /// The duration by which the store's clock is ahead of `clock`.
     pub(super) ahead: Duration,
 }
 
@@ -43,7 +43,7 @@ impl Script {
         }
     }
 
-    /// Some commands at once, each on a record of its own. Stops at the first that is not acknowledged.
+    /// Sends a few commands at once, each for a different record. Fails if one of them is not acknowledged.
     pub(super) fn step(&mut self, store: &EmbeddedStore) -> Result<(), StoreError> {
         self.clock.advance(Duration::from_millis(7));
         if self.random.one_in(10) {
@@ -69,7 +69,7 @@ impl Script {
         let now = self.clock.now().after(self.ahead);
         let decisions: Vec<_> =
             commands.iter().map(|(id, command)| (*id, decide(self.expected.get(id), command, now))).collect();
-        // Started together, so that they may stand in one transaction.
+        // Sent at the same time, so that they may share a transaction.
         let answers: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = commands
                 .into_iter()
@@ -112,7 +112,7 @@ impl Script {
             self.expected.iter().filter(|(_, record)| record.is_expired(now)).map(|(id, _)| *id).collect()
         };
         let purged = block_on(store.purge(1000));
-        // Absent from here on either way: only a purge could tell the difference.
+        // The records count as absent from here on, even if the purge failed: only a purge could see the difference.
         expired.iter().for_each(|id| drop(self.expected.remove(id)));
         purged.map(|_| ())
     }
@@ -140,7 +140,9 @@ impl Script {
         (id, command)
     }
 
-    /// Every acknowledged effect is there whole, and of the others all or nothing. What is in doubt is settled by that.
+    /// Checks that every acknowledged command is there completely, and every other one completely or not at all.
+    ///
+    /// Afterwards the records in doubt have the state that was found.
     pub(super) fn check(&mut self, store: &EmbeddedStore) {
         let now = self.clock.now().after(self.ahead);
         for n in 0..RECORDS as u64 {
@@ -158,7 +160,7 @@ impl Script {
         }
     }
 
-    /// Claims go on, with greater tokens than any before.
+    /// Claims every record again, and checks that each token is greater than all earlier ones.
     pub(super) fn claim_all_again(&mut self, store: &EmbeddedStore) {
         self.clock.advance(3 * DAY);
         for n in 0..RECORDS as u64 {
