@@ -193,7 +193,7 @@ fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
     let strange = |what: &str| sqlx::Error::Decode(what.into());
     let unsigned = |column: &str| row.try_get::<i64, _>(column).map(i64::unsigned_abs);
     let id: Vec<u8> = row.try_get("id")?;
-    let id: [u8; 32] = id.try_into().map_err(|_| strange("an identifier without 32 octets"))?;
+    let id: [u8; 32] = id.try_into().map_err(|_| strange("an identifier that does not have 32 bytes"))?;
     let consumer: &str = row.try_get("consumer")?;
     let reason: &str = row.try_get("reason")?;
     let attempts: i32 = row.try_get("attempts")?;
@@ -202,7 +202,7 @@ fn kept(row: &PgRow) -> Result<StoredDeadLetter, sqlx::Error> {
         written_at: Timestamp::from_millis(unsigned("at")?),
         dead_letter: DeadLetter::new(
             RecordId::from_bytes(id),
-            ConsumerName::new(consumer).map_err(|_| strange("no name of a consumer"))?,
+            ConsumerName::new(consumer).map_err(|_| strange("an invalid consumer name"))?,
             Arc::new(message(row)?),
             // Programs in other languages may use other words.
             DeadReason::from_word(reason).unwrap_or(DeadReason::Rejected),

@@ -378,7 +378,7 @@ impl fmt::Debug for StreamEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("StreamEvent")
             .field("sequence", &self.sequence)
-            .field("octets", &self.event.len())
+            .field("bytes", &self.event.len())
             .finish()
     }
 }

@@ -21,16 +21,17 @@ use crate::outcome::{DeadReason, ProcessOutcome, Settlement};
 use crate::processor::Processor;
 use crate::source::{Delivery, Source, SourceError};
 
-/// Takes messages from a source, has them processed, and acknowledges what is durable.
+/// Takes messages from a source, passes them to a processor, and acknowledges what is durable.
 ///
 /// - **Order**: under [`Order::PerKey`] messages with one [`order_key`](Message::order_key) are processed one after the
-///   other. One that fails is tried again in place, and holds up its key and no other. Messages without a key have no order.
-/// - **Bounds**: so many messages and octets are held at the most, and so many batches run at once. Where the bound is reached,
-///   nothing more is asked for.
-/// - **Time**: what is held is extended at the broker every third of its redelivery time.
-/// - **Something is wrong**: after so many dead letters in a row, and no message that was processed, it ends with
+///   other. A message that fails is tried again in place, and blocks only its own key. Messages without a key have no
+///   order.
+/// - **Limits**: the number and the bytes of held messages, and the number of concurrent batches, are limited. At a
+///   limit the consumer requests nothing more.
+/// - **Time**: the consumer extends held messages at the broker every third of the redelivery time.
+/// - **Systematic failure**: after a number of dead letters in a row without a processed message, it ends with
 ///   [`ConsumerError::OnlyDeadLetters`], and leaves the rest with the broker.
-/// - **Stopping**: nothing more is asked for, what runs is ended and acknowledged, what was not begun is given back.
+/// - **Shutdown**: it requests nothing more, finishes and acknowledges what runs, and gives the rest back.
 #[must_use = "it consumes when it is run"]
 pub struct Consumer<S, P> {
     source: S,
@@ -44,7 +45,7 @@ struct Settings {
     max_bytes: usize,
     order: Order,
     backoff: (Duration, Duration),
-    patience: Duration,
+    shutdown_timeout: Duration,
     max_dead_in_a_row: Option<u32>,
     observer: Arc<dyn Observer>,
 }
@@ -59,32 +60,34 @@ impl<S, P> fmt::Debug for Consumer<S, P> {
     }
 }
 
-/// Which messages are processed in the order in which they came.
+/// The order in which messages are processed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Order {
-    /// Those with one order key. A message that fails is tried again in place.
+    /// Messages with one order key stay in order. A message that fails is tried again in place.
     PerKey,
-    /// None. A message that fails is given back to a broker that takes it.
+    /// No order. A message that fails is given back, if the broker supports it.
     None,
 }
 
-/// Why a consumer ended by itself.
+/// The reason why a consumer ended by itself.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ConsumerError {
-    /// Settings that don't fit together. Nothing was consumed.
+    /// The settings do not fit together. Nothing was consumed.
     Config(ConfigError),
-    /// The source will not give anything any more. What ran was ended first.
+    /// The source cannot be used any more. Running messages were finished first.
     Source(SourceError),
-    /// So many messages in a row became dead letters, and none was processed in between: a table is missing, the identity is
-    /// named wrongly, the producer changed. What is left stays with the broker. What ran was ended first.
+    /// Too many messages in a row became dead letters, and none was processed in between.
+    ///
+    /// Typical causes are a missing table, a wrong identity, or a changed producer. The rest stays with the broker.
+    /// Running messages were finished first.
     OnlyDeadLetters {
-        /// How many there were.
+        /// The number of dead letters in a row.
         in_a_row: u32,
-        /// Why the last one is a dead letter.
+        /// The reason of the last dead letter.
         reason: DeadReason,
-        /// What an attempt failed of last, if one did.
+        /// The last error of an attempt, if there was one.
         failure: Option<String>,
     },
 }
@@ -120,22 +123,26 @@ impl std::error::Error for ConsumerError {
     }
 }
 
-/// How long the source may take to close: long enough to tell a broker what was acknowledged.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(10);
+/// The timeout for closing the source: long enough to send the last acknowledgements.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long it takes to cut off what does not block its thread.
-const CUT_PATIENCE: Duration = Duration::from_secs(1);
+/// The time that the cancellation of tasks takes, unless one of them blocks its thread.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Dead letters in a row after which a consumer ends, unless told otherwise. A producer that sends some broken messages does
-/// not come to it; a consumer that can process nothing comes to it soon.
+/// The default number of dead letters in a row after which a consumer ends.
+///
+/// A producer that sends some broken messages does not reach it. A consumer that cannot process anything reaches it
+/// soon.
 const MAX_DEAD_IN_A_ROW: u32 = 100;
 
-/// Extensions that are under way at once.
+/// The maximum number of concurrent extensions.
 const MAX_EXTENDING: usize = 32;
 
 impl<S: Source, P: Processor> Consumer<S, P> {
-    /// Eight batches at a time, at most 1000 messages and 64 MiB held, order per key, pauses of 100 ms to 30 s after failures,
-    /// 100 dead letters in a row, and 30 s to end what runs.
+    /// Creates a consumer.
+    ///
+    /// Defaults: eight concurrent batches, at most 1000 messages and 64 MiB held, order per key, pauses of 100 ms to 30
+    /// s after failures, an end after 100 dead letters in a row, and 30 s for a shutdown.
     pub fn new(source: S, processor: P) -> Self {
         let settings = Settings {
             concurrency: 8,
@@ -143,48 +150,49 @@ impl<S: Source, P: Processor> Consumer<S, P> {
             max_bytes: 64 << 20,
             order: Order::PerKey,
             backoff: (Duration::from_millis(100), Duration::from_secs(30)),
-            patience: Duration::from_secs(30),
+            shutdown_timeout: Duration::from_secs(30),
             max_dead_in_a_row: Some(MAX_DEAD_IN_A_ROW),
             observer: Arc::new(()),
         };
         Self { source, processor, settings }
     }
 
-    /// How many batches are processed at a time, from 1 to 1024.
+    /// Sets the number of concurrent batches, from 1 to 1024.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_concurrency(mut self, batches: usize) -> Result<Self, ConfigError> {
         self.settings.concurrency = ConfigError::check("the number of batches at a time", batches, 1..=1024)?;
         Ok(self)
     }
 
-    /// How many messages are held at the most, from 1 to 100 000: waiting, being processed, and to be tried again.
+    /// Sets how many messages are held, from 1 to 100 000: waiting, being processed, or to be tried again.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_max_held(mut self, messages: usize) -> Result<Self, ConfigError> {
         self.settings.max_held = ConfigError::check("the number of messages held", messages, 1..=100_000)?;
         Ok(self)
     }
 
-    /// How many octets of messages are held at the most; one message is, whatever its size.
-    pub fn with_max_bytes(mut self, octets: usize) -> Self {
-        self.settings.max_bytes = octets;
+    /// Sets how many bytes of messages are held. One message is always allowed, whatever its size.
+    pub fn with_max_bytes(mut self, bytes: usize) -> Self {
+        self.settings.max_bytes = bytes;
         self
     }
 
-    /// Which messages stay in order.
+    /// Sets the order in which messages are processed.
     pub fn with_order(mut self, order: Order) -> Self {
         self.settings.order = order;
         self
     }
 
-    /// The pause after the first failure of a message, and the longest one; each is twice the one before, less a random part
-    /// of up to half of it. Between 1 ms and an hour.
+    /// Sets the pause after the first failure of a message, and the longest pause; from 1 ms to an hour.
+    ///
+    /// Each pause is twice the one before, less a random part of up to half of it.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is out of these bounds.
     pub fn with_backoff(mut self, first: Duration, longest: Duration) -> Result<Self, ConfigError> {
         let hour = Duration::from_secs(60 * 60);
         let first = ConfigError::check("the first pause", first, Duration::from_millis(1)..=hour)?;
@@ -192,38 +200,45 @@ impl<S: Source, P: Processor> Consumer<S, P> {
         Ok(self)
     }
 
-    /// How long what runs may take when the consumer is stopped. What has not ended by then is cut off, and comes again. A
-    /// handler that blocks its thread cannot be cut off: [`run`](Self::run) returns without it, and tokio's runtime waits for it
-    /// when it is dropped. Blocking work belongs into `spawn_blocking`.
-    pub fn with_shutdown_timeout(mut self, patience: Duration) -> Self {
-        self.settings.patience = patience;
+    /// Sets how long running messages may take at a shutdown. Those that have not ended by then are cancelled, and come
+    /// again.
+    ///
+    /// A handler that blocks its thread cannot be cancelled: [`run`](Self::run) returns without it, and tokio's runtime
+    /// waits for it when it is dropped. Use `spawn_blocking` for blocking work.
+    pub fn with_shutdown_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.shutdown_timeout = timeout;
         self
     }
 
-    /// After how many dead letters in a row, with no message processed in between, the consumer ends with
-    /// [`ConsumerError::OnlyDeadLetters`]; `None` for never. Duplicates and letters that were known before do not count. What
-    /// runs at the same time may add some. A program that starts the consumer again at once turns as many more into dead
-    /// letters: it should wait, and alert.
+    /// Sets how many dead letters in a row, without a processed message in between, end the consumer; `None` for no
+    /// limit.
+    ///
+    /// The end is [`ConsumerError::OnlyDeadLetters`]. Duplicates and known dead letters do not count. Concurrent
+    /// messages may add some. A program that restarts the consumer at once turns as many messages into dead letters
+    /// again. So it should wait before a restart, and alert.
     ///
     /// # Errors
-    /// If it is zero.
+    /// [`ConfigError`] if it is zero.
     pub fn with_max_dead_in_a_row(mut self, messages: Option<u32>) -> Result<Self, ConfigError> {
         if messages == Some(0) {
-            return Err(ConfigError::new("max_dead_in_a_row: at least 1, or None for never"));
+            return Err(ConfigError::new(
+                "max_dead_in_a_row is 0; it must be at least 1, or None for no limit",
+            ));
         }
         self.settings.max_dead_in_a_row = messages;
         Ok(self)
     }
 
-    /// Who hears of everything that happens.
+    /// Sets the observer of all events.
     pub fn with_observer(mut self, observer: impl Observer) -> Self {
         self.settings.observer = Arc::new(observer);
         self
     }
 
-    /// Consumes until `stop` is ready, and then comes to rest.
+    /// Consumes until `stop` is ready, and then shuts down.
     ///
-    /// Dropping this future is as if the process died: what runs is cut off, and what was not acknowledged comes again.
+    /// Dropping this future is like a crash: running messages are cancelled, and messages without an acknowledgement
+    /// come again.
     ///
     /// # Errors
     /// [`ConsumerError`].
@@ -237,16 +252,16 @@ impl<S: Source, P: Processor> Consumer<S, P> {
             settings,
             lanes: HashMap::new(),
             ready: VecDeque::new(),
-            parked: DelayQueue::new(),
+            delayed: DelayQueue::new(),
             batches: HashMap::new(),
             running: JoinSet::new(),
             settling: JoinSet::new(),
             extending: None,
             held: 0,
-            octets: 0,
+            bytes: 0,
             number: 0,
             away: Pause::default(),
-            source_away: Pause::default(),
+            source_pause: Pause::default(),
             dead_in_a_row: DeadInARow::default(),
             extend_every: info.redelivery().map(|time| (time / 3).max(Duration::from_millis(10))),
         };
@@ -254,28 +269,28 @@ impl<S: Source, P: Processor> Consumer<S, P> {
     }
 }
 
-/// What is processed one after the other.
+/// The key of messages that are processed one after the other.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum LaneKey {
     /// Messages of a topic with an order key.
     Ordered(String, Bytes),
-    /// A message by itself.
+    /// A message without order.
     Single(u64),
 }
 
-/// Messages of one key.
+/// The messages of one key.
 struct Lane<D> {
     waiting: VecDeque<Held<D>>,
-    /// In `ready`, in `batches` or in `parked`: in one of them, as long as there is anything in it.
+    /// `true` if the lane is in `ready`, in `batches` or in `delayed`. A lane with messages is in exactly one of them.
     is_placed: bool,
 }
 
 /// A message that is neither acknowledged nor given back.
 struct Held<D> {
     delivery: Arc<D>,
-    /// When the broker last gave time for it.
+    /// The time at which the broker last granted time for it.
     since: Instant,
-    /// How often it came to nothing since it was delivered.
+    /// The number of failures since it was delivered.
     failures: u32,
 }
 
@@ -285,13 +300,13 @@ impl<D: Delivery> Held<D> {
     }
 }
 
-/// What is being processed, and what it was taken from.
+/// A running batch, and the lanes of its messages.
 struct Batch<D> {
     lanes: Vec<(LaneKey, Vec<Held<D>>)>,
     began: Instant,
 }
 
-/// Dead letters since a message was processed.
+/// The dead letters since the last processed message.
 #[derive(Default)]
 struct DeadInARow {
     count: u32,
@@ -312,16 +327,16 @@ impl DeadInARow {
         }
     }
 
-    /// The end of the consumer, if there are as many.
+    /// Returns the end of the consumer if the limit is reached.
     fn is_enough(&self, max: Option<u32>) -> Option<ConsumerError> {
         let reason = self.reason.filter(|_| max.is_some_and(|max| self.count >= max))?;
-        // Other reasons have nothing to do with what handlers say.
+        // With other reasons, the last error of a handler is not the cause.
         let failure = self.failure.clone().filter(|_| reason == DeadReason::AttemptsExhausted);
         Some(ConsumerError::OnlyDeadLetters { in_a_row: self.count, reason, failure })
     }
 }
 
-/// How long to leave something alone that is out of reach.
+/// A pause with exponential backoff, for a store or broker that is out of reach.
 #[derive(Default)]
 struct Pause {
     until: Option<Instant>,
@@ -350,10 +365,10 @@ impl Pause {
     }
 }
 
-/// Between half of it and all of it.
+/// Returns a random duration between half of the pause and the whole.
 fn jittered(pause: Duration) -> Duration {
     let mut bits = [0; 4];
-    // Without random numbers all of it is as good.
+    // Without random numbers the whole pause is used.
     let part =
         getrandom::fill(&mut bits).map_or(1.0, |()| f64::from(u32::from_ne_bytes(bits)) / 4_294_967_296.0);
     pause.mul_f64(0.5 + part / 2.0)
@@ -365,18 +380,18 @@ struct Run<S: Source, P> {
     settings: Settings,
     lanes: HashMap<LaneKey, Lane<S::Delivery>>,
     ready: VecDeque<LaneKey>,
-    parked: DelayQueue<LaneKey>,
+    delayed: DelayQueue<LaneKey>,
     batches: HashMap<Id, Batch<S::Delivery>>,
     running: JoinSet<Vec<ProcessOutcome>>,
-    /// Tells how many octets it frees.
+    /// Each task returns the bytes that it frees.
     settling: JoinSet<usize>,
     extending: Option<AbortHandle>,
     held: usize,
-    octets: usize,
+    bytes: usize,
     number: u64,
-    /// What processes messages is out of reach.
+    /// The processor is out of reach.
     away: Pause,
-    source_away: Pause,
+    source_pause: Pause,
     dead_in_a_row: DeadInARow,
     extend_every: Option<Duration>,
 }
@@ -395,15 +410,15 @@ impl<S: Source, P: Processor> Run<S, P> {
             tokio::select! {
                 biased;
                 () = &mut stop => break Ok(()),
-                Some(done) = self.running.join_next_with_id() => self.done(done),
-                Some(settled) = self.settling.join_next() => self.freed(settled.ok()),
-                Some(lane) = poll_fn(|cx| self.parked.poll_expired(cx)), if !self.parked.is_empty() => {
+                Some(done) = self.running.join_next_with_id() => self.finish(done),
+                Some(settled) = self.settling.join_next() => self.release(settled.ok()),
+                Some(lane) = poll_fn(|cx| self.delayed.poll_expired(cx)), if !self.delayed.is_empty() => {
                     self.ready.push_back(lane.into_inner());
                 }
                 _ = extend.tick(), if self.extend_every.is_some() => self.extend(),
                 () = self.away.over(), if self.away.is_on() => {}
-                () = self.source_away.over(), if self.source_away.is_on() => {}
-                delivery = self.source.next(), if has_room && !self.source_away.is_on() => {
+                () = self.source_pause.over(), if self.source_pause.is_on() => {}
+                delivery = self.source.next(), if has_room && !self.source_pause.is_on() => {
                     if let Err(error) = self.took(delivery).await {
                         break Err(ConsumerError::Source(error));
                     }
@@ -413,27 +428,27 @@ impl<S: Source, P: Processor> Run<S, P> {
         if let Err(error @ ConsumerError::OnlyDeadLetters { .. }) = &ended {
             error!(consumer = self.processor.consumer().as_str(), error = %ErrorChain(&error), "the consumer stops");
         }
-        self.rest(extend).await;
-        match timeout(CLOSE_PATIENCE, self.source.close()).await {
+        self.shut_down(extend).await;
+        match timeout(CLOSE_TIMEOUT, self.source.close()).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
-                warn!(error = %ErrorChain(&error), "the source of messages was not closed; some may come again")
+                warn!(error = %ErrorChain(&error), "the source was not closed; some messages may be delivered again")
             }
-            Err(_) => warn!("the source of messages was not closed in time; some may come again"),
+            Err(_) => warn!("the source was not closed in time; some messages may be delivered again"),
         }
         ended
     }
 
     fn has_room(&self) -> bool {
-        self.held < self.settings.max_held && (self.held == 0 || self.octets < self.settings.max_bytes)
+        self.held < self.settings.max_held && (self.held == 0 || self.bytes < self.settings.max_bytes)
     }
 
-    /// Takes what came, and what else is there already, so that batches are as full as they can be.
+    /// Accepts a delivery, and all others that are ready, so that batches are as full as possible.
     async fn took(&mut self, mut delivery: Result<S::Delivery, SourceError>) -> Result<(), SourceError> {
         loop {
             match delivery {
                 Ok(delivery) => {
-                    self.source_away.times = 0;
+                    self.source_pause.times = 0;
                     self.accept(delivery);
                 }
                 Err(error) => {
@@ -441,8 +456,8 @@ impl<S: Source, P: Processor> Run<S, P> {
                     if error.is_fatal() {
                         return Err(error);
                     }
-                    warn!(error = %ErrorChain(&error), "no messages come; it is tried again");
-                    self.source_away.again();
+                    warn!(error = %ErrorChain(&error), "the source returned an error; trying again");
+                    self.source_pause.again();
                     return Ok(());
                 }
             }
@@ -461,7 +476,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         let delivery = Arc::new(delivery);
         let message = delivery.message();
         self.held += 1;
-        self.octets += weight(message);
+        self.bytes += weight(message);
         let key = match (&self.settings.order, &message.order_key) {
             (Order::PerKey, Some(key)) => LaneKey::Ordered(message.topic.clone(), key.clone()),
             _ => {
@@ -480,7 +495,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
     }
 
-    /// Begins as many batches as may run.
+    /// Starts batches up to the limit.
     fn dispatch(&mut self) {
         let max_batch = self.processor.max_batch().max(1);
         while self.running.len() < self.settings.concurrency && !self.away.is_on() {
@@ -513,7 +528,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
     }
 
-    /// The first messages of a lane, without those that are somebody else's by now.
+    /// Takes the first messages of a lane, without those that the broker delivers to another consumer by now.
     fn take(&mut self, key: &LaneKey, most: usize) -> Vec<Held<S::Delivery>> {
         let mut taken = Vec::new();
         let mut lost = Vec::new();
@@ -530,7 +545,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         taken
     }
 
-    /// Puts a lane where it belongs: nowhere if it is empty.
+    /// Puts a lane into the ready queue or into the delay queue, or removes it if it is empty.
     fn place(&mut self, key: LaneKey, after: Option<Duration>) {
         let Some(lane) = self.lanes.get_mut(&key) else { return };
         if lane.waiting.is_empty() {
@@ -539,7 +554,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
         match after {
             Some(after) => {
-                self.parked.insert(key, after);
+                self.delayed.insert(key, after);
             }
             None => self.ready.push_back(key),
         }
@@ -547,12 +562,12 @@ impl<S: Source, P: Processor> Run<S, P> {
 
     fn forget(&mut self, held: &Held<S::Delivery>, kind: EventKind) {
         self.held -= 1;
-        self.octets -= weight(held.message());
+        self.bytes -= weight(held.message());
         self.emit(&held.message().topic, kind, Duration::ZERO);
     }
 
-    /// A batch has ended.
-    fn done(&mut self, done: Result<(Id, Vec<ProcessOutcome>), tokio::task::JoinError>) {
+    /// Settles the messages of a finished batch.
+    fn finish(&mut self, done: Result<(Id, Vec<ProcessOutcome>), tokio::task::JoinError>) {
         let (id, handled) = match done {
             Ok((id, handled)) => (id, Some(handled)),
             Err(error) => (error.id(), None),
@@ -561,26 +576,27 @@ impl<S: Source, P: Processor> Run<S, P> {
         let took = batch.began.elapsed();
         let panicked = handled.is_none();
         if panicked {
-            warn!("what processes messages panicked; they are tried again");
+            warn!("the processor panicked; its messages are tried again");
             self.emit("", EventKind::Panicked, took);
         }
         let mut handled = handled.into_iter().flatten();
         let mut is_away = false;
         for (key, taken) in batch.lanes {
-            // What is tried again in place, and after how long.
+            // The messages to try again in place, and the pause before it.
             let mut kept: Vec<Held<S::Delivery>> = Vec::new();
             let mut after = None;
             for mut held in taken {
                 let settlement = match handled.next() {
                     Some(handled) => {
-                        // What was given back comes again as one that has not failed; its attempts are counted elsewhere, too.
+                        // A message that was given back comes with a new failure count. The store counts its attempts,
+                        // too.
                         let before = match &handled {
                             ProcessOutcome::Failed { attempts, .. } => attempts.saturating_sub(1),
                             _ => 0,
                         };
                         let backoff = self.backoff(held.failures.max(before));
                         self.emit(&held.message().topic, EventKind::of(&handled), took);
-                        self.tell(held.message(), &handled);
+                        self.log(held.message(), &handled);
                         self.dead_in_a_row.note(&handled);
                         match &handled {
                             ProcessOutcome::Unavailable(_) => is_away = true,
@@ -608,7 +624,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                         self.settle(held, Some(wait));
                     }
                     (Settlement::RedeliverAfter(wait), _) => {
-                        // Those behind it wait as long as the first one.
+                        // Later messages of the lane wait as long as the first one.
                         after.get_or_insert(wait);
                         kept.push(held);
                     }
@@ -621,7 +637,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                     }
                     self.place(key, after.filter(|after| !after.is_zero()));
                 }
-                // The consumer comes to rest.
+                // The consumer is shutting down.
                 None => kept.into_iter().for_each(|held| self.leave(held)),
             }
         }
@@ -632,16 +648,17 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
     }
 
-    /// Tells the log. What a handler says of its failures is its own affair; nothing else here comes from a message.
-    fn tell(&self, message: &Message, handled: &ProcessOutcome) {
+    /// Writes an outcome to the log. The text of a failure is the handler's own; nothing else here comes from a
+    /// message.
+    fn log(&self, message: &Message, handled: &ProcessOutcome) {
         let (consumer, topic) = (self.processor.consumer().as_str(), message.topic.as_str());
         match handled {
             ProcessOutcome::Failed { attempts, failure } => {
                 let failure = ErrorChain(failure.error());
-                warn!(consumer, topic, attempts, %failure, "a message was not processed; it is tried again");
+                warn!(consumer, topic, attempts, %failure, "a message failed; it is tried again");
             }
             ProcessOutcome::Dead { reason, is_known: false } => {
-                warn!(consumer, topic, %reason, "a message is a dead letter now");
+                warn!(consumer, topic, %reason, "a message became a dead letter");
             }
             ProcessOutcome::Unavailable(error) => {
                 warn!(consumer, topic, error = %ErrorChain(&error), "a message cannot be processed now; it is tried again");
@@ -657,7 +674,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         jittered(first.saturating_mul(2_u32.saturating_pow(failures.min(20))).min(longest))
     }
 
-    /// Acknowledges a delivery, or gives it back after so long.
+    /// Acknowledges a delivery, or gives it back with a delay.
     fn settle(&mut self, held: Held<S::Delivery>, give_back: Option<Duration>) {
         if held.delivery.is_lost() {
             return self.forget(&held, EventKind::Lost);
@@ -673,7 +690,7 @@ impl<S: Source, P: Processor> Run<S, P> {
             let kind = match told {
                 Ok(Ok(())) => kind,
                 Ok(Err(error)) => {
-                    debug!(error = %ErrorChain(&error), "the broker was not told of a message; it comes again");
+                    debug!(error = %ErrorChain(&error), "the broker did not confirm a settlement; the message is delivered again");
                     EventKind::SettlementFailed
                 }
                 Err(Panicked) => EventKind::SettlementFailed,
@@ -684,13 +701,13 @@ impl<S: Source, P: Processor> Run<S, P> {
         });
     }
 
-    /// A message was settled. `None` where that was cut off.
-    fn freed(&mut self, octets: Option<usize>) {
+    /// Releases the budget of a settled message. `None` means that the task was cancelled.
+    fn release(&mut self, bytes: Option<usize>) {
         self.held = self.held.saturating_sub(1);
-        self.octets = self.octets.saturating_sub(octets.unwrap_or_default());
+        self.bytes = self.bytes.saturating_sub(bytes.unwrap_or_default());
     }
 
-    /// Asks the broker for more time for what is held.
+    /// Asks the broker for more time for held messages.
     fn extend(&mut self) {
         let Some(every) = self.extend_every else { return };
         if self.extending.as_ref().is_some_and(|task| !task.is_finished()) {
@@ -701,7 +718,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         let running = self.batches.values_mut().flat_map(|batch| &mut batch.lanes).flat_map(|(_, held)| held);
         let mut due: Vec<Arc<S::Delivery>> = Vec::new();
         for held in waiting.chain(running) {
-            // The next look may come a little late.
+            // The factor 2 allows for a late timer tick.
             if now.duration_since(held.since) * 2 >= every && !held.delivery.is_lost() {
                 held.since = now;
                 due.push(held.delivery.clone());
@@ -733,40 +750,41 @@ impl<S: Source, P: Processor> Run<S, P> {
         self.extending = Some(task.abort_handle());
     }
 
-    /// Ends what runs, gives back what was not begun.
-    async fn rest(&mut self, mut extend: tokio::time::Interval) {
-        let until = Instant::now() + self.settings.patience;
+    /// Finishes running batches, and gives back messages that were not started.
+    async fn shut_down(&mut self, mut extend: tokio::time::Interval) {
+        let until = Instant::now() + self.settings.shutdown_timeout;
         let lanes = std::mem::take(&mut self.lanes);
-        // What is in the middle of a batch comes back to a lane that is not there any more, and goes with it.
+        // The messages of running batches return to lanes that no longer exist. They are settled or given back
+        // directly.
         self.ready.clear();
-        self.parked.clear();
+        self.delayed.clear();
         for held in lanes.into_values().flat_map(|lane| lane.waiting) {
             self.leave(held);
         }
         while !self.running.is_empty() {
             tokio::select! {
                 biased;
-                Some(done) = self.running.join_next_with_id() => self.done(done),
-                Some(settled) = self.settling.join_next() => self.freed(settled.ok()),
+                Some(done) = self.running.join_next_with_id() => self.finish(done),
+                Some(settled) = self.settling.join_next() => self.release(settled.ok()),
                 _ = extend.tick(), if self.extend_every.is_some() => self.extend(),
                 () = sleep_until(until) => {
                     let batches = self.running.len();
-                    warn!(batches, "what runs did not end in time; it is cut off, and comes again");
+                    warn!(batches, "batches did not end within the shutdown timeout; they are cancelled, and their messages are delivered again");
                     self.running.abort_all();
                     self.batches.clear();
                     break;
                 }
             }
         }
-        let until = Instant::now() + CUT_PATIENCE;
+        let until = Instant::now() + CANCEL_TIMEOUT;
         while let Ok(Some(_)) = timeout_at(until, self.running.join_next()).await {}
         if !self.running.is_empty() {
-            warn!("a handler blocks its thread and cannot be cut off; it is left to itself");
+            warn!("a handler blocks its thread and cannot be cancelled; use spawn_blocking");
             self.running.detach_all();
         }
-        let until = Instant::now() + CLOSE_PATIENCE;
+        let until = Instant::now() + CLOSE_TIMEOUT;
         while let Ok(Some(settled)) = timeout_at(until, self.settling.join_next()).await {
-            self.freed(settled.ok());
+            self.release(settled.ok());
         }
         self.settling.shutdown().await;
         if let Some(extending) = self.extending.take() {
@@ -774,7 +792,7 @@ impl<S: Source, P: Processor> Run<S, P> {
         }
     }
 
-    /// Has a message come again that was not processed, and forgets it.
+    /// Gives back a message that was not processed, and forgets it.
     fn leave(&mut self, held: Held<S::Delivery>) {
         if S::Delivery::GIVES_BACK {
             self.settle(held, Some(Duration::ZERO));
@@ -789,7 +807,7 @@ impl<S: Source, P: Processor> Run<S, P> {
     }
 }
 
-/// What a message takes, roughly.
+/// The approximate size of a message.
 fn weight(message: &Message) -> usize {
     let headers: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
     256 + message.payload.len() + headers

@@ -115,8 +115,8 @@ impl Identity {
     pub fn check(&self, source: &SourceInfo) -> Result<(), ConfigError> {
         match &self.kind {
             Kind::Broker if !source.has_broker_ids() => Err(ConfigError::new(
-                "Identity::broker: the messages of this source have no identifier of their broker; take what the producer \
-                 gives, such as Identity::header or Identity::message_id",
+                "Identity::broker: the messages of this source have no identifier of the broker; use one of the producer, \
+                 such as Identity::header or Identity::message_id",
             )),
             Kind::Header(name) if !source.is_header_name(name) => Err(ConfigError::new(format!(
                 "Identity::header: no message of this source can have a header named {name:?}"
@@ -191,7 +191,7 @@ impl Kind {
                 // A message on which the function panics must become a dead letter. If the panic escaped, the message
                 // would be retried forever.
                 let id = catch_unwind(AssertUnwindSafe(|| id(message)));
-                let id = id.map_err(|_| IdentityError(format!("what is to make its {self} panicked")))?;
+                let id = id.map_err(|_| IdentityError(format!("the function for its {self} panicked")))?;
                 Ok((kind(&["own"]), id.ok_or_else(missing)?.into()))
             }
         }
@@ -274,7 +274,7 @@ impl MessageId {
         };
         parts.push(topic.to_owned());
         // The identifier is not empty, and 64 bytes are within the limit.
-        let key = key.unwrap_or_else(|_| unreachable!("an identity has between 1 and 255 octets"));
+        let key = key.unwrap_or_else(|_| unreachable!("an identity has between 1 and 255 bytes"));
         Self { parts, key }
     }
 
@@ -314,7 +314,7 @@ impl MessageId {
 
 impl fmt::Debug for MessageId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MessageId({} octets)", self.key.as_bytes().len())
+        write!(f, "MessageId({} bytes)", self.key.as_bytes().len())
     }
 }
 
@@ -358,7 +358,11 @@ pub struct ConsumerNameError;
 
 impl fmt::Display for ConsumerNameError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a consumer's name has 1 to {} characters of ASCII, and no spaces", ConsumerName::MAX_BYTES)
+        write!(
+            f,
+            "a consumer name must have 1 to {} characters of printable ASCII, without spaces",
+            ConsumerName::MAX_BYTES
+        )
     }
 }
 

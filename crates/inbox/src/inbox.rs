@@ -1,4 +1,4 @@
-//! Claim, process, settle, on any store.
+//! The inbox on any store: claim, process, settle.
 
 use std::fmt;
 use std::future::Future;
@@ -21,19 +21,18 @@ use crate::outcome::{DeadReason, HandlerError, ProcessOutcome};
 use crate::processor::Processor;
 use crate::source::{PublishError, SourceInfo};
 
-/// Processes each message once, for effects that are not in a transaction with the inbox: calls of other services, files,
-/// mails. Records are on any store. Cheap to clone.
+/// Processes each message once, for effects outside of a shared transaction: calls of services, files, mails.
 ///
-/// For each message: claim its record; run the handler; write down that it is processed; only then say that the broker may
-/// forget it. What happens when that is cut in two:
+/// Its records are on any store. Clones are cheap. The steps for each message: claim its record; run the handler;
+/// record that it is processed; only then report that the broker may forget it. After a crash in the middle:
 ///
-/// - **The consumer died in the middle**, or lost its store: when its lease is over the message is somebody else's. Under
-///   [`OnAbandoned::Reexecute`] its handler runs again, and its effect takes place once if it is made under the
-///   [downstream key](Attempt::downstream_key), or in [steps](Attempt::step). Under [`OnAbandoned::Park`] the handler does not
-///   run again, and the message is a dead letter whose outcome is unknown.
-/// - **The acknowledgement is lost**: the message comes again, and is a duplicate.
+/// - **The consumer crashed while the handler ran**, or lost its store: when its lease ends, another consumer gets the
+///   message. Under [`OnAbandoned::Reexecute`] the handler runs again. The effect takes place once if it is made under
+///   the [downstream key](Attempt::downstream_key), or in [steps](Attempt::step). Under [`OnAbandoned::Park`] the
+///   handler does not run again, and the message becomes a dead letter with an unknown outcome.
+/// - **The acknowledgement is lost**: the message is delivered again, and is a duplicate.
 ///
-/// Nothing of this knows what the effect is; where it is rows in PostgreSQL, a transactional inbox is simpler and stronger.
+/// If the effect is rows in a database that also holds the receipts, a transactional inbox is simpler and stronger.
 #[derive(Clone)]
 pub struct Inbox {
     inner: Arc<Inner>,
@@ -51,10 +50,10 @@ struct Inner {
     dead: Arc<dyn DeadLetterSink>,
 }
 
-/// How long a claim lasts unless told otherwise: less than brokers wait before they deliver again.
+/// The default lease: shorter than the redelivery time of brokers.
 const LEASE: Duration = Duration::from_secs(10);
 
-/// How long is remembered that a message was processed, unless told otherwise.
+/// The default retention of receipts.
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// The default number of attempts before a message is a dead letter.
@@ -62,28 +61,30 @@ const RETENTION: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 /// With the default backoff of a [`Consumer`](crate::Consumer) they take about 40 seconds.
 pub const DEFAULT_MAX_ATTEMPTS: u32 = 10;
 
-/// What a record is completed with whose message was processed.
+/// The status of a completed record whose message was processed.
 const PROCESSED: u16 = 204;
 
-/// What a record is completed with whose message is a dead letter.
+/// The status of a completed record whose message is a dead letter.
 const DEAD: u16 = 422;
 
-/// Where such a record says why.
+/// The header of a record with the reason of the dead letter.
 const REASON: &str = "oncegate-dead-reason";
 
-/// Where such a record says, for as long as its letter was not written, how many attempts there were, and which one was the
-/// last. The error is its body.
+/// The header of a record whose dead letter is not written yet: the number of attempts, and the token of the last one.
+///
+/// The error is the body of the record.
 const UNWRITTEN: &str = "oncegate-dead-unwritten";
 
-/// When to ask again after a message that somebody else is processing.
-const ASK_FIRST: Duration = Duration::from_millis(50);
-const ASK_LAST: Duration = Duration::from_secs(5);
+/// The pause before the next try if another consumer holds a message.
+const MIN_RETRY_AFTER: Duration = Duration::from_millis(50);
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(5);
 
 impl Inbox {
-    /// An inbox of this consumer, whose messages are told apart by `identity`. `on_abandoned` says whether a handler may run
-    /// again where nobody knows how far it came; `dead` is where messages go that are given up.
+    /// Creates an inbox for a consumer. `identity` identifies the messages.
     ///
-    /// A claim lasts 10 seconds and is renewed; receipts are kept for 7 days; a message is tried 10 times.
+    /// `on_abandoned` decides whether a handler may run again after an attempt with an unknown outcome. `dead` is the
+    /// destination of dead letters. A claim lasts 10 seconds and is renewed, receipts are kept for 7 days, and a
+    /// message is tried 10 times.
     #[must_use]
     pub fn new(
         engine: Engine,
@@ -94,14 +95,14 @@ impl Inbox {
     ) -> Self {
         let policy = Policy::default().with_on_abandoned(on_abandoned);
         let policy = policy.with_lease(LEASE).and_then(|policy| policy.with_retention(RETENTION));
-        // A message that is in progress elsewhere holds up no lane: the broker delivers it again.
+        // No waiting: a message in progress elsewhere must not block others. The broker delivers it again.
         let policy = policy.and_then(|policy| policy.with_wait(Duration::ZERO));
         let label = Label::new(Default::default(), &format!("message {consumer}"));
         let inner = Inner {
             engine,
             consumer,
             identity,
-            // All are within their bounds.
+            // All values are within their bounds.
             policy: policy.unwrap_or_default(),
             max_attempts: DEFAULT_MAX_ATTEMPTS,
             compares_payloads: false,
@@ -116,8 +117,9 @@ impl Inbox {
         self
     }
 
-    /// How long a claim lasts without being renewed: how long a message waits after its consumer died. It must be shorter than
-    /// the time after which the broker delivers again.
+    /// Sets the lease of a claim: how long a message waits after its consumer crashed.
+    ///
+    /// It must be shorter than the redelivery time of the broker.
     ///
     /// # Errors
     /// As [`Policy::with_lease`].
@@ -126,8 +128,9 @@ impl Inbox {
         Ok(self.with(|inner| inner.policy = policy))
     }
 
-    /// How long is remembered that a message was processed. It should be longer than the broker keeps messages, and than
-    /// producers send them again.
+    /// Sets how long a processed message is remembered.
+    ///
+    /// It should be longer than the broker keeps messages, and longer than producers send them again.
     ///
     /// # Errors
     /// As [`Policy::with_retention`].
@@ -136,25 +139,28 @@ impl Inbox {
         Ok(self.with(|inner| inner.policy = policy))
     }
 
-    /// How often a message is tried before it is a dead letter, from 1. Attempts that died count.
+    /// Sets how many attempts a message gets before it becomes a dead letter; at least 1. Attempts that crashed count.
     ///
     /// # Errors
-    /// If it is out of these bounds.
+    /// [`ConfigError`] if it is zero.
     pub fn with_max_attempts(self, attempts: u32) -> Result<Self, ConfigError> {
         let attempts = ConfigError::check("the number of attempts", attempts, 1..=u32::MAX)?;
         Ok(self.with(|inner| inner.max_attempts = attempts))
     }
 
-    /// Whether a message with the identity of another one, and another payload, is a dead letter
-    /// ([`DeadReason::IdentityReused`]) instead of a duplicate. Off by default, because some producers write a
-    /// message anew when they send it again.
+    /// Compares payloads: a message with a known identity and another payload becomes a dead letter, not a duplicate.
+    ///
+    /// Its reason is [`DeadReason::IdentityReused`]. Off by default, because some producers serialize a message anew
+    /// when they send it again.
     #[must_use]
     pub fn with_payloads_compared(self, compares_payloads: bool) -> Self {
         self.with(|inner| inner.compares_payloads = compares_payloads)
     }
 
-    /// Processes a message, if nobody has and nobody is at it. The handler's future runs in place: dropping this leaves the
-    /// message to the time after the lease, as if the consumer had died.
+    /// Processes a message, unless it was processed before or another consumer holds it.
+    ///
+    /// The handler's future runs in place. If this future is dropped, the message can be claimed again when its lease
+    /// ends, as after a crash.
     pub async fn process<F, Fut>(&self, message: &Arc<Message>, run: F) -> ProcessOutcome
     where
         F: FnOnce(Attempt, Arc<Message>) -> Fut,
@@ -166,43 +172,45 @@ impl Inbox {
             Err(why) => {
                 let id = MessageId::of_content(message).record_id(&inner.consumer);
                 let reason = DeadReason::NoIdentity;
-                return inner.bury_beside(id, message, reason, 0, why.to_string(), reason.as_str()).await;
+                return inner
+                    .dead_letter_separately(id, message, reason, 0, why.to_string(), reason.as_str())
+                    .await;
             }
         };
         let (id, key) = (id.record_id(&inner.consumer), KeyTag::of(id.key()));
         match inner.claim(id, key, inner.fingerprint(message)).await {
             Ok(ClaimOutcome::Execute(permit)) => inner.attempt(permit, message, run).await,
-            Ok(ClaimOutcome::Replay(response)) => match unwritten_letter(&response) {
+            Ok(ClaimOutcome::Replay(response)) => match unwritten_dead_letter(&response) {
                 Some((reason, attempts, error, which)) => {
-                    inner.bury_beside(id, message, reason, attempts, error, &which).await
+                    inner.dead_letter_separately(id, message, reason, attempts, error, &which).await
                 }
-                // Written by somebody who knows more than this one.
-                None if is_unwritten(&response) => ProcessOutcome::InFlight { retry_after: ASK_LAST },
+                // A newer version of this program wrote this record.
+                None if is_unwritten(&response) => ProcessOutcome::InFlight { retry_after: MAX_RETRY_AFTER },
                 None => known(&response),
             },
             Ok(ClaimOutcome::Unreplayable) => ProcessOutcome::Duplicate,
             Ok(ClaimOutcome::InProgress { lease_left, .. }) => {
-                ProcessOutcome::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
+                ProcessOutcome::InFlight { retry_after: lease_left.clamp(MIN_RETRY_AFTER, MAX_RETRY_AFTER) }
             }
             Ok(ClaimOutcome::Unknown) => {
                 let why = "an earlier attempt did not end, and may have taken effect".to_owned();
                 let reason = DeadReason::OutcomeUnknown;
-                inner.bury_beside(id, message, reason, 0, why, reason.as_str()).await
+                inner.dead_letter_separately(id, message, reason, 0, why, reason.as_str()).await
             }
             Ok(ClaimOutcome::Mismatch) => {
                 let digest = Fingerprint::of_parts("message", &[&message.payload]);
                 let id = DeadLetter::separate_id(&inner.consumer, id, digest.digest());
                 let why = "another message has the same identity".to_owned();
                 let reason = DeadReason::IdentityReused;
-                inner.bury_beside(id, message, reason, 0, why, reason.as_str()).await
+                inner.dead_letter_separately(id, message, reason, 0, why, reason.as_str()).await
             }
-            // Nobody asks for answers here; what is not known is asked again.
-            Ok(_) => ProcessOutcome::InFlight { retry_after: ASK_LAST },
+            // Other outcomes are for callers who wait for a response. Try again later.
+            Ok(_) => ProcessOutcome::InFlight { retry_after: MAX_RETRY_AFTER },
             Err(error) => ProcessOutcome::Unavailable(error),
         }
     }
 
-    /// A processor that handles each message with `run`.
+    /// Creates a processor that handles each message with `run`.
     pub fn processor<F, Fut>(self, run: F) -> InboxProcessor<F>
     where
         F: Fn(Attempt, Arc<Message>) -> Fut + Send + Sync + 'static,
@@ -237,14 +245,14 @@ impl Inner {
         let attempts = attempt.number();
         if attempts > self.max_attempts {
             let why = "its last attempt did not end".to_owned();
-            return self.bury(permit, message, DeadReason::AttemptsExhausted, attempts - 1, why).await;
+            return self.dead_letter(permit, message, DeadReason::AttemptsExhausted, attempts - 1, why).await;
         }
-        // Between the claim and this the process may have been stopped for longer than the lease.
+        // The process may have been suspended for longer than the lease since the claim.
         if let Err(error) = attempt.confirm_lease().await {
             drop(permit.release().await);
             return match error {
                 LeaseError::Store(error) => ProcessOutcome::Unavailable(error),
-                _ => ProcessOutcome::InFlight { retry_after: ASK_FIRST },
+                _ => ProcessOutcome::InFlight { retry_after: MIN_RETRY_AFTER },
             };
         }
         let message_of_run = message.clone();
@@ -256,7 +264,7 @@ impl Inner {
             Ok(Err(failure)) => failure,
             Err(Panicked) => HandlerError::unsure("the handler panicked"),
         };
-        // What its steps finished is taken back before the message is given up.
+        // Compensate finished steps before the message is given up.
         let failure = match failure {
             HandlerError::Reject(error) => match permit.attempt().take_back().await {
                 Ok(()) => HandlerError::Reject(error),
@@ -268,24 +276,28 @@ impl Inner {
         };
         let text = failure.to_error_text();
         match failure {
-            HandlerError::Reject(_) => self.bury(permit, message, DeadReason::Rejected, attempts, text).await,
+            HandlerError::Reject(_) => {
+                self.dead_letter(permit, message, DeadReason::Rejected, attempts, text).await
+            }
             HandlerError::Unsure(_) if self.policy.on_abandoned() == OnAbandoned::Park => {
                 self.park(permit, message, attempts, text).await
             }
             _ if attempts >= self.max_attempts => {
-                self.bury(permit, message, DeadReason::AttemptsExhausted, attempts, text).await
+                self.dead_letter(permit, message, DeadReason::AttemptsExhausted, attempts, text).await
             }
             failure => match permit.release().await {
-                // An attempt after one that was cut off leaves its record to its lease; it is tried again then.
+                // After an abandoned attempt the record stays until its lease ends. The message is tried again then.
                 Settled::Left => ProcessOutcome::Failed { attempts, failure },
                 ended => settled(ended, ProcessOutcome::Failed { attempts, failure }),
             },
         }
     }
 
-    /// Gives a message up. Its own record says so after the letter is written, and only this attempt writes it. Where it
-    /// cannot be written the record says what is still to be written, so that nothing runs again, and the reason stays.
-    async fn bury(
+    /// Gives a message up, and records this after its dead letter is written. Only this attempt writes the dead letter.
+    ///
+    /// If the dead letter cannot be written, the record says so. The handler then does not run again, and the reason is
+    /// kept.
+    async fn dead_letter(
         &self,
         permit: Permit,
         message: &Arc<Message>,
@@ -299,7 +311,7 @@ impl Inner {
                 settled(permit.complete(dead(reason)).await, ProcessOutcome::Dead { reason, is_known: false })
             }
             Err(why) => {
-                let ended = match dead_without_letter(reason, attempts, attempt.token(), error) {
+                let ended = match unwritten_completion(reason, attempts, attempt.token(), error) {
                     Some(left) => permit.complete(left).await,
                     None => permit.release().await,
                 };
@@ -308,7 +320,7 @@ impl Inner {
         }
     }
 
-    /// Gives a message up of which nobody knows whether it took effect. Its record stays unknown, for an operator.
+    /// Gives up a message whose effect is unknown. Its record stays unknown, for an operator.
     async fn park(
         &self,
         permit: Permit,
@@ -320,27 +332,28 @@ impl Inner {
         match permit.complete(Completion::Unknown).await {
             Settled::Done => {}
             Settled::Deferred(error) => return ProcessOutcome::Unavailable(error),
-            _ => return ProcessOutcome::InFlight { retry_after: ASK_FIRST },
+            _ => return ProcessOutcome::InFlight { retry_after: MIN_RETRY_AFTER },
         }
         let reason = DeadReason::OutcomeUnknown;
-        self.bury_beside(id, message, reason, attempts, error, reason.as_str()).await
+        self.dead_letter_separately(id, message, reason, attempts, error, reason.as_str()).await
     }
 
-    /// Gives a message up whose own record cannot say so: a record of the letter does. `which` tells letters of one message
-    /// apart.
-    async fn bury_beside(
+    /// Gives up a message whose own record cannot say so: the dead letter has a record of its own.
+    ///
+    /// `discriminator` separates several dead letters of one message from each other.
+    async fn dead_letter_separately(
         &self,
         id: RecordId,
         message: &Arc<Message>,
         reason: DeadReason,
         attempts: u32,
         error: String,
-        which: &str,
+        discriminator: &str,
     ) -> ProcessOutcome {
-        let letter = DeadLetter::separate_id(&self.consumer, id, which.as_bytes());
+        let dead_letter = DeadLetter::separate_id(&self.consumer, id, discriminator.as_bytes());
         let policy = self.policy.with_on_abandoned(OnAbandoned::Reexecute);
         let fingerprint = Fingerprint::of_parts("dead letter", &[]);
-        let request = ClaimRequest { id: letter, fingerprint, label: self.label.clone(), policy };
+        let request = ClaimRequest { id: dead_letter, fingerprint, label: self.label.clone(), policy };
         match self.engine.claim(request).await {
             Ok(ClaimOutcome::Execute(permit)) => match self.write(id, message, reason, attempts, error).await
             {
@@ -349,7 +362,7 @@ impl Inner {
                     ProcessOutcome::Dead { reason, is_known: false },
                 ),
                 Err(error) => {
-                    // How often that was tried; its own attempts may be none.
+                    // The number of tries to write the dead letter. The message itself may have no attempt.
                     let tries = permit.attempt().number();
                     drop(permit.release().await);
                     unwritten(error, attempts.max(tries))
@@ -359,9 +372,9 @@ impl Inner {
                 ProcessOutcome::Dead { reason, is_known: true }
             }
             Ok(ClaimOutcome::InProgress { lease_left, .. }) => {
-                ProcessOutcome::InFlight { retry_after: lease_left.clamp(ASK_FIRST, ASK_LAST) }
+                ProcessOutcome::InFlight { retry_after: lease_left.clamp(MIN_RETRY_AFTER, MAX_RETRY_AFTER) }
             }
-            // An operator's word on a letter: it is not written again.
+            // An operator has resolved the record of the dead letter. It is not written again.
             Ok(_) => ProcessOutcome::Dead { reason, is_known: true },
             Err(error) => ProcessOutcome::Unavailable(error),
         }
@@ -375,15 +388,17 @@ impl Inner {
         attempts: u32,
         error: String,
     ) -> Result<(), PublishError> {
-        let letter = DeadLetter::new(id, self.consumer.clone(), message.clone(), reason, attempts, error);
-        // What panics at this letter may take the next one.
-        let written = catch_panic(self.dead.put(&letter)).await;
+        let dead_letter =
+            DeadLetter::new(id, self.consumer.clone(), message.clone(), reason, attempts, error);
+        // A panic at this dead letter must not stop the consumer: the next one may succeed.
+        let written = catch_panic(self.dead.put(&dead_letter)).await;
         written.unwrap_or_else(|Panicked| Err(PublishError::refused("what writes it panicked")))
     }
 }
 
-/// What becomes of a delivery whose dead letter could not be written: it is kept. A letter that is refused holds up its own
-/// message alone; where letters cannot be written at all, there is nothing to be gained by going on.
+/// The outcome of a message whose dead letter could not be written: the message is kept.
+///
+/// A refused dead letter blocks its own message only. If no dead letter can be written at all, the consumer pauses.
 fn unwritten(error: PublishError, attempts: u32) -> ProcessOutcome {
     match error {
         PublishError::Refused(error) => {
@@ -397,13 +412,13 @@ fn unwritten(error: PublishError, attempts: u32) -> ProcessOutcome {
     }
 }
 
-/// What becomes of a delivery whose attempt ended so.
+/// The outcome of a message after its attempt was settled.
 fn settled(settled: Settled, handled: ProcessOutcome) -> ProcessOutcome {
     match settled {
         Settled::Done => handled,
         Settled::Deferred(error) => ProcessOutcome::Unavailable(error),
-        // Somebody else is at it, because our lease ended.
-        _ => ProcessOutcome::InFlight { retry_after: ASK_FIRST },
+        // Another consumer has the message, because the lease ended.
+        _ => ProcessOutcome::InFlight { retry_after: MIN_RETRY_AFTER },
     }
 }
 
@@ -416,8 +431,8 @@ fn dead(reason: DeadReason) -> Completion {
     StoredResponse::new(DEAD, &why, &[], &[]).map_or(Completion::Tombstone, Completion::Replayable)
 }
 
-/// What the record of a message is completed with that is given up, and whose letter is still to be written.
-fn dead_without_letter(
+/// The completion of a record whose message was given up, and whose dead letter is not written yet.
+fn unwritten_completion(
     reason: DeadReason,
     attempts: u32,
     token: FencingToken,
@@ -428,13 +443,14 @@ fn dead_without_letter(
     StoredResponse::new(DEAD, &why, &[error.into()], &[]).ok().map(Completion::Replayable)
 }
 
-/// What such a record says: why, after how many attempts, of what error, and which letter it is.
-fn unwritten_letter(response: &StoredResponse) -> Option<(DeadReason, u32, String, String)> {
+/// Reads such a record: the reason, the number of attempts, the error, and the discriminator of the dead letter.
+fn unwritten_dead_letter(response: &StoredResponse) -> Option<(DeadReason, u32, String, String)> {
     let header = |wanted: &str| {
         let (_, value) = response.headers().find(|(name, _)| name.eq_ignore_ascii_case(wanted))?;
         std::str::from_utf8(value).ok()
     };
-    // A message that comes again under the same identity, when its record was deleted, may have a letter again.
+    // The token separates this dead letter from one that is written after the record was deleted and the message came
+    // again.
     let (attempts, token) = header(UNWRITTEN)?.split_once(' ')?;
     let reason = DeadReason::from_word(header(REASON)?)?;
     let error = String::from_utf8_lossy(&response.body()).into_owned();
@@ -445,14 +461,14 @@ fn is_unwritten(response: &StoredResponse) -> bool {
     response.headers().any(|(name, _)| name.eq_ignore_ascii_case(UNWRITTEN))
 }
 
-/// What a completed record says of its message.
+/// The outcome that a completed record stands for.
 fn known(response: &StoredResponse) -> ProcessOutcome {
     if response.status() < 400 {
         return ProcessOutcome::Duplicate;
     }
     let reason = response.headers().find(|(name, _)| name.eq_ignore_ascii_case(REASON));
     let reason = reason.and_then(|(_, value)| DeadReason::from_word(std::str::from_utf8(value).ok()?));
-    // An operator may have said that it failed.
+    // An operator may have marked the message as failed.
     ProcessOutcome::Dead { reason: reason.unwrap_or(DeadReason::Rejected), is_known: true }
 }
 
@@ -489,8 +505,8 @@ where
         let lease = self.inbox.inner.policy.lease();
         match source.redelivery() {
             Some(redelivery) if lease >= redelivery => Err(ConfigError::new(format!(
-                "a claim lasts {lease:?}, and the broker delivers again after {redelivery:?}: make the lease shorter, \
-                 or that time longer"
+                "the lease is {lease:?}, and the broker delivers again after {redelivery:?}: make the lease shorter, or \
+                 the redelivery time longer"
             ))),
             _ => Ok(()),
         }

@@ -89,7 +89,7 @@ impl fmt::Debug for Message {
         f.debug_struct("Message")
             .field("topic", &self.topic)
             .field("headers", &self.headers.len())
-            .field("octets", &self.payload.len())
+            .field("bytes", &self.payload.len())
             .field("is_redelivered", &self.is_redelivered)
             .field("deliveries", &self.deliveries)
             .finish_non_exhaustive()

@@ -211,7 +211,7 @@ impl fmt::Debug for Outgoing {
         f.debug_struct("Outgoing")
             .field("topic", &self.topic)
             .field("headers", &self.headers.len())
-            .field("octets", &self.payload.len())
+            .field("bytes", &self.payload.len())
             .finish_non_exhaustive()
     }
 }

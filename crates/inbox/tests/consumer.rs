@@ -1055,7 +1055,7 @@ async fn an_identity_that_the_source_cannot_have_is_refused_before_anything_is_c
         Consumer::new(source, inbox.processor(noting(&world.ledger, fine)))
     };
     for (identity, has_broker_ids, said) in [
-        (Identity::broker(), false, "no identifier of their broker"),
+        (Identity::broker(), false, "no identifier of the broker"),
         (Identity::header(""), true, "can have a header named \"\""),
         (Identity::header("event id"), true, "can have a header named \"event id\""),
     ] {

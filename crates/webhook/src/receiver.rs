@@ -1,4 +1,4 @@
-//! From a request to an answer.
+//! The receiver: from a request to a response.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,32 +21,33 @@ use tracing::{debug, error, warn};
 
 use crate::scheme::{WebhookRefusal, WebhookScheme, copied};
 
-/// The shortest time for which webhooks must be known as processed: how long the schedule of retries goes on that Standard
-/// Webhooks gives as its example, 75 hours and 35 minutes.
+/// The minimum time for which webhooks must be remembered.
+///
+/// It is the length of the example schedule of retries in Standard Webhooks: 75 hours and 35 minutes.
 pub const MIN_WINDOW: Duration = Duration::from_secs((75 * 60 + 35) * 60);
 
-/// How long a receiver expects webhooks to be known as processed: seven days.
+/// The default time for which webhooks must be remembered: seven days.
 pub const DEFAULT_WINDOW: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// Most octets of a payload by default: 1 MiB. Senders keep far below it, but for GitHub, whose payloads may have 25 MB.
-const BODY_MAX: usize = 1024 * 1024;
+/// The default limit of a payload: 1 MiB. Senders stay far below it, except GitHub, whose payloads have up to 25 MB.
+const MAX_BODY_BYTES: usize = 1024 * 1024;
 
-/// Largest limit for payloads. A payload is verified and processed whole.
-const BODY_MAX_MAX: usize = 64 * 1024 * 1024;
+/// The maximum of the limit. A payload is verified and processed in memory.
+const MAX_MAX_BODY_BYTES: usize = 64 * 1024 * 1024;
 
-/// How long a payload may take to arrive. Senders wait for the whole answer for 10 to 30 seconds.
-const BODY_PATIENCE: Duration = Duration::from_secs(30);
+/// The default time for a payload to arrive. Senders wait 10 to 30 seconds for the whole response.
+const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Longest patience with a payload.
-const BODY_PATIENCE_MAX: Duration = Duration::from_secs(10 * 60);
+/// The maximum of that time.
+const MAX_BODY_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 
-/// How many webhooks are processed at a time by default.
-const RUNNING_MAX: usize = 256;
+/// The default number of webhooks that are processed at a time.
+const MAX_RUNNING: usize = 256;
 
-/// When a sender is to come again where nothing better is known.
+/// The `Retry-After` of a response if nothing better is known.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
 
-/// What a [`WebhookReceiver`] goes by.
+/// The options of a [`WebhookReceiver`].
 pub struct WebhookOptions {
     scheme: WebhookScheme,
     window: Duration,
@@ -59,93 +60,102 @@ pub struct WebhookOptions {
 }
 
 impl WebhookOptions {
-    /// Webhooks that are signed so: known as processed for seven days, of 1 MiB at most which arrives within 30 seconds, and
-    /// 256 at a time.
+    /// Creates options for a signature scheme.
+    ///
+    /// Defaults: webhooks are remembered for seven days, a payload has at most 1 MiB and arrives within 30 seconds, and
+    /// 256 webhooks are processed at a time.
     #[must_use]
     pub fn new(scheme: WebhookScheme) -> Self {
         Self {
             scheme,
             window: DEFAULT_WINDOW,
-            max_body_bytes: BODY_MAX,
-            body_timeout: BODY_PATIENCE,
-            max_running: RUNNING_MAX,
+            max_body_bytes: MAX_BODY_BYTES,
+            body_timeout: BODY_TIMEOUT,
+            max_running: MAX_RUNNING,
             headers: Vec::new(),
             clock: Arc::new(WallClock),
             observer: Arc::new(()),
         }
     }
 
-    /// For how long a webhook must be known as processed: as long as its sender may send it again, by itself or by hand.
+    /// Sets how long a webhook must be remembered: as long as its sender may send it again, automatically or by hand.
     ///
     /// # Errors
-    /// Less than [`MIN_WINDOW`].
+    /// [`ConfigError`] if it is less than [`MIN_WINDOW`].
     pub fn with_window(self, window: Duration) -> Result<Self, ConfigError> {
         if window < MIN_WINDOW {
-            let what = format!("the window is {window:?}; senders come again for {MIN_WINDOW:?} and longer");
+            let what = format!(
+                "the window is {window:?}; it must be at least {MIN_WINDOW:?}, because senders send again for that long"
+            );
             return Err(ConfigError::new(what));
         }
         Ok(Self { window, ..self })
     }
 
-    /// Most octets of a payload. A longer one is refused before it is read whole.
+    /// Sets the maximum size of a payload. A longer one is refused before it is read completely.
     ///
     /// # Errors
-    /// Outside 1 to 64 MiB (67108864).
-    pub fn with_max_body_bytes(self, octets: usize) -> Result<Self, ConfigError> {
-        if (1..=BODY_MAX_MAX).contains(&octets) {
-            Ok(Self { max_body_bytes: octets, ..self })
+    /// [`ConfigError`] outside 1 to 64 MiB (67108864).
+    pub fn with_max_body_bytes(self, bytes: usize) -> Result<Self, ConfigError> {
+        if (1..=MAX_MAX_BODY_BYTES).contains(&bytes) {
+            Ok(Self { max_body_bytes: bytes, ..self })
         } else {
-            let what = format!("payloads may have {octets} octets; it must be from 1 to {BODY_MAX_MAX}");
+            let what =
+                format!("the maximum payload is {bytes} bytes; it must be from 1 to {MAX_MAX_BODY_BYTES}");
             Err(ConfigError::new(what))
         }
     }
 
-    /// How long a payload may take to arrive.
+    /// Sets how long a payload may take to arrive.
     ///
     /// # Errors
-    /// Outside 1 second to 10 minutes.
-    pub fn with_body_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
-        if (Duration::from_secs(1)..=BODY_PATIENCE_MAX).contains(&patience) {
-            Ok(Self { body_timeout: patience, ..self })
+    /// [`ConfigError`] outside 1 second to 10 minutes.
+    pub fn with_body_timeout(self, timeout: Duration) -> Result<Self, ConfigError> {
+        if (Duration::from_secs(1)..=MAX_BODY_TIMEOUT).contains(&timeout) {
+            Ok(Self { body_timeout: timeout, ..self })
         } else {
-            let what = format!("payloads may take {patience:?}; it must be from 1s to {BODY_PATIENCE_MAX:?}");
+            let what = format!("the body timeout is {timeout:?}; it must be from 1s to {MAX_BODY_TIMEOUT:?}");
             Err(ConfigError::new(what))
         }
     }
 
-    /// How many webhooks are processed at a time, those included whose sender has hung up. One more is told to come again.
+    /// Sets how many webhooks are processed at a time, including those whose sender has hung up. Further ones get a
+    /// 503.
     ///
     /// # Errors
-    /// None, or more than a million.
+    /// [`ConfigError`] outside 1 to a million.
     pub fn with_max_running(self, running: usize) -> Result<Self, ConfigError> {
         if (1..=1_000_000).contains(&running) {
             Ok(Self { max_running: running, ..self })
         } else {
-            let what = format!("{running} webhooks may run at a time; it must be from 1 to 1000000");
+            let what =
+                format!("the maximum number of running webhooks is {running}; it must be from 1 to 1000000");
             Err(ConfigError::new(what))
         }
     }
 
-    /// Gives the handler this header, too. By default it sees `content-type`, `content-encoding` and what the scheme has, but for
-    /// signatures. Nobody signs other headers, and a dead letter keeps what the handler sees.
+    /// Passes another header to the handler.
+    ///
+    /// By default the handler gets `content-type`, `content-encoding` and the headers of the scheme except signatures.
+    /// Other headers are not signed. Dead letters keep what the handler gets.
     ///
     /// # Errors
-    /// Where it is no name of a header.
+    /// [`ConfigError`] if the name is invalid.
     pub fn with_header(mut self, name: &str) -> Result<Self, ConfigError> {
         let name = HeaderName::from_bytes(name.as_bytes())
-            .map_err(|_| ConfigError::new("that is no name of a header"))?;
+            .map_err(|_| ConfigError::new(format!("{name:?} is not a valid header name")))?;
         self.headers.push(name.as_str().to_owned());
         Ok(self)
     }
 
-    /// Takes the time from this clock. It should be the world's time, to a minute.
+    /// Sets the clock. It should be correct to a minute.
     #[must_use]
     pub fn with_clock(self, clock: impl Clock) -> Self {
         Self { clock: Arc::new(clock), ..self }
     }
 
-    /// Tells it what becomes of each request: [`Refused`](EventKind::Refused), [`Overloaded`](EventKind::Overloaded), or what
-    /// became of the message.
+    /// Sets the observer of all requests: [`Refused`](EventKind::Refused), [`Overloaded`](EventKind::Overloaded), or
+    /// the outcome.
     #[must_use]
     pub fn with_observer(self, observer: impl Observer) -> Self {
         Self { observer: Arc::new(observer), ..self }
@@ -165,20 +175,20 @@ impl fmt::Debug for WebhookOptions {
     }
 }
 
-/// What became of a request.
+/// The outcome of a request.
 enum Outcome {
-    /// It is no webhook; nothing of it was recorded.
+    /// The request is not a valid webhook; nothing was recorded.
     Refused(WebhookRefusal),
-    /// Its payload is too long; nothing of it was recorded.
+    /// The payload is too long; nothing was recorded.
     TooLarge,
-    /// Its payload did not arrive whole; nothing of it was recorded.
+    /// The payload did not arrive completely; nothing was recorded.
     Incomplete,
-    /// As many as may are being processed; nothing of it was recorded.
+    /// The maximum number of webhooks is being processed; nothing was recorded.
     Overloaded,
-    /// What processes messages panicked.
+    /// The processor panicked.
     Panicked,
-    /// It is one, and this came of it.
-    ProcessOutcome(ProcessOutcome),
+    /// The request is a valid webhook, and this is its outcome.
+    Verified(ProcessOutcome),
 }
 
 impl Outcome {
@@ -187,37 +197,37 @@ impl Outcome {
             Self::Refused(_) | Self::TooLarge | Self::Incomplete => EventKind::Refused,
             Self::Overloaded => EventKind::Overloaded,
             Self::Panicked => EventKind::Panicked,
-            Self::ProcessOutcome(handled) => EventKind::of(handled),
+            Self::Verified(handled) => EventKind::of(handled),
         }
     }
 
-    /// What the sender hears: a status, and the last part of the problem's type where there is one. Senders take 2xx for done.
-    /// Some of them take every 4xx for final, so that what is to come again is a 5xx. Refusals are not told apart.
-    const fn said(&self) -> (StatusCode, Option<&'static str>) {
+    /// The status of the response, and the last part of the problem type.
+    ///
+    /// Senders treat 2xx as done. Some of them treat every 4xx as final, so a webhook that must be sent again gets a
+    /// 5xx. All refusals get the same response, so that an attacker learns nothing.
+    const fn status(&self) -> (StatusCode, Option<&'static str>) {
         match self {
             Self::Refused(_) => (StatusCode::BAD_REQUEST, Some("webhook-refused")),
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, Some("request-too-large")),
             Self::Incomplete => (StatusCode::BAD_REQUEST, Some("request-incomplete")),
             Self::Overloaded => (StatusCode::SERVICE_UNAVAILABLE, Some("overloaded")),
-            // A letter is written where it is dead: to send it again would change nothing.
-            Self::ProcessOutcome(
+            // The dead letter is durable, so sending the webhook again would change nothing.
+            Self::Verified(
                 ProcessOutcome::Processed { .. } | ProcessOutcome::Duplicate | ProcessOutcome::Dead { .. },
             ) => (StatusCode::OK, None),
-            Self::ProcessOutcome(ProcessOutcome::InFlight { .. }) => {
+            Self::Verified(ProcessOutcome::InFlight { .. }) => {
                 (StatusCode::SERVICE_UNAVAILABLE, Some("request-in-progress"))
             }
-            Self::ProcessOutcome(ProcessOutcome::Unavailable(_)) => {
+            Self::Verified(ProcessOutcome::Unavailable(_)) => {
                 (StatusCode::SERVICE_UNAVAILABLE, Some("store-unavailable"))
             }
-            // It failed or was not begun: the sender has to send it again.
-            Self::ProcessOutcome(_) | Self::Panicked => {
-                (StatusCode::INTERNAL_SERVER_ERROR, Some("handler-failed"))
-            }
+            // The attempt failed, or the message was not started. The sender has to send it again.
+            Self::Verified(_) | Self::Panicked => (StatusCode::INTERNAL_SERVER_ERROR, Some("handler-failed")),
         }
     }
 
     fn to_response(&self) -> Response {
-        let (status, problem) = self.said();
+        let (status, problem) = self.status();
         let body = problem.map_or_else(Body::empty, |problem| {
             Body::from(format!(r#"{{"type":"urn:oncegate:problem:{problem}","status":{}}}"#, status.as_u16()))
         });
@@ -230,7 +240,7 @@ impl Outcome {
         }
         if status == StatusCode::SERVICE_UNAVAILABLE {
             let after = match self {
-                Self::ProcessOutcome(ProcessOutcome::InFlight { retry_after }) => *retry_after,
+                Self::Verified(ProcessOutcome::InFlight { retry_after }) => *retry_after,
                 _ => RETRY_AFTER,
             };
             let seconds = after.as_millis().div_ceil(1000).max(1);
@@ -240,10 +250,11 @@ impl Outcome {
     }
 }
 
-/// Receives the webhooks of one sender. Cheap to clone.
+/// Receives the webhooks of one sender. Clones are cheap.
 ///
-/// Nothing is recorded, and nothing processed, before signature and time of a request are verified. Then it is processed in a
-/// task of its own, which goes on where the sender hangs up; [`drain`](Self::drain) waits for those before a process ends.
+/// Nothing is recorded or processed before the signature and the time of a request are verified. Processing runs in a
+/// task of its own, which goes on if the sender hangs up. Call [`drain`](Self::drain) to wait for these tasks before a
+/// process ends.
 pub struct WebhookReceiver<P>(Arc<Inner<P>>);
 
 struct Inner<P> {
@@ -270,20 +281,23 @@ impl<P> fmt::Debug for WebhookReceiver<P> {
 }
 
 impl<P: Processor> WebhookReceiver<P> {
-    /// A receiver. `topic` is what the sender is called: part of the identity of its messages, so it stays the same; it is not
+    /// Creates a receiver.
+    ///
+    /// `topic` is the name of the sender. It is part of the identity of its messages, so it must not change. It is not
     /// the path.
     ///
     /// # Errors
-    /// Where the processor forgets messages sooner than [`WebhookOptions::with_window`] asks, or does not fit.
+    /// [`ConfigError`] if the processor forgets messages sooner than [`WebhookOptions::with_window`] requires, or does
+    /// not fit.
     pub fn new(topic: impl Into<String>, options: WebhookOptions, processor: P) -> Result<Self, ConfigError> {
-        // Senders do not come again because nothing is heard for a while: they hang up, and the task goes on.
+        // A webhook source has no redelivery time: if a sender hangs up, the task goes on.
         let names = |name: &str| HeaderName::from_bytes(name.as_bytes()).is_ok();
         processor.check(&SourceInfo::new(None).with_header_names(names))?;
         let retention = processor.retention();
         if retention < options.window {
             return Err(ConfigError::new(format!(
-                "what was processed is known for {retention:?}, and senders come again for {:?}: lengthen the retention, or \
-                 say that this sender stops sooner (with_window)",
+                "processed webhooks are remembered for {retention:?}, and senders may send again for {:?}: lengthen the \
+                 retention, or set a shorter window for this sender (with_window)",
                 options.window
             )));
         }
@@ -293,8 +307,10 @@ impl<P: Processor> WebhookReceiver<P> {
         Ok(Self(Arc::new(Inner { topic: topic.into(), options, processor, running, tasks })))
     }
 
-    /// What a router routes the sender's path to. It answers `POST`, and refuses every other method with a 405. The payload must
-    /// reach it as it was sent: no layer may decode it before.
+    /// Returns the route for the sender's path.
+    ///
+    /// It answers `POST`, and refuses other methods with a 405. The payload must reach it as it was sent: no layer may
+    /// decode it before.
     pub fn route<S>(&self) -> MethodRouter<S>
     where
         S: Clone + Send + Sync + 'static,
@@ -306,10 +322,11 @@ impl<P: Processor> WebhookReceiver<P> {
         })
     }
 
-    /// Waits for webhooks that are being processed, their senders gone or not, and says whether there are none left. New ones
-    /// are still taken: stop the server first.
-    pub async fn drain(&self, patience: Duration) -> bool {
-        tokio::time::timeout(patience, self.0.tasks.wait()).await.is_ok()
+    /// Waits until no webhook is being processed, and returns `false` at the timeout.
+    ///
+    /// New webhooks are still accepted meanwhile, so stop the server first.
+    pub async fn drain(&self, timeout: Duration) -> bool {
+        tokio::time::timeout(timeout, self.0.tasks.wait()).await.is_ok()
     }
 
     /// Answers one request.
@@ -333,10 +350,8 @@ impl<P: Processor> WebhookReceiver<P> {
                 let _permit = permit;
                 let outcome = match catch_panic(inner.processor.process(&[message])).await {
                     Ok(handled) => {
-                        // A processor says something of every message.
-                        Outcome::ProcessOutcome(
-                            handled.into_iter().next().unwrap_or(ProcessOutcome::NotBegun),
-                        )
+                        // A processor returns an outcome for every message.
+                        Outcome::Verified(handled.into_iter().next().unwrap_or(ProcessOutcome::NotBegun))
                     }
                     Err(Panicked) => Outcome::Panicked,
                 };
@@ -344,13 +359,13 @@ impl<P: Processor> WebhookReceiver<P> {
                 outcome
             }
         };
-        // A task of its own: what was begun is not cut off where the sender's patience ends.
+        // Processing runs in a task of its own, so that it is not cancelled when the sender hangs up.
         inner.tasks.spawn(task).await.unwrap_or(Outcome::Panicked).to_response()
     }
 }
 
 impl<P: Processor> Inner<P> {
-    /// The message of a request that is signed as it should be.
+    /// Verifies a request and returns its message.
     async fn verified(&self, request: Request) -> Result<Message, Outcome> {
         let options = &self.options;
         let (head, body) = request.into_parts();
@@ -373,7 +388,7 @@ impl<P: Processor> Inner<P> {
                     consumer,
                     topic,
                     reason = refusal.as_str(),
-                    "a request was refused: it is no webhook of the sender's"
+                    "a request was refused: it is not a valid webhook of this sender"
                 );
             }
             Outcome::TooLarge => warn!(consumer, topic, "a request was refused: its payload is too long"),
@@ -381,16 +396,16 @@ impl<P: Processor> Inner<P> {
                 warn!(consumer, topic, "too many webhooks are being processed; one is sent away")
             }
             Outcome::Panicked => error!(consumer, topic, "what processes webhooks panicked"),
-            Outcome::ProcessOutcome(ProcessOutcome::Failed { attempts, .. }) => {
+            Outcome::Verified(ProcessOutcome::Failed { attempts, .. }) => {
                 warn!(consumer, topic, attempts, "a webhook was not processed, and has to come again");
             }
-            Outcome::ProcessOutcome(ProcessOutcome::Dead { reason, is_known: false }) => {
+            Outcome::Verified(ProcessOutcome::Dead { reason, is_known: false }) => {
                 warn!(consumer, topic, reason = reason.as_str(), "a webhook is a dead letter now");
             }
-            Outcome::ProcessOutcome(ProcessOutcome::Unavailable(error)) => {
+            Outcome::Verified(ProcessOutcome::Unavailable(error)) => {
                 warn!(consumer, topic, error = %ErrorChain(&error), "a webhook could not be processed, and has to come again");
             }
-            Outcome::Incomplete | Outcome::ProcessOutcome(_) => {
+            Outcome::Incomplete | Outcome::Verified(_) => {
                 debug!(consumer, topic, outcome = kind.as_str(), "a request was answered");
             }
         }
@@ -398,7 +413,7 @@ impl<P: Processor> Inner<P> {
     }
 }
 
-/// The payload as it came, of at most so many octets.
+/// Reads a payload of at most `max` bytes.
 async fn payload(body: Body, max: usize) -> Result<Bytes, Outcome> {
     match Limited::new(body, max).collect().await {
         Ok(body) => Ok(body.to_bytes()),
@@ -407,7 +422,7 @@ async fn payload(body: Body, max: usize) -> Result<Bytes, Outcome> {
     }
 }
 
-/// The wall clock, which is what senders sign.
+/// The wall clock, by which senders sign.
 struct WallClock;
 
 impl Clock for WallClock {

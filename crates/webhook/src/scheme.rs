@@ -1,6 +1,7 @@
-//! How senders sign their webhooks, as each of them has published it.
+//! Signature schemes: the formats of the senders, as they have published them.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -14,64 +15,81 @@ use oncegate_inbox::Message;
 use serde_json::Value;
 use sha2::Sha256;
 
+use crate::generic::GenericHmac;
+
 type HmacSha256 = Hmac<Sha256>;
 
-/// Most secrets of one scheme. A rotation has two; each costs a pass over the payload.
-const SECRETS_MAX: usize = 8;
+/// The maximum number of secrets. A rotation needs two, and each costs a pass over the payload.
+const MAX_SECRETS: usize = 8;
 
-/// Most signatures in one request that are looked at. A rotation has two.
-const SIGNATURES_MAX: usize = 16;
+/// The maximum number of signatures in a request. A rotation needs two.
+const MAX_SIGNATURES: usize = 16;
 
-/// Fewest octets that Standard Webhooks asks of a secret.
-const STANDARD_SECRET_MIN: usize = 24;
+/// The minimum length of a secret that Standard Webhooks requires.
+const MIN_STANDARD_SECRET: usize = 24;
 
-/// Most octets of a secret. HMAC takes any number, but nobody has so long a one on purpose.
-const SECRET_MAX: usize = 1024;
+/// The maximum length of a secret. HMAC accepts any length, but a longer one is a mistake.
+const MAX_SECRET: usize = 1024;
 
-/// The tolerance that every published library has.
+/// The tolerance of every published library.
 const TOLERANCE: Duration = Duration::from_secs(5 * 60);
 
-/// Longest tolerance. Within it a request that somebody has recorded is as good as new.
-const TOLERANCE_MAX: Duration = Duration::from_secs(60 * 60);
+/// The maximum tolerance. Within the tolerance a recorded request can be sent again by an attacker.
+const MAX_TOLERANCE: Duration = Duration::from_secs(60 * 60);
 
-/// How a sender signs its webhooks, and the secrets it does so with.
+/// The signature scheme of a sender, and its secrets.
 ///
-/// Verification compares in constant time and looks at the octets of the payload as they came. `Debug` shows no secret.
+/// Verification compares in constant time, over the bytes of the payload as they arrived. `Debug` shows no secret.
 #[derive(Clone)]
 pub struct WebhookScheme {
     kind: Kind,
-    /// HMAC, keyed: what a request is fed to.
+    /// HMAC states, initialized with the secrets.
     keys: Vec<HmacSha256>,
     tolerance: Duration,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
     Standard,
     Stripe,
     GitHub,
+    Generic(Arc<GenericHmac>),
 }
 
-/// Why a request is not taken for a webhook. Its sender hears less of it.
+/// The identifier of a verified request, and the headers that the handler gets.
+type Verified<'s> = (Option<String>, Vec<&'s str>);
+
+impl Kind {
+    /// Returns `true` if the signature covers a time.
+    fn signs_time(&self) -> bool {
+        match self {
+            Self::Standard | Self::Stripe => true,
+            Self::GitHub => false,
+            Self::Generic(format) => format.timestamp().is_some(),
+        }
+    }
+}
+
+/// The reason why a request was refused. The sender does not get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WebhookRefusal {
-    /// A header that the scheme has is not there.
+    /// A header of the scheme is missing.
     HeaderMissing,
-    /// A header of the scheme is there twice or is not what the scheme says.
+    /// A header of the scheme occurs twice, or does not have the format of the scheme.
     HeaderMalformed,
-    /// No signature fits any secret.
+    /// No signature matches any secret.
     SignatureWrong,
-    /// The signature is good, and its time is too far from ours.
+    /// The signature is valid, and its time is outside the tolerance.
     TimestampOutOfTolerance,
 }
 
 impl WebhookRefusal {
-    /// All of them.
+    /// All reasons.
     pub const ALL: [Self; 4] =
         [Self::HeaderMissing, Self::HeaderMalformed, Self::SignatureWrong, Self::TimestampOutOfTolerance];
 
-    /// The word that logs and metrics have for it.
+    /// The word for this reason in logs and metrics.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -92,11 +110,13 @@ impl fmt::Display for WebhookRefusal {
 impl std::error::Error for WebhookRefusal {}
 
 impl WebhookScheme {
-    /// Standard Webhooks 1.0, with a secret `whsec_…`: `webhook-id`, `webhook-timestamp` and `webhook-signature`, or the same
-    /// with `svix-`. Signatures `v1` are HMAC-SHA256; those of Ed25519 (`v1a`) are not looked at.
+    /// Standard Webhooks 1.0, with a secret `whsec_…`.
+    ///
+    /// The headers are `webhook-id`, `webhook-timestamp` and `webhook-signature`, or the same with `svix-`. Signatures
+    /// `v1` are HMAC-SHA256. Signatures of Ed25519 (`v1a`) are ignored.
     ///
     /// # Errors
-    /// Where the secret is not Base64 of 24 octets or more, as the specification asks.
+    /// [`ConfigError`] if the secret is not Base64 of at least 24 bytes, as the specification requires.
     pub fn standard(secret: &str) -> Result<Self, ConfigError> {
         Self::new(Kind::Standard).with_secret(secret)
     }
@@ -104,68 +124,72 @@ impl WebhookScheme {
     /// Stripe, with the signing secret of an endpoint: `Stripe-Signature: t=…,v1=…`.
     ///
     /// # Errors
-    /// Where the secret is empty, longer than 1024 octets, or has white space around it.
+    /// [`ConfigError`] if the secret is empty, longer than 1024 bytes, or has white space around it.
     pub fn stripe(secret: &str) -> Result<Self, ConfigError> {
         Self::new(Kind::Stripe).with_secret(secret)
     }
 
-    /// GitHub, with the secret of a webhook: `X-Hub-Signature-256` and `X-GitHub-Delivery`. Only the payload is signed: there is
-    /// no time in it, and every header is only as good as the way it came.
+    /// GitHub, with the secret of a webhook: `X-Hub-Signature-256` and `X-GitHub-Delivery`.
+    ///
+    /// Only the payload is signed. There is no signed time, and headers are only as trustworthy as the connection.
     ///
     /// # Errors
-    /// Where the secret is empty, longer than 1024 octets, or has white space around it.
+    /// [`ConfigError`] if the secret is empty, longer than 1024 bytes, or has white space around it.
     pub fn github(secret: &str) -> Result<Self, ConfigError> {
         Self::new(Kind::GitHub).with_secret(secret)
+    }
+
+    pub(crate) fn generic(format: GenericHmac, secret: &str) -> Result<Self, ConfigError> {
+        Self::new(Kind::Generic(Arc::new(format))).with_secret(secret)
     }
 
     const fn new(kind: Kind) -> Self {
         Self { kind, keys: Vec::new(), tolerance: TOLERANCE }
     }
 
-    /// Takes what is signed with this secret, too: the one before, or the next one, while it is changed. Eight at most.
+    /// Also accepts signatures with this secret, for a rotation. At most eight secrets.
     ///
     /// # Errors
-    /// Where the secret is not one of the scheme, as for the first, or there are eight.
+    /// [`ConfigError`] if the secret is invalid for the scheme, or if there are eight already.
     pub fn with_secret(mut self, secret: &str) -> Result<Self, ConfigError> {
-        if self.keys.len() >= SECRETS_MAX {
-            return Err(ConfigError::new(format!("a webhook has at most {SECRETS_MAX} secrets")));
+        if self.keys.len() >= MAX_SECRETS {
+            return Err(ConfigError::new(format!("a webhook has at most {MAX_SECRETS} secrets")));
         }
         let secret = match self.kind {
             Kind::Standard => standard_secret(secret)?,
-            Kind::Stripe | Kind::GitHub => plain_secret(secret)?,
+            Kind::Stripe | Kind::GitHub | Kind::Generic(_) => plain_secret(secret)?,
         };
         let key = HmacSha256::new_from_slice(&secret)
-            .map_err(|_| ConfigError::new("the secret of a webhook is no key of HMAC"))?;
+            .map_err(|_| ConfigError::new("the secret is not a valid HMAC key"))?;
         self.keys.push(key);
         Ok(self)
     }
 
-    /// How far the time in the signature may be from ours, to either side. Five minutes by default, as every published
-    /// library has it.
+    /// Sets how far the signed time may differ from the clock, in either direction. Default: five minutes.
     ///
     /// # Errors
-    /// Outside a second to an hour; and with GitHub, which signs no time.
+    /// [`ConfigError`] outside a second to an hour, and for schemes that sign no time.
     pub fn with_tolerance(self, tolerance: Duration) -> Result<Self, ConfigError> {
-        if self.kind == Kind::GitHub {
-            return Err(ConfigError::new("GitHub signs no time, so there is no tolerance"));
+        if !self.kind.signs_time() {
+            return Err(ConfigError::new("this sender signs no time, so there is no tolerance to set"));
         }
-        let bounds = Duration::from_secs(1)..=TOLERANCE_MAX;
+        let bounds = Duration::from_secs(1)..=MAX_TOLERANCE;
         if bounds.contains(&tolerance) {
             Ok(Self { tolerance, ..self })
         } else {
-            let what = format!("the tolerance is {tolerance:?}; it must be from 1s to {TOLERANCE_MAX:?}");
+            let what = format!("the tolerance is {tolerance:?}; it must be from 1s to {MAX_TOLERANCE:?}");
             Err(ConfigError::new(what))
         }
     }
 
-    /// The request as a message, if it is signed as it should be, at a time that fits `now`.
+    /// Verifies a request at the time `now`, and returns its message.
     ///
-    /// The message has the identifier that the sender gives it as its [`broker_id`](Message::broker_id): `webhook-id`, the `id`
-    /// of Stripe's event, or `X-GitHub-Delivery`. Of the headers it has what describes the payload, and those of the scheme
-    /// but for signatures.
+    /// The [`broker_id`](Message::broker_id) of the message is the sender's identifier: `webhook-id`, the `id` of
+    /// Stripe's event, `X-GitHub-Delivery`, or the identifier of a [`GenericHmac`]. The message has the headers that
+    /// describe the payload, and the headers of the scheme except signatures.
     ///
     /// # Errors
-    /// Why it is not taken. Nothing of it may be recorded then.
+    /// The reason for the refusal. The caller must not record anything then.
     pub fn verify(
         &self,
         topic: &str,
@@ -173,14 +197,15 @@ impl WebhookScheme {
         payload: Bytes,
         now: Timestamp,
     ) -> Result<Message, WebhookRefusal> {
-        let (id, names) = match self.kind {
+        let (id, names) = match &self.kind {
             Kind::Standard => self.verify_standard(headers, &payload, now)?,
             Kind::Stripe => self.verify_stripe(headers, &payload, now)?,
             Kind::GitHub => self.verify_github(headers, &payload)?,
+            Kind::Generic(format) => self.verify_generic(format, headers, &payload, now)?,
         };
         let mut message = Message::new(topic, payload);
         message.broker_id = id;
-        for name in DESCRIBING.iter().chain(names) {
+        for name in DESCRIBING_HEADERS.iter().copied().chain(names) {
             message = copied(message, headers, name);
         }
         Ok(message)
@@ -191,8 +216,8 @@ impl WebhookScheme {
         headers: &HeaderMap,
         payload: &[u8],
         now: Timestamp,
-    ) -> Result<(Option<String>, &'static [&'static str]), WebhookRefusal> {
-        // One family or the other: nothing of a request is verified under the one and read from the other.
+    ) -> Result<Verified<'static>, WebhookRefusal> {
+        // Never mix the two families: a header of one must not be read if the other one is verified.
         let (names, signature): (&[&str], &str) = if headers.contains_key("webhook-id") {
             (&["webhook-id", "webhook-timestamp"], "webhook-signature")
         } else {
@@ -200,7 +225,7 @@ impl WebhookScheme {
         };
         let [id, timestamp] = names else { return Err(WebhookRefusal::HeaderMissing) };
         let id = one(headers, id)?;
-        // A full stop would leave it open where the identifier ends and the time begins in what is signed.
+        // With a full stop in the identifier, its end would be ambiguous in the signed text.
         if id.is_empty() || id.contains('.') {
             return Err(WebhookRefusal::HeaderMalformed);
         }
@@ -208,12 +233,12 @@ impl WebhookScheme {
         let signed_at = seconds(timestamp)?;
         let entries: Vec<_> = one(headers, signature)?.split(' ').collect();
         let signatures = entries.iter().filter_map(|entry| entry.strip_prefix("v1,")).map(|signature| {
-            // Strict: no other spelling of the same octets.
+            // Strict decoding: each signature has one spelling only.
             STANDARD.decode(signature).ok()
         });
         self.check(&[id.as_bytes(), b".", timestamp.as_bytes(), b".", payload], signatures)?;
         self.check_time(signed_at, now)?;
-        Ok((Some(id.to_owned()), names))
+        Ok((Some(id.to_owned()), names.to_vec()))
     }
 
     fn verify_stripe(
@@ -221,25 +246,25 @@ impl WebhookScheme {
         headers: &HeaderMap,
         payload: &[u8],
         now: Timestamp,
-    ) -> Result<(Option<String>, &'static [&'static str]), WebhookRefusal> {
+    ) -> Result<Verified<'static>, WebhookRefusal> {
         let entries: Vec<_> = one(headers, "stripe-signature")?.split(',').collect();
         let mut times = entries.iter().filter_map(|entry| entry.strip_prefix("t="));
         let (Some(timestamp), None) = (times.next(), times.next()) else {
             return Err(WebhookRefusal::HeaderMalformed);
         };
         let signed_at = seconds(timestamp)?;
-        // Other schemes than `v1` are not looked at, so that nobody can choose a weaker one.
+        // Other versions than `v1` are ignored, so that an attacker cannot choose a weaker one.
         let signatures = entries.iter().filter_map(|entry| entry.strip_prefix("v1=")).map(hex);
         self.check(&[timestamp.as_bytes(), b".", payload], signatures)?;
         self.check_time(signed_at, now)?;
-        Ok((event_id(payload), &[]))
+        Ok((event_id(payload), Vec::new()))
     }
 
     fn verify_github(
         &self,
         headers: &HeaderMap,
         payload: &[u8],
-    ) -> Result<(Option<String>, &'static [&'static str]), WebhookRefusal> {
+    ) -> Result<Verified<'static>, WebhookRefusal> {
         let id = one(headers, "x-github-delivery")?;
         let signature = one(headers, "x-hub-signature-256")?;
         if id.is_empty() {
@@ -247,18 +272,37 @@ impl WebhookScheme {
         }
         let signature = signature.strip_prefix("sha256=").ok_or(WebhookRefusal::HeaderMalformed)?;
         self.check(&[payload], std::iter::once(hex(signature)))?;
-        Ok((Some(id.to_owned()), GITHUB))
+        Ok((Some(id.to_owned()), GITHUB_HEADERS.to_vec()))
     }
 
-    /// Whether one of the signatures is that of one of the secrets.
+    fn verify_generic<'s>(
+        &self,
+        format: &'s GenericHmac,
+        headers: &HeaderMap,
+        payload: &[u8],
+        now: Timestamp,
+    ) -> Result<Verified<'s>, WebhookRefusal> {
+        let signature = format.signature(headers)?;
+        let signed_at = match format.timestamp() {
+            Some(name) => Some(seconds(one(headers, name.as_str())?)?),
+            None => None,
+        };
+        self.check(&format.signed_text(headers, payload)?, std::iter::once(signature))?;
+        if let Some(signed_at) = signed_at {
+            self.check_time(signed_at, now)?;
+        }
+        Ok((format.id(headers, payload)?, format.copied_headers()))
+    }
+
+    /// Checks that one of the signatures matches one of the secrets.
     fn check(
         &self,
         signed: &[&[u8]],
         signatures: impl Iterator<Item = Option<Vec<u8>>>,
     ) -> Result<(), WebhookRefusal> {
-        // What is not even a signature counts, too, so that nobody makes us look through many.
-        let signatures: Vec<_> = signatures.take(SIGNATURES_MAX + 1).collect();
-        if signatures.is_empty() || signatures.len() > SIGNATURES_MAX {
+        // Malformed signatures count, too. Otherwise a request could contain any number of them.
+        let signatures: Vec<_> = signatures.take(MAX_SIGNATURES + 1).collect();
+        if signatures.is_empty() || signatures.len() > MAX_SIGNATURES {
             return Err(WebhookRefusal::HeaderMalformed);
         }
         for key in &self.keys {
@@ -267,7 +311,7 @@ impl WebhookScheme {
                 mac.update(part);
             }
             for signature in signatures.iter().flatten() {
-                // In constant time, and of the whole length.
+                // The comparison is in constant time, over the whole length.
                 if mac.clone().verify_slice(signature).is_ok() {
                     return Ok(());
                 }
@@ -276,7 +320,7 @@ impl WebhookScheme {
         Err(WebhookRefusal::SignatureWrong)
     }
 
-    /// Both are whole seconds, as in the published libraries.
+    /// Compares whole seconds, as the published libraries do.
     fn check_time(&self, signed_at: u64, now: Timestamp) -> Result<(), WebhookRefusal> {
         let away = (now.as_millis() / 1000).abs_diff(signed_at);
         if away <= self.tolerance.as_secs() { Ok(()) } else { Err(WebhookRefusal::TimestampOutOfTolerance) }
@@ -293,11 +337,11 @@ impl fmt::Debug for WebhookScheme {
     }
 }
 
-/// What says how to read a payload.
-const DESCRIBING: &[&str] = &["content-type", "content-encoding"];
+/// The headers that describe a payload.
+const DESCRIBING_HEADERS: &[&str] = &["content-type", "content-encoding"];
 
-/// What GitHub says of an event, without the signatures.
-const GITHUB: &[&str] = &[
+/// The headers of GitHub that describe an event, without the signatures.
+const GITHUB_HEADERS: &[&str] = &[
     "x-github-delivery",
     "x-github-event",
     "x-github-hook-id",
@@ -305,8 +349,8 @@ const GITHUB: &[&str] = &[
     "x-github-hook-installation-target-type",
 ];
 
-/// The message with every value that the request has of this header.
-pub(super) fn copied(mut message: Message, headers: &HeaderMap, name: &str) -> Message {
+/// Copies all values of a header to the message.
+pub(crate) fn copied(mut message: Message, headers: &HeaderMap, name: &str) -> Message {
     let Ok(name) = HeaderName::from_bytes(name.as_bytes()) else { return message };
     for value in headers.get_all(&name) {
         message = message.with_header(name.as_str(), Bytes::copy_from_slice(value.as_bytes()));
@@ -314,8 +358,8 @@ pub(super) fn copied(mut message: Message, headers: &HeaderMap, name: &str) -> M
     message
 }
 
-/// The value of a header that is there once, in visible ASCII.
-fn one<'h>(headers: &'h HeaderMap, name: &str) -> Result<&'h str, WebhookRefusal> {
+/// Returns the value of a header that occurs once, in visible ASCII.
+pub(crate) fn one<'h>(headers: &'h HeaderMap, name: &str) -> Result<&'h str, WebhookRefusal> {
     let mut values = headers.get_all(name).iter();
     let value = values.next().ok_or(WebhookRefusal::HeaderMissing)?;
     if values.next().is_some() {
@@ -324,7 +368,7 @@ fn one<'h>(headers: &'h HeaderMap, name: &str) -> Result<&'h str, WebhookRefusal
     value.to_str().map_err(|_| WebhookRefusal::HeaderMalformed)
 }
 
-/// Seconds since the Unix epoch: digits, and nothing else.
+/// Parses seconds since the Unix epoch: digits only.
 fn seconds(text: &str) -> Result<u64, WebhookRefusal> {
     let is_good = (1..=12).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
     if is_good {
@@ -334,12 +378,12 @@ fn seconds(text: &str) -> Result<u64, WebhookRefusal> {
     }
 }
 
-/// The 32 octets of 64 small hexadecimal digits.
-fn hex(text: &str) -> Option<Vec<u8>> {
-    fn digit(octet: u8) -> Option<u8> {
-        match octet {
-            b'0'..=b'9' => Some(octet - b'0'),
-            b'a'..=b'f' => Some(octet - b'a' + 10),
+/// Decodes 64 lower-case hexadecimal digits to 32 bytes.
+pub(crate) fn hex(text: &str) -> Option<Vec<u8>> {
+    fn digit(byte: u8) -> Option<u8> {
+        match byte {
+            b'0'..=b'9' => Some(byte - b'0'),
+            b'a'..=b'f' => Some(byte - b'a' + 10),
             _ => None,
         }
     }
@@ -350,7 +394,7 @@ fn hex(text: &str) -> Option<Vec<u8>> {
     pairs.iter().map(|[high, low]| Some(digit(*high)? << 4 | digit(*low)?)).collect()
 }
 
-/// The member `id` of an event in JSON.
+/// Returns the member `id` of a JSON event.
 fn event_id(payload: &[u8]) -> Option<String> {
     let event: Value = serde_json::from_slice(payload).ok()?;
     let id = event.get("id")?.as_str()?;
@@ -359,27 +403,27 @@ fn event_id(payload: &[u8]) -> Option<String> {
 
 fn standard_secret(text: &str) -> Result<Vec<u8>, ConfigError> {
     let secret = STANDARD.decode(text.strip_prefix("whsec_").unwrap_or(text)).map_err(|_| {
-        ConfigError::new("the secret is not whsec_ and Base64, as Standard Webhooks writes it")
+        ConfigError::new("the secret is not `whsec_` and Base64, as Standard Webhooks requires")
     })?;
-    if (STANDARD_SECRET_MIN..=SECRET_MAX).contains(&secret.len()) {
+    if (MIN_STANDARD_SECRET..=MAX_SECRET).contains(&secret.len()) {
         Ok(secret)
     } else {
         let what = format!(
-            "the secret has {} octets; Standard Webhooks asks for {STANDARD_SECRET_MIN} or more",
+            "the secret has {} bytes; Standard Webhooks asks for {MIN_STANDARD_SECRET} or more",
             secret.len()
         );
         Err(ConfigError::new(what))
     }
 }
 
-/// A secret that is used as it is written.
+/// Checks a secret that is used as it is written.
 fn plain_secret(text: &str) -> Result<Vec<u8>, ConfigError> {
-    // Whoever knows that a secret is missing can sign with the empty one.
-    if text.is_empty() || text.len() > SECRET_MAX {
-        return Err(ConfigError::new(format!("the secret must have from 1 to {SECRET_MAX} octets")));
+    // With an empty secret every attacker could sign.
+    if text.is_empty() || text.len() > MAX_SECRET {
+        return Err(ConfigError::new(format!("the secret must have from 1 to {MAX_SECRET} bytes")));
     }
     if text.trim() != text {
-        return Err(ConfigError::new("the secret has white space around it: perhaps the end of a line"));
+        return Err(ConfigError::new("the secret has white space around it, perhaps a line end: remove it"));
     }
     Ok(text.as_bytes().to_vec())
 }

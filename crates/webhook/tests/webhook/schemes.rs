@@ -7,9 +7,9 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use http::HeaderMap;
-use oncegate_core::Timestamp;
+use oncegate_core::{JsonPointer, Timestamp};
 use oncegate_inbox::Message;
-use oncegate_webhook::{WebhookRefusal, WebhookScheme};
+use oncegate_webhook::{GenericHmac, SignatureEncoding, WebhookRefusal, WebhookScheme};
 use proptest::prelude::*;
 use sha2::Sha256;
 
@@ -454,4 +454,115 @@ proptest! {
         let name = ["webhook-signature", "stripe-signature", "x-hub-signature-256"][which];
         prop_assert!(sent.with(name, value).verify(&scheme).is_err());
     }
+}
+
+// ---- senders that sign in a format of their own
+
+/// The example of Slack's documentation. Slack has no identifier there, so the test adds a header.
+fn slack() -> (GenericHmac, Sent) {
+    let format = GenericHmac::new("X-Slack-Signature", SignatureEncoding::Hex)
+        .and_then(|format| {
+            format.with_signature_prefix("v0=").with_signed_text("v0:{X-Slack-Request-Timestamp}:{payload}")
+        })
+        .and_then(|format| format.with_timestamp_header("x-slack-request-timestamp"))
+        .and_then(|format| format.with_id_header("x-id"));
+    let signature = "v0=a2114d57b48eac39b9ad189dd8316235a7b4a8d21a10bd27519666489c69b503";
+    let payload = "token=xyzz0WbapA4vBCDEFasx0q6G&team_id=T1DC2JH3J&team_domain=testteamnow&channel_id=G8PSS9T3V\
+        &channel_name=foobar&user_id=U2CERLKJA&user_name=roadrunner&command=%2Fwebhook-collect&text=\
+        &response_url=https%3A%2F%2Fhooks.slack.com%2Fcommands%2FT1DC2JH3J%2F397700885554%2F96rGlfmibIGlgcZRskXaIFfN\
+        &trigger_id=398738663015.47445629121.803a0bc887a14d10d2c447fce8b6703c";
+    let headers = vec![
+        ("x-slack-signature", signature.to_owned()),
+        ("x-slack-request-timestamp", "1531420618".to_owned()),
+        ("x-id", "1".to_owned()),
+    ];
+    (format.expect("a format"), Sent { headers, payload: payload.into(), at: 1_531_420_618 })
+}
+
+const SLACK_SECRET: &str = "8f742231b10e8888abcd99yyyzzz85a5";
+
+#[test]
+fn a_generic_scheme_verifies_the_example_of_slack() {
+    let (format, sent) = slack();
+    let scheme = format.build(SLACK_SECRET).expect("a scheme");
+    let message = sent.verify(&scheme).expect("it is signed");
+    assert_eq!(message.broker_id.as_deref(), Some("1"));
+    let names: Vec<&str> = message.headers.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["x-id", "x-slack-request-timestamp"], "no signature");
+
+    let upper = sent.value("x-slack-signature").to_ascii_uppercase().replace("V0=", "v0=");
+    assert!(sent.with("x-slack-signature", upper).verify(&scheme).is_ok());
+    let at = "x-slack-request-timestamp";
+    let cases = [
+        (sent.saying("token=other"), WebhookRefusal::SignatureWrong),
+        (sent.with(at, "1531420619"), WebhookRefusal::SignatureWrong),
+        (sent.with(at, "now"), WebhookRefusal::HeaderMalformed),
+        (sent.without(at), WebhookRefusal::HeaderMissing),
+        (sent.without("x-slack-signature"), WebhookRefusal::HeaderMissing),
+        (sent.with("x-slack-signature", "v1=00"), WebhookRefusal::HeaderMalformed),
+        (sent.with("x-slack-signature", "v0=00"), WebhookRefusal::SignatureWrong),
+        (sent.with("x-id", ""), WebhookRefusal::HeaderMalformed),
+        (sent.without("x-id"), WebhookRefusal::HeaderMissing),
+        (sent.at(sent.at + 301), WebhookRefusal::TimestampOutOfTolerance),
+    ];
+    for (changed, refusal) in cases {
+        assert_eq!(changed.verify(&scheme).err(), Some(refusal), "{:?}", changed.headers);
+    }
+}
+
+#[test]
+fn a_generic_scheme_takes_base64_and_an_identifier_from_the_payload() {
+    let pointer = JsonPointer::parse("/order/id").expect("a pointer");
+    let format = GenericHmac::new("x-hmac", SignatureEncoding::Base64).expect("a format");
+    let scheme = format.with_json_id(pointer).build("secret").expect("a scheme");
+    let sign = |payload: &str| Sent {
+        headers: vec![("x-hmac", STANDARD.encode(mac(b"secret", payload)))],
+        payload: payload.into(),
+        at: 0,
+    };
+    for (payload, id) in [
+        (r#"{"order":{"id":41}}"#, Some("41")),
+        (r#"{"order":{"id":"a"}}"#, Some("a")),
+        (r#"{"order":{"id":""}}"#, None),
+        ("no JSON", None),
+    ] {
+        let message = sign(payload).verify(&scheme).expect("it is signed");
+        assert_eq!(message.broker_id.as_deref(), id, "{payload}");
+    }
+    assert!(scheme.clone().with_tolerance(Duration::from_secs(1)).is_err(), "it signs no time");
+    let rotated = scheme.with_secret("next").expect("a second secret");
+    assert!(sign("1").verify(&rotated).is_ok());
+}
+
+#[test]
+fn a_header_value_cannot_move_the_border_of_the_payload() {
+    let format = GenericHmac::new("x-hmac", SignatureEncoding::Hex)
+        .and_then(|format| format.with_signed_text("{x-id}.{payload}"))
+        .and_then(|format| format.with_id_header("x-id"));
+    let scheme = format.and_then(|format| format.build("secret")).expect("a scheme");
+    let signature = hex(&mac(b"secret", "a.b.c"));
+    let sent = |id: &str, payload: &str| Sent {
+        headers: vec![("x-hmac", signature.clone()), ("x-id", id.to_owned())],
+        payload: payload.into(),
+        at: 0,
+    };
+    assert!(sent("a", "b.c").verify(&scheme).is_ok());
+    assert_eq!(sent("a.b", "c").verify(&scheme).err(), Some(WebhookRefusal::HeaderMalformed));
+}
+
+#[test]
+fn a_generic_scheme_that_proves_too_little_is_refused() {
+    let format = || GenericHmac::new("x-hmac", SignatureEncoding::Hex).expect("a format");
+    assert!(GenericHmac::new("x hmac", SignatureEncoding::Hex).is_err());
+    for text in ["", "{x-id}", "{payload}.{payload}", "{x-time}{payload}", "{payload", "{a b}.{payload}"] {
+        assert!(format().with_signed_text(text).is_err(), "{text}");
+    }
+    assert!(format().build("secret").is_err(), "no identifier");
+    let named = || format().with_id_header("x-id").expect("a header");
+    assert!(named().build("").is_err(), "no secret");
+    assert!(
+        named().with_timestamp_header("x-time").expect("a header").build("secret").is_err(),
+        "not signed"
+    );
+    assert!(named().build("secret").is_ok());
 }
