@@ -1,4 +1,4 @@
-//! The way to a broker.
+//! The connection to a broker.
 
 use std::fmt;
 use std::future::Future;
@@ -15,41 +15,43 @@ use oncegate_core::ErrorChain;
 use oncegate_engine::ConfigError;
 use tokio::time::timeout;
 
-/// How long a connection may take, from the name of the host to the consumer.
-pub(crate) const CONNECT_PATIENCE: Duration = Duration::from_secs(30);
+/// The timeout of a connection, from resolving the host name to the consumer.
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long the broker may take to say goodbye.
-const GOODBYE_PATIENCE: Duration = Duration::from_secs(10);
+/// The timeout of closing a connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Connecting = Pin<Box<dyn Future<Output = lapin::Result<Connection>> + Send>>;
 
-/// A broker, and how to connect to it: once, and again whenever the connection is lost.
+/// A broker, and the way to connect to it, also after a lost connection.
 #[derive(Clone)]
 pub struct AmqpBroker {
     connect: Arc<dyn Fn() -> Connecting + Send + Sync>,
 }
 
 impl AmqpBroker {
-    /// A broker at a URI, such as `amqp://user:password@host:5672/%2f`. With `?heartbeat=10` a connection that is dead is
-    /// given up after about as many seconds; RabbitMQ asks for 60.
+    /// Creates a broker from a URI, such as `amqp://user:password@host:5672/%2f`.
     ///
-    /// `amqps` needs TLS in the client library: depend on `lapin` with the feature for the TLS that you want, for instance
-    /// `rustls`. Without, nothing is sent, and connecting fails.
+    /// With `?heartbeat=10` a dead connection is closed after about 10 seconds; RabbitMQ asks for 60. `amqps` needs TLS
+    /// in the client library: depend on `lapin` with its feature for the TLS library of your choice, for example
+    /// `rustls`. Without it nothing is sent, and connecting fails.
     ///
     /// # Errors
-    /// Where it is no such URI.
+    /// [`ConfigError`] if the URI is invalid.
     pub fn new(uri: &str) -> Result<Self, ConfigError> {
-        // What is wrong with it may name the password.
+        // The parser's error may contain the password.
         let uri: AMQPUri = uri.parse().map_err(|_| {
-            ConfigError::new("the address of the broker is no URI of AMQP (amqp://… or amqps://…)")
+            ConfigError::new("the broker's address is not an AMQP URI (amqp://… or amqps://…)")
         })?;
         Ok(Self::with(move || encrypted_if_asked(uri.clone())))
     }
 
-    /// A broker that is connected to in your own way: with certificates, a name for the connection, credentials that
-    /// change. It is called for each connection. Without a feature for TLS the client library takes `amqps` for `amqp`, and sends
-    /// the password in the clear. It should not turn on the client library's own recovery: deliveries of the
-    /// connection that was lost would seem to be deliveries of the new one.
+    /// Creates a broker with a connect function of your own: for certificates, a connection name, or changing
+    /// credentials.
+    ///
+    /// It is called for each connection. Without a TLS feature the client library treats `amqps` as `amqp`, and sends
+    /// the password unencrypted. Do not turn on the client library's own recovery: deliveries of the lost connection
+    /// would look like deliveries of the new one.
     pub fn with<F>(connect: impl Fn() -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = lapin::Result<Connection>> + Send + 'static,
@@ -57,14 +59,13 @@ impl AmqpBroker {
         Self { connect: Arc::new(move || Box::pin(connect())) }
     }
 
-    /// A new connection. It may take for ever.
+    /// Opens a connection. It may take forever.
     pub(crate) async fn connect(&self) -> lapin::Result<Connection> {
         (self.connect)().await
     }
 }
 
-/// Connects with TLS where the URI says so, or not at all: left alone, the client library speaks in the clear where it was
-/// built without TLS.
+/// Connects with TLS if the URI says so, or fails. Without TLS support, the client library would connect unencrypted.
 async fn encrypted_if_asked(uri: AMQPUri) -> lapin::Result<Connection> {
     let properties = ConnectionProperties::default();
     let connecting = Connection::connector(
@@ -89,11 +90,11 @@ impl fmt::Debug for AmqpBroker {
     }
 }
 
-/// Ends a connection. An error of it is no news: it is over in any case.
+/// Closes a connection. Its errors do not matter, because it is over in any case.
 pub(crate) async fn goodbye(connection: Connection) {
     if connection.status().connected()
-        && let Ok(Err(error)) = timeout(GOODBYE_PATIENCE, connection.close(200, "OK".into())).await
+        && let Ok(Err(error)) = timeout(CLOSE_TIMEOUT, connection.close(200, "OK".into())).await
     {
-        tracing::debug!(error = %ErrorChain(&error), "a connection did not end in order");
+        tracing::debug!(error = %ErrorChain(&error), "a connection was not closed cleanly");
     }
 }

@@ -1,4 +1,4 @@
-//! Headers and properties, as a message has them and as AMQP has them.
+//! Headers and properties: from a message to AMQP, and back.
 
 use std::collections::BTreeMap;
 
@@ -10,15 +10,16 @@ use serde_json::Value;
 
 use super::ORDER_KEY;
 
-/// How deep tables in tables are looked at.
-const DEPTH_MAX: u32 = 16;
+/// The maximum depth of nested tables.
+const MAX_DEPTH: u32 = 16;
 
-/// What persists a message.
+/// The delivery mode of a persistent message.
 const PERSISTENT: u8 = 2;
 
-/// Names of headers under which a delivery shows what is no header in AMQP. A header of the message itself that is called so
-/// is not shown, so that nobody is told another message's identity.
-const SHOWN: [&str; 15] = [
+/// The header names for fields that are not headers in AMQP.
+///
+/// A header of the message with such a name is dropped, so that a producer cannot fake another message's identity.
+const FIELD_HEADERS: [&str; 15] = [
     "amqp-app-id",
     "amqp-content-encoding",
     "amqp-content-type",
@@ -36,13 +37,13 @@ const SHOWN: [&str; 15] = [
     "amqp-cluster-id",
 ];
 
-/// What the broker writes and reads itself. A message that is passed on must not say it in its name.
-const BROKERS_OWN: [&str; 5] = ["CC", "BCC", "x-death", "x-delivery-count", "x-acquired-count"];
+/// Headers that the broker itself writes and reads. A published message must not set them.
+const BROKER_HEADERS: [&str; 5] = ["CC", "BCC", "x-death", "x-delivery-count", "x-acquired-count"];
 
-/// The header with which a quorum queue says how often it has delivered a message before.
+/// The header in which a quorum queue counts earlier deliveries.
 const DELIVERY_COUNT: &str = "x-delivery-count";
 
-/// The headers of a delivery: its own, and what AMQP has besides.
+/// Returns the headers of a delivery: its own, and the other fields of AMQP.
 pub(crate) fn headers(
     properties: &BasicProperties,
     exchange: &str,
@@ -50,8 +51,8 @@ pub(crate) fn headers(
 ) -> Vec<(String, Bytes)> {
     let mut headers = Vec::new();
     for (name, value) in properties.headers().iter().flat_map(FieldTable::inner) {
-        if !is_one_of(&SHOWN, name.as_str()) {
-            headers.push((name.to_string(), octets(value)));
+        if !is_one_of(&FIELD_HEADERS, name.as_str()) {
+            headers.push((name.to_string(), bytes(value)));
         }
     }
     let mut show = |name: &str, value: Option<Bytes>| {
@@ -76,7 +77,7 @@ pub(crate) fn headers(
     headers
 }
 
-/// How often a message was delivered, this time included, as far as the broker says.
+/// Returns the number of deliveries, this one included, if the broker counts them.
 pub(crate) fn deliveries(properties: &BasicProperties, is_redelivered: bool) -> Option<u32> {
     let counted = properties.headers().as_ref().and_then(|headers| headers.inner().get(DELIVERY_COUNT));
     let before = match counted {
@@ -87,16 +88,16 @@ pub(crate) fn deliveries(properties: &BasicProperties, is_redelivered: bool) -> 
         Some(AMQPValue::ShortShortInt(count)) => u32::try_from(*count).ok(),
         _ => (!is_redelivered).then_some(0),
     };
-    // From 4.0 on what was given back is not counted.
+    // From 4.0 on, returns are not counted.
     before.filter(|before| *before > 0 || !is_redelivered).map(|before| before.saturating_add(1))
 }
 
-/// A value as octets: text and octets as they are, numbers in decimal digits, arrays and tables as JSON.
-fn octets(value: &AMQPValue) -> Bytes {
+/// Converts a value to bytes: text and bytes as they are, numbers in decimal digits, arrays and tables as JSON.
+fn bytes(value: &AMQPValue) -> Bytes {
     match value {
         AMQPValue::LongString(text) => Bytes::copy_from_slice(text.as_bytes()),
         AMQPValue::ShortString(text) => text.to_string().into(),
-        AMQPValue::ByteArray(octets) => Bytes::copy_from_slice(octets.as_slice()),
+        AMQPValue::ByteArray(bytes) => Bytes::copy_from_slice(bytes.as_slice()),
         AMQPValue::Void => Bytes::new(),
         AMQPValue::DecimalValue(decimal) => {
             let digits = format!("{:0>1$}", decimal.value, usize::from(decimal.scale) + 1);
@@ -112,7 +113,7 @@ fn octets(value: &AMQPValue) -> Bytes {
 }
 
 fn json(value: &AMQPValue, depth: u32) -> Value {
-    if depth > DEPTH_MAX {
+    if depth > MAX_DEPTH {
         return Value::Null;
     }
     match value {
@@ -137,27 +138,27 @@ fn json(value: &AMQPValue, depth: u32) -> Value {
         AMQPValue::LongString(_)
         | AMQPValue::ShortString(_)
         | AMQPValue::ByteArray(_)
-        | AMQPValue::DecimalValue(_) => String::from_utf8_lossy(&octets(value)).into(),
+        | AMQPValue::DecimalValue(_) => String::from_utf8_lossy(&bytes(value)).into(),
     }
 }
 
-/// The properties of a message that is published, and how many octets they take at most; or what is wrong with it.
+/// Returns the properties of a published message and their maximum size, or an error.
 pub(crate) fn properties(message: &Outgoing) -> Result<(BasicProperties, usize), String> {
     if message.id.is_empty() || !message.id.bytes().all(|b| (b' '..=b'~').contains(&b)) {
         return Err("the identifier of the message is empty or not printable ASCII".to_owned());
     }
     let id = ShortString::try_new(&*message.id)
-        .map_err(|_| "the identifier of the message has more than 255 octets".to_owned())?;
-    // The frame's own, its flags, and two numbers.
-    let mut octets = 64 + message.id.len();
+        .map_err(|_| "the identifier of the message has more than 255 bytes".to_owned())?;
+    // The frame header, the flags, and two numbers.
+    let mut bytes = 64 + message.id.len();
     let mut properties = BasicProperties::default().with_message_id(id).with_delivery_mode(PERSISTENT);
     let mut headers: BTreeMap<&str, Vec<&[u8]>> = BTreeMap::new();
     for (name, value) in &message.headers {
-        if is_one_of(&BROKERS_OWN, name) || is_one_of(&[MESSAGE_ID, ORDER_KEY], name) {
+        if is_one_of(&BROKER_HEADERS, name) || is_one_of(&[MESSAGE_ID, ORDER_KEY], name) {
             continue;
         }
         if is_property(&mut properties, name, value) {
-            octets += 1 + value.len();
+            bytes += 1 + value.len();
         } else {
             headers.entry(name).or_default().push(value);
         }
@@ -169,23 +170,23 @@ pub(crate) fn properties(message: &Outgoing) -> Result<(BasicProperties, usize),
     let mut table = FieldTable::default();
     for (name, values) in headers {
         let key =
-            ShortString::try_new(name).map_err(|_| "a header's name has more than 255 octets".to_owned())?;
-        octets += 10 + name.len() + values.iter().map(|value| 5 + value.len()).sum::<usize>();
+            ShortString::try_new(name).map_err(|_| "a header's name has more than 255 bytes".to_owned())?;
+        bytes += 10 + name.len() + values.iter().map(|value| 5 + value.len()).sum::<usize>();
         let mut values: Vec<_> =
             values.into_iter().map(|value| AMQPValue::LongString(value.into())).collect();
         let value = match values.pop() {
             Some(only) if values.is_empty() => only,
-            // A name is there once in AMQP.
+            // In AMQP each name occurs once.
             last => {
                 AMQPValue::FieldArray(FieldArray::from(values.into_iter().chain(last).collect::<Vec<_>>()))
             }
         };
         table.insert(key, value);
     }
-    Ok((properties.with_headers(table), octets))
+    Ok((properties.with_headers(table), bytes))
 }
 
-/// Makes the header a property, where it stands for one and fits it. Otherwise it stays a header.
+/// Sets the property that a header stands for, and returns `false` if there is none or the value does not fit.
 fn is_property(properties: &mut BasicProperties, name: &str, value: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(value) else { return false };
     let before = std::mem::take(properties);

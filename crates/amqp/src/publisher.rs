@@ -1,4 +1,4 @@
-//! A producer of one exchange.
+//! The publisher: a producer of one exchange.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,38 +13,39 @@ use oncegate_inbox::{Outgoing, PublishError, PublishFuture, Publisher};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 
-use super::broker::{AmqpBroker, CONNECT_PATIENCE, goodbye};
+use super::broker::{AmqpBroker, CONNECT_TIMEOUT, goodbye};
 use super::fields;
 
-/// How many messages wait for the broker's word at a time.
-const CHANNELS: u16 = 32;
+/// The default number of messages that wait for their confirmation.
+const DEFAULT_CHANNELS: u16 = 32;
 
-/// Most of them. RabbitMQ has 2047 channels for a connection.
-const CHANNELS_MAX: u16 = 1000;
+/// Its maximum. RabbitMQ allows 2047 channels per connection.
+const MAX_CHANNELS: u16 = 1000;
 
-/// How long the broker has for its word.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The default timeout of a confirmation.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What RabbitMQ takes from 4.0 on; earlier ones take 128 MiB.
-const PAYLOAD_MAX: usize = 16 * 1024 * 1024;
+/// The default limit of RabbitMQ from 4.0 on; earlier versions allow 128 MiB.
+const DEFAULT_MAX_PAYLOAD_BYTES: usize = 16 * 1024 * 1024;
 
-/// Most that the protocol's own limit of a connection leaves, should there be none.
-const FRAME_MAX: usize = 131_072;
+/// The maximum frame size if the connection has no limit.
+const MAX_FRAME: usize = 131_072;
 
-/// How long after an attempt to connect that failed nobody tries again.
+/// The pause after a failed attempt to connect.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// What AMQP says where something is not there.
+/// The AMQP reply code for something that does not exist.
 const NOT_FOUND: u16 = 404;
 
 /// Publishes to an exchange of RabbitMQ, with confirms. Clones share one connection.
 ///
-/// The topic of a message is its routing key; with the default exchange that is the name of a queue. It is persistent, and
-/// mandatory: one that no queue takes is refused. It has its identifier as `message-id` and as the header
-/// [`MESSAGE_ID`](oncegate_inbox::MESSAGE_ID), and its order key as the header [`ORDER_KEY`](super::ORDER_KEY).
+/// The topic of a message is its routing key. With the default exchange that is the name of a queue. Messages are
+/// persistent and mandatory: a message that no queue accepts is refused. The identifier is the property `message-id`
+/// and the header [`MESSAGE_ID`](oncegate_inbox::MESSAGE_ID). The order key is the header
+/// [`ORDER_KEY`](super::ORDER_KEY).
 ///
-/// Each message that waits for the broker's word has a channel of its own meanwhile. So messages that are published at the same
-/// time are in no order; one that is to follow another is published when that one is confirmed.
+/// Each message that waits for its confirmation has a channel of its own. So concurrent messages have no order. To keep
+/// two messages in order, publish the second one after the first one is confirmed.
 #[derive(Clone)]
 pub struct AmqpPublisher {
     shared: Arc<Shared>,
@@ -54,9 +55,9 @@ struct Shared {
     broker: AmqpBroker,
     exchange: String,
     settings: Settings,
-    /// Who may take a channel.
+    /// Permits for channels.
     slots: Semaphore,
-    /// Channels that nobody uses.
+    /// Unused channels.
     idle: Mutex<Vec<Channel>>,
     link: tokio::sync::Mutex<Link>,
 }
@@ -64,22 +65,26 @@ struct Shared {
 #[derive(Clone, Copy, Debug)]
 struct Settings {
     channels: u16,
-    patience: Duration,
+    confirm_timeout: Duration,
     max_payload_bytes: usize,
 }
 
 #[derive(Default)]
 struct Link {
     connection: Option<Connection>,
-    /// When the last attempt failed, and why.
+    /// The time and the error of the last failed attempt.
     failed: Option<(Instant, String)>,
 }
 
 impl AmqpPublisher {
-    /// To the default exchange, which hands each message to the queue that is called as its routing key.
+    /// Creates a publisher to the default exchange, which routes each message to the queue named by its routing key.
     #[must_use]
     pub fn new(broker: AmqpBroker) -> Self {
-        let settings = Settings { channels: CHANNELS, patience: PATIENCE, max_payload_bytes: PAYLOAD_MAX };
+        let settings = Settings {
+            channels: DEFAULT_CHANNELS,
+            confirm_timeout: CONFIRM_TIMEOUT,
+            max_payload_bytes: DEFAULT_MAX_PAYLOAD_BYTES,
+        };
         Self::made(broker, String::new(), settings)
     }
 
@@ -100,46 +105,48 @@ impl AmqpPublisher {
         Self::made(self.shared.broker.clone(), self.shared.exchange.clone(), settings)
     }
 
-    /// To this exchange, which is there before.
+    /// Sets the exchange, which must exist.
     ///
     /// # Errors
-    /// Where its name has more than 255 octets.
+    /// [`ConfigError`] if the name has more than 255 bytes.
     pub fn with_exchange(self, exchange: impl Into<String>) -> Result<Self, ConfigError> {
         let exchange = exchange.into();
         if ShortString::try_new(&*exchange).is_err() {
-            return Err(ConfigError::new("the name of an exchange has at most 255 octets"));
+            return Err(ConfigError::new("the name of an exchange must have at most 255 bytes"));
         }
         Ok(Self::made(self.shared.broker.clone(), exchange, self.shared.settings))
     }
 
-    /// How many messages may wait for the broker's word at a time: 32 where nothing is said. Each has a channel.
+    /// Sets how many messages may wait for their confirmation. Default: 32. Each needs a channel.
     ///
     /// # Errors
-    /// Outside of 1 to 1000.
+    /// [`ConfigError`] outside 1 to 1000.
     pub fn with_max_channels(self, channels: u16) -> Result<Self, ConfigError> {
-        if !(1..=CHANNELS_MAX).contains(&channels) {
-            return Err(ConfigError::new(format!("a publisher has 1 to {CHANNELS_MAX} channels")));
+        if !(1..=MAX_CHANNELS).contains(&channels) {
+            return Err(ConfigError::new(format!(
+                "the maximum number of channels must be from 1 to {MAX_CHANNELS}"
+            )));
         }
         Ok(self.again(Settings { channels, ..self.shared.settings }))
     }
 
-    /// How long the broker has for its word: 30 seconds where nothing is said. A broker that has no more memory or disk says
-    /// nothing.
+    /// Sets the timeout of a confirmation. Default: 30 seconds. A broker without memory or disk space does not confirm.
     ///
     /// # Errors
-    /// For less than 100 milliseconds or more than an hour.
-    pub fn with_confirm_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
-        if !(Duration::from_millis(100)..=Duration::from_secs(3600)).contains(&patience) {
-            return Err(ConfigError::new("the patience of a publisher is 100 milliseconds to an hour"));
+    /// [`ConfigError`] outside 100 milliseconds to an hour.
+    pub fn with_confirm_timeout(self, confirm_timeout: Duration) -> Result<Self, ConfigError> {
+        if !(Duration::from_millis(100)..=Duration::from_secs(3600)).contains(&confirm_timeout) {
+            return Err(ConfigError::new("the confirm timeout must be from 100 milliseconds to an hour"));
         }
-        Ok(self.again(Settings { patience, ..self.shared.settings }))
+        Ok(self.again(Settings { confirm_timeout, ..self.shared.settings }))
     }
 
-    /// How many octets a message may say: what the broker has as `max_message_size`, 16 MiB where nothing is said. The broker
-    /// ends the channel for a larger one without telling which one it was, so a larger one is refused here.
+    /// Sets the maximum payload: the `max_message_size` of the broker. Default: 16 MiB.
+    ///
+    /// A larger message is refused here. The broker would close the channel for it, without naming the message.
     #[must_use]
-    pub fn with_max_payload_bytes(self, octets: usize) -> Self {
-        self.again(Settings { max_payload_bytes: octets, ..self.shared.settings })
+    pub fn with_max_payload_bytes(self, bytes: usize) -> Self {
+        self.again(Settings { max_payload_bytes: bytes, ..self.shared.settings })
     }
 }
 
@@ -147,7 +154,7 @@ impl Publisher for AmqpPublisher {
     fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
         let (shared, message) = (self.shared.clone(), message.clone());
         Box::pin(async move {
-            // What was begun is ended, so that a channel never has two messages that wait. Nobody may wait any more.
+            // The task goes on if the caller is gone, so that a channel never has two waiting messages.
             let task = tokio::spawn(async move { shared.publish(message).await });
             task.await.unwrap_or_else(|error| Err(PublishError::unconfirmed(error)))
         })
@@ -158,18 +165,18 @@ impl Shared {
     async fn publish(&self, message: Outgoing) -> Result<(), PublishError> {
         if message.payload.len() > self.settings.max_payload_bytes {
             return Err(PublishError::refused(format!(
-                "the message has more than {} octets",
+                "the message has more than {} bytes",
                 self.settings.max_payload_bytes
             )));
         }
         let routing_key = ShortString::try_new(&*message.topic)
-            .map_err(|_| PublishError::refused("the routing key has more than 255 octets"))?;
-        let (properties, octets) = fields::properties(&message).map_err(PublishError::refused)?;
+            .map_err(|_| PublishError::refused("the routing key has more than 255 bytes"))?;
+        let (properties, bytes) = fields::properties(&message).map_err(PublishError::refused)?;
         let _slot = self.slots.acquire().await.map_err(PublishError::unconfirmed)?;
         let (channel, frame_max) = self.channel().await?;
-        if octets > frame_max {
+        if bytes > frame_max {
             self.put_back(channel);
-            return Err(PublishError::refused(format!("the headers have more than {frame_max} octets")));
+            return Err(PublishError::refused(format!("the headers have more than {frame_max} bytes")));
         }
         let options = BasicPublishOptions { mandatory: true, immediate: false };
         let exchange = ShortString::try_new(&*self.exchange).unwrap_or_default();
@@ -177,28 +184,28 @@ impl Shared {
             let sent = channel.basic_publish(exchange, routing_key, options, &message.payload, properties);
             sent.await?.await
         };
-        match timeout(self.settings.patience, published).await {
-            // A word that comes late must not be taken for the next message's.
+        match timeout(self.settings.confirm_timeout, published).await {
+            // A late confirmation must not be taken for that of the next message.
             Err(_) => {
                 drop(tokio::spawn(async move { channel.close(200, "OK".into()).await }));
-                Err(PublishError::unconfirmed(format!("no word for {:?}", self.settings.patience)))
+                Err(PublishError::unconfirmed(format!("no word for {:?}", self.settings.confirm_timeout)))
             }
             Ok(Err(error)) => Err(PublishError::unconfirmed(error)),
             Ok(Ok(confirmation)) => {
                 self.put_back(channel);
-                understood(confirmation, &message)
+                interpret_confirmation(confirmation, &message)
             }
         }
     }
 
-    /// A channel that nobody uses, and how large a message's headers may be.
+    /// Returns an unused channel, and the maximum size of headers.
     async fn channel(&self) -> Result<(Channel, usize), PublishError> {
         let opening = async {
             let mut link = self.link.lock().await;
             let connection = self.connected(&mut link).await?;
             let frame_max = match connection.configuration().frame_max() {
-                0 => FRAME_MAX,
-                octets => usize::try_from(octets).unwrap_or(FRAME_MAX),
+                0 => MAX_FRAME,
+                bytes => usize::try_from(bytes).unwrap_or(MAX_FRAME),
             };
             if let Some(channel) = self.taken() {
                 return Ok((channel, frame_max));
@@ -208,13 +215,13 @@ impl Shared {
             confirming.await.map_err(PublishError::unconfirmed)?;
             Ok((channel, frame_max))
         };
-        let opened = timeout(CONNECT_PATIENCE, opening).await;
+        let opened = timeout(CONNECT_TIMEOUT, opening).await;
         opened.unwrap_or_else(|_| Err(PublishError::unconfirmed("the broker does not answer")))
     }
 
     fn taken(&self) -> Option<Channel> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        // Those of a connection that was lost, or that the broker closed, are let go.
+        // Drop channels that were closed by the broker or lost with their connection.
         std::iter::from_fn(|| idle.pop()).find(|channel| channel.status().connected())
     }
 
@@ -246,10 +253,12 @@ impl Shared {
                 }
             }
         }
-        link.connection.as_ref().ok_or_else(|| PublishError::unconfirmed("there is no connection"))
+        link.connection
+            .as_ref()
+            .ok_or_else(|| PublishError::unconfirmed("there is no connection to the broker"))
     }
 
-    /// A message to an exchange that is not there would end its channel, and nobody could tell from it that nothing takes it.
+    /// Checks that the exchange exists. Publishing to a missing one would close the channel with an unspecific error.
     async fn checked(&self, connection: Connection) -> Result<Connection, PublishError> {
         if self.exchange.is_empty() {
             return Ok(connection);
@@ -273,8 +282,8 @@ impl Shared {
     }
 }
 
-/// What the broker said of the one message that waited on its channel.
-fn understood(confirmation: Confirmation, message: &Outgoing) -> Result<(), PublishError> {
+/// Interprets the confirmation of the only message that waits on its channel.
+fn interpret_confirmation(confirmation: Confirmation, message: &Outgoing) -> Result<(), PublishError> {
     match confirmation {
         Confirmation::Ack(None) => Ok(()),
         Confirmation::Ack(Some(back)) | Confirmation::Nack(Some(back)) => {
@@ -283,8 +292,8 @@ fn understood(confirmation: Confirmation, message: &Outgoing) -> Result<(), Publ
                 message.topic, back.reply_code, back.reply_text
             )))
         }
-        Confirmation::Nack(None) => Err(PublishError::unconfirmed("the broker did not take the message")),
-        Confirmation::NotRequested => Err(PublishError::unconfirmed("the channel has no confirms")),
+        Confirmation::Nack(None) => Err(PublishError::unconfirmed("the broker rejected the message")),
+        Confirmation::NotRequested => Err(PublishError::unconfirmed("the channel is not in confirm mode")),
     }
 }
 

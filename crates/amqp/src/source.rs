@@ -1,4 +1,4 @@
-//! A consumer of one queue.
+//! The source: a consumer of one queue.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,29 +20,29 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::broker::{AmqpBroker, CONNECT_PATIENCE, goodbye};
+use super::broker::{AmqpBroker, CONNECT_TIMEOUT, goodbye};
 use super::fields;
 
-/// How many messages the broker hands over before it hears of one.
+/// The default number of messages that the broker delivers ahead of acknowledgements.
 const PREFETCH: u16 = 256;
 
-/// What RabbitMQ waits for an acknowledgement.
+/// The default acknowledgement timeout of RabbitMQ.
 const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// The shortest time that makes sense: RabbitMQ looks once a minute.
-const CONSUMER_TIMEOUT_MIN: Duration = Duration::from_secs(1);
+/// The minimum of that timeout: RabbitMQ checks it once a minute.
+const MIN_CONSUMER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Between two attempts to connect.
-const PAUSE_MIN: Duration = Duration::from_millis(100);
-const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// The shortest and the longest pause between attempts to connect.
+const MIN_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 
-/// How long a message in order is held that is given back at once: longer than a consumer takes to stop.
+/// How long an ordered message is held that is given back without a delay: longer than the shutdown of a consumer.
 const STOPPING: Duration = Duration::from_secs(60);
 
 /// A queue of RabbitMQ, read with acknowledgements.
 ///
-/// It declares nothing: queues, exchanges and bindings are there before. It connects again whenever the connection, the
-/// channel or the consumer ends; what was delivered and not acknowledged comes again then.
+/// It declares nothing: queues, exchanges and bindings must exist. It reconnects when the connection, the channel or
+/// the consumer ends. Messages without an acknowledgement are delivered again then.
 pub struct AmqpSource {
     broker: AmqpBroker,
     queue: String,
@@ -68,7 +68,7 @@ enum Order {
 }
 
 enum State {
-    /// Until then nothing is tried.
+    /// Nothing is tried until this time.
     Waiting(Instant),
     Connecting(AbortOnDropHandle<Result<Link, SourceError>>),
     Connected(Box<Link>),
@@ -84,14 +84,14 @@ struct Link {
 }
 
 impl AmqpSource {
-    /// What this queue holds.
+    /// Creates a source from a queue.
     ///
     /// # Errors
-    /// Where the queue's name is empty or has more than 255 octets.
+    /// [`ConfigError`] if the name is empty or has more than 255 bytes.
     pub fn new(broker: AmqpBroker, queue: impl Into<String>) -> Result<Self, ConfigError> {
         let queue = queue.into();
         if queue.is_empty() || ShortString::try_new(&*queue).is_err() {
-            return Err(ConfigError::new("the name of a queue has 1 to 255 octets"));
+            return Err(ConfigError::new("the name of a queue must have 1 to 255 bytes"));
         }
         Ok(Self {
             broker,
@@ -105,54 +105,62 @@ impl AmqpSource {
         })
     }
 
-    /// How many messages the broker hands over before it hears of one: 256 where nothing is said. Those that wait to be given
-    /// back count among them. At least as many as the consumer holds at a time, or it never gets that many.
+    /// Sets how many messages the broker delivers ahead of acknowledgements. Default: 256.
+    ///
+    /// Messages that wait to be given back count, too. It must be at least the number that the consumer holds, or that
+    /// number is never reached.
     ///
     /// # Errors
-    /// For 0, which would be no bound.
+    /// [`ConfigError`] for 0, which means no limit.
     pub fn with_prefetch(self, prefetch: u16) -> Result<Self, ConfigError> {
         if prefetch == 0 {
-            return Err(ConfigError::new("a prefetch of 0 is no bound: it has to be 1 to 65535"));
+            return Err(ConfigError::new(
+                "the prefetch is 0, which means no limit; it must be from 1 to 65535",
+            ));
         }
         Ok(Self { prefetch, ..self })
     }
 
-    /// How long the broker waits for an acknowledgement: what it has as `consumer_timeout`, 30 minutes where nothing is said;
-    /// `None` where that is turned off. The broker closes the channel then, and everything that it had delivered comes again.
+    /// Sets the broker's acknowledgement timeout, its `consumer_timeout`. Default: 30 minutes; `None` if it is turned
+    /// off.
+    ///
+    /// After it the broker closes the channel, and everything that it had delivered comes again.
     ///
     /// # Errors
-    /// Below one second.
+    /// [`ConfigError`] if it is less than a second.
     pub fn with_consumer_timeout(self, consumer_timeout: Option<Duration>) -> Result<Self, ConfigError> {
-        if consumer_timeout.is_some_and(|time| time < CONSUMER_TIMEOUT_MIN) {
-            return Err(ConfigError::new("the consumer's time-out is at least one second"));
+        if consumer_timeout.is_some_and(|time| time < MIN_CONSUMER_TIMEOUT) {
+            return Err(ConfigError::new("the consumer timeout must be at least one second"));
         }
         Ok(Self { consumer_timeout, ..self })
     }
 
-    /// The topic of a message is its routing key, and not the queue. Where messages pass through other queues on their way, as
-    /// with a queue for those that wait, their routing key may change.
+    /// Takes the routing key as the topic, instead of the queue.
+    ///
+    /// If messages pass through other queues, such as a retry queue, their routing key may change.
     #[must_use]
     pub fn with_topic_from_routing_key(self) -> Self {
         Self { topic: Topic::RoutingKey, ..self }
     }
 
-    /// Messages with the same value of this header are in order; those without it are in none.
+    /// Keeps messages with the same value of this header in order. Messages without it have no order.
     #[must_use]
     pub fn with_order_by_header(self, name: impl Into<String>) -> Self {
         Self { order: Order::Header(name.into()), ..self }
     }
 
-    /// Messages with the same routing key are in order.
+    /// Keeps messages with the same routing key in order.
     #[must_use]
     pub fn with_order_by_routing_key(self) -> Self {
         Self { order: Order::RoutingKey, ..self }
     }
 
-    /// Connects now, and says what is wrong: at the start of a program, where somebody looks. Otherwise the first message that
-    /// is asked for connects, and what is wrong is told to the log, again and again.
+    /// Connects now and returns the error, for the start of a program.
+    ///
+    /// Without this call the first request for a message connects, and errors only go to the log.
     ///
     /// # Errors
-    /// What the broker, or the way to it, says.
+    /// The error of the broker or of the connection.
     pub async fn connect(&mut self) -> Result<(), SourceError> {
         while !matches!(self.state, State::Connected(_) | State::Closed) {
             self.go_on().await?;
@@ -160,7 +168,7 @@ impl AmqpSource {
         Ok(())
     }
 
-    /// One step towards a consumer. Dropped in the middle it goes on with the next call.
+    /// Makes one step towards a consumer. If it is cancelled, the next call goes on.
     async fn go_on(&mut self) -> Result<(), SourceError> {
         match &mut self.state {
             State::Waiting(until) => {
@@ -171,7 +179,7 @@ impl AmqpSource {
             }
             State::Connecting(task) => {
                 let linked = task.await.unwrap_or_else(|error| {
-                    Err(SourceError::transient("connecting to the broker was cut off").with_source(error))
+                    Err(SourceError::transient("connecting to the broker was cancelled").with_source(error))
                 });
                 match linked {
                     Ok(link) => {
@@ -188,9 +196,9 @@ impl AmqpSource {
         }
     }
 
-    /// The consumer is no more, or there was none: a pause that grows, the first one short.
+    /// Begins a growing pause after the end of a consumer; the first one is short.
     fn wait(&mut self) {
-        let pause = PAUSE_MIN.saturating_mul(1 << self.failures.min(10)).min(PAUSE_MAX);
+        let pause = MIN_PAUSE.saturating_mul(1 << self.failures.min(10)).min(MAX_PAUSE);
         self.failures = self.failures.saturating_add(1);
         self.state = State::Waiting(Instant::now() + jittered(pause));
     }
@@ -208,7 +216,7 @@ impl AmqpSource {
         message.order_key = match &self.order {
             Order::None => None,
             Order::RoutingKey => Some(Bytes::from(routing_key.to_string())),
-            // A table has a name once; names that differ in their case only are the same here, and the first one counts.
+            // A table has unique names. Names that differ only in case are the same here, and the first one counts.
             Order::Header(name) => message
                 .headers
                 .iter()
@@ -220,12 +228,12 @@ impl AmqpSource {
     }
 }
 
-/// Somewhere in the second half of the pause, so that the consumers of a broker that was away don't come back together.
+/// Returns a random duration in the second half of the pause, so that consumers do not reconnect all at once.
 fn jittered(pause: Duration) -> Duration {
-    let mut octet = [0; 1];
-    // Without it they come back together.
-    let _ = getrandom::fill(&mut octet);
-    pause / 2 + pause.mul_f64(f64::from(u8::from_ne_bytes(octet)) / 512.0)
+    let mut byte = [0; 1];
+    // Without random numbers they reconnect at once.
+    let _ = getrandom::fill(&mut byte);
+    pause / 2 + pause.mul_f64(f64::from(u8::from_ne_bytes(byte)) / 512.0)
 }
 
 async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Link, SourceError> {
@@ -259,7 +267,7 @@ async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Lin
             }
         }
     };
-    let linked = timeout(CONNECT_PATIENCE, connecting).await;
+    let linked = timeout(CONNECT_TIMEOUT, connecting).await;
     linked.unwrap_or_else(|_| {
         Err(SourceError::transient(format!("the broker of the queue does not answer ({queue})")))
     })
@@ -268,7 +276,7 @@ async fn connect(broker: AmqpBroker, queue: String, prefetch: u16) -> Result<Lin
 impl Source for AmqpSource {
     type Delivery = AmqpDelivery;
 
-    /// Names of headers are short strings of AMQP.
+    /// Header names are short strings of AMQP.
     fn info(&self) -> SourceInfo {
         let info = SourceInfo::new(self.consumer_timeout).without_broker_ids();
         info.with_header_names(|name| name.len() <= 255)
@@ -285,7 +293,7 @@ impl Source for AmqpSource {
                 }
             };
             match link.consumer.next().await {
-                // It was here already when the channel ended.
+                // The delivery was buffered when its channel ended.
                 Some(Ok(delivery)) if delivery.poisoned() => {}
                 Some(Ok(delivery)) => {
                     self.failures = 0;
@@ -309,21 +317,21 @@ impl Source for AmqpSource {
         let State::Connected(mut link) = std::mem::replace(&mut self.state, State::Closed) else {
             return Ok(());
         };
-        // What waits to be given back comes again with the end of the channel.
+        // Messages that wait to be given back come again with the end of the channel.
         link.gone.cancel();
         let ended = async {
             link.channel.basic_cancel(link.consumer.tag(), BasicCancelOptions::default()).await?;
-            // The answer to this one comes after everything that was said before.
+            // The answer to this call comes after everything that was sent before.
             link.channel.close(200, "OK".into()).await
         };
-        let ended = timeout(CONNECT_PATIENCE, ended).await;
+        let ended = timeout(CONNECT_TIMEOUT, ended).await;
         if let Some(connection) = link.connection.take() {
             goodbye(connection).await;
         }
         match ended {
             Ok(Ok(())) => Ok(()),
             Ok(Err(error)) => {
-                Err(SourceError::transient("the consumer did not end in order").with_source(error))
+                Err(SourceError::transient("the consumer was not closed cleanly").with_source(error))
             }
             Err(_) => Err(SourceError::transient("the broker did not answer when the consumer ended")),
         }
@@ -348,21 +356,21 @@ impl Drop for Link {
         if let Some(connection) = self.connection.take()
             && let Ok(runtime) = Handle::try_current()
         {
-            // While it lasts the broker waits for what it has delivered here.
+            // As long as the connection is open, the broker keeps messages delivered to it reserved.
             drop(runtime.spawn(goodbye(connection)));
         }
     }
 }
 
-/// A message of a queue. Dropped without a word it is given back at once.
+/// A message of a queue. If it is dropped without a settlement, it is given back at once.
 pub struct AmqpDelivery {
     message: Arc<Message>,
     acker: Acker,
-    /// Told when the channel is of no more use.
+    /// Cancelled when the channel has ended.
     gone: CancellationToken,
-    /// How long it may wait to be given back.
+    /// The longest time to hold it before it is given back.
     max_hold: Option<Duration>,
-    /// Whether something was said of it.
+    /// `true` after it was settled.
     is_settled: AtomicBool,
 }
 
@@ -379,7 +387,7 @@ impl Delivery for AmqpDelivery {
         self.gone.is_cancelled() || self.acker.poisoned()
     }
 
-    /// AMQP has nothing to say it with: the time runs from the delivery to the acknowledgement.
+    /// AMQP has no extension: the timeout runs from the delivery to the acknowledgement.
     async fn extend(&self) -> Result<(), SourceError> {
         Ok(())
     }
@@ -389,12 +397,12 @@ impl Delivery for AmqpDelivery {
         said(self.acker.ack(BasicAckOptions::default()).await)
     }
 
-    /// A queue has no delay, and would deliver it again at once. So it is held here that long, at most a quarter of the
-    /// consumer's time-out, and then given back; until then it counts as one of those handed over.
+    /// Gives the message back after the delay.
     ///
-    /// One that has an order key and is given back at once, as by a consumer that stops, is held until the source is closed,
-    /// or for a minute. A quorum queue delivers what was given back in the order in which it heard of it; what comes back with
-    /// the end of a channel it delivers in its old order.
+    /// A queue has no delay, and would deliver the message again at once. So it is held here for the delay, at most a
+    /// quarter of the consumer timeout, and counts as delivered meanwhile. A message with an order key that is given
+    /// back without a delay, as at a shutdown, is held until the source is closed, or for a minute: a quorum queue
+    /// delivers returned messages in the order of their returns, but messages of a closed channel in their old order.
     async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
         self.is_settled.store(true, Ordering::Relaxed);
         let after = if after.is_zero() && self.message.order_key.is_some() { STOPPING } else { after };
@@ -417,20 +425,18 @@ impl Delivery for AmqpDelivery {
     }
 }
 
-/// Whether the broker was told. On another channel than the one that delivered it, it would be told of another message.
+/// Converts the result of a settlement. On another channel than that of the delivery, it would settle another message.
 fn said(told: lapin::Result<bool>) -> Result<(), SourceError> {
     match told {
         Ok(true) => Ok(()),
         Ok(false) => {
             Err(SourceError::transient("the channel that delivered the message is gone; it comes again"))
         }
-        Err(error) => {
-            Err(SourceError::transient("the broker could not be told of a message").with_source(error))
-        }
+        Err(error) => Err(SourceError::transient("the broker did not get a settlement").with_source(error)),
     }
 }
 
-/// Gives back what nobody waits for any more. Where that fails the channel is gone, and it is given back so.
+/// Gives a message back. If this fails, the channel has ended, which gives it back, too.
 async fn tell(acker: &Acker) {
     if let Err(error) = acker.nack(REQUEUE).await {
         tracing::debug!(error = %ErrorChain(&error), "a message was not given back");

@@ -1,4 +1,6 @@
-//! What the examples do with messages: one row each, in a table without a key. The receipt is in the same transaction.
+//! The body of the example consumers: each message writes one row, in a table without a unique key.
+//!
+//! The receipt is in the same transaction.
 
 use std::env;
 use std::error::Error;
@@ -14,11 +16,11 @@ use oncegate_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use oncegate_postgres::{PostgresOptions, schema, sqlx};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Consumes in this order until the process is asked to stop.
+/// Consumes until the process gets SIGTERM.
 pub async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>> {
     let url = env::var("DATABASE_URL")?;
     schema::apply(&PostgresOptions::new(&url)?).await?;
-    // A process that stands still in the middle of a transaction has its messages until the database ends that.
+    // The database ends the transaction of a process that is suspended, so that others can have its messages.
     let connect = url.parse::<PgConnectOptions>()?.options([("idle_in_transaction_session_timeout", "5s")]);
     let pool = PgPoolOptions::new().max_connections(6).connect_with(connect).await?;
 
@@ -52,7 +54,7 @@ pub async fn run(source: impl Source, order: Order) -> Result<(), Box<dyn Error>
     Ok(())
 }
 
-/// So many seconds, where the variable says how many.
+/// Reads a number of seconds from a variable, if it is set.
 pub fn seconds(variable: &str) -> Result<Option<Duration>, Box<dyn Error>> {
     Ok(match env::var(variable) {
         Ok(text) => Some(Duration::from_secs(text.parse()?)),
@@ -60,7 +62,7 @@ pub fn seconds(variable: &str) -> Result<Option<Duration>, Box<dyn Error>> {
     })
 }
 
-/// Where the process kills itself.
+/// The point at which the process kills itself.
 #[derive(Clone)]
 struct Die {
     place: String,
@@ -76,7 +78,7 @@ impl Die {
 
     fn at(&self, place: &str, messages: u64) {
         if place == self.place && self.seen.fetch_add(messages, Ordering::Relaxed) + messages >= self.at {
-            // As `kill -9` would: nothing is closed, nobody is told.
+            // Like `kill -9`: nothing is closed, and no peer is notified.
             std::process::abort();
         }
     }
@@ -84,7 +86,7 @@ impl Die {
 
 impl Observer for Die {
     fn observe(&self, event: &Event<'_>) {
-        // What is told as processed is committed, and not acknowledged yet.
+        // A message that is reported as processed is committed, and not acknowledged yet.
         if event.kind == EventKind::Processed {
             self.at("before-ack", 1);
         }

@@ -1,9 +1,9 @@
-//! What took effect, and by whom, in a table without any key: nothing there hides a second effect.
+//! The effects of consumers, in a table without a unique key, so that no second effect is hidden.
 
 use oncegate_postgres::{PostgresOptions, schema};
 use oncegate_servers::{PostgresOptions as ServerOptions, PostgresServer};
 
-/// A server with the contract, and a table `ledger (id)`, which notes the name of the connection by itself.
+/// A server with the schema, and a table `ledger (id)` that also records the name of the connection.
 pub struct Ledger {
     /// The database server.
     pub server: PostgresServer,
@@ -15,7 +15,7 @@ impl Ledger {
         let start = || {
             let mut options = ServerOptions::default();
             options.trust = true;
-            // A process that stands still in the middle of a transaction holds its messages until then.
+            // The server ends the transaction of a suspended process, so that others can have its messages.
             options.settings = vec!["idle_in_transaction_session_timeout=3s".to_owned()];
             PostgresServer::start_with(options).unwrap()
         };
@@ -25,22 +25,22 @@ impl Ledger {
         Self { server }
     }
 
-    /// How a consumer of this name reaches it.
+    /// Returns the URL for a consumer with this name.
     pub fn url(&self, who: &str) -> String {
         format!("{}?application_name={who}", self.server.url())
     }
 
-    /// How many effects this one has.
+    /// Returns the number of effects of one consumer.
     pub fn of(&self, who: &str) -> usize {
         self.server.sql(&format!("SELECT count(*) FROM ledger WHERE who = '{who}'")).unwrap().parse().unwrap()
     }
 
-    /// How many effects there are. `None` while the server is away.
+    /// Returns the number of all effects, or `None` while the server is down.
     pub fn effects(&self) -> Option<usize> {
         self.server.sql("SELECT count(*) FROM ledger").ok()?.parse().ok()
     }
 
-    /// That each of `prefix0` to `prefix{count - 1}` took effect once, and nothing else did.
+    /// Asserts that each of `prefix0` to `prefix{count - 1}` took effect once, and nothing else did.
     pub fn has_once(&self, prefix: &str, count: usize) {
         let told = self.server.sql(&format!(
             "SELECT (SELECT count(*) FROM ledger), (SELECT count(DISTINCT id) FROM ledger), \

@@ -1,4 +1,4 @@
-//! Processes that are killed, stopped and continued.
+//! Processes that are killed, suspended and resumed.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A process of one's own. Killed when dropped.
+/// A child process. It is killed when it is dropped.
 #[derive(Debug)]
 pub struct Child {
     child: std::process::Child,
@@ -14,7 +14,7 @@ pub struct Child {
 }
 
 impl Child {
-    /// Runs an example of this crate with these variables.
+    /// Starts an example of the crate under test with these variables.
     pub fn example(name: &str, variables: &[(&str, String)]) -> Self {
         let mut command = Command::new(example(name));
         command.envs(variables.iter().map(|(name, value)| (name, value)));
@@ -34,7 +34,7 @@ impl Child {
         self.child.id()
     }
 
-    /// What it wrote so far.
+    /// Returns the output so far.
     pub fn log(&mut self) -> String {
         let mut text = String::new();
         let mut log = &self.log;
@@ -43,19 +43,19 @@ impl Child {
         text
     }
 
-    /// Whether it has ended, and how.
+    /// Returns the exit status if the process has ended.
     pub fn ended(&mut self) -> Option<std::process::ExitStatus> {
         self.child.try_wait().unwrap()
     }
 
-    /// Kills it where it stands.
+    /// Kills the process.
     pub fn kill(&mut self) {
         // It may have ended by itself.
         let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 
-    /// Asks it to stop, and waits until it has.
+    /// Sends SIGTERM, and waits for the end.
     pub fn stop(&mut self) -> io::Result<()> {
         let status = Command::new("kill").args(["-TERM", &self.pid().to_string()]).status()?;
         assert!(status.success());
@@ -79,7 +79,7 @@ impl Drop for Child {
     }
 }
 
-/// Where an example of this crate was built: beside this test.
+/// Returns the path of an example: next to the test program.
 fn example(name: &str) -> PathBuf {
     let here = std::env::current_exe().unwrap();
     let path = here.parent().and_then(|deps| deps.parent()).unwrap().join("examples").join(name);

@@ -1,4 +1,4 @@
-//! Consumers that are processes, and are killed, stopped and continued.
+//! Tests with consumers that are processes, which are killed, suspended and resumed.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use crate::ledger::Ledger;
 use crate::process::Child;
 use crate::suite::Broker;
 
-/// A broker whose consumers are an example of this crate.
+/// A broker with an example consumer.
 pub trait Consumed: Broker {
-    /// The name of the example, and what it has to know beside the database.
+    /// The name of the example, and its variables besides the database.
     fn example(&self) -> (&'static str, Vec<(&'static str, String)>);
 
-    /// Publishes messages with these identifiers, each as a message of its own also where one comes twice.
+    /// Publishes a message for each identifier, also for repeated ones.
     fn publish_each(&self, ids: Vec<String>) -> impl Future<Output = ()> + Send;
 }
 
@@ -28,7 +28,7 @@ fn consumer(broker: &impl Consumed, ledger: &Ledger, further: &[(&str, String)])
     Child::example(name, &variables)
 }
 
-/// Waits for something that takes as long as there are messages.
+/// Waits for a condition whose time depends on the number of messages.
 async fn in_the_end(what: &str, patience: Duration, mut is_so: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + patience;
     while !is_so().await {
@@ -50,7 +50,7 @@ fn ids(count: usize) -> Vec<String> {
     (0..count).map(|n| format!("m{n}")).collect()
 }
 
-/// A process that dies there, and another one after it.
+/// A process kills itself at a point, and another one takes over.
 pub async fn dies(broker: impl Consumed, place: &str) {
     let ledger = Ledger::start().await;
     broker.publish_each(ids(500)).await;
@@ -70,7 +70,7 @@ pub async fn dies(broker: impl Consumed, place: &str) {
     second.stop().unwrap();
 }
 
-/// A process that stands still until the broker has given its messages to another one, and goes on.
+/// A process is suspended until the broker has given its messages to another one, and is then resumed.
 pub async fn stands_still(broker: impl Consumed, count: usize) {
     let ledger = Ledger::start().await;
     let mut both = [consumer(&broker, &ledger, &[]), consumer(&broker, &ledger, &[])];
@@ -87,7 +87,7 @@ pub async fn stands_still(broker: impl Consumed, count: usize) {
     ledger.has_once("m", count + 1000);
 }
 
-/// Very many messages, three of ten of which come twice; three processes, one of which is killed now and then.
+/// Many messages, of which 30 % come twice; three processes, of which one is killed from time to time.
 pub async fn among_kills(broker: impl Consumed, messages: usize, patience: Duration) {
     const KILLS: usize = 6;
     let ledger = Ledger::start().await;
@@ -97,7 +97,7 @@ pub async fn among_kills(broker: impl Consumed, messages: usize, patience: Durat
     while twice.len() < messages * 3 / 10 {
         twice.insert(random.below(messages));
     }
-    // The second one comes with the next messages, or much later.
+    // The copy comes with the next messages, or much later.
     for n in twice {
         let at = if random.below(2) == 0 { n + random.below(100) } else { random.below(order.len()) };
         order.insert(at.min(order.len()), n);
@@ -123,7 +123,7 @@ pub async fn among_kills(broker: impl Consumed, messages: usize, patience: Durat
     ledger.has_once("m", messages);
 }
 
-/// The same numbers every time.
+/// A random number generator with a fixed seed.
 struct Random(u64);
 
 impl Random {

@@ -1,4 +1,4 @@
-//! What an adapter is tried with, whatever its broker.
+//! The tests that every adapter runs in one process.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -20,30 +20,30 @@ use tokio::time::{Instant, sleep, timeout};
 
 pub use crate::{PATIENCE, until};
 
-/// A redelivery time that is over soon, and a lease that fits.
+/// A redelivery time that is soon over.
 pub const SOON: Duration = Duration::from_secs(3);
 
-/// One that is not over while a test runs.
+/// A redelivery time that does not end during a test.
 pub const LATE: Duration = Duration::from_secs(600);
 
-/// A broker with something to consume from.
+/// A broker to publish to and consume from.
 pub trait Broker: Send + Sync + 'static {
     /// The source that consumers take deliveries from.
     type Source: Source;
 
-    /// A source of its own.
+    /// Creates another source.
     fn source(&self) -> impl Future<Output = Self::Source> + Send;
 
-    /// Where messages are published.
+    /// Returns the publisher.
     fn publisher(&self) -> Arc<dyn Publisher>;
 
-    /// A message that its consumers get.
+    /// Creates a message that the consumers get.
     fn outgoing(&self, id: &str, key: &str) -> Outgoing;
 
-    /// How many messages are not acknowledged.
+    /// Returns the number of messages that are not acknowledged.
     fn left(&self) -> impl Future<Output = u64> + Send;
 
-    /// Publishes messages with these identifiers, and as many keys.
+    /// Publishes messages with these identifiers, over `keys` order keys.
     fn publish(&self, ids: &[String], keys: usize) -> impl Future<Output = ()> + Send {
         async move {
             for (number, id) in ids.iter().enumerate() {
@@ -54,12 +54,12 @@ pub trait Broker: Send + Sync + 'static {
     }
 }
 
-/// Identifiers of messages.
+/// Returns `count` identifiers.
 pub fn ids(count: usize) -> Vec<String> {
     (0..count).map(|number| format!("m-{number:05}")).collect()
 }
 
-/// What took effect, in this order: order keys and identifiers.
+/// The effects in their order: order keys and identifiers.
 #[derive(Clone, Default)]
 pub struct Effects(Arc<Mutex<Vec<(String, String)>>>);
 
@@ -75,7 +75,7 @@ impl Effects {
         self.0.lock().unwrap().len()
     }
 
-    /// Each of these once, and nothing else.
+    /// Asserts that each of these took effect once, and nothing else did.
     pub fn assert_once(&self, ids: &[String]) {
         let mut effects: Vec<String> = self.0.lock().unwrap().iter().map(|(_, id)| id.clone()).collect();
         effects.sort();
@@ -84,13 +84,13 @@ impl Effects {
         assert_eq!(effects, ids);
     }
 
-    /// Each of these, and nothing else.
+    /// Asserts that each of these took effect, and nothing else did.
     pub fn assert_all(&self, ids: &[String]) {
         let effects: BTreeSet<String> = self.by_key().into_values().flatten().collect();
         assert_eq!(effects, ids.iter().cloned().collect());
     }
 
-    /// For each key, in which order its messages took effect.
+    /// Returns the effects of each key in their order.
     pub fn by_key(&self) -> BTreeMap<String, Vec<String>> {
         let mut keys: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for (key, id) in self.0.lock().unwrap().iter() {
@@ -100,7 +100,7 @@ impl Effects {
     }
 }
 
-/// What a message is told by.
+/// Returns the identifier of a message.
 pub fn id(message: &Message) -> String {
     let id = message.header(oncegate_inbox::MESSAGE_ID).unwrap();
     id.map(|id| String::from_utf8_lossy(id).into_owned()).unwrap_or_default()
@@ -119,12 +119,12 @@ impl DeadLetterSink for Letters {
     }
 }
 
-/// A store that all consumers of a test share.
+/// Creates a store that all consumers of a test share.
 pub fn store() -> Arc<dyn Store> {
     Arc::new(MemoryStore::new(SystemClock::new()))
 }
 
-/// An inbox with a short lease, as one process has it.
+/// Creates an inbox of one process, with a short lease.
 pub fn inbox(store: &Arc<dyn Store>, dead: impl DeadLetterSink) -> Inbox {
     let name = ConsumerName::new("billing").unwrap();
     let engine = Engine::new(store.clone());
@@ -132,7 +132,7 @@ pub fn inbox(store: &Arc<dyn Store>, dead: impl DeadLetterSink) -> Inbox {
     inbox.with_lease(SOON / 3).unwrap()
 }
 
-/// A consumer that runs, and how to stop it.
+/// A running consumer, and a handle to stop it.
 pub struct Running {
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
@@ -148,13 +148,13 @@ impl Running {
         self.counts
     }
 
-    /// As if its process died.
+    /// Cancels the consumer, as if its process crashed.
     pub fn die(self) {
         self.task.abort();
     }
 }
 
-/// Runs a consumer whose handler is this one.
+/// Runs a consumer with this handler.
 pub fn run<S, F, Fut>(
     source: S,
     inbox: Inbox,
@@ -180,7 +180,7 @@ where
     Running { stop, task, counts }
 }
 
-/// A consumer that notes every effect.
+/// Runs a consumer that records every effect.
 pub async fn noting<B: Broker>(broker: &B, store: &Arc<dyn Store>, effects: &Effects) -> Running {
     let effects = effects.clone();
     run(
@@ -198,7 +198,7 @@ async fn all_acknowledged<B: Broker>(broker: &B) {
     until("everything is acknowledged", || async { broker.left().await == 0 }).await;
 }
 
-/// Takes as many deliveries of different messages, and has each processed.
+/// Takes deliveries of `count` different messages, and processes each.
 async fn take_all<S: Source>(
     source: &mut S,
     inbox: &Inbox,
@@ -226,7 +226,7 @@ async fn take_all<S: Source>(
     deliveries
 }
 
-/// Everything is processed and given back, comes again and is heard of no more, and comes a third time.
+/// Every message is processed and given back, comes again without an acknowledgement, and comes a third time.
 pub async fn everything_comes_again<B: Broker>(broker: B) {
     let (store, effects, ids) = (store(), Effects::default(), ids(100));
     broker.publish(&ids, 7).await;
@@ -239,7 +239,7 @@ pub async fn everything_comes_again<B: Broker>(broker: B) {
     assert!(again.iter().all(|delivery| delivery.message().is_redelivered));
     drop(again);
     assert_eq!(broker.left().await, ids.len() as u64, "nothing was acknowledged");
-    // The consumer of the third time is another one.
+    // Another consumer gets the third delivery.
     drop(source);
     let running = noting(&broker, &store, &effects).await;
     all_acknowledged(&broker).await;
@@ -249,7 +249,7 @@ pub async fn everything_comes_again<B: Broker>(broker: B) {
     assert!(counts.get(EventKind::Duplicate) >= ids.len() as u64);
 }
 
-/// Every third message fails the first time; concurrency is eight.
+/// Every third message fails the first time, at a concurrency of eight.
 pub async fn order_holds<B: Broker>(broker: B) {
     const KEYS: usize = 6;
     let (store, effects, ids) = (store(), Effects::default(), ids(240));
@@ -286,7 +286,8 @@ pub async fn order_holds<B: Broker>(broker: B) {
     }
 }
 
-/// Some are rejected, some fail again and again, one has no identity: letters with the reason, one each; the others go on.
+/// Some messages are rejected, some always fail, one has no identity: each becomes one dead letter, and the others go
+/// on.
 pub async fn poison<B: Broker>(broker: B, order: Order, unidentified: impl Future<Output = ()>) {
     let (store, effects, ids, letters) = (store(), Effects::default(), ids(60), Letters::default());
     unidentified.await;
@@ -325,8 +326,7 @@ pub async fn poison<B: Broker>(broker: B, order: Order, unidentified: impl Futur
     assert_eq!(found, wanted);
 }
 
-/// A consumer that is stopped in the middle acknowledges what it did and gives the rest back, so that another one need not
-/// wait for it.
+/// A consumer that is stopped acknowledges what it did and gives the rest back at once.
 pub async fn stopping_loses_nothing<B: Broker>(broker: B) {
     let (store, effects, ids) = (store(), Effects::default(), ids(120));
     broker.publish(&ids, 30).await;
@@ -349,14 +349,14 @@ pub async fn stopping_loses_nothing<B: Broker>(broker: B) {
     };
     until("40 took effect", || async { effects.count() == 40 }).await;
     let stopped = tokio::spawn(running.stop());
-    // Those that run when it is told to stop end first.
+    // Running handlers end after the stop.
     sleep(Duration::from_millis(100)).await;
     gate.add_permits(4);
     let counts = stopped.await.unwrap();
     let done = effects.count() as u64;
     assert!((40..=44).contains(&done), "{done}");
     assert_eq!(counts.get(EventKind::Acknowledged), done);
-    // NATS counts a message twice that it was about to deliver when nobody asked any more, until it delivers it.
+    // NATS counts a message twice that it was about to deliver after the last request, until it delivers it.
     until("all the rest is left", || async { broker.left().await >= ids.len() as u64 - done }).await;
     assert_eq!(counts.get(EventKind::SettlementFailed), 0);
     let running = noting(&broker, &store, &effects).await;
@@ -365,7 +365,7 @@ pub async fn stopping_loses_nothing<B: Broker>(broker: B) {
     effects.assert_once(&ids);
 }
 
-/// A handler that takes longer than the broker waits, behind a buffer that is full meanwhile.
+/// A handler takes longer than the redelivery time, behind a full buffer.
 pub async fn a_full_buffer<B: Broker>(broker: B) {
     let (store, effects, ids) = (store(), Effects::default(), ids(40));
     broker.publish(&ids, 40).await;
@@ -400,7 +400,7 @@ pub async fn a_full_buffer<B: Broker>(broker: B) {
     effects.assert_once(&ids);
 }
 
-/// Two consumers, one of which dies with messages in its hands.
+/// One of two consumers crashes while it holds messages.
 pub async fn one_of_two_dies<B: Broker>(broker: B) {
     let (store, effects, ids) = (store(), Effects::default(), ids(300));
     broker.publish(&ids, 300).await;
@@ -412,7 +412,7 @@ pub async fn one_of_two_dies<B: Broker>(broker: B) {
         move |_, message| {
             let effects = noted.clone();
             async move {
-                // It dies before the others take effect.
+                // It crashes before the others take effect.
                 if effects.count() >= 20 {
                     std::future::pending::<()>().await;
                 }
@@ -430,7 +430,7 @@ pub async fn one_of_two_dies<B: Broker>(broker: B) {
     effects.assert_once(&ids);
 }
 
-/// Something is broken and mended in the middle. Says what took effect.
+/// Runs a consumer through a fault, and returns the effects.
 pub async fn something_breaks<B: Broker, F: Future<Output = ()>>(
     broker: &B,
     store: &Arc<dyn Store>,
@@ -480,13 +480,13 @@ pub async fn the_database_is_restarted(broker: &impl Broker) {
     effects.assert_all(&ids);
 }
 
-/// The identifiers of all messages that are left, which are acknowledged by this.
+/// Acknowledges all remaining messages, and returns their identifiers.
 pub async fn all_ids<B: Broker>(broker: &B) -> Vec<String> {
     let mut source = broker.source().await;
     let mut ids = BTreeSet::new();
     while broker.left().await > 0 {
         let delivery = timeout(PATIENCE, source.next()).await.expect("a delivery");
-        // The broker may have been away.
+        // The broker may have been down.
         let Ok(delivery) = delivery else { continue };
         ids.insert(id(delivery.message()));
         delivery.ack().await.unwrap();

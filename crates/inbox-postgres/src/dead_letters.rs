@@ -168,7 +168,7 @@ impl DeadLetterTable {
         if now == Some(transaction) {
             return Ok(());
         }
-        Err(HandlerError::unsure("what was run ended the transaction itself"))
+        Err(HandlerError::unsure("the function ended the transaction itself"))
     }
 
     /// Deletes a dead letter, and returns `false` if there was none. Its message stays dead as long as its receipt is

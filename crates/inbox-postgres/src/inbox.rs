@@ -122,7 +122,7 @@ impl TransactionalInbox {
     pub fn with_retention(self, retention: Duration) -> Result<Self, ConfigError> {
         if !(MIN_RETENTION..=limits::MAX_RETENTION).contains(&retention) {
             return Err(ConfigError::new(format!(
-                "receipts are kept from an hour to 400 days, and not for {retention:?}"
+                "the retention is {retention:?}; it must be from an hour to 400 days"
             )));
         }
         Ok(self.with(|inner| inner.receipts.retention = retention))
@@ -165,11 +165,8 @@ impl TransactionalInbox {
     /// # Errors
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_statement_timeout(self, timeout: Duration) -> Result<Self, ConfigError> {
-        let timeout = ConfigError::check(
-            "the timeout with the database",
-            timeout,
-            limits::MIN_LEASE..=MAX_STATEMENT_TIMEOUT,
-        )?;
+        let timeout =
+            ConfigError::check("the statement timeout", timeout, limits::MIN_LEASE..=MAX_STATEMENT_TIMEOUT)?;
         Ok(self.with(|inner| inner.receipts.statement_timeout = timeout))
     }
 
@@ -312,7 +309,7 @@ impl TransactionalInbox {
         let process = async move |connection: &mut PgConnection, taken: Taken| {
             if taken.consumer != inner.consumer.as_str() {
                 return Err(HandlerError::retry(format!(
-                    "the letter is one of the consumer {}",
+                    "the dead letter belongs to the consumer {}",
                     taken.consumer
                 )));
             }

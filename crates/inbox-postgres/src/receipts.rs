@@ -163,7 +163,7 @@ impl Receipts {
         if outcome == "process" {
             return Ok(());
         }
-        Err(HandlerError::retry(format!("the message of the letter is {outcome} by now")))
+        Err(HandlerError::retry(format!("the message of the dead letter is {outcome} by now")))
     }
 
     /// Returns `true` if the session is still in that transaction, so that it may commit.
@@ -228,7 +228,7 @@ impl Receipts {
         let ids: Vec<Vec<u8>> = ids.iter().map(|id| id.as_bytes().to_vec()).collect();
         let query = self.ask(NOT_BEGUN).bind(ids).bind(self.by);
         if let Err(error) = self.alone(query).await {
-            debug!(error = %StoreError::from(error), "a message that was left alone still counts as begun");
+            debug!(error = %StoreError::from(error), "a message that did not run still counts as started");
         }
     }
 
@@ -318,7 +318,7 @@ impl Receipts {
             let receipts = self.clone();
             tokio::spawn(async move {
                 if let Err(error) = receipts.purge().await {
-                    debug!(error = %ErrorChain(&error), "receipts whose retention is over were not removed; it is tried again");
+                    debug!(error = %ErrorChain(&error), "expired receipts were not removed; trying again");
                 }
             });
         }
@@ -338,8 +338,8 @@ pub(crate) async fn check(
     let missing: Option<String> = alone(pool, statement_timeout, transaction_pooler, ask).await?;
     missing.map_or(Ok(()), |missing| {
         Err(StoreError::invalid(format!(
-            "the database has not, or the role may not call: {missing}; `oncegate schema apply postgres` brings it there, and \
-             {page} says what to grant"
+            "these functions are missing, or the role may not call them: {missing}; run `oncegate schema apply postgres`; \
+             {page} has the grants"
         )))
     })
 }
@@ -430,7 +430,11 @@ fn said(row: &PgRow) -> Result<ReceiptState, sqlx::Error> {
             // Programs in other languages may use other words.
             ReceiptStatus::Dead(reason.and_then(DeadReason::from_word).unwrap_or(DeadReason::Rejected))
         }
-        _ => return Err(sqlx::Error::Decode("an outcome that this program does not know".into())),
+        _ => {
+            return Err(sqlx::Error::Decode(
+                "an outcome that this version of the program does not know".into(),
+            ));
+        }
     };
     Ok(ReceiptState { status, attempts: attempts.unsigned_abs() })
 }

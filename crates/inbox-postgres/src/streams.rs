@@ -67,7 +67,7 @@ pub struct StreamEvent {
 
 /// The outcome of applying an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "a gap was not applied"]
+#[must_use = "an event behind a gap was not applied"]
 pub enum ApplyOutcome {
     /// The event was applied now, together with buffered or fetched ones.
     Applied {
@@ -107,7 +107,7 @@ pub struct StreamBusy;
 
 impl fmt::Display for StreamBusy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("another transaction is at this stream")
+        f.write_str("another transaction is working on this stream")
     }
 }
 
@@ -122,7 +122,7 @@ pub struct StreamGap {
 
 impl fmt::Display for StreamGap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the stream lacks event {}", self.expected)
+        write!(f, "event {} of the stream is missing", self.expected)
     }
 }
 
@@ -159,7 +159,7 @@ impl Streams {
     /// [`ConfigError`] if it is more.
     pub fn with_max_buffered(self, events: u32) -> Result<Self, ConfigError> {
         Ok(Self {
-            max_buffered: ConfigError::check("the number of events kept", events, 0..=100_000)?,
+            max_buffered: ConfigError::check("the maximum number of buffered events", events, 0..=100_000)?,
             ..self
         })
     }
@@ -364,7 +364,9 @@ fn turn(row: &PgRow) -> Result<Turn, HandlerError> {
         "gap" | "full" => Ok(Turn::Gap { expected }),
         "buffered" => Ok(Turn::Buffered { expected }),
         "busy" => Err(HandlerError::retry(StreamBusy)),
-        _ => Err(HandlerError::retry("PostgreSQL gave an answer that is not that of the contract")),
+        _ => Err(HandlerError::retry(
+            "PostgreSQL returned an unknown outcome: run `oncegate schema apply postgres`",
+        )),
     }
 }
 

@@ -32,7 +32,7 @@ use crate::source::{Delivery, Source, SourceError};
 /// - **Systematic failure**: after a number of dead letters in a row without a processed message, it ends with
 ///   [`ConsumerError::OnlyDeadLetters`], and leaves the rest with the broker.
 /// - **Shutdown**: it requests nothing more, finishes and acknowledges what runs, and gives the rest back.
-#[must_use = "it consumes when it is run"]
+#[must_use = "a consumer works only while `run` is polled"]
 pub struct Consumer<S, P> {
     source: S,
     processor: P,
@@ -96,7 +96,7 @@ impl fmt::Display for ConsumerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Config(_) => f.write_str("the settings of the consumer do not fit together"),
-            Self::Source(_) => f.write_str("the source of messages cannot be used any more"),
+            Self::Source(_) => f.write_str("the source cannot be used any more"),
             Self::OnlyDeadLetters { in_a_row, reason, failure } => {
                 write!(
                     f,
@@ -106,7 +106,7 @@ impl fmt::Display for ConsumerError {
                     write!(f, "; the last failure was: {failure}")?;
                 }
                 f.write_str(
-                    "); nothing more is consumed: look at the dead letters, mend the cause, and start again",
+                    "); nothing more is consumed: look at the dead letters, remove the cause, and start again",
                 )
             }
         }
@@ -738,7 +738,7 @@ impl<S: Source, P: Processor> Run<S, P> {
                 under_way.spawn(async move {
                     let began = Instant::now();
                     if let Err(error) = delivery.extend().await {
-                        debug!(error = %ErrorChain(&error), "the broker did not give more time for a message");
+                        debug!(error = %ErrorChain(&error), "the broker did not extend the time of a message");
                         let (consumer, topic) = (processor.consumer().as_str(), &delivery.message().topic);
                         let kind = EventKind::ExtensionFailed;
                         observer.observe(&Event::new(consumer, topic, kind, began.elapsed()));

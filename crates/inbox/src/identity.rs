@@ -208,7 +208,7 @@ impl fmt::Display for Kind {
             Self::Json(pointer) => write!(f, "member {pointer} in its payload"),
             Self::Natural(_) => f.write_str("members of its natural key"),
             Self::Payload => f.write_str("payload"),
-            Self::With(_) => f.write_str("identity of the application's own"),
+            Self::With(_) => f.write_str("identity from the application's function"),
         }
     }
 }

@@ -269,7 +269,7 @@ impl Inner {
             HandlerError::Reject(error) => match permit.attempt().take_back().await {
                 Ok(()) => HandlerError::Reject(error),
                 Err(why) => {
-                    HandlerError::unsure(format!("rejected, and a step is not taken back yet: {why}"))
+                    HandlerError::unsure(format!("rejected, but a step is not compensated yet: {why}"))
                 }
             },
             failure => failure,
@@ -392,7 +392,7 @@ impl Inner {
             DeadLetter::new(id, self.consumer.clone(), message.clone(), reason, attempts, error);
         // A panic at this dead letter must not stop the consumer: the next one may succeed.
         let written = catch_panic(self.dead.put(&dead_letter)).await;
-        written.unwrap_or_else(|Panicked| Err(PublishError::refused("what writes it panicked")))
+        written.unwrap_or_else(|Panicked| Err(PublishError::refused("the sink of dead letters panicked")))
     }
 }
 

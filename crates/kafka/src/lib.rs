@@ -1,12 +1,12 @@
-//! Kafka, and what speaks its protocol: a source on consumer groups, and a publisher.
+//! Kafka and compatible brokers: a source on consumer groups, and a publisher.
 //!
-//! **Experimental:** the tests run against an imitation. A real cluster was not tried.
+//! **Experimental:** the tests run on the in-memory cluster of librdkafka. A real cluster was not tried.
 //!
-//! Kafka is a log that is read by offsets, and not a queue: nothing is acknowledged by itself. What a group has processed is
-//! one number for each partition. It is committed here up to the lowest message that is not settled, and never beyond; what
-//! is settled above it is processed again by whoever reads the partition after a crash, and found to be a duplicate there.
-//! The client is [`rdkafka`], and its settings, TLS and credentials are those of its
-//! [`ClientConfig`](rdkafka::ClientConfig). `docs/reference/kafka.md` says what Kafka promises, and what it does not.
+//! Kafka is a log that is read by offsets, not a queue: single messages are not acknowledged. The progress of a group
+//! is one offset for each partition. The source commits the offset of the lowest message that is not settled, and never
+//! beyond it. Messages above it that are settled are delivered again after a crash, and are duplicates then. The client
+//! is [`rdkafka`]; its settings, TLS and credentials are those of its [`ClientConfig`](rdkafka::ClientConfig).
+//! `docs/reference/kafka.md` has the guarantees of Kafka and their limits.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
@@ -22,14 +22,17 @@ pub use rdkafka;
 pub use settings::{KafkaOptions, KafkaOrder, OnTruncation};
 pub use source::{KafkaDelivery, KafkaSource};
 
-/// A header of messages from Kafka that is not on the wire: the message is a tombstone, which is no payload at all and not
-/// an empty one. A message that is published with it and an empty payload is published as a tombstone.
+/// The header of a tombstone: a record without a payload, which is not an empty payload. It is not on the wire.
+///
+/// A message that is published with this header and an empty payload is published as a tombstone.
 pub const TOMBSTONE: &str = "oncegate-kafka-tombstone";
 
-/// A header of messages from Kafka that is not on the wire: the record's key, where [`KafkaOrder`] does not make it the
-/// order key. A message that is published with it has it as its key.
+/// The header with the record's key, if [`KafkaOrder`] does not make it the order key. It is not on the wire.
+///
+/// A message that is published with this header gets it as its key.
 pub const RECORD_KEY: &str = "oncegate-kafka-key";
 
-/// A header of messages from Kafka that is not on the wire: their headers cannot be read, because a name is not UTF-8. The
-/// message has no other header then.
+/// The header of a message whose headers cannot be read because a name is not UTF-8. It is not on the wire.
+///
+/// The message has no other header then.
 pub const UNREADABLE: &str = "oncegate-kafka-unreadable";

@@ -1,16 +1,16 @@
-//! What is known of a partition while it is assigned to this member.
+//! The offsets of a partition while it is assigned to this member.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A partition for as long as it is assigned. If it is revoked and comes back later, it is another one.
+/// A partition during one assignment. If it is revoked and assigned again, that is another value.
 #[derive(Debug)]
 pub(super) struct Partition {
     pub(super) topic: Arc<str>,
     pub(super) number: i32,
     is_lost: AtomicBool,
-    /// Whether the client was told not to read on. Only the reading thread asks.
+    /// `true` if the client was told to pause it. Only the reading thread uses it.
     is_paused: AtomicBool,
     track: Mutex<Track>,
 }
@@ -29,42 +29,42 @@ impl Partition {
         self.is_paused.store(is_paused, Ordering::Relaxed);
     }
 
-    /// Whether somebody else may read it by now.
+    /// Returns `true` if another member may read the partition by now.
     pub(super) fn is_lost(&self) -> bool {
         self.is_lost.load(Ordering::Acquire)
     }
 
-    /// What was settled of it. From [`lose`](Self::lose) on this does not change.
+    /// Locks the offsets. After [`lose`](Self::lose) they do not change any more.
     pub(super) fn track(&self) -> MutexGuard<'_, Track> {
         self.track.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on nothing of it is settled any more.
+    /// Ends the assignment: from now on no offset is settled any more.
     pub(super) fn lose(&self) {
         let _track = self.track();
         self.is_lost.store(true, Ordering::Release);
     }
 
-    /// The broker may forget this offset.
+    /// Settles an offset.
     pub(super) fn settle(&self, offset: i64) {
         let mut track = self.track();
-        // Looked at under the lock, so that nothing is settled after the last commit was read.
+        // The check is under the lock, so that no offset is settled after the last commit was computed.
         if !self.is_lost() {
             track.settle(offset);
         }
     }
 }
 
-/// Which offsets were read and not settled. Bounded by who reads: it stops at the window.
+/// The offsets that were read and are not settled. The reading thread bounds it: it stops at the window.
 #[derive(Debug)]
 pub(super) struct Track {
-    /// The lowest offset that was not read. `None` while nobody knows.
+    /// The lowest offset that was not read; `None` if it is unknown.
     next: Option<i64>,
-    /// From the lowest offset on that is not settled: what was read, and whether it is settled.
+    /// The offsets from the lowest unsettled one on, and `true` for those that are settled.
     open: VecDeque<(i64, bool)>,
-    /// What is with the consumer now: handed over, and neither settled nor given back.
+    /// The number of messages that the consumer has: handed over, and neither settled nor given back.
     in_hand: usize,
-    /// What the broker was last asked to commit.
+    /// The offset of the last commit request.
     asked: Option<i64>,
 }
 
@@ -73,7 +73,7 @@ impl Track {
         Self { next, open: VecDeque::new(), in_hand: 0, asked: None }
     }
 
-    /// It was read. `false` where that is not the first time.
+    /// Records that an offset was read, and returns `false` if it was read before.
     pub(super) fn read(&mut self, offset: i64) -> bool {
         if self.next.is_some_and(|next| offset < next) {
             return false;
@@ -83,7 +83,7 @@ impl Track {
         true
     }
 
-    /// How many messages there are from the lowest one on that is not settled.
+    /// The number of messages from the lowest unsettled one on.
     pub(super) fn window(&self) -> usize {
         self.open.len()
     }
@@ -112,12 +112,12 @@ impl Track {
         }
     }
 
-    /// What may be committed: everything before it is settled.
+    /// The offset to commit: everything before it is settled.
     pub(super) fn position(&self) -> Option<i64> {
         self.open.front().map(|(offset, _)| *offset).or(self.next)
     }
 
-    /// What is to be committed now, if that is something new. From here on it counts as asked for.
+    /// Returns the offset to commit if it is new, and records it as requested.
     pub(super) fn next_commit(&mut self) -> Option<i64> {
         let position = self.position()?;
         if self.asked.is_some_and(|asked| asked >= position) {
@@ -127,7 +127,7 @@ impl Track {
         Some(position)
     }
 
-    /// The broker did not commit what it was asked for, or nobody knows.
+    /// Requests the commit again, because it failed or its result is unknown.
     pub(super) fn commit_again(&mut self) {
         self.asked = None;
     }
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn nothing_is_committed_beyond_what_is_not_settled() {
-        // The log has gaps of its own: markers of transactions, and what compaction removed.
+        // Logs have gaps: transaction markers, and records that compaction removed.
         let partition = partition(&[3, 4, 9, 10]);
         assert_eq!(partition.track().next_commit(), Some(3));
         partition.settle(4);

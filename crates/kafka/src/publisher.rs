@@ -1,4 +1,4 @@
-//! The publisher: the idempotent producer, and nothing less.
+//! The publisher: an idempotent producer.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -15,21 +15,22 @@ use rdkafka::producer::{DeliveryFuture, FutureProducer, FutureRecord, Producer a
 
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE, settings};
 
-/// How long a message waits for a place among those that are on their way, and how long between two looks.
-const QUEUE_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a message waits for a place in the client's queue, and the interval of the checks.
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 const QUEUE_LOOK: Duration = Duration::from_millis(20);
 
-/// How long the client is waited for beyond the time that it has for a message itself.
+/// The time that the client gets beyond its own timeout for a message.
 const SLACK: Duration = Duration::from_secs(10);
 
-/// Publishes to topics, each message confirmed by all replicas that are in sync.
+/// Publishes to topics. Each message is confirmed by all replicas in sync.
 ///
-/// The producer is idempotent: what it sends again itself is not there twice. What is published again after an error, or by
-/// another process, is there twice, under one identifier, which is the header [`MESSAGE_ID`]; consumers go by it.
+/// The producer is idempotent: its own retries make no copies. A message that is published again after an error, or by
+/// another process, is in the log twice, under one identifier in the header [`MESSAGE_ID`]. Consumers find the copy by
+/// it.
 #[derive(Debug)]
 pub struct KafkaPublisher {
     config: ClientConfig,
-    patience: Duration,
+    timeout: Duration,
     producer: Mutex<Live>,
 }
 
@@ -44,34 +45,34 @@ impl std::fmt::Debug for Live {
 }
 
 impl KafkaPublisher {
-    /// A publisher with these settings of the client. `acks` is `all` and `enable.idempotence` is on, and cannot be changed.
-    /// A message is given up after `message.timeout.ms`, 30 s if nobody says otherwise. It does not wait for the broker.
+    /// Creates a publisher with settings of the client. It does not wait for the broker.
     ///
-    /// Which partition a key goes to is the client's `partitioner`; that of Java's clients is `murmur2_random`.
+    /// `acks` is `all` and `enable.idempotence` is on; both cannot be changed. `message.timeout.ms` is 30 s unless set.
+    /// The client's `partitioner` chooses the partition of a key; that of Java's clients is `murmur2_random`.
     ///
     /// # Errors
-    /// A setting that is unknown to the client, or would lose messages.
+    /// A setting that the client does not know, or that could lose messages.
     pub fn new(config: &ClientConfig) -> Result<Self, ConfigError> {
         let config = settings::producer(config)?;
-        let patience = settings::producer_patience(&config)? + SLACK;
+        let timeout = settings::producer_timeout(&config)? + SLACK;
         let producer = client(&config).map_err(settings::refused)?;
-        Ok(Self { config, patience, producer: Mutex::new(Live(producer)) })
+        Ok(Self { config, timeout, producer: Mutex::new(Live(producer)) })
     }
 
-    /// The client, a new one where the last one says that it cannot go on.
+    /// Returns the client, or a new one if the last one had a fatal error.
     fn producer(&self) -> Result<Client, KafkaError> {
         let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((code, reason)) = producer.0.client().fatal_error() {
-            tracing::warn!(%code, "the producer is replaced: {reason}");
+            tracing::warn!(%code, "the producer is replaced after a fatal error: {reason}");
             producer.0 = client(&self.config)?;
         }
         Ok(producer.0.clone())
     }
 
-    /// Hands it to the client, and returns what it says when it knows.
+    /// Passes a message to the client, and returns the future of its confirmation.
     async fn hand_over(&self, message: &Outgoing) -> Result<DeliveryFuture, PublishError> {
         let producer = self.producer().map_err(PublishError::unconfirmed)?;
-        let deadline = tokio::time::Instant::now() + QUEUE_PATIENCE;
+        let deadline = tokio::time::Instant::now() + QUEUE_TIMEOUT;
         let mut headers = OwnedHeaders::new_with_capacity(message.headers.len() + 1);
         headers = headers.insert(Header { key: MESSAGE_ID, value: Some(message.id.as_bytes()) });
         let (mut key, mut is_tombstone) = (message.order_key.as_deref(), false);
@@ -82,7 +83,7 @@ impl KafkaPublisher {
                 UNREADABLE => {}
                 name if name.eq_ignore_ascii_case(MESSAGE_ID) => {}
                 name if name.contains('\0') => {
-                    return Err(PublishError::refused("the name of a header has a zero octet in it"));
+                    return Err(PublishError::refused("a header name contains a zero byte"));
                 }
                 name => headers = headers.insert(Header { key: name, value: Some(&**value) }),
             }
@@ -98,7 +99,7 @@ impl KafkaPublisher {
                 {
                     record = again;
                 }
-                Err((error, _)) => return Err(told(error)),
+                Err((error, _)) => return Err(publish_error(error)),
             }
             tokio::time::sleep(QUEUE_LOOK).await;
         }
@@ -109,14 +110,14 @@ impl Publisher for KafkaPublisher {
     fn publish<'a>(&'a self, message: &'a Outgoing) -> PublishFuture<'a> {
         Box::pin(async move {
             if message.topic.contains('\0') {
-                return Err(PublishError::refused("the name of the topic has a zero octet in it"));
+                return Err(PublishError::refused("the topic name contains a zero byte"));
             }
             let delivery = self.hand_over(message).await?;
-            match tokio::time::timeout(self.patience, delivery).await {
+            match tokio::time::timeout(self.timeout, delivery).await {
                 Ok(Ok(Ok(_))) => Ok(()),
-                Ok(Ok(Err((error, _)))) => Err(told(error)),
+                Ok(Ok(Err((error, _)))) => Err(publish_error(error)),
                 Ok(Err(_)) => Err(PublishError::unconfirmed("the producer was replaced meanwhile")),
-                Err(_) => Err(PublishError::unconfirmed("the client did not say in time what became of it")),
+                Err(_) => Err(PublishError::unconfirmed("the client did not report the result in time")),
             }
         })
     }
@@ -126,8 +127,8 @@ fn client(config: &ClientConfig) -> Result<Client, KafkaError> {
     FutureProducer::from_config_and_context(config, Context)
 }
 
-/// What the client said, as everybody else knows it.
-fn told(error: KafkaError) -> PublishError {
+/// Converts an error of the client.
+fn publish_error(error: KafkaError) -> PublishError {
     use RDKafkaErrorCode as Code;
     match error.rdkafka_error_code() {
         Some(
@@ -145,7 +146,7 @@ fn told(error: KafkaError) -> PublishError {
     }
 }
 
-/// What the client has to say goes to the log.
+/// Passes the client's messages to the log.
 struct Context;
 
 impl ClientContext for Context {

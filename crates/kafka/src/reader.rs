@@ -1,4 +1,4 @@
-//! The thread that polls the client: it reads ahead, pauses what has no room, commits, and takes part in the group.
+//! The thread that polls the client: it reads ahead, pauses partitions, commits, and takes part in the group.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -24,33 +24,36 @@ use super::settings::{self, KafkaOrder, OnTruncation, Start};
 use super::shared::Shared;
 use super::{RECORD_KEY, TOMBSTONE, UNREADABLE};
 
-/// How many messages are read before the thread looks after anything else.
-const AT_ONCE: usize = 256;
+/// The number of messages that are read before the thread does anything else.
+const MAX_AT_ONCE: usize = 256;
 
-/// How long one poll waits for a message. It is also how late a commit, or the end, may be seen.
+/// The longest wait of a poll. It is also the delay of a commit or of the end.
 const POLL: Duration = Duration::from_millis(100);
 
-/// The same where nothing is read, because there is no room.
+/// The longest wait of a poll while everything is paused.
 const POLL_PAUSED: Duration = Duration::from_millis(20);
 
-/// How long the thread waits for room before it pauses its partitions. What the client has read ahead is thrown away by a
-/// pause, so it is for those who stopped asking, and not for those who are merely slower than the broker.
+/// How long the thread waits for space before it pauses its partitions.
+///
+/// A pause discards what the client has read ahead. So it is meant for consumers that stopped, not for those that are
+/// slower than the broker.
 const WAIT_FOR_ROOM: Duration = Duration::from_millis(500);
 
-/// How long one question to the broker may take.
-const ASK: Duration = Duration::from_secs(5);
+/// The timeout of a request to the broker.
+const ASK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often the group is left and joined again at the most, where partitions have no offset to go on with.
+/// The shortest interval between two joins of the group, if partitions have no valid offset.
 const JOIN_AGAIN: Duration = Duration::from_secs(5);
 
-/// After so many rounds of commits offsets are committed again that were asked for already. The client does not say what
-/// became of a commit that was only sent, and a group that is being rebalanced refuses it.
+/// The number of commit rounds after which offsets are committed again that were requested already.
+///
+/// The client does not report the result of an asynchronous commit, and a group refuses commits during a rebalance.
 const REPEAT: u64 = 5;
 
-/// How often the thread looks whether what it waits for on a revocation has ended.
-const LOOK: Duration = Duration::from_millis(5);
+/// The interval at which the thread checks during a revocation if running messages have ended.
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Starts the thread. What it returns is told when it has left the group.
+/// Starts the thread. Its result is sent when it has left the group.
 pub(super) fn start(
     config: &ClientConfig,
     topics: &[&str],
@@ -69,16 +72,15 @@ pub(super) fn start(
     let (tell, left) = oneshot::channel();
     let run = move || {
         let reader = Reader { consumer, topics, shared: Arc::clone(&shared) };
-        // Whoever waits for a message must not wait for a thread that is gone.
+        // A consumer must not wait for a thread that has ended.
         match catch_unwind(AssertUnwindSafe(|| reader.run())) {
             Ok(result) => drop(tell.send(result)),
             Err(_) => shared.fatal("the thread that reads from Kafka panicked".to_owned()),
         }
     };
-    thread::Builder::new()
-        .name("oncegate-kafka".to_owned())
-        .spawn(run)
-        .map_err(|error| ConfigError::new(format!("Kafka: no thread to read with: {error}")))?;
+    thread::Builder::new().name("oncegate-kafka".to_owned()).spawn(run).map_err(|error| {
+        ConfigError::new(format!("Kafka: the reading thread could not be started: {error}"))
+    })?;
     Ok(left)
 }
 
@@ -89,7 +91,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Until nothing more is asked for. The error is that of the last commit.
+    /// Runs until the source is closed. The error is that of the last commit.
     fn run(self) -> Result<(), String> {
         let mut commit_at = Instant::now() + self.shared.options.commit_interval;
         let (mut must_join, mut join_at) = (false, Instant::now());
@@ -105,7 +107,7 @@ impl Reader {
                     assigned.iter().for_each(|partition| partition.track().commit_again());
                 }
                 if let Err(error) = commit(&self.consumer, &assigned, CommitMode::Async) {
-                    tracing::warn!(error = %ErrorChain(&error), "offsets were not committed; they are tried again");
+                    tracing::warn!(error = %ErrorChain(&error), "offsets were not committed; trying again");
                 }
             }
             if must_join && now >= join_at {
@@ -127,15 +129,15 @@ impl Reader {
         }
         let committed = commit(&self.consumer, &self.shared.assigned(), CommitMode::Sync);
         self.consumer.context().is_done.store(self.shared.is_closing(), Ordering::Relaxed);
-        // Dropping it revokes what is assigned and leaves the group.
+        // Dropping the client revokes its partitions and leaves the group.
         drop(self);
         committed.map_err(|error| error.to_string())
     }
 
-    /// Reads what is there, or waits for it. Whether a partition has no offset to go on with.
+    /// Reads the messages that are there, or waits for one. Returns `true` if a partition has no valid offset.
     fn poll(&self, at_most: Duration) -> bool {
         let mut at_most = at_most;
-        for _ in 0..AT_ONCE {
+        for _ in 0..MAX_AT_ONCE {
             match self.consumer.poll(at_most) {
                 Some(Ok(record)) if self.put(&record) => at_most = Duration::ZERO,
                 Some(Ok(_)) | None => return false,
@@ -145,7 +147,7 @@ impl Reader {
         false
     }
 
-    /// Whether another message may be read.
+    /// Stores a message, and returns `true` if another one may be read.
     fn put(&self, record: &BorrowedMessage<'_>) -> bool {
         // It may have been on its way when its partition was revoked.
         let Some(partition) = self.shared.partition(record.topic(), record.partition()) else { return true };
@@ -153,34 +155,32 @@ impl Reader {
         self.shared.put(message, record.offset(), &partition)
     }
 
-    /// Whether a partition has no offset to go on with.
+    /// Handles an error of a poll, and returns `true` if a partition has no valid offset.
     fn failed(&self, error: &KafkaError) -> bool {
         if let KafkaError::MessageConsumptionFatal(_) = error {
             self.shared.fatal(format!("the client cannot go on: {error}"));
             return false;
         }
         match error.rdkafka_error_code() {
-            // None to begin with, or one that its log does not have.
+            // The group has no offset, or an offset that the log does not have.
             Some(RDKafkaErrorCode::AutoOffsetReset) => true,
             Some(RDKafkaErrorCode::LogTruncation) => {
-                let what = format!("a log lost its end, and was written on: {error}");
+                let what = format!("a log lost its end, and new messages were written: {error}");
                 match self.shared.options.truncated {
                     OnTruncation::Stop => self.shared.fatal(what),
                     OnTruncation::Continue => self.shared.error(what),
                 }
                 true
             }
-            // The client goes on behind it.
+            // The client skips the record.
             Some(RDKafkaErrorCode::BadMessage) => {
-                self.shared.fatal(format!(
-                    "a record was damaged on its way or where it is kept: its checksum is wrong: {error}"
-                ));
+                self.shared.fatal(format!("a record is damaged: its checksum is wrong: {error}"));
                 false
             }
-            // It stays in front of a codec that it does not know, and goes on behind a format that it does not know.
+            // The client stays in front of an unknown codec, and skips an unknown format.
             Some(RDKafkaErrorCode::NotImplemented) => {
                 self.shared.fatal(format!(
-                    "a record is compressed, or written, in a way that the client does not know, or it was damaged: {error}"
+                    "a record has an unknown compression or format, or it is damaged: {error}"
                 ));
                 false
             }
@@ -191,8 +191,9 @@ impl Reader {
         }
     }
 
-    /// Leaves the group and joins it again, so that every partition is assigned anew, from an offset that is found out then.
-    /// To assign them here would be taken for the answer to a rebalance that the client has begun and not told yet.
+    /// Leaves the group and joins it again, so that every partition is assigned anew from a valid offset.
+    ///
+    /// An assignment here would look like the answer to a rebalance that the client has begun and not reported yet.
     fn join_again(&self) {
         self.consumer.context().is_unresolved.store(true, Ordering::Relaxed);
         let topics: Vec<&str> = self.topics.iter().map(String::as_str).collect();
@@ -202,7 +203,7 @@ impl Reader {
         }
     }
 
-    /// Lets the client read on only what there is room for. Whether it reads anything.
+    /// Pauses partitions without space and resumes the others. Returns `true` if any partition is read.
     fn pause_and_resume(&self, is_full: bool) -> bool {
         let window = self.shared.options.window;
         let (mut to_pause, mut to_resume) = (TopicPartitionList::new(), TopicPartitionList::new());
@@ -210,7 +211,7 @@ impl Reader {
         let half_empty = self.shared.is_half_empty();
         for partition in self.shared.assigned() {
             let open = partition.track().window();
-            // In between it stays as it is, so that it does not change with each message.
+            // In between the state stays, so that it does not change with each message.
             let is_paused = if partition.is_paused() {
                 !half_empty || open > window / 2
             } else {
@@ -232,13 +233,13 @@ impl Reader {
         }
         match result {
             Ok(()) => changed.iter().for_each(|(partition, is_paused)| partition.set_paused(*is_paused)),
-            Err(error) => self.shared.error(format!("partitions are neither paused nor resumed: {error}")),
+            Err(error) => self.shared.error(format!("partitions could not be paused or resumed: {error}")),
         }
         is_reading
     }
 }
 
-/// Commits what is settled of these partitions. Where a commit is only sent, nobody says whether it was done.
+/// Commits the settled offsets of partitions. An asynchronous commit has no result.
 fn commit<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &[Arc<Partition>],
@@ -249,7 +250,7 @@ fn commit<C: ConsumerContext>(
     for partition in partitions {
         let position = match mode {
             CommitMode::Async => partition.track().next_commit(),
-            // Whether an earlier commit was done is not known yet.
+            // The result of an earlier commit is unknown.
             CommitMode::Sync => partition.track().position(),
         };
         if let Some(position) = position {
@@ -267,17 +268,17 @@ fn commit<C: ConsumerContext>(
     result
 }
 
-/// A record as everybody else knows it.
+/// Converts a record to a message.
 fn message(record: &BorrowedMessage<'_>, order: KafkaOrder) -> Message {
     let payload = record.payload().map(Bytes::copy_from_slice);
     let is_tombstone = payload.is_none();
     let mut message = Message::new(record.topic(), payload.unwrap_or_default());
     message.broker_id = Some(format!("{}/{}/{}", record.topic(), record.partition(), record.offset()));
-    // The client panics at names that are not UTF-8. One record must not end the thread.
+    // The client panics at header names that are not UTF-8. One record must not end the thread.
     let headers = catch_unwind(AssertUnwindSafe(|| {
         let mut headers = Vec::new();
         for header in record.headers().into_iter().flat_map(|headers| headers.iter()) {
-            // These are not for others to say.
+            // These names are reserved: a producer must not set them.
             if ![TOMBSTONE, RECORD_KEY, UNREADABLE].contains(&header.key) {
                 headers
                     .push((header.key.to_owned(), Bytes::copy_from_slice(header.value.unwrap_or_default())));
@@ -306,7 +307,7 @@ fn message(record: &BorrowedMessage<'_>, order: KafkaOrder) -> Message {
     message
 }
 
-/// What the client writes goes to the log of everybody.
+/// Passes a message of the client to the log.
 pub(super) fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
     match level {
         RDKafkaLogLevel::Emerg
@@ -319,13 +320,13 @@ pub(super) fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
     }
 }
 
-/// What the client calls from within its polls.
+/// The callbacks of the client within its polls.
 struct Context {
     shared: Arc<Shared>,
     start: Start,
-    /// Whether offsets that the group has committed may be none that the log has.
+    /// `true` if the group may have committed offsets that the log does not have.
     is_unresolved: AtomicBool,
-    /// Whether the last commit was made, and there will be nothing to add.
+    /// `true` if the last commit was made, and no further one will follow.
     is_done: AtomicBool,
 }
 
@@ -356,24 +357,24 @@ impl ConsumerContext for Context {
             (_, false) => consumer.unassign(),
         };
         if let Err(error) = result {
-            self.shared.fatal(format!("the client does not take what the group assigned: {error}"));
+            self.shared.fatal(format!("the client refuses the assignment of the group: {error}"));
         }
     }
 }
 
 impl Context {
-    /// Partitions are read from where the group is, and from where it is to begin where it is nowhere yet.
+    /// Starts partitions at the committed offset of the group, or at its start if there is none.
     fn assign(&self, consumer: &BaseConsumer<Self>, list: &TopicPartitionList) {
         let mut committed = TopicPartitionList::new();
         for element in list.elements() {
             committed.add_partition(element.topic(), element.partition());
         }
         let checks_all = self.is_unresolved.swap(false, Ordering::Relaxed);
-        let committed = match consumer.committed_offsets(committed, ASK) {
+        let committed = match consumer.committed_offsets(committed, ASK_TIMEOUT) {
             Ok(committed) => committed,
             Err(error) => {
-                // The client goes on asking by itself. Where there is nothing, it says so.
-                tracing::warn!(error = %ErrorChain(&error), "what the group has committed could not be found out");
+                // The client retries by itself, and reports if there is no offset.
+                tracing::warn!(error = %ErrorChain(&error), "the committed offsets of the group are unknown");
                 TopicPartitionList::new()
             }
         };
@@ -387,22 +388,21 @@ impl Context {
                 None => Ok(None),
             };
             let next = next.unwrap_or_else(|error| {
-                self.shared.error(format!(
-                    "where partition {number} of {topic} begins and ends is unknown: {error}"
-                ));
+                self.shared
+                    .error(format!("the bounds of partition {number} of {topic} are unknown: {error}"));
                 None
             });
             tracing::debug!(topic = &*topic, partition = number, from = next, "assigned");
             if let Some(next) = next
                 && let Err(error) = element.set_offset(Offset::Offset(next))
             {
-                self.shared.fatal(format!("an offset that the client does not take: {error}"));
+                self.shared.fatal(format!("the client refuses an offset: {error}"));
             }
             self.shared.assign(Partition::new(topic, number, next));
         }
     }
 
-    /// Where a partition goes on that is to be read from `next` on. `None` where somebody has to say.
+    /// Returns the position at which a partition goes on after `next`. `None` means that an operator has to decide.
     fn position(
         &self,
         consumer: &BaseConsumer<Self>,
@@ -410,7 +410,7 @@ impl Context {
         number: i32,
         next: Option<i64>,
     ) -> KafkaResult<Option<i64>> {
-        let (low, high) = consumer.fetch_watermarks(topic, number, ASK)?;
+        let (low, high) = consumer.fetch_watermarks(topic, number, ASK_TIMEOUT)?;
         let place = format!("partition {number} of {topic}");
         let Some(next) = next else {
             return Ok(match self.start {
@@ -437,7 +437,7 @@ impl Context {
         match self.shared.options.truncated {
             OnTruncation::Stop => {
                 self.shared.fatal(what);
-                // What is committed stays, so that it is told again.
+                // The committed offset stays, so that the problem is reported again.
                 Ok(None)
             }
             OnTruncation::Continue => {
@@ -448,7 +448,7 @@ impl Context {
         }
     }
 
-    /// What was begun gets its time to end, and is committed; then it belongs to others.
+    /// Lets running messages end, commits, and then releases the partitions.
     fn revoke(&self, consumer: &BaseConsumer<Self>, list: &TopicPartitionList) {
         let mut revoked = Vec::new();
         let mut paused = TopicPartitionList::new();
@@ -463,14 +463,15 @@ impl Context {
             }
             revoked.push(partition);
         }
-        // Where the group has given them away already, a commit would be refused, and what runs here runs there, too.
+        // If the group has already given them away, a commit would be refused, and the messages run on the new owner,
+        // too.
         let is_lost = consumer.assignment_lost();
         let is_done = self.is_done.load(Ordering::Relaxed);
         if !is_lost && !is_done {
-            let deadline = Instant::now() + self.shared.options.revoke_patience;
+            let deadline = Instant::now() + self.shared.options.revoke_timeout;
             let is_busy = || revoked.iter().any(|partition| partition.track().in_hand() > 0);
             while is_busy() && !self.shared.is_closing() && Instant::now() < deadline {
-                thread::sleep(LOOK);
+                thread::sleep(CHECK_INTERVAL);
             }
         }
         revoked.iter().for_each(|partition| partition.lose());
@@ -478,13 +479,13 @@ impl Context {
             && !is_done
             && let Err(error) = commit(consumer, &revoked, CommitMode::Sync)
         {
-            tracing::warn!(error = %ErrorChain(&error), "what was processed of partitions that are revoked is not committed");
+            tracing::warn!(error = %ErrorChain(&error), "offsets of revoked partitions were not committed");
         }
-        // Otherwise they would still be paused when they come back.
+        // Otherwise they would still be paused at their next assignment.
         if paused.count() > 0
             && let Err(error) = consumer.resume(&paused)
         {
-            tracing::warn!(error = %ErrorChain(&error), "partitions that are revoked stay paused");
+            tracing::warn!(error = %ErrorChain(&error), "revoked partitions stay paused");
         }
     }
 }

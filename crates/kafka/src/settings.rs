@@ -1,4 +1,4 @@
-//! What a source may be told, and what is asked of the client's own settings.
+//! The options of a source, and the checks of the client's settings.
 
 use std::time::Duration;
 
@@ -6,32 +6,32 @@ use oncegate_engine::ConfigError;
 use rdkafka::ClientConfig;
 use rdkafka::error::KafkaError;
 
-/// What must stay in order.
+/// The messages that stay in order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum KafkaOrder {
-    /// Messages with the same key. Those without a key have no order.
+    /// Messages with the same key. Messages without a key have no order.
     #[default]
     Key,
-    /// All messages of one partition. The record's key is a header then, [`RECORD_KEY`](crate::RECORD_KEY).
+    /// All messages of one partition. The record's key is the header [`RECORD_KEY`](crate::RECORD_KEY).
     Partition,
-    /// Nothing. The record's key is a header then.
+    /// No order. The record's key is a header.
     None,
 }
 
-/// What is done where a partition's log no longer has the message that comes next: it was deleted before it was read, or the
-/// log lost its end.
+/// The reaction to a log that no longer has the next message, because it was deleted unread or the log lost its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OnTruncation {
-    /// The source stops with an error that says what is missing. Messages were lost, and a person has to know.
+    /// The source stops with an error that names the missing messages. Messages were lost, so an operator has to
+    /// decide.
     #[default]
     Stop,
-    /// It says what is missing as an error that passes, and goes on with the oldest message that there is.
+    /// The source reports the missing messages as a transient error, and goes on with the oldest message.
     Continue,
 }
 
-/// How a [`KafkaSource`](crate::KafkaSource) reads.
+/// The options of a [`KafkaSource`](crate::KafkaSource).
 #[derive(Clone, Debug)]
 pub struct KafkaOptions {
     pub(super) order: KafkaOrder,
@@ -40,13 +40,16 @@ pub struct KafkaOptions {
     pub(super) buffer_octets: usize,
     pub(super) window: usize,
     pub(super) commit_interval: Duration,
-    pub(super) revoke_patience: Duration,
-    pub(super) close_patience: Duration,
+    pub(super) revoke_timeout: Duration,
+    pub(super) close_timeout: Duration,
 }
 
 impl Default for KafkaOptions {
-    /// Order by key; a stop at a truncated log; 1000 messages or 16 MiB read ahead; 10 000 messages of a partition beyond the
-    /// lowest one that is not settled; a commit every second; 5 s for what runs when its partition is revoked, 30 s to close.
+    /// The default options.
+    ///
+    /// Order by key; stop at a truncated log; 1000 messages or 16 MiB read ahead; 10 000 messages of a partition beyond
+    /// the lowest unsettled one; a commit every second; 5 s for running messages when their partition is revoked; 30 s
+    /// to close.
     fn default() -> Self {
         Self {
             order: KafkaOrder::default(),
@@ -55,67 +58,71 @@ impl Default for KafkaOptions {
             buffer_octets: 16 * 1024 * 1024,
             window: 10_000,
             commit_interval: Duration::from_secs(1),
-            revoke_patience: Duration::from_secs(5),
-            close_patience: Duration::from_secs(30),
+            revoke_timeout: Duration::from_secs(5),
+            close_timeout: Duration::from_secs(30),
         }
     }
 }
 
 impl KafkaOptions {
-    /// What must stay in order.
+    /// Sets the messages that stay in order.
     #[must_use]
     pub const fn with_order(mut self, order: KafkaOrder) -> Self {
         self.order = order;
         self
     }
 
-    /// What is done where the log no longer has the message that comes next.
+    /// Sets the reaction to a log that no longer has the next message.
     #[must_use]
     pub const fn with_on_truncation(mut self, truncated: OnTruncation) -> Self {
         self.truncated = truncated;
         self
     }
 
-    /// How many messages, of how many octets of payload, key and headers together, are read ahead of
-    /// [`next`](oncegate_inbox::Source::next). One more message may be there. The client has buffers of its own before this one:
-    /// `queued.max.messages.kbytes`.
+    /// Sets how many messages and bytes are read ahead of [`next`](oncegate_inbox::Source::next).
+    ///
+    /// The bytes count payloads, keys and headers. One more message may be held. The client has a buffer of its own
+    /// before this one: `queued.max.messages.kbytes`.
     ///
     /// # Errors
-    /// Outside 1 to 100 000 messages, or 1 KiB to 1 GiB.
-    pub fn with_max_buffered(self, messages: usize, octets: usize) -> Result<Self, ConfigError> {
+    /// [`ConfigError`] outside 1 to 100 000 messages, or 1 KiB to 1 GiB.
+    pub fn with_max_buffered(self, messages: usize, bytes: usize) -> Result<Self, ConfigError> {
         bounded("buffer, messages", messages, 1, 100_000)?;
-        bounded("buffer, octets", octets, 1024, 1024 * 1024 * 1024)?;
-        Ok(Self { buffer_messages: messages, buffer_octets: octets, ..self })
+        bounded("buffer, bytes", bytes, 1024, 1024 * 1024 * 1024)?;
+        Ok(Self { buffer_messages: messages, buffer_octets: bytes, ..self })
     }
 
-    /// How many messages of one partition are read from the lowest one on that is not settled. It bounds what is processed
-    /// again after a crash, and what is remembered. A message that is tried again for long holds its partition up after so
-    /// many.
+    /// Sets how many messages of one partition are read from the lowest unsettled one on.
+    ///
+    /// It bounds what is delivered again after a crash, and the memory for offsets. A message that is retried for long
+    /// blocks its partition after this number.
     ///
     /// # Errors
-    /// Outside 1 to 1 000 000.
+    /// [`ConfigError`] outside 1 to 1 000 000.
     pub fn with_max_uncommitted(self, messages: usize) -> Result<Self, ConfigError> {
         bounded("window", messages, 1, 1_000_000)?;
         Ok(Self { window: messages, ..self })
     }
 
-    /// How often offsets are committed while a partition is assigned.
+    /// Sets the interval of commits while a partition is assigned.
     ///
     /// # Errors
-    /// Outside 10 ms to 60 s.
+    /// [`ConfigError`] outside 10 ms to 60 s.
     pub fn with_commit_interval(self, interval: Duration) -> Result<Self, ConfigError> {
         bounded("commit interval", interval, Duration::from_millis(10), Duration::from_secs(60))?;
         Ok(Self { commit_interval: interval, ..self })
     }
 
-    /// How long what was begun has to end when its partition is revoked, so that it is committed before somebody else reads
-    /// it. The whole group waits meanwhile.
+    /// Sets how long running messages may take when their partition is revoked, so that they are committed before the
+    /// next owner reads.
+    ///
+    /// The whole group waits meanwhile.
     ///
     /// # Errors
-    /// More than 60 s.
-    pub fn with_revoke_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
-        bounded("revoke patience", patience, Duration::ZERO, Duration::from_secs(60))?;
-        Ok(Self { revoke_patience: patience, ..self })
+    /// [`ConfigError`] if it is more than 60 s.
+    pub fn with_revoke_timeout(self, timeout: Duration) -> Result<Self, ConfigError> {
+        bounded("revoke timeout", timeout, Duration::ZERO, Duration::from_secs(60))?;
+        Ok(Self { revoke_timeout: timeout, ..self })
     }
 
     /// Sets how long [`close`](oncegate_inbox::Source::close) waits for the last commit and for leaving the group.
@@ -124,10 +131,10 @@ impl KafkaOptions {
     /// [`Consumer`](oncegate_inbox::Consumer) waits for at most 10 seconds.
     ///
     /// # Errors
-    /// Outside 100 ms to 10 minutes.
-    pub fn with_close_timeout(self, patience: Duration) -> Result<Self, ConfigError> {
-        bounded("close patience", patience, Duration::from_millis(100), Duration::from_secs(600))?;
-        Ok(Self { close_patience: patience, ..self })
+    /// [`ConfigError`] outside 100 ms to 10 minutes.
+    pub fn with_close_timeout(self, timeout: Duration) -> Result<Self, ConfigError> {
+        bounded("close timeout", timeout, Duration::from_millis(100), Duration::from_secs(600))?;
+        Ok(Self { close_timeout: timeout, ..self })
     }
 }
 
@@ -144,18 +151,18 @@ fn bounded<T: PartialOrd + Copy + std::fmt::Debug>(
     }
 }
 
-/// Where a group begins that has committed nothing in a partition.
+/// The start of a group in a partition without a committed offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Start {
-    /// With the oldest message.
+    /// The oldest message.
     Earliest,
-    /// With what comes from now on.
+    /// The next message that arrives.
     Latest,
-    /// Nowhere: somebody has to say.
+    /// None: an operator has to decide.
     Refused,
 }
 
-/// The client's settings with what is needed here, and where a group begins.
+/// Returns the client's settings with the required ones, and the start of the group.
 pub(super) fn consumer(
     config: &ClientConfig,
     options: &KafkaOptions,
@@ -164,7 +171,7 @@ pub(super) fn consumer(
     if config.get("group.id").is_none_or(str::is_empty) {
         return Err(ConfigError::new("Kafka: group.id is missing; a source is a member of a consumer group"));
     }
-    // A commit that happens by itself would tell the broker to forget what was not processed.
+    // An automatic commit would make the broker forget messages that were not processed.
     require(&mut config, "enable.auto.commit", "false")?;
     require(&mut config, "enable.auto.offset.store", "false")?;
     require(&mut config, "enable.partition.eof", "false")?;
@@ -178,31 +185,30 @@ pub(super) fn consumer(
             )));
         }
     };
-    // As Java's clients do. Without it a damaged record is processed, or ends in silence.
+    // As Java's clients do. Without it a damaged record is processed, or skipped silently.
     if config.get("check.crcs").is_none() {
         config.set("check.crcs", "true");
     }
-    // The client would go by it as well where the log lost messages, and skip them without a word. So it is told to ask.
+    // The client would also apply it when the log lost messages, and skip them silently. So make it report an error
+    // instead.
     config.set("auto.offset.reset", "error");
     let poll = millis(&config, "max.poll.interval.ms", 300_000)?;
-    if options.revoke_patience * 2 > poll {
+    if options.revoke_timeout * 2 > poll {
         return Err(ConfigError::new(format!(
-            "Kafka: the revoke patience of {:?} is more than half of max.poll.interval.ms, {poll:?}",
-            options.revoke_patience
+            "Kafka: the revoke timeout of {:?} is more than half of max.poll.interval.ms, {poll:?}",
+            options.revoke_timeout
         )));
     }
     Ok((config, start))
 }
 
-/// The client's settings with what a publisher needs.
+/// Returns the client's settings with those that a publisher requires.
 pub(super) fn producer(config: &ClientConfig) -> Result<ClientConfig, ConfigError> {
     let mut config = config.clone();
     if config.get("transactional.id").is_some() {
-        return Err(ConfigError::new(
-            "Kafka: a publisher has no transactions, so transactional.id has no place",
-        ));
+        return Err(ConfigError::new("Kafka: transactional.id is not supported by a publisher: remove it"));
     }
-    // With retries and more than one request on the way, only the idempotent producer keeps order.
+    // With retries and several requests in flight, only the idempotent producer keeps the order.
     require(&mut config, "enable.idempotence", "true")?;
     for acks in ["acks", "request.required.acks"] {
         if config.get(acks).is_some_and(|value| value != "all" && value != "-1") {
@@ -219,25 +225,23 @@ pub(super) fn producer(config: &ClientConfig) -> Result<ClientConfig, ConfigErro
     Ok(config)
 }
 
-/// How long the client tries to publish a message.
-pub(super) fn producer_patience(config: &ClientConfig) -> Result<Duration, ConfigError> {
+/// Returns how long the client tries to publish a message.
+pub(super) fn producer_timeout(config: &ClientConfig) -> Result<Duration, ConfigError> {
     let name =
         ["delivery.timeout.ms", "message.timeout.ms"].into_iter().find(|name| config.get(name).is_some());
-    let patience = millis(config, name.unwrap_or("message.timeout.ms"), 30_000)?;
-    // The client takes it for no end at all.
-    if patience.is_zero() {
-        return Err(ConfigError::new(
-            "Kafka: message.timeout.ms is 0, which means for ever; it must be bounded",
-        ));
+    let timeout = millis(config, name.unwrap_or("message.timeout.ms"), 30_000)?;
+    // The client treats 0 as no limit.
+    if timeout.is_zero() {
+        return Err(ConfigError::new("Kafka: message.timeout.ms is 0, which means no limit; set a limit"));
     }
-    Ok(patience)
+    Ok(timeout)
 }
 
 fn require(config: &mut ClientConfig, name: &str, value: &str) -> Result<(), ConfigError> {
     match config.get(name) {
-        Some(other) if other != value => Err(ConfigError::new(format!(
-            "Kafka: {name} is {other:?}; it must be {value}, and is without being set"
-        ))),
+        Some(other) if other != value => {
+            Err(ConfigError::new(format!("Kafka: {name} is {other:?}; it must be {value}: leave it out")))
+        }
         _ => {
             config.set(name, value);
             Ok(())
@@ -245,7 +249,7 @@ fn require(config: &mut ClientConfig, name: &str, value: &str) -> Result<(), Con
     }
 }
 
-/// What the client says of its settings, without the value: under a name that is misspelt, that may be a password.
+/// Returns the client's error without the value, because under a misspelt name the value may be a password.
 pub(super) fn refused(error: KafkaError) -> ConfigError {
     ConfigError::new(match error {
         KafkaError::ClientConfig(_, said, _, _) => format!("Kafka: {said}"),
@@ -258,7 +262,7 @@ fn millis(config: &ClientConfig, name: &str, default: u64) -> Result<Duration, C
         None => default,
         Some(text) => text
             .parse()
-            .map_err(|_| ConfigError::new(format!("Kafka: {name} is {text:?}, which is no number")))?,
+            .map_err(|_| ConfigError::new(format!("Kafka: {name} is {text:?}, which is not a number")))?,
     };
     Ok(Duration::from_millis(value))
 }

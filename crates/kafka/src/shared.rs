@@ -1,4 +1,4 @@
-//! What the source and its reading thread share: what was read ahead, what was given back, and what is assigned.
+//! The state that the source and its reading thread share: buffered and returned messages, and the assignment.
 
 use oncegate_inbox::{Message, SourceError};
 use std::collections::{BTreeMap, VecDeque};
@@ -10,8 +10,8 @@ use tokio::sync::Notify;
 use super::partition::Partition;
 use super::settings::KafkaOptions;
 
-/// Most errors that wait to be asked for. What comes beyond that is in the log.
-const ERRORS_MAX: usize = 16;
+/// The maximum number of errors that wait to be read. Further ones are only in the log.
+const MAX_ERRORS: usize = 16;
 
 /// A message that was read and is not settled.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub(super) struct Held {
 }
 
 impl Held {
-    fn octets(&self) -> usize {
+    fn bytes(&self) -> usize {
         let headers: usize = self.message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
         self.message.payload.len() + headers + self.message.order_key.as_ref().map_or(0, bytes::Bytes::len)
     }
@@ -32,31 +32,31 @@ impl Held {
 pub(super) struct Shared {
     pub(super) options: KafkaOptions,
     state: Mutex<State>,
-    /// Something is there to be taken.
+    /// Signals that [`Shared::take`] may find something.
     arrived: Notify,
-    /// There is room, or nothing more is asked for.
+    /// Signals that there is space, or that the source was closed.
     room: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
     ready: VecDeque<Held>,
-    /// What the messages in `ready` have together.
-    octets: usize,
-    /// What was given back, and from when on it may be taken again.
+    /// The bytes of the messages in `ready`.
+    bytes: usize,
+    /// The messages that were given back, and the time from which they may be taken again.
     given_back: Vec<(Instant, Held)>,
     errors: VecDeque<SourceError>,
     fatal: Option<String>,
     is_closing: bool,
-    /// By topic and number.
+    /// The assigned partitions by topic and number.
     assigned: BTreeMap<Arc<str>, BTreeMap<i32, Arc<Partition>>>,
 }
 
-/// What [`Shared::take`] found.
+/// The result of [`Shared::take`].
 pub(super) enum Taken {
     Message(Held),
     Error(SourceError),
-    /// Nothing, but something that was given back is due then.
+    /// Nothing is ready. A message that was given back is due at this time.
     Until(Instant),
     Nothing,
 }
@@ -70,7 +70,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next thing for whoever consumes.
+    /// Takes the next message or error.
     pub(super) fn take(&self) -> Taken {
         let mut state = self.state();
         if let Some(what) = &state.fatal {
@@ -90,7 +90,7 @@ impl Shared {
             return Taken::Message(held);
         }
         if let Some(held) = state.ready.pop_front() {
-            state.octets = state.octets.saturating_sub(held.octets());
+            state.bytes = state.bytes.saturating_sub(held.bytes());
             held.partition.track().hand_over();
             if self.has_room(&state) {
                 self.room.notify_all();
@@ -105,15 +105,16 @@ impl Shared {
         self.arrived.notified()
     }
 
-    /// A message that was read. Nothing happens where it was read before, or its partition is not assigned. Whether another
-    /// one may be read.
+    /// Stores a message, and returns `true` if another one may be read.
+    ///
+    /// It is ignored if it was read before, or if its partition is not assigned.
     pub(super) fn put(&self, message: Message, offset: i64, partition: &Arc<Partition>) -> bool {
         let mut state = self.state();
         if partition.is_lost() || !partition.track().read(offset) {
             return self.has_room(&state);
         }
         let held = Held { message: Arc::new(message), partition: Arc::clone(partition), offset };
-        state.octets = state.octets.saturating_add(held.octets());
+        state.bytes = state.bytes.saturating_add(held.bytes());
         state.ready.push_back(held);
         let has_room = self.has_room(&state);
         drop(state);
@@ -121,7 +122,7 @@ impl Shared {
         has_room && partition.track().window() < self.options.window
     }
 
-    /// It was not processed and is to be taken again, from then on.
+    /// Gives a message back, to be taken again after a delay.
     pub(super) fn give_back(&self, held: &Held, after: Duration) {
         let mut state = self.state();
         held.partition.track().take_back();
@@ -133,17 +134,17 @@ impl Shared {
         }
     }
 
-    /// Something went wrong that may pass.
+    /// Reports an error that may pass.
     pub(super) fn error(&self, what: String) {
         let mut state = self.state();
-        if state.errors.len() < ERRORS_MAX && !state.errors.iter().any(|error| error.to_string() == what) {
+        if state.errors.len() < MAX_ERRORS && !state.errors.iter().any(|error| error.to_string() == what) {
             state.errors.push_back(SourceError::transient(what));
             drop(state);
             self.arrived.notify_one();
         }
     }
 
-    /// Something went wrong that will not. Nothing is read from here on.
+    /// Reports an error that will not pass. Nothing is read from here on.
     pub(super) fn fatal(&self, what: String) {
         self.state().fatal.get_or_insert(what);
         self.arrived.notify_one();
@@ -154,7 +155,7 @@ impl Shared {
         self.state().fatal.is_some()
     }
 
-    /// Nothing more is asked for.
+    /// Closes the source: nothing more is read.
     pub(super) fn close(&self) {
         self.state().is_closing = true;
         self.room.notify_all();
@@ -165,29 +166,28 @@ impl Shared {
     }
 
     fn has_room(&self, state: &State) -> bool {
-        state.ready.len() < self.options.buffer_messages && state.octets < self.options.buffer_octets
+        state.ready.len() < self.options.buffer_messages && state.bytes < self.options.buffer_octets
     }
 
-    /// Whether one more message may be read.
+    /// Returns `true` if no further message may be read.
     pub(super) fn is_full(&self) -> bool {
         !self.has_room(&self.state())
     }
 
-    /// Whether half of the buffer is free.
+    /// Returns `true` if half of the buffer is free.
     pub(super) fn is_half_empty(&self) -> bool {
         let state = self.state();
-        state.ready.len() <= self.options.buffer_messages / 2
-            && state.octets <= self.options.buffer_octets / 2
+        state.ready.len() <= self.options.buffer_messages / 2 && state.bytes <= self.options.buffer_octets / 2
     }
 
-    /// Waits for room, or until nothing more is asked for, or for so long.
+    /// Waits for space, for the close of the source, or for the timeout.
     pub(super) fn wait_for_room(&self, at_most: Duration) {
         let state = self.state();
         let full = |state: &mut State| !self.has_room(state) && !state.is_closing && state.fatal.is_none();
         drop(self.room.wait_timeout_while(state, at_most, full));
     }
 
-    /// The partition is assigned from now on. What was known of it before counts no more.
+    /// Adds an assigned partition. Its state from an earlier assignment is dropped.
     pub(super) fn assign(&self, partition: Partition) {
         let mut state = self.state();
         let of_topic = state.assigned.entry(Arc::clone(&partition.topic)).or_default();
@@ -205,7 +205,7 @@ impl Shared {
         self.state().assigned.get(topic)?.get(&number).cloned()
     }
 
-    /// The partition is about to go. What nobody has in hand is dropped; what is in hand may still be settled.
+    /// Prepares the end of an assignment: drops buffered messages. Messages that the consumer has may still be settled.
     pub(super) fn release(&self, partition: &Arc<Partition>) {
         let mut state = self.state();
         if let Some(of_topic) = state.assigned.get_mut(&partition.topic) {
@@ -219,6 +219,6 @@ impl State {
     fn forget(&mut self, partition: &Arc<Partition>) {
         self.ready.retain(|held| !Arc::ptr_eq(&held.partition, partition));
         self.given_back.retain(|(_, held)| !Arc::ptr_eq(&held.partition, partition));
-        self.octets = self.ready.iter().map(Held::octets).sum();
+        self.bytes = self.ready.iter().map(Held::bytes).sum();
     }
 }

@@ -1,4 +1,4 @@
-//! The source itself: what a consumer's loop sees of the group.
+//! The source: the group as a consumer's loop sees it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,31 +15,32 @@ use super::shared::{Held, Shared, Taken};
 
 /// A member of a consumer group that reads topics.
 ///
-/// A thread of its own polls the client, so that the group has its heartbeats and nobody is thrown out of it while nothing
-/// is asked for; what does not fit into the buffer then stays with the broker. Dropped without [`close`](Source::close) it
-/// commits and leaves the group all the same, and nobody waits for that.
+/// A thread of its own polls the client, so that the group gets its heartbeats even if the consumer requests nothing.
+/// Messages that do not fit into the buffer stay with the broker. If it is dropped without [`close`](Source::close), it
+/// still commits and leaves the group, in the background.
 #[derive(Debug)]
 pub struct KafkaSource {
     shared: Arc<Shared>,
-    /// Told by the thread when it has left the group.
+    /// The result of the thread after it has left the group.
     left: Option<oneshot::Receiver<Result<(), String>>>,
 }
 
 impl KafkaSource {
-    /// A member of the group that `config` names, for these topics; one that begins with `^` is a regular expression. Of the
-    /// client's settings, `enable.auto.commit` and `enable.auto.offset.store` are off and cannot be turned on.
-    /// `auto.offset.reset` says where a group begins that has committed nothing, and nothing else: `earliest` if nobody says
-    /// otherwise, so that nothing is lost; `latest`, which skips what is there already; `error`, which is fatal then. Where
-    /// the log is truncated, [`KafkaOptions::with_on_truncation`] counts.
+    /// Creates a member of the group in `config`, for these topics. A topic that begins with `^` is a regular
+    /// expression.
     ///
-    /// It does not wait for the broker. Errors on the way there come from [`next`](Source::next), and pass.
+    /// `enable.auto.commit` and `enable.auto.offset.store` are off and cannot be turned on. `auto.offset.reset` only
+    /// sets the start of a group without a committed offset: `earliest` unless set, so that nothing is lost; `latest`,
+    /// which skips existing messages; or `error`, which is fatal then. For a truncated log,
+    /// [`KafkaOptions::with_on_truncation`] counts. The function does not wait for the broker: connection errors are
+    /// transient errors of [`next`](Source::next).
     ///
     /// # Errors
-    /// A setting that is missing, unknown to the client, or would lose messages; no topic.
+    /// A setting that is missing, unknown to the client, or could lose messages; an empty list of topics.
     pub fn new(config: &ClientConfig, topics: &[&str], options: KafkaOptions) -> Result<Self, ConfigError> {
         let (config, start) = settings::consumer(config, &options)?;
         if topics.is_empty() {
-            return Err(ConfigError::new("Kafka: no topic to read"));
+            return Err(ConfigError::new("Kafka: the list of topics is empty"));
         }
         let shared = Arc::new(Shared::new(options));
         let left = reader::start(&config, topics, start, Arc::clone(&shared))?;
@@ -50,14 +51,14 @@ impl KafkaSource {
 impl Source for KafkaSource {
     type Delivery = KafkaDelivery;
 
-    /// No redelivery time: a message is delivered again when its partition is assigned again, and not sooner.
+    /// There is no redelivery time: a message is delivered again only when its partition is assigned again.
     fn info(&self) -> SourceInfo {
         SourceInfo::new(None)
     }
 
     async fn next(&mut self) -> Result<KafkaDelivery, SourceError> {
         loop {
-            // Before looking, so that nothing arrives in between unseen.
+            // Register before the check, so that no notification is missed.
             let arrived = self.shared.arrived();
             match self.shared.take() {
                 Taken::Message(held) => {
@@ -77,7 +78,7 @@ impl Source for KafkaSource {
     async fn close(&mut self) -> Result<(), SourceError> {
         self.shared.close();
         let Some(left) = self.left.as_mut() else { return Ok(()) };
-        let told = tokio::time::timeout(self.shared.options.close_patience, left).await;
+        let told = tokio::time::timeout(self.shared.options.close_timeout, left).await;
         self.left = None;
         match told {
             Ok(Ok(Ok(()))) => Ok(()),
@@ -96,7 +97,7 @@ impl Drop for KafkaSource {
     }
 }
 
-/// A message of a partition. Dropped without being acknowledged it is taken again, as if it had been given back.
+/// A message of a partition. If it is dropped without an acknowledgement, it is taken again, as if it was given back.
 #[derive(Debug)]
 pub struct KafkaDelivery {
     held: Held,
@@ -105,19 +106,19 @@ pub struct KafkaDelivery {
 }
 
 impl KafkaDelivery {
-    /// The partition.
+    /// Returns the partition.
     #[must_use]
     pub fn partition(&self) -> i32 {
         self.held.partition.number
     }
 
-    /// The offset in it.
+    /// Returns the offset in the partition.
     #[must_use]
     pub const fn offset(&self) -> i64 {
         self.held.offset
     }
 
-    /// `true` the first time.
+    /// Returns `true` the first time.
     fn settle(&self) -> bool {
         !self.is_settled.swap(true, Ordering::AcqRel)
     }
@@ -130,17 +131,17 @@ impl Delivery for KafkaDelivery {
         &self.held.message
     }
 
-    /// Whether its partition was revoked, or is with somebody else in any other way that the group said.
+    /// Returns `true` if the partition was revoked or is assigned to another member.
     fn is_lost(&self) -> bool {
         self.held.partition.is_lost()
     }
 
-    /// Nothing: a partition stays assigned while the source is alive.
+    /// Does nothing: a partition stays assigned while the source is alive.
     async fn extend(&self) -> Result<(), SourceError> {
         Ok(())
     }
 
-    /// It is committed with the next commit, as soon as everything before it is settled.
+    /// Settles the message. Its offset is committed with the next commit after everything before it is settled.
     async fn ack(&self) -> Result<(), SourceError> {
         if self.settle() {
             self.held.partition.settle(self.held.offset);
@@ -148,7 +149,8 @@ impl Delivery for KafkaDelivery {
         Ok(())
     }
 
-    /// The source itself hands it over again, after so long. Later messages do not wait for it, but what is committed does.
+    /// Gives the message back to the source, which delivers it again after the delay. Only commits wait for it, later
+    /// messages do not.
     async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
         if self.settle() {
             self.shared.give_back(&self.held, after);

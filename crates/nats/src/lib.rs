@@ -1,39 +1,37 @@
 //! NATS JetStream: a durable pull consumer as a source, and streams as a destination.
 //!
-//! # What the broker promises
-//! JetStream keeps a message until its stream's limits say otherwise, and delivers it to a consumer again until it is
-//! acknowledged: at least once. An acknowledgement is asked to be confirmed (a double ack). A server that crashes may forget
-//! acknowledgements that it confirmed, and how often it has delivered what; then messages come again, with smaller numbers.
+//! # Guarantees of the broker
+//! JetStream keeps a message until the limits of its stream remove it. It delivers it to a consumer again until it is
+//! acknowledged: at least once. The source waits for the confirmation of each acknowledgement (a double ack). A server
+//! that crashes may forget acknowledgements that it confirmed, and its delivery counts. Messages then come again, with
+//! smaller counts.
 //!
-//! **A server that confirms a message has not necessarily written it to its disk.** It flushes at an interval
-//! (`sync_interval`, two minutes unless that is set), so a machine that loses its power loses what it confirmed last; where
-//! all replicas do so at the same time, all of it. A killed process loses nothing. From version 2.10 on
-//! `sync_interval: always` flushes before it confirms. Use several replicas that fail apart from each other, or that
-//! setting, for what may not be lost.
+//! **A server that confirms a message has not necessarily written it to disk.** It flushes at an interval
+//! (`sync_interval`, two minutes unless set). A machine that loses power loses the messages that it confirmed last; if
+//! all replicas lose power at the same time, the messages are gone. A killed process loses nothing. From version 2.10
+//! on, `sync_interval: always` flushes before it confirms. For messages that must not be lost, use replicas that fail
+//! independently, or that setting.
 //!
-//! # What a consumer must be
-//! Durable, with `ack_policy` explicit, without `max_deliver`, and without `inactive_threshold`. [`NatsSource::new`] refuses
-//! anything else: a server that has delivered a message `max_deliver` times never delivers it again, and a crash, a database
-//! out of reach and a duplicate in flight count, too. How often a message is attempted is the inbox's to say. Where the
-//! settings are changed later, the source stops with an error that is fatal, and so it does when the consumer was deleted.
+//! # Requirements for a consumer
+//! It must be durable, with `ack_policy` explicit, without `max_deliver`, and without `inactive_threshold`.
+//! [`NatsSource::new`] refuses anything else. A server that has delivered a message `max_deliver` times never delivers
+//! it again. Crashes, a database out of reach and duplicates in flight are deliveries, too, so the inbox must count the
+//! attempts. If the settings are changed later, or the consumer is deleted, the source stops with a fatal error.
 //!
-//! The stream's own limits (`max_age`, `max_msgs`, `max_bytes` with `discard: old`) take messages away whether or not
-//! they were processed. Choose them so that they do not.
+//! The limits of the stream (`max_age`, `max_msgs`, `max_bytes` with `discard: old`) remove messages whether they were
+//! processed or not. Set them high enough.
 //!
-//! # What a delivery says
-//! `topic` is its subject, `broker_id` is `STREAM/SEQUENCE`. A stream that is deleted and made again counts from 1
-//! again: give it another name then, or use an identity that the producer gives. `deliveries` is what the server
-//! counts, and `is_redelivered` is always true, because the server may have forgotten. Headers come in the order of
-//! their names.
+//! # Contents of a delivery
+//! `topic` is the subject, `broker_id` is `STREAM/SEQUENCE`. A stream that is deleted and created again counts from 1
+//! again: give it another name, or use an identifier of the producer. `deliveries` is the server's count, and
+//! `is_redelivered` is always true, because the server may have forgotten deliveries. Headers are sorted by name.
 //!
 //! # Order
-//! [`NatsSourceOptions`] say what stays in order: messages with the same value of a header ([`ORDER_KEY`], unless
-//! something else is said), with the same subject, or none.
-//! That holds within one process. A server gives the messages of one subject to whoever asks, so
-//! with several processes at one consumer, and after a crash, when what was not acknowledged comes again after
-//! `ack_wait` and newer messages before that, only `max_ack_pending` of 1 keeps the order. Where the processing must
-//! be in order all the same, have one consumer for each part of the subjects, with one process each, and check
-//! sequence numbers of the producer's own.
+//! [`NatsSourceOptions`] set the order: messages with the same value of a header ([`ORDER_KEY`] by default), messages
+//! with the same subject, or none. The order holds within one process. With several processes at one consumer, the
+//! server gives messages of one subject to any of them. After a crash, messages without an acknowledgement come again
+//! after `ack_wait`, behind newer ones. Only `max_ack_pending` of 1 keeps the order in these cases. Otherwise use one
+//! consumer and one process for each part of the subjects, and check sequence numbers of the producer.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
@@ -63,31 +61,31 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-/// The client library, as the types of this module use it.
+/// The client library whose types this crate uses.
 pub use async_nats;
 
-/// The header with the order key of a message that [`NatsPublisher`] published: a subject alone does not say it.
+/// The header with the order key of a message that [`NatsPublisher`] published.
 pub const ORDER_KEY: &str = "oncegate-order-key";
 
-/// How long an answer of the server is waited for.
-const ANSWER: Duration = Duration::from_secs(10);
+/// The timeout of an answer of the server.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long one request for messages stays at the server.
+/// The time that one request for messages stays at the server.
 const EXPIRES: Duration = Duration::from_secs(30);
 
-/// How often the server says meanwhile that it is there.
+/// The interval of the server's heartbeats meanwhile.
 const HEARTBEAT: Duration = Duration::from_secs(5);
 
-/// How often the connection is looked at.
-const LOOK: Duration = Duration::from_millis(250);
+/// The interval of checks of the connection.
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// How long to wait after an error.
+/// The pause after an error.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// How often in a row the server has to say that there is no such consumer: a server that has just started may not know yet.
-const MISSES: u32 = 3;
+/// The number of times in a row that the server must report a missing consumer: after a start it may not know it yet.
+const MAX_MISSES: u32 = 3;
 
-/// How a source reads: what stays in order, and how many messages it asks for ahead.
+/// The options of a source: the order, and the number of messages that it requests ahead.
 #[derive(Clone, Debug)]
 pub struct NatsSourceOptions {
     order: Order,
@@ -102,43 +100,45 @@ enum Order {
 }
 
 impl NatsSourceOptions {
-    /// Most messages that a source holds ahead.
+    /// The maximum number of messages that a source holds ahead.
     pub const MAX_PREFETCH: usize = 10_000;
 
-    /// Messages with the same value of the header [`ORDER_KEY`], which [`NatsPublisher`] sends, stay in order; those without
-    /// it, in none. 100 messages are held ahead.
+    /// Creates options: order by the header [`ORDER_KEY`], which [`NatsPublisher`] sends, and 100 messages ahead.
+    ///
+    /// Messages without the header have no order.
     #[must_use]
     pub fn new() -> Self {
         Self { order: Order::Header(ORDER_KEY.to_owned()), prefetch: 100 }
     }
 
-    /// Messages with the same subject stay in order. They are then processed one after the other, and one that fails holds up
-    /// all of its subject.
+    /// Keeps messages with the same subject in order. A message that fails blocks its subject.
     #[must_use]
     pub fn with_order_by_subject(self) -> Self {
         Self { order: Order::Subject, ..self }
     }
 
-    /// Messages with the same value of this header stay in order; those without it, in none.
+    /// Keeps messages with the same value of this header in order. Messages without it have no order.
     #[must_use]
     pub fn with_order_by_header(self, name: impl Into<String>) -> Self {
         Self { order: Order::Header(name.into()), ..self }
     }
 
-    /// Nothing stays in order.
+    /// Keeps no order.
     #[must_use]
     pub fn without_order(self) -> Self {
         Self { order: Order::None, ..self }
     }
 
-    /// How many messages are asked for before they are needed. They are held in memory, nobody else gets them, and their
-    /// `ack_wait` runs: as many as are processed within a small part of it.
+    /// Sets how many messages are requested before they are needed.
+    ///
+    /// They are held in memory, no other process gets them, and their `ack_wait` runs. So choose a number that is
+    /// processed within a small part of `ack_wait`.
     ///
     /// # Errors
-    /// Outside 1 to [`MAX_PREFETCH`](Self::MAX_PREFETCH).
+    /// [`ConfigError`] outside 1 to [`MAX_PREFETCH`](Self::MAX_PREFETCH).
     pub fn with_prefetch(self, messages: usize) -> Result<Self, ConfigError> {
         if !(1..=Self::MAX_PREFETCH).contains(&messages) {
-            return Err(ConfigError::new(format!("prefetch: between 1 and {}", Self::MAX_PREFETCH)));
+            return Err(ConfigError::new(format!("the prefetch must be from 1 to {}", Self::MAX_PREFETCH)));
         }
         Ok(Self { prefetch: messages, ..self })
     }
@@ -150,7 +150,7 @@ impl Default for NatsSourceOptions {
     }
 }
 
-/// Whether a consumer is one that loses nothing.
+/// Checks that a consumer cannot lose messages.
 fn check(name: &str, config: &Config) -> Result<(), ConfigError> {
     let wrong = |what: String| Err(ConfigError::new(format!("the NATS consumer {name:?} {what}")));
     if config.durable_name.as_ref().is_none_or(String::is_empty) {
@@ -160,9 +160,7 @@ fn check(name: &str, config: &Config) -> Result<(), ConfigError> {
         );
     }
     if config.inactive_threshold > Duration::ZERO {
-        return wrong(
-            "has an inactive_threshold: it is deleted when nobody asks for so long; leave that out".into(),
-        );
+        return wrong("has an inactive_threshold: the server deletes an idle consumer; leave it out".into());
     }
     if config.ack_policy != AckPolicy::Explicit {
         return wrong(
@@ -178,9 +176,9 @@ fn check(name: &str, config: &Config) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// How long after a delivery the server delivers again, at the earliest.
+/// Returns the shortest redelivery time of the server.
 fn redelivery(config: &Config) -> Duration {
-    // With `backoff` that takes the place of `ack_wait`.
+    // `backoff` replaces `ack_wait`.
     config.backoff.iter().min().copied().unwrap_or(config.ack_wait)
 }
 
@@ -206,11 +204,12 @@ impl fmt::Debug for NatsSource {
 }
 
 impl NatsSource {
-    /// Reads from this consumer, which was looked up through this context. Its settings are those that the server told then;
-    /// they are looked at again whenever reading begins.
+    /// Creates a source from a consumer that was looked up with this context.
+    ///
+    /// Its settings are those of the lookup. They are checked again whenever reading begins.
     ///
     /// # Errors
-    /// Where the consumer may lose messages: see [what a consumer must be](self#what-a-consumer-must-be).
+    /// [`ConfigError`] if the consumer may lose messages: see [the requirements](self#requirements-for-a-consumer).
     pub fn new(
         context: jetstream::Context,
         consumer: PullConsumer,
@@ -242,20 +241,20 @@ impl Source for NatsSource {
             match reading.arrived.recv().await {
                 Some(Ok(delivery)) => {
                     reading.room.add_permits(1);
-                    // It waited here for so long that the server delivers it again.
+                    // It waited here so long that the server delivers it again.
                     if !delivery.is_lost() {
                         return Ok(delivery);
                     }
                 }
                 Some(Err(error)) => return Err(error),
-                None => return Err(SourceError::fatal("the NATS consumer is read no more")),
+                None => return Err(SourceError::fatal("the reading task of the NATS consumer has ended")),
             }
         }
     }
 
     async fn close(&mut self) -> Result<(), SourceError> {
         self.is_closed = true;
-        // Every acknowledgement was answered. What was asked for and not begun is given to others at once.
+        // Every acknowledgement was answered. Requested messages that were not started go to other consumers at once.
         match self.reading.take() {
             Some(reading) => reading.end().await,
             None => Ok(()),
@@ -263,7 +262,7 @@ impl Source for NatsSource {
     }
 }
 
-/// The task that asks for messages, and what it has got.
+/// The task that requests messages, and the messages that it received.
 struct Reading {
     arrived: mpsc::Receiver<Result<NatsDelivery, SourceError>>,
     room: Arc<Semaphore>,
@@ -287,7 +286,7 @@ impl Reading {
             Duration::ZERO => EXPIRES,
             bound => EXPIRES.min(bound),
         };
-        // One place more: for an error.
+        // One more place for an error.
         let (sender, arrived) = mpsc::channel(prefetch + 1);
         let room = Arc::new(Semaphore::new(prefetch));
         let stop = CancellationToken::new();
@@ -299,7 +298,7 @@ impl Reading {
             order: options.order.clone(),
             redelivery,
             expires,
-            // The server wants it to be less than half of that.
+            // The server requires less than half of the expiry.
             heartbeat: HEARTBEAT.min(expires / 3),
             half: prefetch.div_ceil(2),
             room: room.clone(),
@@ -312,7 +311,7 @@ impl Reading {
 
     async fn end(mut self) -> Result<(), SourceError> {
         self.stop.cancel();
-        let ended = timeout(ANSWER, &mut self.task).await.is_ok();
+        let ended = timeout(ANSWER_TIMEOUT, &mut self.task).await.is_ok();
         let mut left = VecDeque::new();
         while let Ok(arrived) = self.arrived.try_recv() {
             left.extend(arrived.ok());
@@ -320,15 +319,17 @@ impl Reading {
         for delivery in left {
             let _comes_again_later = delivery.tell(nak(Duration::ZERO)).await;
         }
-        match timeout(ANSWER, self.client.flush()).await {
+        match timeout(ANSWER_TIMEOUT, self.client.flush()).await {
             Ok(Ok(())) if ended => Ok(()),
-            Ok(Err(error)) => Err(SourceError::transient("NATS did not hear the end").with_source(error)),
-            _ => Err(SourceError::transient("NATS did not answer at the end")),
+            Ok(Err(error)) => {
+                Err(SourceError::transient("NATS did not get the end of the subscription").with_source(error))
+            }
+            _ => Err(SourceError::transient("NATS did not answer at the close")),
         }
     }
 }
 
-/// Asks for messages, where there is room for them.
+/// Requests messages as long as there is space.
 struct Pump {
     context: jetstream::Context,
     consumer: Arc<PullConsumer>,
@@ -343,7 +344,7 @@ struct Pump {
     stop: CancellationToken,
 }
 
-/// Room that a request was made for, and that nothing has come into yet.
+/// The space of a request that no message has taken yet.
 struct Asked<'a> {
     room: &'a Semaphore,
     messages: usize,
@@ -367,10 +368,10 @@ impl Pump {
                 Ok((name, inbox)) => self.read(&name, inbox).await,
                 Err(error) => Err(error),
             };
-            // There is nobody who wants to know, or it was told.
+            // The receiver is gone, or the error was delivered.
             let Err(error) = ended else { return };
             let is_fatal = error.is_fatal();
-            // Nobody takes anything any more once it is told to stop.
+            // After the stop no receiver takes messages any more.
             tokio::select! {
                 () = self.stop.cancelled() => return,
                 told = self.sender.send(Err(error)) => if told.is_err() || is_fatal { return },
@@ -382,12 +383,12 @@ impl Pump {
         }
     }
 
-    /// Waits for the connection, looks at the consumer and makes a place for its messages.
+    /// Waits for the connection, checks the consumer, and subscribes for its messages.
     async fn begin(&self, misses: &mut u32) -> Result<(Subject, Subscriber), SourceError> {
         while self.client.connection_state() != State::Connected {
-            sleep(LOOK).await;
+            sleep(CHECK_INTERVAL).await;
         }
-        let info = timeout(ANSWER, self.consumer.get_info()).await;
+        let info = timeout(ANSWER_TIMEOUT, self.consumer.get_info()).await;
         let info = info.map_err(|_| SourceError::transient("NATS does not answer"))?;
         let config = match info {
             Ok(info) => info.config,
@@ -397,14 +398,15 @@ impl Pump {
                     ConsumerInfoErrorKind::NotFound | ConsumerInfoErrorKind::StreamNotFound
                 );
                 *misses = if is_gone { *misses + 1 } else { 0 };
-                let error = if *misses >= MISSES {
+                let error = if *misses >= MAX_MISSES {
                     let info = self.consumer.cached_info();
                     let (name, stream) = (&info.name, &info.stream_name);
-                    let gone =
-                        format!("the NATS consumer {name:?} of the stream {stream:?} is not there any more");
+                    let gone = format!(
+                        "the NATS consumer {name:?} of the stream {stream:?} does not exist any more"
+                    );
                     SourceError::fatal(gone).with_source(error)
                 } else {
-                    SourceError::transient("NATS does not tell of the consumer").with_source(error)
+                    SourceError::transient("NATS did not describe the consumer").with_source(error)
                 };
                 return Err(error);
             }
@@ -419,12 +421,12 @@ impl Pump {
         }
         let name = Subject::from(self.client.new_inbox());
         let inbox = self.client.subscribe(name.clone()).await;
-        Ok((name, inbox.map_err(|error| passing("NATS takes no subscription", error))?))
+        Ok((name, inbox.map_err(|error| passing("NATS refused a subscription", error))?))
     }
 
-    /// Reads until something is wrong, or it is told to stop.
+    /// Reads until an error or the stop.
     async fn read(&self, name: &Subject, mut inbox: Subscriber) -> Result<(), SourceError> {
-        // The library subscribes again after a reconnection, but what was asked for is forgotten then.
+        // After a reconnection the library subscribes again, but the server has forgotten the requests.
         let connection = self.client.statistics().connects.load(Relaxed);
         loop {
             let asked = tokio::select! {
@@ -458,13 +460,13 @@ impl Pump {
             idle_heartbeat: self.heartbeat,
             ..BatchConfig::default()
         };
-        let asked = timeout(ANSWER, self.consumer.request_batch(request, inbox.clone())).await;
+        let asked = timeout(ANSWER_TIMEOUT, self.consumer.request_batch(request, inbox.clone())).await;
         asked
-            .map_err(|_| SourceError::transient("NATS takes no request"))?
-            .map_err(|error| passing("NATS takes no request", error))
+            .map_err(|_| SourceError::transient("NATS refused a request"))?
+            .map_err(|error| passing("NATS refused a request", error))
     }
 
-    /// Until as many messages came as were asked for, or the server says that there are no more of them for now.
+    /// Reads until all requested messages came, or the server ends the request.
     async fn answers(
         &self,
         inbox: &mut Subscriber,
@@ -473,7 +475,7 @@ impl Pump {
     ) -> Result<(), SourceError> {
         let mut heard = Instant::now();
         while asked.messages > 0 {
-            let Ok(message) = timeout(LOOK, inbox.next()).await else {
+            let Ok(message) = timeout(CHECK_INTERVAL, inbox.next()).await else {
                 let is_same = self.client.statistics().connects.load(Relaxed) == connection;
                 if !is_same || self.client.connection_state() != State::Connected {
                     return Err(SourceError::transient("the connection to NATS was lost"));
@@ -489,7 +491,7 @@ impl Pump {
             heard = Instant::now();
             match message.status {
                 None | Some(StatusCode::OK) => {
-                    // What is not counted as asked for has its room given back.
+                    // A message that belongs to no request returns its space.
                     if self.take(message) {
                         asked.messages -= 1;
                     }
@@ -501,7 +503,7 @@ impl Pump {
                 {
                     return Ok(());
                 }
-                // The consumer was deleted, its server stops, its leader changes: looking at it again tells.
+                // The consumer was deleted, its server stops, or its leader changes. The next check finds out.
                 Some(status) => {
                     let why = message.description.unwrap_or_default();
                     return Err(SourceError::transient(format!("NATS ended a request: {status} {why}")));
@@ -511,8 +513,10 @@ impl Pump {
         Ok(())
     }
 
-    /// Puts a message where the source finds it. Where there is no room, which no request was made without, or it is none
-    /// of JetStream's, it is left: it comes again.
+    /// Stores a message for the source, and returns `false` if it was dropped.
+    ///
+    /// It is dropped without space, which no request is made without, or if it is not of JetStream. It comes again
+    /// then.
     fn take(&self, message: async_nats::Message) -> bool {
         let at = Instant::now();
         let message = jetstream::Message { message, context: self.context.clone() };
@@ -520,11 +524,11 @@ impl Pump {
         delivery.is_some_and(|delivery| self.sender.try_send(Ok(delivery)).is_ok())
     }
 
-    /// Takes what is on its way, and asks for nothing more.
+    /// Takes messages that are on their way, and requests no more.
     async fn give_up(&self, mut inbox: Subscriber) -> Result<(), SourceError> {
         let ended = inbox.drain().await;
-        ended.map_err(|error| passing("NATS takes no end of a subscription", error))?;
-        let until = Instant::now() + ANSWER / 2;
+        ended.map_err(|error| passing("NATS refused the end of a subscription", error))?;
+        let until = Instant::now() + ANSWER_TIMEOUT / 2;
         while let Ok(Some(message)) = tokio::time::timeout_at(until, inbox.next()).await {
             if matches!(message.status, None | Some(StatusCode::OK)) {
                 self.take(message);
@@ -542,9 +546,9 @@ fn passing(what: &str, error: impl Into<Box<dyn std::error::Error + Send + Sync>
 pub struct NatsDelivery {
     message: Arc<Message>,
     client: Client,
-    /// Where what becomes of it is told.
+    /// The subject for its settlement.
     reply: Subject,
-    /// When the server began to wait, at the latest.
+    /// The latest time at which the server may have begun to wait.
     since: Mutex<Instant>,
     redelivery: Duration,
 }
@@ -575,12 +579,12 @@ impl NatsDelivery {
                 message = message.with_header(name.to_string(), value.as_str().to_owned());
             }
         }
-        // Values of one name stay as they are.
+        // The sort is stable, so values of one name keep their order.
         message.headers.sort_by(|(one, _), (other, _)| one.cmp(other));
         message.order_key = match order {
             Order::None => None,
             Order::Subject => Some(Bytes::from(message.topic.clone())),
-            // Of several the first, rather than none.
+            // If there are several values, the first one counts.
             Order::Header(name) => {
                 message.headers.iter().find(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v.clone())
             }
@@ -590,21 +594,21 @@ impl NatsDelivery {
         Some(Self { message: Arc::new(message), client, reply: delivered.reply?, since, redelivery })
     }
 
-    /// Tells the server, and waits until it has said that it heard.
+    /// Sends a settlement, and waits for its confirmation.
     async fn ask(&self, what: Bytes) -> Result<(), SourceError> {
-        let request = Request::new().payload(what).timeout(Some(ANSWER));
+        let request = Request::new().payload(what).timeout(Some(ANSWER_TIMEOUT));
         let answer = self.client.send_request(self.reply.clone(), request).await;
-        answer.map(drop).map_err(|error| passing("NATS did not confirm it", error))
+        answer.map(drop).map_err(|error| passing("NATS did not confirm the settlement", error))
     }
 
-    /// Tells the server.
+    /// Sends a settlement.
     async fn tell(&self, what: Bytes) -> Result<(), SourceError> {
         let told = self.client.publish(self.reply.clone(), what).await;
         told.map_err(|error| passing("NATS was not told", error))
     }
 }
 
-/// It is not processed, and comes again after so long.
+/// Encodes a negative acknowledgement with a delay.
 fn nak(after: Duration) -> Bytes {
     if after.is_zero() {
         return Bytes::from_static(b"-NAK");
@@ -621,17 +625,19 @@ impl Delivery for NatsDelivery {
         &self.message
     }
 
-    /// Whether its time is over, and it is in no order. One that is in order stays with whoever has it: left out here, it would
-    /// come again behind those that came after it and are not lost. The server takes an acknowledgement that is late.
+    /// Returns `true` if the redelivery time is over and the message has no order.
+    ///
+    /// An ordered message is never lost: skipped here, it would come again behind later messages that are not lost. The
+    /// server accepts late acknowledgements.
     fn is_lost(&self) -> bool {
-        // The server's time began before ours, so its time is over, too.
+        // The server's time began before ours, so it is over, too.
         let is_over =
             || self.since.lock().unwrap_or_else(PoisonError::into_inner).elapsed() >= self.redelivery;
         self.message.order_key.is_none() && is_over()
     }
 
     async fn extend(&self) -> Result<(), SourceError> {
-        // From before the server hears of it.
+        // Measured before the server gets it.
         let at = Instant::now();
         self.ask(Bytes::from_static(b"+WPI")).await?;
         *self.since.lock().unwrap_or_else(PoisonError::into_inner) = at;
@@ -647,18 +653,17 @@ impl Delivery for NatsDelivery {
     }
 }
 
-/// Publishes into streams, the topic of a message being its subject.
+/// Publishes into streams. The topic of a message is its subject.
 ///
-/// The identifier of a message is in `Nats-Msg-Id`, too: a stream that has it already, since no longer than its
-/// `duplicate_window` (two minutes unless that is set), confirms it and does not keep it a second time. What is
-/// published again later is another message of the stream; [`MESSAGE_ID`] tells a consumer. The order key is in the
-/// header [`ORDER_KEY`]. What a stream confirms is as durable as the stream is: see [what the broker
-/// promises](self#what-the-broker-promises).
+/// The identifier is also in `Nats-Msg-Id`. A stream that got it within its `duplicate_window` (two minutes unless set)
+/// confirms the message and does not store it again. A later copy is another message of the stream; consumers find it
+/// by [`MESSAGE_ID`]. The order key is in the header [`ORDER_KEY`]. A confirmation is as durable as the stream: see
+/// [the guarantees of the broker](self#guarantees-of-the-broker).
 ///
-/// Headers whose names begin with `Nats-` are not passed on, because they are instructions to the server. Values of headers
-/// are text of one line here; a message with others is refused.
+/// Headers whose names begin with `Nats-` are dropped, because they are instructions to the server. Header values must
+/// be text of one line; a message with others is refused.
 ///
-/// Messages with the same order key are published in the order in which they are given only where each is waited for.
+/// To publish messages with the same order key in order, wait for each before the next.
 #[derive(Clone)]
 pub struct NatsPublisher {
     context: jetstream::Context,
@@ -671,7 +676,7 @@ impl fmt::Debug for NatsPublisher {
 }
 
 impl NatsPublisher {
-    /// Publishes through this context, whose time-out is how long a confirmation is waited for.
+    /// Creates a publisher from a context. Its timeout is that of a confirmation.
     #[must_use]
     pub const fn new(context: jetstream::Context) -> Self {
         Self { context }
@@ -680,7 +685,7 @@ impl NatsPublisher {
     async fn send(&self, message: &Outgoing) -> Result<(), PublishError> {
         let subject = Subject::validated(message.topic.as_str()).map_err(PublishError::refused)?;
         if subject.split('.').any(|token| matches!(token, "*" | ">")) {
-            return Err(PublishError::refused("a subject with a wildcard is no destination"));
+            return Err(PublishError::refused("a subject with a wildcard cannot be a destination"));
         }
         let publish = jetstream::message::PublishMessage::build()
             .payload(message.payload.clone())
@@ -689,7 +694,7 @@ impl NatsPublisher {
             Ok(confirmation) => confirmation.await,
             Err(error) => Err(error),
         };
-        // That it is a duplicate is as good: the stream has it.
+        // A duplicate is a success: the stream has the message.
         let Err(error) = confirmed else { return Ok(()) };
         let is_refused = match error.kind() {
             PublishErrorKind::MaxPayloadExceeded => true,
@@ -701,15 +706,16 @@ impl NatsPublisher {
         Err(if is_refused { PublishError::refused(error) } else { PublishError::unconfirmed(error) })
     }
 
-    /// Nobody was there who would have taken it. While the replicas of a stream elect a leader that is so, too, so the
-    /// server is asked whether there is a stream at all.
+    /// Returns `true` if no stream has this subject.
+    ///
+    /// No server answered the message. That also happens while replicas elect a leader, so ask for the stream itself.
     async fn has_no_stream(&self, message: &Outgoing) -> bool {
-        let asked = timeout(ANSWER, self.context.stream_by_subject(message.topic.clone())).await;
+        let asked = timeout(ANSWER_TIMEOUT, self.context.stream_by_subject(message.topic.clone())).await;
         matches!(asked, Ok(Err(error)) if error.kind() == GetStreamByNameErrorKind::NotFound)
     }
 }
 
-/// The headers of a message as NATS has them.
+/// Converts the headers of a message.
 fn headers(message: &Outgoing) -> Result<HeaderMap, PublishError> {
     let mut headers = HeaderMap::new();
     for (name, value) in &message.headers {

@@ -377,7 +377,7 @@ async fn a_consumer_that_is_deleted_ends_the_source() {
     next(&mut source).await.ack().await.unwrap();
     let stream = nats.context.get_stream("ORDERS").await.unwrap();
     stream.delete_consumer("billing").await.unwrap();
-    assert!(ends(&mut source).await.contains("not there any more"));
+    assert!(ends(&mut source).await.contains("does not exist any more"));
 
     // So does one that was changed into one that loses messages.
     stream.create_consumer(settings(SOON)).await.unwrap();

@@ -1,4 +1,4 @@
-//! Deliveries are settled ten at a time.
+//! Settlements of deliveries, ten per request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,24 +11,24 @@ use oncegate_inbox::SourceError;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{ANSWER, said};
+use super::{ANSWER_TIMEOUT, said};
 
-/// Most entries of a request.
-const MAX: usize = 10;
+/// The maximum number of entries of a request.
+const MAX_ENTRIES: usize = 10;
 
-/// How long a request that is not full waits for more.
+/// How long a request waits for more entries.
 const LINGER: Duration = Duration::from_millis(5);
 
-/// How many requests of one kind are under way at once.
-const UNDER_WAY: usize = 8;
+/// The maximum number of concurrent requests of one kind.
+const MAX_REQUESTS: usize = 8;
 
-/// How many deliveries wait to be settled before others have to wait for that.
-const WAITING: usize = 1000;
+/// The number of waiting settlements above which callers wait.
+const MAX_WAITING: usize = 1000;
 
-/// Why something did not happen to a delivery.
+/// The error of a settlement.
 pub(super) struct Failed {
     pub(super) error: SourceError,
-    /// Whether SQS says that the receipt stands for nothing any more.
+    /// `true` if SQS reports that the receipt is no longer valid.
     pub(super) is_gone: bool,
 }
 
@@ -42,12 +42,12 @@ type Answer = Result<(), Failed>;
 
 struct Entry {
     receipt: String,
-    /// How long it is not to be seen, in seconds; `None` to delete it.
+    /// The new visibility timeout in seconds; `None` to delete the message.
     visibility: Option<i32>,
     answer: oneshot::Sender<Answer>,
 }
 
-/// Where deliveries are settled. Cheap to clone; ends with the last clone.
+/// Collects settlements. Clones are cheap; it ends with the last one.
 #[derive(Clone)]
 pub(super) struct Batcher {
     delete: mpsc::Sender<Entry>,
@@ -57,30 +57,30 @@ pub(super) struct Batcher {
 impl Batcher {
     pub(super) fn new(client: &Client, queue_url: &str) -> Self {
         let begin = || {
-            let (sender, entries) = mpsc::channel(WAITING);
+            let (sender, entries) = mpsc::channel(MAX_WAITING);
             tokio::spawn(run(client.clone(), queue_url.into(), entries));
             sender
         };
         Self { delete: begin(), change: begin() }
     }
 
-    /// Deletes a message, or keeps it from being seen for so many seconds from now on.
+    /// Deletes a message, or sets its visibility timeout in seconds from now.
     pub(super) async fn settle(&self, receipt: &str, visibility: Option<i32>) -> Answer {
         let (answer, answered) = oneshot::channel();
         let entry = Entry { receipt: receipt.to_owned(), visibility, answer };
         let entries = if visibility.is_some() { &self.change } else { &self.delete };
-        let ended = || Failed::passing("the source of messages has ended");
+        let ended = || Failed::passing("the source has ended");
         entries.send(entry).await.map_err(|_| ended())?;
         answered.await.map_err(|_| ended())?
     }
 }
 
 async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<Entry>) {
-    let room = Arc::new(Semaphore::new(UNDER_WAY));
+    let room = Arc::new(Semaphore::new(MAX_REQUESTS));
     while let Some(first) = entries.recv().await {
         let mut batch = vec![first];
         let until = Instant::now() + LINGER;
-        while batch.len() < MAX
+        while batch.len() < MAX_ENTRIES
             && let Ok(Some(entry)) = timeout_at(until, entries.recv()).await
         {
             batch.push(entry);
@@ -88,7 +88,7 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
         let Ok(permit) = room.clone().acquire_owned().await else { return };
         let (client, queue_url) = (client.clone(), queue_url.clone());
         tokio::spawn(async move {
-            let asked = timeout(ANSWER, ask(&client, &queue_url, &batch)).await;
+            let asked = timeout(ANSWER_TIMEOUT, ask(&client, &queue_url, &batch)).await;
             drop(permit);
             let asked = asked.unwrap_or_else(|_| Err("SQS does not answer".to_owned()));
             for (number, entry) in batch.into_iter().enumerate() {
@@ -96,14 +96,14 @@ async fn run(client: Client, queue_url: Arc<str>, mut entries: mpsc::Receiver<En
                     Err(why) => Err(Failed::passing(why.clone())),
                     Ok(answered) => answered.to(&number.to_string()),
                 };
-                // Whoever asked may have gone.
+                // The caller may be gone.
                 let _gone = entry.answer.send(answer);
             }
         });
     }
 }
 
-/// What SQS says of the entries of a request.
+/// The answer of SQS for the entries of a request.
 struct Answered {
     done: Vec<String>,
     failed: Vec<BatchResultErrorEntry>,
@@ -114,13 +114,13 @@ impl Answered {
         if let Some(failed) = self.failed.iter().find(|failed| failed.id == id) {
             return Err(refused(failed));
         }
-        // Only what it says counts.
+        // Only an explicit success counts.
         let is_done = self.done.iter().any(|done| done == id);
-        if is_done { Ok(()) } else { Err(Failed::passing("SQS does not say whether it did it")) }
+        if is_done { Ok(()) } else { Err(Failed::passing("SQS did not report the result")) }
     }
 }
 
-/// The answer, or why there is none.
+/// Sends a request, and returns the answer or the error.
 async fn ask(client: &Client, queue_url: &str, batch: &[Entry]) -> Result<Answered, String> {
     let is_deleting = batch.first().is_some_and(|entry| entry.visibility.is_none());
     if is_deleting {
@@ -154,5 +154,5 @@ fn refused(entry: &BatchResultErrorEntry) -> Failed {
     let code = entry.code.rsplit('.').next().unwrap_or_default();
     let is_gone = matches!(code, "MessageNotInflight" | "ReceiptHandleIsInvalid");
     let why = entry.message.as_deref().unwrap_or_default();
-    Failed { error: SourceError::transient(format!("SQS did not do it: {code} {why}")), is_gone }
+    Failed { error: SourceError::transient(format!("SQS refused it: {code} {why}")), is_gone }
 }

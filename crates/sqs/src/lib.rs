@@ -1,30 +1,31 @@
 //! Amazon SQS: a queue as a source, and queues as destinations, standard and FIFO.
 //!
-//! **Experimental:** the tests run against an imitation. A real service was not tried.
+//! **Experimental:** the tests run against a server that speaks the protocol of SQS. The real service was not tried.
 //!
-//! # What the broker promises
-//! A message that was received is not seen by others for its visibility time-out, and is seen again after that unless it was
-//! deleted: at least once. A standard queue also delivers a message twice now and then, and in any order. A FIFO queue gives
-//! the messages of a group in order, and none of them while an earlier one is with somebody. What SQS has confirmed is on
-//! several machines of several data centres.
+//! # Guarantees of the broker
+//! A received message is invisible to others for its visibility timeout, and visible again afterwards unless it was
+//! deleted: at least once. A standard queue also delivers some messages twice, and in any order. A FIFO queue delivers
+//! the messages of a group in order, one after the other. Messages that SQS has confirmed are on several machines in
+//! several data centres.
 //!
-//! An acknowledgement is a deletion that SQS has confirmed. It may confirm one with a receipt that is too old and not delete
-//! the message; then it comes again and is a duplicate.
+//! An acknowledgement is a deletion that SQS has confirmed. With an outdated receipt, it may confirm a deletion without
+//! carrying it out. The message then comes again and is a duplicate.
 //!
-//! # What the queue must be
-//! **A redrive policy takes messages away before the inbox has given them up**: what was received `maxReceiveCount`
-//! times is moved to the queue of dead letters, and a crash, a database out of reach and a duplicate in flight are
-//! receives, too. So [`SqsSource::open`] refuses a queue with one, unless [`SqsSourceOptions::with_redrive_after`]
-//! says that it is meant. The retention period of the queue deletes messages whether or not they were processed.
+//! # Requirements for a queue
+//! **A redrive policy removes messages before the inbox has given them up.** A message that was received
+//! `maxReceiveCount` times moves to the dead-letter queue. Crashes, a database out of reach and duplicates in flight
+//! are receives, too. So [`SqsSource::open`] refuses a queue with a policy, unless
+//! [`SqsSourceOptions::with_redrive_after`] allows it. The retention period of the queue deletes messages whether they
+//! were processed or not.
 //!
-//! # What a delivery says
-//! `topic` is the name of the queue, `broker_id` the message identifier of SQS, `deliveries` its approximate receive
-//! count, which is why `is_redelivered` is always true. `order_key` is the message group of a FIFO queue. Headers are
-//! message attributes, in the order of their names.
+//! # Contents of a delivery
+//! `topic` is the name of the queue, `broker_id` is the message identifier of SQS, and `deliveries` is its approximate
+//! receive count. `is_redelivered` is always true, because that count is not exact. `order_key` is the message group of
+//! a FIFO queue. Headers are message attributes, sorted by name.
 //!
 //! # Limits
-//! A message is with somebody for 12 hours at the most, however often it is extended. At most about 120 000 messages
-//! of a queue are with somebody at once (20 000 of a FIFO queue); beyond that no more come until some are settled.
+//! A message can be held for at most 12 hours, with all extensions. About 120 000 messages of a queue (20 000 of a FIFO
+//! queue) can be in flight at once; beyond that SQS delivers no more until some are settled.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::panic)]
 
@@ -52,26 +53,26 @@ use tokio_util::sync::CancellationToken;
 
 use batch::Batcher;
 
-/// The client library, as the types of this module use it.
+/// The client library whose types this crate uses.
 pub use aws_sdk_sqs;
 pub use publish::SqsPublisher;
 
-/// How long an answer is waited for, beside the time that SQS was asked to wait.
-const ANSWER: Duration = Duration::from_secs(30);
+/// The timeout of an answer, in addition to the long-polling time.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Most messages of one request.
+/// The maximum number of messages per request.
 const BATCH: usize = 10;
 
-/// How long to wait after an error.
+/// The pause after an error.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// How often in a row SQS has to say that there is no such queue: one that was just made is not known everywhere at once.
-const MISSES: u32 = 3;
+/// The number of times in a row that SQS must report a missing queue: a new queue is not visible everywhere at once.
+const MAX_MISSES: u32 = 3;
 
-/// The longest that a message is with somebody, in seconds.
-const VISIBILITY_MAX: u64 = 12 * 60 * 60;
+/// The maximum visibility timeout in seconds.
+const MAX_VISIBILITY: u64 = 12 * 60 * 60;
 
-/// How a source reads.
+/// The options of a source.
 #[derive(Clone, Debug)]
 pub struct SqsSourceOptions {
     visibility: u64,
@@ -81,61 +82,67 @@ pub struct SqsSourceOptions {
 }
 
 impl SqsSourceOptions {
-    /// Most requests for messages that are under way at once.
+    /// The maximum number of concurrent requests for messages.
     pub const MAX_RECEIVERS: usize = 64;
 
-    /// A visibility time-out of 60 seconds, two requests under way, each of which waits 5 seconds, and no redrive policy.
+    /// Creates options: a visibility timeout of 60 seconds, two concurrent requests of 5 seconds each, and no redrive
+    /// policy.
     #[must_use]
     pub const fn new() -> Self {
         Self { visibility: 60, wait: 5, receivers: 2, redrive_min: None }
     }
 
-    /// How long a message is not seen by others after it was received or extended. It is asked for with each request, so the
-    /// setting of the queue does not count. In whole seconds; fractions are cut off.
+    /// Sets how long a message is invisible to others after it was received or extended, in whole seconds.
+    ///
+    /// Each request sets it, so the setting of the queue does not count.
     ///
     /// # Errors
-    /// Outside 2 seconds to 12 hours.
+    /// [`ConfigError`] outside 2 seconds to 12 hours.
     pub fn with_visibility_timeout(self, visibility: Duration) -> Result<Self, ConfigError> {
         let visibility = visibility.as_secs();
-        if !(2..=VISIBILITY_MAX).contains(&visibility) {
-            return Err(ConfigError::new("visibility: between 2 seconds and 12 hours"));
+        if !(2..=MAX_VISIBILITY).contains(&visibility) {
+            return Err(ConfigError::new("the visibility timeout must be from 2 seconds to 12 hours"));
         }
         Ok(Self { visibility, ..self })
     }
 
-    /// How long SQS waits for a message before it says that there is none (long polling). A source that is closed waits for
-    /// that. In whole seconds; fractions are cut off.
+    /// Sets how long a request waits for messages (long polling), in whole seconds. Closing the source waits for it.
     ///
     /// # Errors
-    /// More than 20 seconds, which is the most that SQS waits.
+    /// [`ConfigError`] if it is more than 20 seconds, the maximum of SQS.
     pub fn with_wait(self, wait: Duration) -> Result<Self, ConfigError> {
         let wait = wait.as_secs();
         if wait > 20 {
-            return Err(ConfigError::new("wait: at most 20 seconds"));
+            return Err(ConfigError::new("the wait must be at most 20 seconds"));
         }
         Ok(Self { wait, ..self })
     }
 
-    /// How many requests for messages are under way at once; each brings up to 10, and so many are held ahead.
+    /// Sets the number of concurrent requests. Each returns up to 10 messages, and as many are held ahead.
     ///
     /// # Errors
-    /// Outside 1 to [`MAX_RECEIVERS`](Self::MAX_RECEIVERS).
+    /// [`ConfigError`] outside 1 to [`MAX_RECEIVERS`](Self::MAX_RECEIVERS).
     pub fn with_receivers(self, receivers: usize) -> Result<Self, ConfigError> {
         if !(1..=Self::MAX_RECEIVERS).contains(&receivers) {
-            return Err(ConfigError::new(format!("receivers: between 1 and {}", Self::MAX_RECEIVERS)));
+            return Err(ConfigError::new(format!(
+                "the number of receivers must be from 1 to {}",
+                Self::MAX_RECEIVERS
+            )));
         }
         Ok(Self { receivers, ..self })
     }
 
-    /// The queue may have a redrive policy whose `maxReceiveCount` is at least this. Messages that it moves were given up by
-    /// nobody: the inbox knows nothing of it, and whoever looks after the queue of dead letters must.
+    /// Allows a redrive policy whose `maxReceiveCount` is at least this number.
+    ///
+    /// The inbox does not know of the messages that the policy moves. An operator has to look after that dead-letter
+    /// queue.
     #[must_use]
     pub const fn with_redrive_after(mut self, receives: u32) -> Self {
         self.redrive_min = Some(receives);
         self
     }
 
-    /// Whether the queue may have this redrive policy.
+    /// Checks the redrive policy of the queue.
     fn check(&self, policy: &str) -> Result<(), SourceError> {
         let policy: serde_json::Value = serde_json::from_str(policy).unwrap_or_default();
         // A number, or the same in quotation marks.
@@ -174,7 +181,7 @@ pub struct SqsSource {
 struct Queue {
     client: Client,
     url: String,
-    /// What comes after the last slash.
+    /// The part of the URL after the last slash.
     name: String,
     is_fifo: bool,
     visibility: u64,
@@ -192,12 +199,13 @@ impl fmt::Debug for SqsSource {
 }
 
 impl SqsSource {
-    /// Reads from the queue with this URL, once it was seen to be one that fits. The client's time-outs must be longer than
-    /// [the source waits](SqsSourceOptions::with_wait).
+    /// Opens the queue with this URL, after checking it.
+    ///
+    /// The client's timeouts must be longer than [the long-polling time](SqsSourceOptions::with_wait).
     ///
     /// # Errors
-    /// A fatal one where there is no such queue, or its redrive policy [takes messages
-    /// away](self#what-the-queue-must-be); a passing one where SQS cannot be asked.
+    /// A fatal error if the queue does not exist, or its redrive policy [removes
+    /// messages](self#requirements-for-a-queue). A transient error if SQS is out of reach.
     pub async fn open(
         client: Client,
         queue_url: impl Into<String>,
@@ -206,8 +214,9 @@ impl SqsSource {
         let url = queue_url.into();
         let asked =
             client.get_queue_attributes().queue_url(&url).attribute_names(QueueAttributeName::All).send();
-        let asked =
-            timeout(ANSWER, asked).await.map_err(|_| SourceError::transient("SQS does not answer"))?;
+        let asked = timeout(ANSWER_TIMEOUT, asked)
+            .await
+            .map_err(|_| SourceError::transient("SQS does not answer"))?;
         let attributes = match asked {
             Ok(answer) => answer.attributes.unwrap_or_default(),
             Err(error) if is_missing(&error) => {
@@ -215,7 +224,7 @@ impl SqsSource {
             }
             Err(error) => {
                 return Err(
-                    SourceError::transient("SQS does not tell of the queue").with_source(said(&error))
+                    SourceError::transient("SQS did not describe the queue").with_source(said(&error))
                 );
             }
         };
@@ -247,20 +256,20 @@ impl Source for SqsSource {
             match reading.arrived.recv().await {
                 Some(Ok(delivery)) => {
                     reading.room.add_permits(1);
-                    // It waited here for so long that others see it again.
+                    // It waited here so long that it is visible to others again.
                     if !delivery.is_lost() {
                         return Ok(delivery);
                     }
                 }
                 Some(Err(error)) => return Err(error),
-                None => return Err(SourceError::fatal("the SQS queue is read no more")),
+                None => return Err(SourceError::fatal("the reading tasks of the SQS queue have ended")),
             }
         }
     }
 
     async fn close(&mut self) -> Result<(), SourceError> {
         self.is_closed = true;
-        // Every acknowledgement was answered. What was asked for and not begun is given to others at once.
+        // Every acknowledgement was answered. Received messages that were not started are visible to others at once.
         match self.reading.take() {
             Some(reading) => reading.end().await,
             None => Ok(()),
@@ -268,7 +277,7 @@ impl Source for SqsSource {
     }
 }
 
-/// The tasks that ask for messages, and what they have got.
+/// The tasks that request messages, and the messages that they received.
 struct Reading {
     arrived: mpsc::Receiver<Result<SqsDelivery, SourceError>>,
     room: Arc<Semaphore>,
@@ -280,7 +289,7 @@ struct Reading {
 impl Reading {
     fn begin(queue: &Arc<Queue>, options: &SqsSourceOptions) -> Self {
         let room = options.receivers * BATCH;
-        // One place more for each receiver: for an error.
+        // One more place per receiver for an error.
         let (sender, arrived) = mpsc::channel(room + options.receivers);
         let room = Arc::new(Semaphore::new(room));
         let stop = CancellationToken::new();
@@ -299,8 +308,7 @@ impl Reading {
     }
 
     async fn end(mut self) -> Result<(), SourceError> {
-        // A request that is cut off may still bring messages, which nobody would see until their time is over: so it is
-        // waited for.
+        // A cancelled request may still receive messages, which would be invisible until their timeout. So wait for it.
         self.stop.cancel();
         let receivers = &mut self.receivers;
         let ended = timeout(self.wait + PAUSE * 3, async { while receivers.join_next().await.is_some() {} });
@@ -311,7 +319,7 @@ impl Reading {
                 given_back.spawn(async move { delivery.give_back(Duration::ZERO).await });
             }
         }
-        let mut all = ended.map_err(|_| SourceError::transient("SQS did not answer at the end"));
+        let mut all = ended.map_err(|_| SourceError::transient("SQS did not answer at the close"));
         while let Some(given_back) = given_back.join_next().await {
             if let Ok(Err(error)) = given_back {
                 all = Err(error);
@@ -321,7 +329,7 @@ impl Reading {
     }
 }
 
-/// Asks for messages again and again, where there is room for them.
+/// Requests messages as long as there is space.
 struct Receiver {
     queue: Arc<Queue>,
     wait: u64,
@@ -342,10 +350,10 @@ impl Receiver {
             let Ok(room) = room else { return };
             match self.receive(&mut misses).await {
                 Ok(messages) => {
-                    // What comes has its room until it is taken, and what does not leaves it to others.
+                    // Each message keeps its permit until it is taken. Unused permits are released.
                     room.forget();
                     let at = Instant::now();
-                    // Without a receipt there is nothing to be done with a message.
+                    // A message without a receipt cannot be settled.
                     let came: Vec<_> = messages
                         .into_iter()
                         .filter_map(|message| SqsDelivery::new(message, &self.queue, at))
@@ -360,7 +368,7 @@ impl Receiver {
                 Err(error) => {
                     drop(room);
                     let is_fatal = error.is_fatal();
-                    // Nobody takes anything any more once it is told to stop.
+                    // After the stop no receiver takes messages any more.
                     tokio::select! {
                         () = self.stop.cancelled() => return,
                         told = self.sender.send(Err(error)) => if told.is_err() || is_fatal { return },
@@ -386,7 +394,7 @@ impl Receiver {
             .message_system_attribute_names(MessageSystemAttributeName::All)
             .message_attribute_names("All")
             .send();
-        let asked = timeout(ANSWER + Duration::from_secs(self.wait), asked).await;
+        let asked = timeout(ANSWER_TIMEOUT + Duration::from_secs(self.wait), asked).await;
         match asked.map_err(|_| SourceError::transient("SQS does not answer"))? {
             Ok(answer) => {
                 *misses = 0;
@@ -395,23 +403,23 @@ impl Receiver {
             Err(error) => {
                 *misses = if is_missing(&error) { *misses + 1 } else { 0 };
                 let said = said(&error);
-                Err(if *misses >= MISSES {
-                    SourceError::fatal("the SQS queue is not there any more").with_source(said)
+                Err(if *misses >= MAX_MISSES {
+                    SourceError::fatal("the SQS queue does not exist any more").with_source(said)
                 } else {
-                    SourceError::transient("SQS gives no messages").with_source(said)
+                    SourceError::transient("SQS returned no messages").with_source(said)
                 })
             }
         }
     }
 }
 
-/// Whether there is no such queue.
+/// Returns `true` if the queue does not exist.
 fn is_missing<E: ProvideErrorMetadata, R>(error: &SdkError<E, R>) -> bool {
-    // The older protocol has the longer word.
+    // The older protocol has the longer code.
     matches!(error.code(), Some("QueueDoesNotExist" | "AWS.SimpleQueueService.NonExistentQueue"))
 }
 
-/// What went wrong: in SQS's words where it answered, and nothing of what was sent.
+/// Formats an error: the code and message of SQS, and nothing of the request.
 fn said<E: ProvideErrorMetadata + Error + 'static, R: fmt::Debug>(error: &SdkError<E, R>) -> String {
     if let Some(code) = error.code() {
         return match error.message() {
@@ -423,20 +431,20 @@ fn said<E: ProvideErrorMetadata + Error + 'static, R: fmt::Debug>(error: &SdkErr
         SdkError::ConstructionFailure(_) | SdkError::TimeoutError(_) | SdkError::DispatchFailure(_) => {
             ErrorChain(error).to_string()
         }
-        // Its cause may hold what was answered.
+        // Its cause may contain the response.
         _ => error.to_string(),
     }
 }
 
-/// A message that was received.
+/// A received message.
 pub struct SqsDelivery {
     message: Arc<Message>,
     queue: Arc<Queue>,
     receipt: String,
     received: Instant,
-    /// When others see it again.
+    /// The time at which it is visible to others again.
     until: Mutex<Instant>,
-    /// Whether SQS said that the receipt stands for nothing any more.
+    /// `true` if SQS reported that the receipt is no longer valid.
     is_gone: AtomicBool,
 }
 
@@ -456,7 +464,7 @@ impl SqsDelivery {
             .with_deliveries(deliveries.and_then(|count| count.parse().ok()), true);
         message.headers = headers;
         message.broker_id = received.message_id;
-        // A standard queue has groups, too, for fairness among them, and no order.
+        // A standard queue has groups for fairness only, without order.
         let group = system.get(&MessageSystemAttributeName::MessageGroupId).filter(|_| queue.is_fifo);
         message.order_key = group.map(|group| Bytes::from(group.clone()));
         Some(Self {
@@ -488,10 +496,12 @@ impl Delivery for SqsDelivery {
         &self.message
     }
 
-    /// Whether its time is over, and it is in no group. One of a group stays with whoever has it: left out here, it would come
-    /// again behind those of the group that are here, too, and not lost.
+    /// Returns `true` if the visibility timeout is over and the message has no group.
+    ///
+    /// A message of a group is never lost: skipped here, it would come again behind later messages of its group that
+    /// are not lost.
     fn is_lost(&self) -> bool {
-        // SQS's time began before ours, so its time is over, too.
+        // The time of SQS began before ours, so it is over, too.
         let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
         let is_over = Instant::now() >= until || self.is_gone.load(Relaxed);
         self.message.order_key.is_none() && is_over
@@ -510,9 +520,9 @@ impl Delivery for SqsDelivery {
     }
 
     async fn give_back(&self, after: Duration) -> Result<(), SourceError> {
-        // SQS counts in seconds, and 12 hours from the time that it was received.
+        // SQS counts seconds, and 12 hours from the first receive.
         let seconds = after.as_secs() + u64::from(after.subsec_nanos() > 0);
-        let left = VISIBILITY_MAX.saturating_sub(self.received.elapsed().as_secs() + 1);
+        let left = MAX_VISIBILITY.saturating_sub(self.received.elapsed().as_secs() + 1);
         self.settle(Some(seconds.min(left))).await
     }
 }
@@ -539,10 +549,10 @@ mod tests {
     fn settings_have_bounds() {
         let options = SqsSourceOptions::new();
         let seconds = Duration::from_secs;
-        for good in [2, VISIBILITY_MAX] {
+        for good in [2, MAX_VISIBILITY] {
             assert!(options.clone().with_visibility_timeout(seconds(good)).is_ok());
         }
-        for bad in [1, VISIBILITY_MAX + 1] {
+        for bad in [1, MAX_VISIBILITY + 1] {
             assert!(options.clone().with_visibility_timeout(seconds(bad)).is_err());
         }
         assert!(options.clone().with_wait(seconds(20)).is_ok());

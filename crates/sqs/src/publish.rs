@@ -1,4 +1,4 @@
-//! Queues as destinations.
+//! The publisher: queues as destinations.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,22 +9,21 @@ use aws_sdk_sqs::error::{ProvideErrorMetadata, SdkError};
 use oncegate_inbox::{Outgoing, PublishError, PublishFuture, Publisher};
 use tokio::time::timeout;
 
-use super::{ANSWER, is_missing, said, wire};
+use super::{ANSWER_TIMEOUT, is_missing, said, wire};
 
-/// How many names of queues it remembers the URLs of.
-const REMEMBERED: usize = 1000;
+/// The maximum number of queue URLs that are cached by name.
+const MAX_CACHED_URLS: usize = 1000;
 
-/// Sends to queues. The topic of a message is the queue's URL, or its name.
+/// Publishes to queues. The topic of a message is the URL or the name of a queue.
 ///
-/// - Headers are message attributes. SQS takes ten; what may not be one, or is too much, is in one attribute
-///   `oncegate-headers` together (JSON), and [`SqsSource`](super::SqsSource) takes it apart again.
-/// - Bodies are text. A payload that is none is sent in base64, and an empty one as `-`; the attribute
-///   `oncegate-encoding` says so, and the source undoes it.
-/// - To a FIFO queue the identifier of a message is its `MessageDeduplicationId`: the queue takes a message with the same
-///   one once within five minutes. Its group is the order key, or the identifier where there is none. Both are 128
-///   letters, digits and signs at the most there; what is something else is told by its SHA-256.
-/// - A standard queue takes a message as often as it is published. Its consumer finds
-///   duplicates by [`MESSAGE_ID`](oncegate_inbox::MESSAGE_ID).
+/// - Headers are message attributes. SQS accepts ten. Headers that are invalid as attributes, or too many, are together
+///   in one attribute `oncegate-headers` (JSON), and [`SqsSource`](super::SqsSource) takes it apart again.
+/// - Bodies are text. Another payload is sent in Base64, and an empty one as `-`. The attribute `oncegate-encoding`
+///   says so, and the source decodes it.
+/// - For a FIFO queue the identifier is the `MessageDeduplicationId`: the queue accepts a message once within five
+///   minutes. The group is the order key, or the identifier if there is none. Both have at most 128 letters, digits and
+///   signs; any other value is replaced by its SHA-256.
+/// - A standard queue stores every copy. Its consumer finds duplicates by [`MESSAGE_ID`](oncegate_inbox::MESSAGE_ID).
 pub struct SqsPublisher {
     client: Client,
     urls: Mutex<HashMap<String, String>>,
@@ -37,7 +36,7 @@ impl fmt::Debug for SqsPublisher {
 }
 
 impl SqsPublisher {
-    /// Sends through this client.
+    /// Creates a publisher from a client.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self { client, urls: Mutex::default() }
@@ -52,12 +51,13 @@ impl SqsPublisher {
         if let Some(url) = known {
             return Ok(url);
         }
-        let asked = timeout(ANSWER, self.client.get_queue_url().queue_name(topic).send()).await;
+        let asked = timeout(ANSWER_TIMEOUT, self.client.get_queue_url().queue_name(topic).send()).await;
         let answer = asked.map_err(PublishError::unconfirmed)?.map_err(|error| failed(&error))?;
-        let url =
-            answer.queue_url.ok_or_else(|| PublishError::unconfirmed("SQS tells no URL of the queue"))?;
+        let url = answer
+            .queue_url
+            .ok_or_else(|| PublishError::unconfirmed("SQS did not return the URL of the queue"))?;
         let mut urls = urls();
-        if urls.len() >= REMEMBERED {
+        if urls.len() >= MAX_CACHED_URLS {
             urls.clear();
         }
         urls.insert(topic.to_owned(), url.clone());
@@ -81,16 +81,16 @@ impl SqsPublisher {
                 .message_group_id(wire::token(group))
                 .message_deduplication_id(wire::token(message.id.as_bytes()));
         }
-        let asked = timeout(ANSWER, request.send()).await.map_err(PublishError::unconfirmed)?;
+        let asked = timeout(ANSWER_TIMEOUT, request.send()).await.map_err(PublishError::unconfirmed)?;
         let answer = asked.map_err(|error| failed(&error))?;
         match answer.message_id {
             Some(_) => Ok(()),
-            None => Err(PublishError::unconfirmed("SQS does not say what it made of the message")),
+            None => Err(PublishError::unconfirmed("SQS did not report the result for the message")),
         }
     }
 }
 
-/// Whether SQS refuses the message, or did not confirm it.
+/// Decides if SQS refuses the message, or did not confirm it.
 fn failed<E: ProvideErrorMetadata + std::error::Error + 'static, R: fmt::Debug>(
     error: &SdkError<E, R>,
 ) -> PublishError {

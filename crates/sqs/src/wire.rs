@@ -1,4 +1,4 @@
-//! A message as SQS has it: a body of text, and at most ten attributes.
+//! The format of a message in SQS: a text body, and at most ten attributes.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,24 +10,24 @@ use bytes::Bytes;
 use oncegate_inbox::{MESSAGE_ID, Outgoing, PublishError};
 use serde_json::Value;
 
-/// How the body is written where it could not be as it is: `base64` or `empty`.
+/// The attribute with the encoding of the body: `base64` or `empty`.
 pub(super) const ENCODING: &str = "oncegate-encoding";
 
-/// The headers that are no attributes of their own.
+/// The attribute with the headers that are not attributes of their own.
 pub(super) const HEADERS: &str = "oncegate-headers";
 
-/// Most attributes of a message.
-const ATTRIBUTES_MAX: usize = 10;
+/// The maximum number of attributes of a message.
+const MAX_ATTRIBUTES: usize = 10;
 
-/// What stands in the body of a message that says nothing: SQS has no empty bodies.
-const NOTHING: &str = "-";
+/// The body of an empty message: SQS accepts no empty bodies.
+const EMPTY_BODY: &str = "-";
 
 type Attributes = HashMap<String, MessageAttributeValue>;
 
-/// The body, and what says how it is written.
+/// Returns the body, and its encoding.
 pub(super) fn body(payload: &[u8]) -> (String, Option<&'static str>) {
     if payload.is_empty() {
-        return (NOTHING.to_owned(), Some("empty"));
+        return (EMPTY_BODY.to_owned(), Some("empty"));
     }
     match std::str::from_utf8(payload) {
         Ok(text) if is_text(text) => (text.to_owned(), None),
@@ -35,7 +35,7 @@ pub(super) fn body(payload: &[u8]) -> (String, Option<&'static str>) {
     }
 }
 
-/// What a body says. What was not written here stays as it is.
+/// Decodes a body. A body of another producer stays as it is.
 pub(super) fn payload(body: String, encoding: Option<&[u8]>) -> Bytes {
     match encoding {
         Some(b"empty") => Bytes::new(),
@@ -44,7 +44,7 @@ pub(super) fn payload(body: String, encoding: Option<&[u8]>) -> Bytes {
     }
 }
 
-/// Whether SQS takes it: the characters of XML.
+/// Returns `true` if SQS accepts the text: the characters of XML.
 fn is_text(text: &str) -> bool {
     text.chars().all(|c| match c {
         '\t' | '\n' | '\r' => true,
@@ -53,7 +53,7 @@ fn is_text(text: &str) -> bool {
     })
 }
 
-/// A name that an attribute may have.
+/// Returns `true` if an attribute may have this name.
 fn is_name(name: &str) -> bool {
     let lower = name.to_ascii_lowercase();
     (1..=256).contains(&name.len())
@@ -65,8 +65,9 @@ fn is_name(name: &str) -> bool {
         && !lower.starts_with("amazon.")
 }
 
-/// The attributes of a message: its identifier, how its body is written, its headers. Headers that may not be attributes, or
-/// are too many, are together in one.
+/// Returns the attributes of a message: its identifier, the encoding of its body, and its headers.
+///
+/// Headers that are invalid as attributes, or too many, are together in one.
 pub(super) fn attributes(
     message: &Outgoing,
     encoding: Option<&'static str>,
@@ -87,31 +88,31 @@ pub(super) fn attributes(
         is_name(name) && !value.is_empty() && times.get(name.as_str()) == Some(&1)
     };
     let (mut alone, mut together): (Vec<_>, Vec<_>) = headers.into_iter().partition(fits);
-    // What is said of a dead letter is most worth being seen.
+    // The headers of dead letters stay attributes of their own first, because operators look at them.
     alone.sort_by_key(|(name, _)| !name.starts_with("oncegate-"));
-    let room = ATTRIBUTES_MAX - attributes.len();
+    let room = MAX_ATTRIBUTES - attributes.len();
     if !together.is_empty() || alone.len() > room {
         together.extend(alone.split_off((room - 1).min(alone.len())));
         let json = together.into_iter().map(|(name, value)| fold(name, value)).collect();
         attributes.insert(HEADERS.to_owned(), value(Value::Array(json).to_string().as_bytes())?);
     }
-    for (name, octets) in alone {
-        attributes.insert(name.clone(), value(octets)?);
+    for (name, bytes) in alone {
+        attributes.insert(name.clone(), value(bytes)?);
     }
     Ok(attributes)
 }
 
-/// Text as text, anything else as octets.
-fn value(octets: &[u8]) -> Result<MessageAttributeValue, PublishError> {
+/// Converts a value: text as text, anything else as binary.
+fn value(bytes: &[u8]) -> Result<MessageAttributeValue, PublishError> {
     let value = MessageAttributeValue::builder();
-    let value = match std::str::from_utf8(octets) {
+    let value = match std::str::from_utf8(bytes) {
         Ok(text) if is_text(text) => value.data_type("String").string_value(text),
-        _ => value.data_type("Binary").binary_value(Blob::new(octets)),
+        _ => value.data_type("Binary").binary_value(Blob::new(bytes)),
     };
     value.build().map_err(PublishError::refused)
 }
 
-/// `[name, value]`, or `[name, value, "base64"]` where the value is no text.
+/// Returns `[name, value]`, or `[name, value, "base64"]` if the value is not text.
 fn fold(name: &str, value: &[u8]) -> Value {
     match std::str::from_utf8(value) {
         Ok(text) => serde_json::json!([name, text]),
@@ -130,38 +131,39 @@ fn unfold(header: &Value) -> Option<(String, Bytes)> {
     Some((name.to_owned(), value))
 }
 
-/// The headers of a message that was received, in the order of their names, and how its body is written.
+/// Returns the headers of a received message, sorted by name, and the encoding of its body.
 pub(super) fn headers(attributes: Option<Attributes>) -> (Vec<(String, Bytes)>, Option<Bytes>) {
     let mut headers = Vec::new();
     let mut encoding = None;
     for (name, attribute) in attributes.into_iter().flatten() {
-        let octets = match (attribute.string_value, attribute.binary_value) {
+        let bytes = match (attribute.string_value, attribute.binary_value) {
             (Some(text), _) => Bytes::from(text),
             (None, Some(blob)) => Bytes::from(blob.into_inner()),
             (None, None) => Bytes::new(),
         };
         match name.as_str() {
-            ENCODING => encoding = Some(octets),
-            HEADERS => match serde_json::from_slice(&octets) {
+            ENCODING => encoding = Some(bytes),
+            HEADERS => match serde_json::from_slice(&bytes) {
                 Ok(Value::Array(folded)) => headers.extend(folded.iter().filter_map(unfold)),
-                _ => headers.push((name, octets)),
+                _ => headers.push((name, bytes)),
             },
-            _ => headers.push((name, octets)),
+            _ => headers.push((name, bytes)),
         }
     }
     headers.sort_by(|(one, _), (other, _)| one.cmp(other));
     (headers, encoding)
 }
 
-/// The same of a group or a deduplication identifier as far as that is allowed there, and a digest of it where it is not: at
-/// most 128 letters, digits and signs.
-pub(super) fn token(octets: &[u8]) -> String {
+/// Returns a value as a group or deduplication identifier: unchanged if valid, otherwise its digest.
+///
+/// Valid are at most 128 letters, digits and signs.
+pub(super) fn token(bytes: &[u8]) -> String {
     use sha2::{Digest as _, Sha256};
-    let is_good = (1..=128).contains(&octets.len()) && octets.iter().all(u8::is_ascii_graphic);
-    match std::str::from_utf8(octets) {
+    let is_good = (1..=128).contains(&bytes.len()) && bytes.iter().all(u8::is_ascii_graphic);
+    match std::str::from_utf8(bytes) {
         Ok(text) if is_good => text.to_owned(),
         _ => {
-            let digest: [u8; 32] = Sha256::digest(octets).into();
+            let digest: [u8; 32] = Sha256::digest(bytes).into();
             oncegate_core::RecordId::from_bytes(digest).to_string()
         }
     }
@@ -180,7 +182,7 @@ mod tests {
         let (body, encoding) = body(payload);
         assert!(!body.is_empty() && is_text(&body));
         let attributes = attributes(&message, encoding).unwrap();
-        assert!(attributes.len() <= ATTRIBUTES_MAX);
+        assert!(attributes.len() <= MAX_ATTRIBUTES);
         assert!(attributes.keys().all(|name| is_name(name)));
         let (mut headers, encoding) = super::headers(Some(attributes.clone()));
         headers.retain(|(name, _)| name != MESSAGE_ID);
@@ -204,7 +206,7 @@ mod tests {
         assert_eq!(headers, few.map(|(name, value)| (name.to_owned(), Bytes::copy_from_slice(value))));
         assert!(!attributes.contains_key(HEADERS));
 
-        // Names and values that attributes may not have, the same name twice, and what is too much.
+        // Invalid names and values, the same name twice, and too many headers.
         let mut many: Vec<(String, Vec<u8>)> =
             (0..20).map(|n| (format!("h-{n:02}"), vec![b'v'; n + 1])).collect();
         many.extend([
@@ -223,7 +225,7 @@ mod tests {
         assert_eq!(headers.len(), many.len());
         assert_eq!(headers.into_iter().collect::<BTreeSet<_>>(), wanted);
         assert!(attributes.contains_key("oncegate-dead-reason"), "what matters stays in sight");
-        assert_eq!(attributes.len(), ATTRIBUTES_MAX);
+        assert_eq!(attributes.len(), MAX_ATTRIBUTES);
     }
 
     #[test]

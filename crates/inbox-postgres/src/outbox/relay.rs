@@ -52,7 +52,7 @@ use crate::receipts;
 ///
 /// The role of the pool needs the right to execute `oncegate.outbox_take`, `oncegate.outbox_renew` and
 /// `oncegate.outbox_settle`. The relay uses one connection at a time.
-#[must_use = "it publishes when it is run"]
+#[must_use = "a relay publishes only while `run` is polled"]
 pub struct Relay<P> {
     publisher: P,
     lines: Lines,
@@ -197,8 +197,7 @@ impl<P: Publisher> Relay<P> {
     /// [`ConfigError`] if it is out of these bounds.
     pub fn with_poll(mut self, poll: Duration) -> Result<Self, ConfigError> {
         let hour = Duration::from_secs(60 * 60);
-        self.settings.poll =
-            ConfigError::check("the pause between looks", poll, Duration::from_millis(1)..=hour)?;
+        self.settings.poll = ConfigError::check("the poll interval", poll, Duration::from_millis(1)..=hour)?;
         Ok(self)
     }
 
@@ -222,7 +221,7 @@ impl<P: Publisher> Relay<P> {
     /// [`ConfigError`] if it is less.
     pub fn with_publish_timeout(mut self, timeout: Duration) -> Result<Self, ConfigError> {
         self.settings.publish_timeout =
-            ConfigError::check("the time to publish", timeout, Duration::from_millis(1)..=Duration::MAX)?;
+            ConfigError::check("the publish timeout", timeout, Duration::from_millis(1)..=Duration::MAX)?;
         Ok(self)
     }
 
@@ -528,11 +527,11 @@ impl<P: Publisher> Running<P> {
             self.shared.failures.store(FAILURES_MAX - 1, Ordering::Relaxed);
             self.shared.is_away.store(false, Ordering::Relaxed);
             if self.broker.times == 0 {
-                warn!("the broker does not confirm what is published; the relay pauses");
+                warn!("the broker does not confirm messages; the relay pauses");
             }
             self.broker.begin();
         } else if self.broker.times > 0 && self.shared.failures.load(Ordering::Relaxed) == 0 {
-            info!("the broker confirms again what is published");
+            info!("the broker confirms messages again");
             self.broker.over();
         }
         if self.broker.is_on() || !self.has_room() || Instant::now() < self.take_at {
@@ -698,7 +697,7 @@ impl<P: Publisher> Running<P> {
     async fn give_up(mut self) {
         warn!(
             runs = self.tasks.len(),
-            "the relay stops before all that it published was confirmed; it will be published again"
+            "the relay stops before the broker has confirmed all messages; they will be published again"
         );
         self.tasks.abort_all();
         while let Some(ended) = self.tasks.join_next_with_id().await {
@@ -713,7 +712,9 @@ impl<P: Publisher> Running<P> {
             }
         });
         if settled.await.is_err() || !self.ended.is_empty() {
-            warn!("what the relay published could not be written down; it will be published again");
+            warn!(
+                "the outcomes of the last messages could not be written; these messages will be published again"
+            );
         }
     }
 

@@ -454,7 +454,7 @@ async fn a_process_that_stands_still_holds_its_messages_until_the_server_ends_it
             said = second.line().unwrap();
         }
         assert_eq!(said, "processed 2");
-        // It goes on, and finds that its transaction is not there any more.
+        // It goes on, and finds that its transaction does not exist any more.
         first.send("");
         thaw(first.child.id()).unwrap();
         assert_eq!(first.line().unwrap(), "waits", "it is run again");
