@@ -1,4 +1,4 @@
-//! `oncegate call` as a script has it: a process, its exit code, and what a kill in the middle leaves.
+//! `oncegate call` as a script uses it: a process, its exit code, and the state after a kill.
 
 mod support;
 
@@ -14,7 +14,7 @@ use support::{Message, Process, Service, Sidecar, Wire, until, within};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
-/// How a call ended.
+/// The end of a call.
 #[derive(Debug)]
 struct End {
     code: Option<i32>,
@@ -43,11 +43,11 @@ async fn ended(args: &[&str]) -> End {
     end_of(call(args)).await
 }
 
-/// A service that does with each request what a function says, and keeps what it was sent. `None` ends the connection.
+/// The requests that a service received. The service answers each with the result of a function; `None` closes the connection.
 #[derive(Clone, Default)]
-struct Seen(Arc<Mutex<Vec<Message>>>);
+struct Received(Arc<Mutex<Vec<Message>>>);
 
-impl Seen {
+impl Received {
     fn count(&self) -> usize {
         self.0.lock().unwrap().len()
     }
@@ -61,9 +61,9 @@ impl Seen {
     }
 }
 
-async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'static) -> (SocketAddr, Seen) {
+async fn service(answer: impl Fn(usize) -> Option<String> + Send + Sync + 'static) -> (SocketAddr, Received) {
     let service = Service::new().await;
-    let (address, seen) = (service.address, Seen::default());
+    let (address, seen) = (service.address, Received::default());
     let (listener, kept, answer) = (service.into_listener(), seen.clone(), Arc::new(answer));
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
@@ -96,18 +96,18 @@ fn answer(status: &str, fields: &str, body: &str) -> String {
     format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{fields}\r\n{body}", body.len())
 }
 
-async fn always(status: &'static str, fields: &'static str, body: &'static str) -> (SocketAddr, Seen) {
+async fn always(status: &'static str, fields: &'static str, body: &'static str) -> (SocketAddr, Received) {
     service(move |_| Some(answer(status, fields, body))).await
 }
 
 const PROBLEM: &str = "Content-Type: application/problem+json\r\n";
 
-/// Status, fields and body of the answer; flags; exit code and output.
+/// The status, header fields and body of the response; the flags; the exit code and the output.
 type Row = (&'static str, &'static str, &'static str, &'static [&'static str], i32, &'static str);
 
-/// Every exit code, and what makes it.
+/// Covers every exit code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn exit_codes_tell_definite_ends_and_others_apart() {
+async fn exit_codes_separate_definite_ends_from_the_others() {
     let unknown = r#"{"type":"urn:oncegate:problem:outcome-unknown","retry":"stop"}"#;
     let gone = r#"{"type":"urn:oncegate:problem:replay-unavailable","retry":"stop"}"#;
     let table: &[Row] = &[
@@ -155,23 +155,23 @@ async fn exit_codes_tell_definite_ends_and_others_apart() {
         assert_eq!(end.words.is_empty(), *code == 0, "{end:?}");
     }
 
-    // The connection ends without an answer, and there is no service at all.
+    // The connection ends without a response, or there is no service at all.
     let (address, seen) = service(|_| None).await;
     let url = format!("http://{address}/payments");
     let end = ended(&["POST", &url, "--intent=a", "--attempts=3", "--json={}"]).await;
     assert_eq!((end.code, seen.count()), (Some(4), 3), "{end:?}");
     assert_eq!(seen.field(0, "idempotency-key"), seen.field(2, "idempotency-key"));
-    let nobody = Service::new().await.address; // dropped at once
-    let url = format!("http://{nobody}/payments");
+    let unused = Service::new().await.address; // dropped, so nothing listens there
+    let url = format!("http://{unused}/payments");
     let end = ended(&["POST", &url, "--intent=a", "--attempts=2", "--json={}"]).await;
     assert_eq!(end.code, Some(3), "{end:?}");
     assert!(end.words.contains("nothing happened"), "{end:?}");
 }
 
-/// The answer to the first sending is lost while the service works. What it says to a duplicate of a running request, in its own
-/// words, is no word about the first one.
+/// The response to the first request is lost while the service works. The service's own refusal of a duplicate proves nothing
+/// about the first request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_refusal_after_a_lost_answer_is_not_definite_and_the_journal_keeps_the_intent() {
+async fn a_refusal_after_a_lost_response_is_not_definite_and_the_journal_keeps_the_intent() {
     const JSON: &str = "Content-Type: application/json\r\n";
     const ADYEN: &str = "Content-Type: application/json\r\ntransient-error: true\r\n";
     let duplicates = [
@@ -202,7 +202,7 @@ async fn a_refusal_after_a_lost_answer_is_not_definite_and_the_journal_keeps_the
         assert!(end.words.contains("may have happened"), "{end:?}");
         let list = ended(&["--list", &journal]).await;
         assert!(list.out.contains("may have happened"), "{status} {body}: {list:?}");
-        // It was done, and the same call brings it.
+        // The operation was done, and the same call fetches its response.
         runs.store(false, std::sync::atomic::Ordering::SeqCst);
         let end = ended(&send).await;
         assert_eq!((end.code, end.out.as_str()), (Some(0), "paid"), "{status}: {end:?}");
@@ -212,9 +212,9 @@ async fn a_refusal_after_a_lost_answer_is_not_definite_and_the_journal_keeps_the
     }
 }
 
-/// A token that expired is no refusal: with another one the same call goes under the same key.
+/// An expired token is no definite refusal: with a new token the same call is sent under the same key.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_turned_away_stays_in_the_journal_and_goes_when_that_is_mended() {
+async fn a_rejected_call_stays_in_the_journal_until_its_credentials_are_fixed() {
     let (address, seen) = service(|number| match number {
         0 | 1 => Some(answer("401 Unauthorized", "", "")),
         _ => Some(answer("201 Created", "", "paid")),
@@ -247,9 +247,9 @@ async fn what_was_turned_away_stays_in_the_journal_and_goes_when_that_is_mended(
     assert!(!file.exists());
 }
 
-/// What was done stays done, also when the service knows its key no more.
+/// The operation stays done, even after the service has forgotten the key.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_intent_that_was_done_is_not_done_again_from_the_same_journal() {
+async fn a_done_intent_is_not_sent_again_from_the_same_journal() {
     for lifetime in ["--key-lifetime=1ms", "--plain"] {
         let (address, seen) = always("201 Created", "", "paid").await;
         let url = format!("http://{address}/payouts");
@@ -264,10 +264,10 @@ async fn an_intent_that_was_done_is_not_done_again_from_the_same_journal() {
         let end = ended(&other).await;
         assert!(end.code == Some(5) && end.words.contains("another request"), "{end:?}");
         assert_eq!(seen.count(), 1, "{lifetime}");
-        // It is not in the way of anything.
+        // It does not block other intents.
         assert_eq!(ended(&["--list", &journal]).await.out, "");
         assert_eq!(ended(&["--resume", &journal]).await.code, Some(0));
-        // Unless nothing is remembered.
+        // Only a journal that forgets lets the intent run again.
         let dir = tempfile::tempdir().unwrap();
         let journal = format!("--journal={}", dir.path().join("journal").display());
         let send = ["POST", &url, &journal, "--intent=payout-7", "--json={}", lifetime, "--keep-finished=0s"];
@@ -331,15 +331,15 @@ async fn wrong_usage_sends_nothing() {
         assert!(!end.words.is_empty() && end.out.is_empty(), "{args:?}: {end:?}");
     }
     assert_eq!(seen.count(), 0);
-    assert!(!journal.exists(), "a mistake in the flags makes no directory");
+    assert!(!journal.exists(), "wrong flags create no directory");
     let end = ended(&["-X", "POST", &url]).await;
     assert!(end.words.contains("the method comes first"), "{end:?}");
     assert_eq!(ended(&["POST", &url, "-m", "1.5"]).await.code, Some(0));
 }
 
-/// The help and the page say the same about every exit code.
+/// The help and the documentation page agree on every exit code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_help_has_the_exit_codes_of_the_page() {
+async fn the_help_lists_the_exit_codes_of_the_documentation() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guides/calling.md");
     let page = fs::read_to_string(page).unwrap();
     let one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -363,11 +363,11 @@ async fn the_help_has_the_exit_codes_of_the_page() {
     );
 }
 
-/// A later intent may need an earlier one.
+/// A later intent may depend on an earlier one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_journal_has_is_sent_again_one_at_a_time_oldest_first() {
+async fn resume_sends_the_intents_of_a_journal_one_at_a_time_oldest_first() {
     let (address, seen) = service(|number| {
-        // The first ones take longest.
+        // The first intents take longest.
         if number >= 8 {
             std::thread::sleep(Duration::from_millis(40_u64.saturating_sub(number as u64)));
         }
@@ -390,7 +390,7 @@ async fn what_a_journal_has_is_sent_again_one_at_a_time_oldest_first() {
 
 /// The same doubt ends with the same code, from the call and from `--resume`: the old credentials bring certainty.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_doubt_under_other_credentials_is_no_lasting_one() {
+async fn an_unknown_outcome_under_other_credentials_can_be_resolved() {
     let (address, seen) = service(|number| (number > 0).then(|| answer("201 Created", "", "paid"))).await;
     let url = format!("http://{address}/payouts");
     let dir = tempfile::tempdir().unwrap();
@@ -409,9 +409,9 @@ async fn a_doubt_under_other_credentials_is_no_lasting_one() {
     assert_eq!((end.code, seen.count()), (Some(0), 2), "{end:?}");
 }
 
-/// Nothing is known of what another user's journal holds: it cannot be used, and nothing else is said about it.
+/// A journal of another user cannot be read: it cannot be used, and the program reports nothing else about it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_journal_of_another_user_cannot_be_used_and_nothing_is_sent() {
+async fn a_call_sends_nothing_if_its_journal_belongs_to_another_user() {
     use std::os::unix::fs::PermissionsExt as _;
 
     let (address, seen) = always("503 Unavailable", "", "").await;
@@ -424,7 +424,7 @@ async fn a_journal_of_another_user_cannot_be_used_and_nothing_is_sent() {
     let file = fs::read_dir(&path).unwrap().next().unwrap().unwrap().path();
     let other = ["POST", &url, &journal, "--intent=8", "--json={}", "--attempts=1"];
     let (list, resume) = (["--list", journal.as_str()], ["--resume", journal.as_str()]);
-    // Directory, file, and the codes of the same call, another one, --list and --resume.
+    // The directory, the file, and the exit codes of the same call, another call, `--list` and `--resume`.
     for (of_directory, of_file, codes) in
         [(0o000, 0o600, [2, 2, 2, 2]), (0o500, 0o600, [4, 2, 0, 4]), (0o700, 0o000, [4, 4, 5, 4])]
     {
@@ -442,7 +442,7 @@ async fn a_journal_of_another_user_cannot_be_used_and_nothing_is_sent() {
     }
 }
 
-/// A call that permissions hold for, also where the tests run as root.
+/// A call that file permissions bind, even if the tests run as root.
 fn without_override(args: &[&str]) -> Command {
     if !rustix::process::geteuid().is_root() {
         return call(args);
@@ -455,7 +455,7 @@ fn without_override(args: &[&str]) -> Command {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn flags_are_those_that_people_know() {
+async fn common_curl_flags_work() {
     let (address, seen) = always("201 Created", "X-Note: café\r\n", "paid").await;
     let url = format!("http://{address}/payments?x=1");
     let dir = tempfile::tempdir().unwrap();
@@ -499,7 +499,7 @@ async fn flags_are_those_that_people_know() {
     assert!(within("the end of a call", child.wait()).await.unwrap().success());
     assert_eq!((seen.body(2).as_str(), seen.field(2, "x-key").as_deref()), ("raw\n", Some("\"my-key\"")));
 
-    // Without a key: a new one each time, and it is said.
+    // Without a key the program makes a new one each time, and prints it.
     let new = ended(&["POST", &url, "-d", "x"]).await;
     let key = seen.field(3, "idempotency-key").unwrap();
     assert!(new.words.contains(&key), "{new:?}");
@@ -507,7 +507,7 @@ async fn flags_are_those_that_people_know() {
     assert_ne!(seen.field(4, "idempotency-key").unwrap(), key);
     ended(&["POST", &url, "--intent=8", "-d", "x"]).await;
     assert_ne!(seen.field(5, "idempotency-key"), seen.field(0, "idempotency-key"));
-    // Safe methods carry none, and a service without keys gets none.
+    // Safe methods carry no key, and a service without keys gets none.
     for args in [&["GET", &url][..], &["POST", &url, "--plain", "--json={}"]] {
         let end = ended(args).await;
         assert_eq!((end.code, end.words.as_str()), (Some(0), ""));
@@ -517,16 +517,16 @@ async fn flags_are_those_that_people_know() {
     let verbose = ended(&["POST", &url, "-v", "--intent=7", "-H", &fields, "--json={}"]).await;
     assert!(verbose.words.contains("< HTTP/1.1 201") && !verbose.words.contains("hush"), "{verbose:?}");
 
-    // Done, and nobody could be told what was answered.
+    // The operation is done, but its response cannot be printed.
     let mut command = call(&["POST", &url, "--intent=7", "--json={}"]);
     let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let mut child = command.stdout(full).stderr(Stdio::null()).spawn().unwrap();
     assert_eq!(within("the end of a call", child.wait()).await.unwrap().code(), Some(6));
 }
 
-/// A cron job whose log is on a full disk goes by the exit code.
+/// A cron job whose log is on a full disk depends on the exit code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn exit_codes_hold_where_nothing_can_be_written() {
+async fn exit_codes_are_right_even_if_no_output_can_be_written() {
     let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let code = async |mut command: Command| {
         let mut child = command.stdout(Stdio::null()).stderr(full()).spawn().unwrap();
@@ -556,7 +556,7 @@ async fn exit_codes_hold_where_nothing_can_be_written() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() {
+async fn the_journal_resumes_unanswered_intents_and_stores_no_credentials() {
     let (address, seen) = service(|number| match number {
         0 | 1 => None,
         2 => Some(answer("401 Unauthorized", "", "")),
@@ -579,7 +579,7 @@ async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() 
     let written = fs::read_to_string(&file).unwrap();
     assert!(!written.contains("hush") && !written.contains("Y3JvbjpodXNo"), "{written}");
 
-    // Another request under the same key; without credentials; turned away; and at last.
+    // Another request under the same key; no credentials; a rejected token; and at last success.
     let other = ended(&["POST", &url, &journal, "--intent=payout-7", "--json={\"payout\":70}"]).await;
     assert_eq!(other.code, Some(5), "{other:?}");
     let without = ended(&["--resume", &journal]).await;
@@ -589,7 +589,7 @@ async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() 
     assert_eq!(seen.count(), 2);
     let mut resume = call(&["--resume", &journal]);
     resume.env("ONCEGATE_CALL_USER", "cron:hush");
-    assert_eq!(end_of(resume).await.code, Some(4), "a 401 says nothing of the first sending");
+    assert_eq!(end_of(resume).await.code, Some(4), "a 401 proves nothing about the first request");
     let resumed = ended(&["--resume", &journal, "-u", "cron:hush"]).await;
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
     assert_eq!(seen.count(), 4);
@@ -601,7 +601,7 @@ async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() 
     let nothing = ended(&["--resume", &journal]).await;
     assert_eq!((nothing.code, nothing.out, nothing.words), (Some(0), String::new(), String::new()));
 
-    // What cannot be read is said, and stays.
+    // An unreadable entry is reported and kept.
     fs::write(&file, &written[..written.len() - 1]).unwrap();
     for args in [["--resume", &journal], ["--list", &journal]] {
         let end = ended(&args).await;
@@ -612,9 +612,9 @@ async fn the_journal_goes_on_with_what_had_no_answer_and_holds_no_credentials() 
     assert_eq!(seen.count(), 4);
 }
 
-/// Killed while the service works; resumed against a sidecar that was killed, too.
+/// Killed while the service works, and resumed against a sidecar that was killed, too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_in_the_middle_and_resumed_it_takes_effect_once() {
+async fn a_call_that_is_killed_and_resumed_takes_effect_once() {
     let dir = tempfile::tempdir().unwrap();
     let journal = format!("--journal={}", dir.path().join("journal").display());
     let store = format!("--store={}", dir.path().join("records").display());
@@ -627,12 +627,12 @@ async fn killed_in_the_middle_and_resumed_it_takes_effect_once() {
         let mut wire = service.accept().await;
         let head = wire.head().await;
         wire.body(head).await;
-        dies.kill().await; // paid, and nobody has the answer
+        dies.kill().await; // paid, but the response is lost
         wire.send(answer("201 Created", "Connection: close\r\n", "paid")).await;
 
         let listed = ended(&["--list", &journal]).await;
         assert_eq!(listed.out.lines().count(), 1, "{listed:?}");
-        // The sidecar has the answer when it is resumed, and not before.
+        // The sidecar has the response when the call is resumed, and not before.
         let ask = format!("http://{}/payouts", sidecar.address);
         until("the answer is stored", async || {
             let end = ended(&["POST", &ask, &intent, "--json={}", "--attempts=1"]).await;
@@ -640,7 +640,7 @@ async fn killed_in_the_middle_and_resumed_it_takes_effect_once() {
         })
         .await;
         if round == 2 {
-            // It comes back at the same address, with the same records.
+            // The sidecar starts again at the same address, with the same records.
             sidecar.process.kill().await;
             let listen = format!("--listen={}", sidecar.address);
             let refused = ended(&["--resume", &journal, "--attempts=1"]).await;
@@ -654,12 +654,12 @@ async fn killed_in_the_middle_and_resumed_it_takes_effect_once() {
         assert!(resumed.code == Some(0) && resumed.words.contains("replayed"), "{resumed:?}");
         assert_eq!(ended(&["--list", &journal]).await.out, "");
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
-/// The example: a cron job that is killed over and over, its sidecar in front of a bank that knows nothing of keys.
+/// The example: a cron job that is killed again and again. Its sidecar stands in front of a bank that has no keys.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
+async fn a_cron_job_that_is_killed_again_and_again_pays_each_payout_once() {
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cron-payout");
     let dir = tempfile::tempdir().unwrap();
     let (ledger, store) = (dir.path().join("ledger.jsonl"), dir.path().join("records"));
@@ -684,17 +684,17 @@ async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
         let mut job = Command::new("sh");
         job.arg(example.join("pay.sh")).arg(dir.path()).env("ONCEGATE", env!("CARGO_BIN_EXE_oncegate"));
         job.env("BANK", format!("http://{}", sidecar.address)).stdin(Stdio::null()).kill_on_drop(true);
-        job.as_std_mut().process_group(0); // to kill the call with the job, as a power cut does
+        job.as_std_mut().process_group(0); // a kill ends the call with the job, as a power cut does
         job
     };
     let mut kills = 0;
-    // Killed each time when the ledger has grown by one: while the bank works, or when it has just answered.
+    // The job is killed each time the ledger has grown by one: while the bank works, or just after it has answered.
     loop {
         let paid = lines("ledger.jsonl").len();
         let mut run = job().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let group = rustix::process::Pid::from_raw(run.id().unwrap().try_into().unwrap()).unwrap();
         let mut ended = None;
-        until("the job goes on", async || {
+        until("the job makes progress", async || {
             ended = run.try_wait().unwrap();
             ended.is_some() || lines("ledger.jsonl").len() > paid
         })
@@ -703,11 +703,11 @@ async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
             assert!(status.success(), "{status}");
             break;
         }
-        tokio::time::sleep(Duration::from_millis(kills * 17 % 130)).await; // anywhere around the answer
+        tokio::time::sleep(Duration::from_millis(kills * 17 % 130)).await; // at varying moments around the response
         let _it_may_have_ended = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
         within("the end of the job", run.wait()).await.unwrap();
         kills += 1;
-        assert!(kills < 60, "it does not come to an end");
+        assert!(kills < 60, "the job does not end");
     }
     assert!(kills >= 8, "{kills} kills");
     let mut paid = lines("ledger.jsonl");
@@ -722,9 +722,9 @@ async fn a_cron_job_that_is_killed_over_and_over_pays_each_payout_once() {
     assert_eq!(left.filter(|name| name != "finished").count(), 0);
 }
 
-/// A token that has expired turns every payout away. They stay due, the run says why, and the next one pays them.
+/// With an expired token every payout is rejected. The payouts stay due, the run reports why, and the next run pays them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cron_job_whose_token_expired_keeps_its_lines() {
+async fn a_cron_job_with_an_expired_token_keeps_its_payouts() {
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/cron-payout");
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("due.csv"), "7,DE02,500\n8,DE44,1250\n9,closed,300\n").unwrap();
@@ -759,7 +759,7 @@ async fn a_cron_job_whose_token_expired_keeps_its_lines() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn over_tls_only_who_is_trusted_hears_anything() {
+async fn over_tls_a_call_is_sent_only_to_a_trusted_service() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
     for name in ["theirs", "other"] {
@@ -783,9 +783,9 @@ async fn over_tls_only_who_is_trusted_hears_anything() {
     assert_eq!(seen.count(), 1);
 }
 
-/// Several at once, as when a job is started before the last one has ended.
+/// Several calls run at once, as when a job starts before the previous one has ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_calls_of_one_intent_at_once_are_one_effect() {
+async fn many_concurrent_calls_of_one_intent_take_effect_once() {
     let (address, seen) = always("201 Created", "", "paid").await;
     let sidecar = Sidecar::start(address, &[]).await;
     let url = format!("http://{}/payouts", sidecar.address);
@@ -793,7 +793,7 @@ async fn many_calls_of_one_intent_at_once_are_one_effect() {
     let journal = format!("--journal={}", dir.path().join("journal").display());
     let mut calls = tokio::task::JoinSet::new();
     for number in 0..12 {
-        // Half of them without the journal, and so without its lock: there the key alone keeps them apart.
+        // Half of the calls run without the journal and so without its lock: only the key keeps them apart.
         let mut command = call(&["POST", &url, "--intent=payout-7", "--json={}", "--attempts=20"]);
         if number % 2 == 0 {
             command.arg(&journal);
@@ -802,7 +802,7 @@ async fn many_calls_of_one_intent_at_once_are_one_effect() {
     }
     while let Some(end) = calls.join_next().await {
         let end = end.unwrap();
-        // Whoever found it locked for longer than it waits asks again later.
+        // A call that finds the journal locked for longer than it waits tries again later.
         assert!(end.code == Some(0) && end.out == "paid" || end.code == Some(4), "{end:?}");
     }
     assert_eq!(seen.count(), 1);

@@ -1,4 +1,4 @@
-//! The client of this project against the sidecar of this project, with everything in between dying.
+//! The client of this project against its sidecar, while every part between them dies.
 
 #![cfg(feature = "failpoints")]
 
@@ -21,13 +21,13 @@ use oncegate_client::{
 use support::{Service, Sidecar, Wire, sidecar, until, within};
 use tokio::net::{TcpListener, TcpSocket};
 
-/// Payments, with how often each was made, by key.
+/// Payments: for each key, how often it was paid.
 #[derive(Clone, Default)]
 struct Ledger(Arc<Mutex<HashMap<String, usize>>>);
 
 impl Ledger {
-    /// Pays whatever it is asked for. The first payment of a key whose name begins with `dies` ends the connection after it.
-    async fn listens(&self, listener: TcpListener) {
+    /// Accepts every payment. The first payment of a key whose name begins with `dies` closes its connection afterwards.
+    async fn serve(&self, listener: TcpListener) {
         let ledger = self.clone();
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
@@ -54,7 +54,7 @@ impl Ledger {
         });
     }
 
-    fn of(&self, key: &str) -> usize {
+    fn payments(&self, key: &str) -> usize {
         self.0.lock().unwrap().get(key).copied().unwrap_or_default()
     }
 }
@@ -62,13 +62,13 @@ impl Ledger {
 async fn ledger() -> (Ledger, SocketAddr) {
     let (ledger, service) = (Ledger::default(), Service::new().await);
     let address = service.address;
-    ledger.listens(service.into_listener()).await;
+    ledger.serve(service.into_listener()).await;
     (ledger, address)
 }
 
 type Hyper = Over<HyperClient<HttpConnector, Full<Bytes>>, Full<Bytes>>;
 
-/// A client that goes on for as long as a test may take.
+/// A client that keeps trying for as long as a test may take.
 fn client() -> Client<Hyper> {
     let hyper = HyperClient::builder(TokioExecutor::new()).build_http();
     let over = Over::new(hyper).with_failures(|error| match error.downcast_ref::<HyperError>() {
@@ -94,7 +94,7 @@ async fn send(to: SocketAddr, key: &str) -> Result<Answer, Unfinished> {
     within(format!("an end of {key}"), client().send(&pay(to, key))).await
 }
 
-/// A sidecar with its records in this directory, at this port.
+/// A sidecar with its records in this directory, on this port.
 async fn start(store: &Path, to: SocketAddr, port: u16, failpoint: Option<&str>, flags: &[&str]) -> Sidecar {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command.args(["proxy", "--admin=127.0.0.1:0", "--lease=2s"]).args(flags);
@@ -103,8 +103,8 @@ async fn start(store: &Path, to: SocketAddr, port: u16, failpoint: Option<&str>,
     Sidecar::run(command.envs(failpoint.map(|point| ("ONCEGATE_FAILPOINT", point)))).await
 }
 
-/// Kills the sidecar at this point of a payment, starts it again, and returns how the client ended, which went on all the
-/// while, and how often was paid.
+/// Kills the sidecar at this point of a payment and starts it again while the client keeps trying. Returns the client's result
+/// and the number of payments.
 async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, Unfinished>, usize) {
     let directory = tempfile::tempdir().unwrap();
     let store = directory.path().join("store");
@@ -112,15 +112,15 @@ async fn killed_at(point: &str, flags: &[&str]) -> (Result<Answer, Unfinished>, 
     let mut first = start(&store, service, 0, Some(point), flags).await;
     let address = first.address;
     let sending = tokio::spawn(async move { send(address, "payment").await });
-    first.process.says(&format!("failpoint {point}")).await;
+    first.process.logs(&format!("failpoint {point}")).await;
     first.process.kill().await;
     let _second = start(&store, service, address.port(), None, flags).await;
     let sent = sending.await.unwrap();
-    (sent, ledger.of("payment"))
+    (sent, ledger.payments("payment"))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sidecar_that_dies_before_it_asked_leaves_it_unknown_and_nothing_twice() {
+async fn a_sidecar_that_dies_before_it_forwards_leaves_an_unknown_outcome() {
     let (sent, effects) = killed_at("executing", &[]).await;
     let open = sent.unwrap_err();
     assert_eq!((open.why(), effects), (Why::Unknown, 0), "{open:?}");
@@ -128,20 +128,20 @@ async fn a_sidecar_that_dies_before_it_asked_leaves_it_unknown_and_nothing_twice
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sidecar_that_dies_before_it_asked_may_execute_again_where_it_was_told_so() {
+async fn under_reexecute_a_sidecar_that_dies_before_it_forwards_executes_the_retry() {
     let (sent, effects) = killed_at("executing", &["--on-abandoned=reexecute"]).await;
     let answer = sent.unwrap();
     assert_eq!((answer.verdict, answer.replayed, effects), (Verdict::Done, false, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sidecar_that_dies_with_the_answer_leaves_it_unknown_and_nothing_twice() {
+async fn a_sidecar_that_dies_with_the_response_leaves_an_unknown_outcome() {
     let (sent, effects) = killed_at("executed", &[]).await;
     assert_eq!((sent.unwrap_err().why(), effects), (Why::Unknown, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sidecar_that_dies_after_it_wrote_the_answer_down_gives_it_to_the_retry() {
+async fn a_sidecar_that_dies_after_it_stored_the_response_replays_it_to_the_retry() {
     let (sent, effects) = killed_at("completed", &[]).await;
     let answer = sent.unwrap();
     assert_eq!((answer.verdict, answer.replayed, effects), (Verdict::Done, true, 1));
@@ -150,18 +150,18 @@ async fn a_sidecar_that_dies_after_it_wrote_the_answer_down_gives_it_to_the_retr
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_dies_after_its_effect_is_not_asked_again() {
+async fn a_service_that_dies_after_its_effect_is_not_called_again() {
     let (ledger, service) = ledger().await;
     let sidecar = Sidecar::start(service, &[]).await;
     let open = send(sidecar.address, "dies-1").await.unwrap_err();
-    assert_eq!((open.why(), open.attempts(), ledger.of("dies-1")), (Why::Unknown, 1, 1));
-    // Nor by another call for the same intent.
+    assert_eq!((open.why(), open.attempts(), ledger.payments("dies-1")), (Why::Unknown, 1, 1));
+    // Another call for the same intent pays nothing either.
     let open = send(sidecar.address, "dies-1").await.unwrap_err();
-    assert_eq!((open.why(), ledger.of("dies-1")), (Why::Unknown, 1));
+    assert_eq!((open.why(), ledger.payments("dies-1")), (Why::Unknown, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_is_not_there_yet_gets_one_payment_when_it_is() {
+async fn a_service_that_starts_late_gets_one_payment() {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_reuseaddr(true).unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -173,8 +173,7 @@ async fn a_service_that_is_not_there_yet_gets_one_payment_when_it_is() {
         let asked = asked.clone();
         tokio::spawn(async move { asked.send(&pay(to, "early")).await })
     };
-    // It was refused at least once.
-    // Under its own name: the admin API answers to no other.
+    // The sidecar has failed to reach the service at least once. The admin API answers only to its own host name.
     let metrics = format!("GET /metrics HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", sidecar.admin);
     let refused = |line: &str| {
         let count = line.starts_with("oncegate_requests_total") && line.contains("status=\"5");
@@ -185,14 +184,14 @@ async fn a_service_that_is_not_there_yet_gets_one_payment_when_it_is() {
     })
     .await;
     let ledger = Ledger::default();
-    ledger.listens(socket.listen(16).unwrap()).await;
+    ledger.serve(socket.listen(16).unwrap()).await;
     let answer = within("a payment", sending).await.unwrap().unwrap();
-    assert_eq!((answer.verdict, answer.replayed, ledger.of("early")), (Verdict::Done, false, 1));
+    assert_eq!((answer.verdict, answer.replayed, ledger.payments("early")), (Verdict::Done, false, 1));
     assert!(answer.attempts > 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_callers_with_one_intent_get_one_answer() {
+async fn two_callers_with_one_intent_get_one_response() {
     let (ledger, service) = ledger().await;
     let sidecar = Sidecar::start(service, &[]).await;
     let to = sidecar.address;
@@ -204,15 +203,15 @@ async fn two_callers_with_one_intent_get_one_answer() {
         assert_eq!(answer.response.body(), "paid");
         first += usize::from(!answer.replayed);
     }
-    assert_eq!((first, ledger.of("slow-1")), (1, 1));
+    assert_eq!((first, ledger.payments("slow-1")), (1, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_corrected_request_under_an_old_key_is_refused_and_takes_a_new_one() {
+async fn a_corrected_request_is_refused_under_its_old_key_and_succeeds_under_a_new_one() {
     let (ledger, service) = ledger().await;
     let sidecar = Sidecar::start(service, &[]).await;
     let intent = pay(sidecar.address, "p-1");
     client().send(&intent).await.unwrap();
     let corrected = client().send(&intent.with_json(r#"{"amount":6}"#)).await.unwrap();
-    assert_eq!((corrected.verdict, ledger.of("p-1")), (Verdict::Refused(Advice::NewKey), 1));
+    assert_eq!((corrected.verdict, ledger.payments("p-1")), (Verdict::Refused(Advice::NewKey), 1));
 }

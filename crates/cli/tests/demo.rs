@@ -1,4 +1,4 @@
-//! `oncegate demo`, as people run it.
+//! `oncegate demo` as a user runs it.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -23,8 +23,8 @@ fn output(directory: &Path, arguments: &[&str]) -> Output {
     demo(directory, arguments).output().unwrap()
 }
 
-fn text(octets: &[u8]) -> String {
-    String::from_utf8(octets.to_vec()).unwrap()
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 fn entries(directory: &Path) -> Vec<String> {
@@ -32,7 +32,7 @@ fn entries(directory: &Path) -> Vec<String> {
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-/// Processes that have this directory in their command line.
+/// The processes that have this directory in their command line.
 #[cfg(target_os = "linux")]
 fn processes_on(directory: &Path) -> usize {
     let wanted = directory.to_str().unwrap();
@@ -44,13 +44,13 @@ fn processes_on(directory: &Path) -> usize {
 }
 
 #[test]
-fn the_same_seed_is_the_same_plan_and_only_without_oncegate_are_there_duplicates() {
+fn the_same_seed_makes_the_same_plan_and_only_the_run_without_oncegate_has_duplicates() {
     let directory = tempfile::tempdir().unwrap();
     let [first, second] = [(); 2].map(|()| {
         let output = output(directory.path(), &["--seed", "11", "--intents", "24", "--json"]);
         let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
         assert!(output.status.success(), "{}\n{stdout}\n{stderr}", output.status);
-        assert_eq!(entries(directory.path()), [""; 0], "something is left behind");
+        assert_eq!(entries(directory.path()), [""; 0], "files are left behind");
         serde_json::from_str::<Value>(&stdout).unwrap()
     });
     assert_eq!(first["seed"], 11);
@@ -65,7 +65,7 @@ fn the_same_seed_is_the_same_plan_and_only_without_oncegate_are_there_duplicates
         };
         assert!(number(without, "duplicates") > 0, "{without}");
         assert!(number(without, "cents_charged") > number(without, "cents_meant"), "{without}");
-        // All that was planned happens where nothing is killed.
+        // Without kills all planned payments happen.
         assert_eq!(without["faults"], report["plan"]["faults"]);
         assert_eq!(without["sidecar_kills"], 0);
         for (member, expected) in [
@@ -86,7 +86,7 @@ fn the_same_seed_is_the_same_plan_and_only_without_oncegate_are_there_duplicates
 }
 
 #[test]
-fn without_a_terminal_it_writes_plain_lines_and_keeps_what_it_is_told_to_keep() {
+fn without_a_terminal_the_demo_prints_plain_lines_and_keeps_files_as_asked() {
     let directory = tempfile::tempdir().unwrap();
     let output = output(directory.path(), &["--seed", "3", "--intents", "8", "--keep"]);
     let stdout = text(&output.stdout);
@@ -108,8 +108,8 @@ fn without_a_terminal_it_writes_plain_lines_and_keeps_what_it_is_told_to_keep() 
     assert_eq!(ledger.lines().count(), 8);
 }
 
-/// Claims what nobody completes, until nobody knows what became of it.
-async fn somebody_elses(store: &dyn Store) -> RecordId {
+/// Claims a record that is never completed, and waits until its outcome is unknown.
+async fn foreign_record(store: &dyn Store) -> RecordId {
     let id = RecordId::from_bytes([0x5a; 32]);
     let mut attempt = 0;
     loop {
@@ -130,10 +130,10 @@ async fn somebody_elses(store: &dyn Store) -> RecordId {
 }
 
 async fn two_sidecars_on(store: &dyn Store, url: &str) {
-    let others = somebody_elses(store).await;
-    let before = store.lookup(others).await.unwrap();
+    let foreign = foreign_record(store).await;
+    let before = store.lookup(foreign).await.unwrap();
     let directory = tempfile::tempdir().unwrap();
-    // Twice with the same keys: what the first one left is not taken for an answer to the second.
+    // Two runs with the same keys: records of the first run are not replayed to the second.
     for _ in 0..2 {
         let arguments = ["--seed", "7", "--intents", "60", "--json", "--store", url];
         let mut command = demo(directory.path(), &arguments);
@@ -153,9 +153,9 @@ async fn two_sidecars_on(store: &dyn Store, url: &str) {
         assert!(!stderr.contains("restarted") && stderr.contains("one of two sidecars is gone"), "{stderr}");
         assert!(report["without_oncegate"].get("two_sidecars").is_none(), "{report}");
         assert!(!stdout.contains("hunter2") && !stderr.contains("hunter2"), "{stderr}");
-        assert_eq!(entries(directory.path()), [""; 0], "something is left behind");
+        assert_eq!(entries(directory.path()), [""; 0], "files are left behind");
     }
-    assert_eq!(store.lookup(others).await.unwrap(), before, "it changed what is not its own");
+    assert_eq!(store.lookup(foreign).await.unwrap(), before, "the demo changed a record of another user");
 }
 
 #[tokio::test]
@@ -170,7 +170,7 @@ async fn two_sidecars_share_a_postgresql_database() {
     let server = PostgresServer::start().unwrap();
     let url = server.url();
     let options = PostgresOptions::new(&url).unwrap();
-    // Without the contract, it says what is missing before it shows anything.
+    // Without the schema, the program reports what is missing before it shows anything.
     let directory = tempfile::tempdir().unwrap();
     let failed = output(directory.path(), &["--store", &url]);
     assert_eq!((failed.status.code(), text(&failed.stdout)), (Some(1), String::new()));
@@ -183,25 +183,25 @@ async fn two_sidecars_share_a_postgresql_database() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn an_interrupted_demonstration_leaves_nothing_behind() {
+fn an_interrupted_demo_leaves_no_files_and_no_processes() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = demo(directory.path(), &["--seed", "5", "--intents", "120"]);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    // The second run is longer than it takes to get there, and by its first fault its sidecar is there.
+    // The second run lasts longer than the kill needs, and at its first fault its sidecar is running.
     assert!(lines.any(|line| line.starts_with("2 of 2")), "there is no second run");
-    assert!(lines.any(|line| line.starts_with("  ")), "nothing happens in the second run");
+    assert!(lines.any(|line| line.starts_with("  ")), "the second run shows no event");
     assert_eq!(processes_on(directory.path()), 1, "the sidecar");
     let pid = child.id().to_string();
     assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     assert_eq!(lines.last().as_deref(), Some("Interrupted. The sidecar is stopped."));
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert_eq!(processes_on(directory.path()), 0, "the sidecar goes on");
+    assert_eq!(processes_on(directory.path()), 0, "the sidecar still runs");
     assert_eq!(entries(directory.path()), [""; 0]);
 }
 
 #[test]
-fn what_cannot_be_done_is_said() {
+fn the_demo_reports_what_it_cannot_do() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("missing");
     let failed = output(&missing, &[]);
@@ -214,12 +214,13 @@ fn what_cannot_be_done_is_said() {
         let stderr = text(&failed.stderr);
         assert!(stderr.starts_with("error: --store: two sidecars cannot share"), "{stderr}");
     }
-    // A sidecar starts without its server; a demonstration of refusals would never end.
-    let nobody = format!("127.0.0.1:{}", oncegate_servers::free_port().unwrap());
-    let failed = output(directory.path(), &["--store", &format!("redis://:hunter2@{nobody}")]);
+    // A sidecar starts without its store; a demonstration of refusals would never end.
+    let closed_address = format!("127.0.0.1:{}", oncegate_servers::free_port().unwrap());
+    let failed = output(directory.path(), &["--store", &format!("redis://:hunter2@{closed_address}")]);
     assert_eq!((failed.status.code(), text(&failed.stdout)), (Some(1), String::new()));
     let stderr = text(&failed.stderr);
-    let said = format!("error: --store: redis://{nobody}/0 cannot be used now: the store is out of reach");
+    let said =
+        format!("error: --store: redis://{closed_address}/0 cannot be used now: the store is out of reach");
     assert!(stderr.starts_with(&said) && stderr.contains("Connection refused"), "{stderr}");
     for intents in ["0", "10001", "many"] {
         let failed = output(directory.path(), &["--intents", intents]);

@@ -1,4 +1,4 @@
-//! What `oncegate check` and `oncegate keys` say to whoever started them: exit codes, and which stream they speak on.
+//! The output of `oncegate check` and `oncegate keys`: exit codes, and the stream that each text goes to.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -7,12 +7,12 @@ fn oncegate(dir: &Path, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_oncegate")).args(args).env_clear().current_dir(dir).output().unwrap()
 }
 
-fn text(octets: &[u8]) -> String {
-    String::from_utf8(octets.to_vec()).unwrap()
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 #[test]
-fn check_fails_where_there_is_an_error_and_not_where_there_is_a_warning() {
+fn check_fails_for_errors_and_succeeds_with_warnings() {
     let dir = tempfile::tempdir().unwrap();
     let good = oncegate(dir.path(), &["check", "--to", "http://127.0.0.1:3000"]);
     assert_eq!(good.status.code(), Some(0), "{good:?}");
@@ -26,11 +26,11 @@ fn check_fails_where_there_is_an_error_and_not_where_there_is_a_warning() {
     let unknown = oncegate(dir.path(), &["check", "--leese", "30s"]);
     assert_eq!(unknown.status.code(), Some(2), "{unknown:?}");
     assert!(text(&unknown.stderr).contains("'--lease'"), "{unknown:?}");
-    assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none(), "checking leaves nothing behind");
+    assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none(), "check leaves no file behind");
 }
 
 #[test]
-fn check_asks_the_service_when_it_is_told_to() {
+fn check_calls_the_service_on_request() {
     use std::io::{Read as _, Write as _};
     let dir = tempfile::tempdir().unwrap();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -43,7 +43,7 @@ fn check_asks_the_service_when_it_is_told_to() {
             stream.read_exact(&mut byte).unwrap();
             head.push(byte[0]);
         }
-        // As many field lines as the sidecar takes, and more than its libraries do by default.
+        // As many header lines as the sidecar accepts, and more than its libraries accept by default.
         let lines: String = (0..150).map(|number| format!("X-{number}: v\r\n")).collect();
         write!(stream, "HTTP/1.1 404 Not Found\r\n{lines}Content-Length: 0\r\n\r\n").unwrap();
         text(&head)
@@ -58,7 +58,7 @@ fn check_asks_the_service_when_it_is_told_to() {
         "{asked}"
     );
 
-    // Nobody listens there any more.
+    // Nothing listens there any more.
     let said = oncegate(dir.path(), &["check", "--online", "--json", "--to", &to]);
     assert_eq!(said.status.code(), Some(1), "{said:?}");
     let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
@@ -73,7 +73,7 @@ fn check_asks_the_service_when_it_is_told_to() {
 }
 
 #[test]
-fn the_sidecar_shows_every_error_and_does_not_start() {
+fn the_sidecar_prints_every_error_and_does_not_start() {
     let dir = tempfile::tempdir().unwrap();
     let bad = oncegate(dir.path(), &["proxy", "--lease", "30", "--wait", "1"]);
     assert_eq!(bad.status.code(), Some(1), "{bad:?}");
@@ -85,9 +85,9 @@ fn the_sidecar_shows_every_error_and_does_not_start() {
 }
 
 #[test]
-fn keys_tells_wrong_usage_from_a_sidecar_that_is_not_there() {
+fn keys_separates_wrong_usage_from_an_unreachable_sidecar() {
     let dir = tempfile::tempdir().unwrap();
-    // A port that nobody listens on.
+    // A port on which nothing listens.
     let gone = oncegate(dir.path(), &["keys", "ls", "--admin", "127.0.0.1:1"]);
     assert_eq!(gone.status.code(), Some(3), "{gone:?}");
     assert!(text(&gone.stderr).starts_with("error: cannot reach the sidecar at "), "{gone:?}");

@@ -1,8 +1,8 @@
-//! A store that goes away while requests run: what its row in the table of GUARANTEES.md promises is asserted, what it does
-//! not promise is counted and printed.
+//! A store that goes away while requests run. The tests assert what the table of GUARANTEES.md promises for each store, and
+//! count and print what it does not promise.
 //!
-//! Clients pay for one thing after the other and try each again until they hear something definite. The service never takes
-//! two requests for one: it writes down every execution.
+//! Clients make one payment after the other, and retry each until they get a definite result. The service never treats
+//! two requests as one: it records every execution.
 
 mod support;
 
@@ -23,15 +23,15 @@ use tokio::task::{JoinHandle, block_in_place};
 const LEASE: Duration = Duration::from_secs(2);
 const CLIENTS: usize = 6;
 
-/// How long anything may take on a busy machine.
+/// The longest time that anything may take on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What was executed, and when.
+/// The time of each execution, by key.
 #[derive(Clone, Default)]
 struct Ledger(Arc<Mutex<HashMap<String, Vec<Instant>>>>);
 
 impl Ledger {
-    /// A service that writes down what it does. Its answers differ, also for the same request.
+    /// A service that records its executions. Its responses differ, even for the same request.
     async fn start() -> (Self, SocketAddr) {
         let (ledger, service) = (Self::default(), Service::new().await);
         let (all, address) = (ledger.clone(), service.address);
@@ -60,29 +60,29 @@ impl Ledger {
         (ledger, address)
     }
 
-    fn of(&self, key: &str) -> Vec<Instant> {
+    fn executions(&self, key: &str) -> Vec<Instant> {
         self.0.lock().unwrap().get(key).cloned().unwrap_or_default()
     }
 
-    /// How many executions there were beyond the first of each key.
+    /// The number of executions beyond the first of each key.
     fn repeated(&self) -> usize {
         let all = self.0.lock().unwrap();
-        // What has no key is nobody's retry.
+        // A request without a key is never a retry.
         all.iter().filter(|(key, _)| *key != "none").map(|(_, effects)| effects.len() - 1).sum()
     }
 }
 
-/// What a client heard in the end: a receipt, or that nobody knows.
+/// The final result of a client: a receipt, or an unknown outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Definite {
     Paid(String),
-    /// The receipt of the execution itself, which says that the store did not take it: it may be kept, or nobody knows.
+    /// The receipt of the execution itself, marked as not stored: the record may have it, or the outcome is unknown.
     PaidNotStored(String),
     Unknown,
 }
 
 impl Definite {
-    /// Whether a retry may hear this after it.
+    /// Whether a retry may get `again` after this result.
     fn allows(&self, again: &Self) -> bool {
         match self {
             Self::PaidNotStored(receipt) => *again == Self::Unknown || *again == Self::Paid(receipt.clone()),
@@ -91,7 +91,7 @@ impl Definite {
     }
 }
 
-/// Clients that pay until they are told to stop.
+/// Clients that pay until the test stops them.
 struct Load {
     address: SocketAddr,
     ledger: Ledger,
@@ -101,7 +101,7 @@ struct Load {
     clients: Vec<JoinHandle<()>>,
 }
 
-/// One request, and its answer, if there is one.
+/// Sends one request, and returns its response, if there is one.
 async fn pay(address: SocketAddr, key: &str) -> Option<Message> {
     let ask = request("POST", "/pay", &[&format!("Idempotency-Key: {key}")], "{}");
     let mut wire = Wire::new(TcpStream::connect(address).await.ok()?);
@@ -110,7 +110,7 @@ async fn pay(address: SocketAddr, key: &str) -> Option<Message> {
     Some(wire.body(head).await)
 }
 
-/// What an answer says, where it is definite.
+/// The result in a response, if it is definite.
 fn definite(answer: &Message, refused: &AtomicUsize) -> Option<Definite> {
     match answer.status() {
         201 if answer.get("idempotency-status") == Some("not-stored") => {
@@ -165,63 +165,63 @@ impl Load {
         Self { clients, ..load }
     }
 
-    /// Waits for so many more things to be paid for.
-    async fn goes_on(&self, more: usize) {
+    /// Waits for this number of further payments.
+    async fn makes_payments(&self, more: usize) {
         let paid = || self.heard.lock().unwrap().len();
         let enough = paid() + more;
-        wait_until("more is paid for", async || paid() >= enough).await;
+        wait_until("more payments are made", async || paid() >= enough).await;
     }
 
-    /// Waits for so many more refusals: an outage that cost time-outs would give few.
+    /// Waits for this number of further refusals: an outage that cost time-outs would give few.
     async fn is_refused(&self, more: usize) {
         let enough = self.refused.load(Ordering::SeqCst) + more;
         wait_until("requests are refused", async || self.refused.load(Ordering::SeqCst) >= enough).await;
     }
 
-    /// What a retry hears.
-    async fn asks_again(&self, key: &str) -> Definite {
+    /// The definite result of a retry.
+    async fn retry(&self, key: &str) -> Definite {
         let give_up = Instant::now() + LEASE + DEADLINE;
         loop {
             let answer = pay(self.address, key).await;
             if let Some(said) = answer.and_then(|answer| definite(&answer, &self.refused)) {
                 return said;
             }
-            assert!(Instant::now() < give_up, "{key} hears nothing definite");
+            assert!(Instant::now() < give_up, "{key} gets no definite result");
             tokio::time::sleep(Duration::from_millis(25)).await;
         }
     }
 
-    /// The faults are over: every client hears something definite, and all that was ever heard stands.
+    /// After the faults: every client gets a definite result, and all earlier results still hold.
     async fn ends(mut self, what: &str, losses: &[(Instant, Instant)]) {
-        self.goes_on(20).await;
+        self.makes_payments(20).await;
         self.stop.store(true, Ordering::SeqCst);
         for client in std::mem::take(&mut self.clients) {
             let ended = tokio::time::timeout(LEASE + DEADLINE, client).await;
-            ended.unwrap_or_else(|_| panic!("{what}: a client never heard anything definite")).unwrap();
+            ended.unwrap_or_else(|_| panic!("{what}: a client never got a definite result")).unwrap();
         }
         let heard = self.heard.lock().unwrap().clone();
         let unknown = heard.values().filter(|said| **said == Definite::Unknown).count();
         let not_stored = heard.values().filter(|said| matches!(said, Definite::PaidNotStored(_))).count();
         let mut changed = 0;
         for (key, said) in &heard {
-            let effects = self.ledger.of(key);
+            let effects = self.ledger.executions(key);
             if losses.is_empty() {
-                // I1, I2.
+                // Invariants I1 and I2.
                 assert!(effects.len() <= 1, "{what}: {} executions of {key}", effects.len());
                 if *said != Definite::Unknown {
                     assert_eq!(effects.len(), 1, "{what}: {key}");
                 }
             }
-            // I3, I4: each retry hears the same, and nothing is executed for it.
-            let again = self.asks_again(key).await;
+            // Invariants I3 and I4: each retry gets the same result, and executes nothing.
+            let again = self.retry(key).await;
             if losses.is_empty() {
-                assert!(said.allows(&again), "{what}: {key} heard {said:?} and then {again:?}");
-                assert_eq!(self.ledger.of(key).len(), effects.len(), "{what}: {key} executed again");
+                assert!(said.allows(&again), "{what}: {key} got {said:?} and then {again:?}");
+                assert_eq!(self.ledger.executions(key).len(), effects.len(), "{what}: {key} executed again");
             } else {
                 changed += usize::from(!said.allows(&again));
             }
-            // A second execution is explained by a loss between it and the one before.
-            for pair in self.ledger.of(key).windows(2) {
+            // A second execution must be explained by a loss between it and the one before.
+            for pair in self.ledger.executions(key).windows(2) {
                 let is_explained = losses.iter().any(|(from, to)| pair[0] <= *to && *from <= pair[1]);
                 assert!(is_explained, "{what}: {key} executed again, and nothing was lost in between");
             }
@@ -240,12 +240,12 @@ impl Load {
 async fn wait_until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let give_up = Instant::now() + DEADLINE;
     while !holds().await {
-        assert!(Instant::now() < give_up, "waited in vain until {what}");
+        assert!(Instant::now() < give_up, "timed out waiting until {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// The value of a series.
+/// The value of a metric.
 async fn series(sidecar: &Sidecar, name: &str) -> f64 {
     let answer =
         support::ask(sidecar.admin, &request("GET", "/metrics", &[], "").replace("orders.test", "localhost"))
@@ -265,9 +265,9 @@ async fn openings(sidecar: &Sidecar) -> f64 {
     series(sidecar, "oncegate_breaker_openings_total").await
 }
 
-async fn is_well_again(sidecar: &Sidecar) {
-    // A server on its way back may still be asked while it is not well in every part.
-    wait_until("it is well again", async || {
+async fn is_healthy_again(sidecar: &Sidecar) {
+    // A server that is starting again may get probes before all its parts work.
+    wait_until("the store is healthy again", async || {
         series(sidecar, "oncegate_degraded").await == 0.0
             && series(sidecar, "oncegate_breaker{state=\"closed\"}").await == 1.0
             && probe(sidecar, "/readyz").await == 200
@@ -276,8 +276,8 @@ async fn is_well_again(sidecar: &Sidecar) {
 }
 
 async fn is_degraded(sidecar: &Sidecar) {
-    wait_until("it is degraded", async || series(sidecar, "oncegate_degraded").await == 1.0).await;
-    wait_until("it is not ready", async || probe(sidecar, "/readyz").await == 503).await;
+    wait_until("the sidecar is degraded", async || series(sidecar, "oncegate_degraded").await == 1.0).await;
+    wait_until("the sidecar is not ready", async || probe(sidecar, "/readyz").await == 503).await;
     assert_eq!(probe(sidecar, "/livez").await, 200);
 }
 
@@ -293,8 +293,8 @@ async fn start(to: SocketAddr, store: &str, flags: &[&str]) -> Sidecar {
     Sidecar::run(&mut command).await
 }
 
-/// For longer than a lease.
-async fn beyond_the_lease() {
+/// Sleeps for longer than a lease.
+async fn sleep_beyond_the_lease() {
     tokio::time::sleep(LEASE + Duration::from_secs(1)).await;
 }
 
@@ -325,15 +325,15 @@ async fn postgres_that_stops_and_starts_executes_nothing_twice() {
     let load = Load::start(sidecar.address, &ledger, "stop");
     let mut before = 0.0;
     for _ in 0..2 {
-        load.goes_on(30).await;
+        load.makes_payments(30).await;
         block_in_place(|| server.stop_immediately()).unwrap();
         is_degraded(&sidecar).await;
         load.is_refused(100).await;
-        assert_eq!(pay_without_a_key(sidecar.address).await, 201, "what has no key passes");
+        assert_eq!(pay_without_a_key(sidecar.address).await, 201, "a request without a key passes");
         block_in_place(|| server.start_again()).unwrap();
-        load.goes_on(30).await;
-        is_well_again(&sidecar).await;
-        // On a busy machine a server that has just started may be slow enough to open it once more.
+        load.makes_payments(30).await;
+        is_healthy_again(&sidecar).await;
+        // On a busy machine a server that has just started may be so slow that the breaker opens once more.
         let after = openings(&sidecar).await;
         assert!((1.0..=3.0).contains(&(after - before)), "{after} openings after {before}");
         before = after;
@@ -351,23 +351,23 @@ async fn postgres_that_hangs_beyond_the_lease_executes_nothing_twice() {
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &server.url(), &[]).await;
     let load = Load::start(sidecar.address, &ledger, "hang");
-    load.goes_on(30).await;
+    load.makes_payments(30).await;
     server.freeze(true).unwrap();
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
-    beyond_the_lease().await;
+    sleep_beyond_the_lease().await;
     server.freeze(false).unwrap();
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
-    // A lock on the whole table, as a migration of somebody else's takes it.
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
+    // A lock on the whole table, as a migration takes it.
     let mut other = session(&server);
     run(&mut other, "BEGIN; LOCK TABLE oncegate.records;");
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
-    beyond_the_lease().await;
+    sleep_beyond_the_lease().await;
     run(&mut other, "ROLLBACK;");
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
     load.ends("PostgreSQL, frozen and locked", &[]).await;
 }
 
@@ -375,17 +375,17 @@ async fn postgres_that_hangs_beyond_the_lease_executes_nothing_twice() {
 async fn postgres_whose_standby_is_away_is_out_of_reach() {
     let server = block_in_place(|| prepared(PostgresOptions::default()));
     let (ledger, to) = Ledger::start().await;
-    // With patience for a busy machine: an outage opens the breaker once.
+    // The timeouts suit a busy machine: an outage opens the breaker once.
     let sidecar = start(to, &server.url(), &["--store-patience=2s"]).await;
     let load = Load::start(sidecar.address, &ledger, "standby");
-    load.goes_on(30).await;
+    load.makes_payments(30).await;
     let mut operator = session(&server);
     run(&mut operator, "SET synchronous_commit = local;");
-    run(&mut operator, "ALTER SYSTEM SET synchronous_standby_names = 'nobody';");
+    run(&mut operator, "ALTER SYSTEM SET synchronous_standby_names = 'absent';");
     run(&mut operator, "SELECT pg_reload_conf();");
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
-    // It stays so for as long as nothing commits, and costs the server no more sessions.
+    // The store stays out of reach while nothing commits, and its breaker uses no more sessions of the server.
     let sessions = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep';";
     let waiting = run(&mut operator, sessions);
     for _ in 0..40 {
@@ -393,32 +393,32 @@ async fn postgres_whose_standby_is_away_is_out_of_reach() {
         assert_eq!(series(&sidecar, "oncegate_degraded").await, 1.0);
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    beyond_the_lease().await;
+    sleep_beyond_the_lease().await;
     assert_eq!(run(&mut operator, sessions), waiting);
     assert_eq!(openings(&sidecar).await, 1.0);
     run(&mut operator, "ALTER SYSTEM RESET synchronous_standby_names;");
     run(&mut operator, "SELECT pg_reload_conf();");
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
     load.ends("PostgreSQL, whose standby was away", &[]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn postgres_that_ends_sessions_or_has_none_left_executes_nothing_twice() {
+async fn postgres_that_ends_sessions_or_runs_out_of_them_executes_nothing_twice() {
     let mut options = PostgresOptions::default();
     options.settings = vec!["max_connections=20".to_owned()];
     let server = block_in_place(|| prepared(options));
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &server.url(), &[]).await;
     let load = Load::start(sidecar.address, &ledger, "sessions");
-    load.goes_on(30).await;
+    load.makes_payments(30).await;
     let mut other = session(&server);
     let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'oncegate';";
     for _ in 0..5 {
         run(&mut other, end);
-        load.goes_on(5).await;
+        load.makes_payments(5).await;
     }
-    // No connection is left for it, as far as others are quicker.
+    // No connection is left for the sidecar, except those that it gets first.
     let mut others = Vec::new();
     for _ in 0..2 {
         while let Ok(another) = block_in_place(|| server.session()) {
@@ -427,18 +427,18 @@ async fn postgres_that_ends_sessions_or_has_none_left_executes_nothing_twice() {
         run(&mut other, end);
     }
     assert!(others.len() >= 5, "{} sessions were left", others.len());
-    beyond_the_lease().await;
+    sleep_beyond_the_lease().await;
     drop(others);
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
     load.ends("PostgreSQL, sessions ended and used up", &[]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_whose_record_another_transaction_holds_is_stored_later() {
+async fn a_response_is_stored_after_another_transaction_frees_its_record() {
     let server = block_in_place(|| prepared(PostgresOptions::default()));
     let service = Service::new().await;
-    // Slow answers of a busy machine would open it, too: the timeout is long enough for them.
+    // Slow responses of a busy machine would open the breaker, too: the timeout is long enough for them.
     let sidecar = start(service.address, &server.url(), &["--store-patience=20s"]).await;
     let pay = request("POST", "/pay", &["Idempotency-Key: held"], "{}");
     let (address, first) = (sidecar.address, pay.clone());
@@ -447,7 +447,7 @@ async fn an_answer_whose_record_another_transaction_holds_is_stored_later() {
     let mut other = session(&server);
     run(&mut other, "BEGIN; SELECT count(*) FROM (SELECT 1 FROM oncegate.records FOR UPDATE) AS held;");
     wire.send("HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\npaid").await;
-    // Nothing but this completion is asked of the store, and it is refused again and again until the lease is over.
+    // The only command is this completion. The store refuses it again and again until the lease ends.
     let first = first.await.unwrap();
     assert_eq!(first.has_status(201).get("idempotency-status"), Some("not-stored"));
     let reasons = sidecar.process.error_lines("out of reach");
@@ -456,33 +456,33 @@ async fn an_answer_whose_record_another_transaction_holds_is_stored_later() {
     wait_until("the answer is stored", async || support::ask(address, &pay).await.status() == 201).await;
 }
 
-/// A proxy to the server, and its URL.
+/// A fault proxy in front of the server, and its URL.
 async fn proxy_to(server: &PostgresServer) -> (FaultProxy, String) {
     let proxy = FaultProxy::start(server.port()).await.unwrap();
     let url = server.url().replace(&format!(":{}/", server.port()), &format!(":{}/", proxy.port()));
     (proxy, format!("{url}?sslmode=disable"))
 }
 
-/// The commit of a claim waits, for a standby that is away, and its connection is cut. Nothing is executed, so the key must be
-/// free when the commit is through, also if that takes longer than a lease.
+/// The commit of a claim waits for a standby that is away, and its connection is cut. Nothing is executed, so the key must be
+/// free after the commit, even if the commit takes longer than a lease.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_that_is_cut_while_it_commits_leaves_no_unknown_outcome() {
+async fn a_claim_whose_connection_is_cut_during_its_commit_leaves_no_unknown_outcome() {
     for lease in ["2s", "60s"] {
         let server = block_in_place(|| prepared(PostgresOptions::default()));
         let (proxy, url) = proxy_to(&server).await;
         let (ledger, to) = Ledger::start().await;
         let sidecar = start(to, &url, &[&format!("--lease={lease}")]).await;
-        // What a prepared claim is, is sent as one message.
+        // The driver sends a prepared claim as one message.
         pay(sidecar.address, "before").await.unwrap().has_status(201);
         let mut other = session(&server);
-        run(&mut other, "ALTER SYSTEM SET synchronous_standby_names = 'nobody';");
+        run(&mut other, "ALTER SYSTEM SET synchronous_standby_names = 'absent';");
         run(&mut other, "SELECT pg_reload_conf();");
         let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep';";
         let mut probe = None::<JoinHandle<()>>;
         wait_until("commits wait", async || {
             if probe.as_ref().is_none_or(JoinHandle::is_finished) {
                 let mut writer = session(&server);
-                // It ends when the commits go on.
+                // It ends when the commits continue.
                 probe = Some(tokio::task::spawn_blocking(move || {
                     drop(writer.run("COMMENT ON SCHEMA public IS 'x';"))
                 }));
@@ -494,27 +494,27 @@ async fn a_claim_that_is_cut_while_it_commits_leaves_no_unknown_outcome() {
         let first = pay(sidecar.address, "cut").await.unwrap();
         assert!([409, 503].contains(&first.status()), "{first:?}");
         if lease == "2s" {
-            beyond_the_lease().await;
+            sleep_beyond_the_lease().await;
         }
         run(&mut other, "ALTER SYSTEM RESET synchronous_standby_names;");
         run(&mut other, "SELECT pg_reload_conf();");
         proxy.go_on();
         let refused = AtomicUsize::new(0);
         let mut paid = None;
-        wait_until("it is paid for", async || {
+        wait_until("the payment is made", async || {
             let answer = pay(sidecar.address, "cut").await;
             paid = answer.and_then(|answer| definite(&answer, &refused));
             paid.is_some()
         })
         .await;
         assert!(matches!(paid, Some(Definite::Paid(_))), "{lease}: {paid:?}");
-        assert_eq!(ledger.of("cut").len(), 1);
+        assert_eq!(ledger.executions("cut").len(), 1);
     }
 }
 
-/// Commits that take their time, and connections that are cut again and again in the middle of them.
+/// Commits are slow, and connections are cut again and again during them.
 #[tokio::test(flavor = "multi_thread")]
-async fn postgres_whose_connections_are_cut_while_they_commit_leaves_no_unknown_outcome() {
+async fn postgres_with_connections_cut_during_commits_leaves_no_unknown_outcome() {
     let mut options = PostgresOptions::default();
     options.fsync = true;
     options.settings = vec!["commit_delay=100000".to_owned(), "commit_siblings=0".to_owned()];
@@ -523,32 +523,32 @@ async fn postgres_whose_connections_are_cut_while_they_commit_leaves_no_unknown_
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &url, &[]).await;
     let load = Load::start(sidecar.address, &ledger, "cuts");
-    load.goes_on(10).await;
+    load.makes_payments(10).await;
     let heard = load.heard.clone();
     for number in 0..60_u64 {
-        // At every moment of a commit.
+        // The cuts come at varying moments of a commit.
         tokio::time::sleep(Duration::from_millis(250 + number * 7 % 100)).await;
         proxy.cut();
     }
-    beyond_the_lease().await;
+    sleep_beyond_the_lease().await;
     load.ends("PostgreSQL, slow commits and cuts", &[]).await;
     let heard = heard.lock().unwrap();
     let unknown: Vec<_> = heard.iter().filter(|(_, said)| **said == Definite::Unknown).collect();
     assert!(unknown.is_empty(), "{unknown:?}");
 }
 
-/// A firewall forgets the connections: what is sent on them gets no answer, and no end.
+/// A firewall forgets the connections: data sent on them gets no reply, and the connections do not end.
 #[tokio::test(flavor = "multi_thread")]
-async fn postgres_behind_connections_that_swallow_everything_stalls_no_request_for_long() {
+async fn postgres_behind_silent_connections_stalls_no_request_for_long() {
     let server = block_in_place(|| prepared(PostgresOptions::default()));
     let (proxy, url) = proxy_to(&server).await;
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &url, &[]).await;
     let load = Load::start(sidecar.address, &ledger, "swallowed");
     for round in 0..5 {
-        load.goes_on(30).await;
+        load.makes_payments(30).await;
         proxy.swallow();
-        // Those that are asked now wait for twice the patience at most, and for what a busy machine takes.
+        // A running command waits for twice the timeout at most, plus the delay of a busy machine.
         let begun = Instant::now();
         let mut answers = Vec::new();
         for number in 0..10 {
@@ -562,8 +562,8 @@ async fn postgres_behind_connections_that_swallow_everything_stalls_no_request_f
         let took = begun.elapsed();
         assert!(took < Duration::from_millis(500) * 2 + Duration::from_secs(2), "{took:?}");
     }
-    is_well_again(&sidecar).await;
-    load.ends("PostgreSQL, connections that swallow", &[]).await;
+    is_healthy_again(&sidecar).await;
+    load.ends("PostgreSQL, connections that drop everything", &[]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -572,34 +572,34 @@ async fn redis_that_flushes_every_write_executes_nothing_twice() {
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &format!("{}?timeout=500ms", server.url()), &[]).await;
     let load = Load::start(sidecar.address, &ledger, "aof");
-    load.goes_on(30).await;
+    load.makes_payments(30).await;
     server.kill();
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
     block_in_place(|| server.restart()).unwrap();
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
 
     for _ in 0..5 {
         block_in_place(|| server.command(&["SCRIPT", "FLUSH"])).unwrap();
-        load.goes_on(5).await;
+        load.makes_payments(5).await;
     }
 
     block_in_place(|| server.command(&["CLIENT", "PAUSE", "10000", "ALL"])).unwrap();
     is_degraded(&sidecar).await;
     load.is_refused(50).await;
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
 
     freeze(server.pid().unwrap()).unwrap();
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
-    beyond_the_lease().await;
+    sleep_beyond_the_lease().await;
     thaw(server.pid().unwrap()).unwrap();
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
 
-    // A full store refuses what is new and answers what is known; it is degraded, and not out of reach.
+    // A full store refuses new keys and replays known ones. It is degraded, but not out of reach.
     let (opened, known) = (openings(&sidecar).await, load.heard.lock().unwrap().clone());
     block_in_place(|| server.command(&["CONFIG", "SET", "maxmemory", "1"])).unwrap();
     is_degraded(&sidecar).await;
@@ -610,38 +610,38 @@ async fn redis_that_flushes_every_write_executes_nothing_twice() {
     }
     assert_eq!(openings(&sidecar).await, opened, "the breaker opened for a store that is full");
     block_in_place(|| server.command(&["CONFIG", "SET", "maxmemory", "0"])).unwrap();
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
     load.ends("Redis, appendfsync always", &[]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn redis_that_loses_its_records_executes_again_what_it_lost_and_nothing_else() {
+async fn redis_that_loses_records_executes_only_the_lost_requests_again() {
     let mut server = RedisServer::start(RedisOptions::new()).unwrap();
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &format!("{}?timeout=500ms", server.url()), &[]).await;
     let load = Load::start(sidecar.address, &ledger, "loss");
-    load.goes_on(30).await;
+    load.makes_payments(30).await;
     assert_eq!(ledger.repeated(), 0);
     let from = Instant::now();
     block_in_place(|| server.command(&["FLUSHALL"])).unwrap();
     let flushed = (from, Instant::now());
-    load.goes_on(30).await;
+    load.makes_payments(30).await;
     let from = Instant::now();
     server.kill();
     is_degraded(&sidecar).await;
     load.is_refused(100).await;
     block_in_place(|| server.restart()).unwrap();
     let losses = [flushed, (from, Instant::now())];
-    load.goes_on(30).await;
-    is_well_again(&sidecar).await;
+    load.makes_payments(30).await;
+    is_healthy_again(&sidecar).await;
     load.ends("Redis, nothing kept", &losses).await;
-    // What this store does not promise did happen, and was seen.
+    // The losses that this store does not exclude did happen here.
     assert!(ledger.repeated() >= 60, "{}", ledger.repeated());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn danger_fail_open_executes_without_the_store_and_says_so() {
+async fn danger_fail_open_executes_without_the_store_and_reports_it() {
     let mut server = RedisServer::start(RedisOptions::new()).unwrap();
     let (ledger, to) = Ledger::start().await;
     let sidecar = start(to, &server.url(), &["--store-outage=open"]).await;
@@ -653,22 +653,26 @@ async fn danger_fail_open_executes_without_the_store_and_says_so() {
         answer.has_status(201);
         assert_eq!(answer.get("idempotency-status"), Some("unprotected"), "{answer:?}");
     }
-    assert_eq!((ledger.of("open-0").len(), ledger.of("open-1").len()), (10, 10), "without protection");
+    assert_eq!(
+        (ledger.executions("open-0").len(), ledger.executions("open-1").len()),
+        (10, 10),
+        "without protection"
+    );
     let counted = series(&sidecar, "oncegate_requests_total{outcome=\"failed-open\",status=\"2xx\"}").await;
     assert_eq!(counted, 20.0);
     assert_eq!(pay_without_a_key(sidecar.address).await, 201);
     is_degraded(&sidecar).await;
     block_in_place(|| server.restart()).unwrap();
-    wait_until("it is protected again", async || {
+    wait_until("the sidecar protects again", async || {
         let answer = pay(sidecar.address, "after").await.unwrap();
         answer.has_status(201).get("idempotency-status") != Some("unprotected")
     })
     .await;
-    is_well_again(&sidecar).await;
+    is_healthy_again(&sidecar).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sidecar_starts_without_its_store_and_takes_it_up_when_it_is_there() {
+async fn a_sidecar_starts_without_its_store_and_uses_it_when_it_is_available() {
     let mut redis = RedisServer::start(RedisOptions::new()).unwrap();
     let mut postgres = block_in_place(|| prepared(PostgresOptions::default()));
     redis.kill();
@@ -681,21 +685,21 @@ async fn a_sidecar_starts_without_its_store_and_takes_it_up_when_it_is_there() {
         assert_eq!(pay_without_a_key(sidecar.address).await, 201);
         assert_eq!(openings(sidecar).await, 1.0);
     }
-    assert!(ledger.of("early").is_empty());
+    assert!(ledger.executions("early").is_empty());
     block_in_place(|| redis.restart()).unwrap();
     block_in_place(|| postgres.start_again()).unwrap();
     for (executed, sidecar) in both.iter().enumerate() {
-        wait_until("the store is taken up", async || {
+        wait_until("the sidecar uses the store", async || {
             pay(sidecar.address, "early").await.unwrap().status() == 201
         })
         .await;
         assert!(pay(sidecar.address, "early").await.unwrap().has_status(201).is_replay());
-        assert_eq!(ledger.of("early").len(), executed + 1, "once per store");
-        is_well_again(sidecar).await;
+        assert_eq!(ledger.executions("early").len(), executed + 1, "once per store");
+        is_healthy_again(sidecar).await;
     }
 }
 
-/// A proxy to a server on which every connection takes its time, and nothing after that.
+/// A proxy to the server that delays each new connection, and nothing after that.
 async fn slow_to_connect(port: u16, takes: Duration) -> u16 {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
     let proxy = listener.local_addr().unwrap().port();
@@ -713,7 +717,7 @@ async fn slow_to_connect(port: u16, takes: Duration) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_is_taken_up_that_takes_longer_to_open_than_to_answer() {
+async fn a_store_that_opens_more_slowly_than_it_answers_is_used() {
     let mut postgres = block_in_place(|| prepared(PostgresOptions::default()));
     let proxy = slow_to_connect(postgres.port(), Duration::from_millis(1500)).await;
     let url = postgres.url().replace(&format!(":{}/", postgres.port()), &format!(":{proxy}/"));
@@ -722,9 +726,9 @@ async fn a_store_is_taken_up_that_takes_longer_to_open_than_to_answer() {
     let sidecar = start(to, &url, &[]).await;
     is_degraded(&sidecar).await;
     block_in_place(|| postgres.start_again()).unwrap();
-    wait_until("the store is taken up", async || {
+    wait_until("the sidecar uses the store", async || {
         pay(sidecar.address, "early").await.unwrap().status() == 201
     })
     .await;
-    assert_eq!(ledger.of("early").len(), 1);
+    assert_eq!(ledger.executions("early").len(), 1);
 }

@@ -1,4 +1,4 @@
-//! The sidecar on a Redis server: two of them share records, an outage refuses, and no log shows the password.
+//! Sidecars on a Redis server: two of them share records, an outage refuses requests, and no log shows the password.
 
 mod support;
 
@@ -23,7 +23,7 @@ async fn on(server: &RedisServer, service: SocketAddr) -> Sidecar {
 }
 
 #[tokio::test]
-async fn two_sidecars_share_a_server_and_an_outage_refuses() {
+async fn two_sidecars_share_a_server_and_refuse_during_its_outage() {
     let (mut server, service) = (server(), Service::new().await);
     let (mut one, two) = (on(&server, service.address).await, on(&server, service.address).await);
     let ask = request("POST", "/orders", &[KEY], "{}");
@@ -31,7 +31,7 @@ async fn two_sidecars_share_a_server_and_an_outage_refuses() {
     client.send(&ask).await;
     let mut wire = service.accept().await;
     wire.message().await;
-    // While it runs, the other sidecar knows.
+    // While the request runs, the other sidecar reports it as in progress.
     assert_eq!(two.ask(&ask).await.status(), 409);
     wire.send(OK).await;
     assert_eq!(client.message().await.status(), 201);
@@ -40,7 +40,7 @@ async fn two_sidecars_share_a_server_and_an_outage_refuses() {
     server.kill();
     assert_eq!(two.ask(&ask).await.status(), 503);
     server.restart().unwrap();
-    until("the answer is there again", async || two.ask(&ask).await.status() == 201).await;
+    until("the response is replayed again", async || two.ask(&ask).await.status() == 201).await;
     one.process.signal(Signal::TERM);
     let (out, log) = (one.process.output().await.join("\n"), one.process.errors().await);
     assert!(out.contains(&format!("store redis://127.0.0.1:{}/0", server.port())), "{out}");
@@ -49,7 +49,7 @@ async fn two_sidecars_share_a_server_and_an_outage_refuses() {
 }
 
 #[tokio::test]
-async fn a_database_that_the_server_does_not_have_is_named() {
+async fn the_sidecar_names_a_database_that_the_server_does_not_have() {
     let server = server();
     let url = server.url().trim_end_matches("/0").to_owned() + "/99";
     let command = &mut sidecar("http://127.0.0.1:9");
@@ -62,9 +62,9 @@ async fn a_database_that_the_server_does_not_have_is_named() {
     );
 }
 
-/// A configuration that is changed while the sidecar runs: in its log, in its metrics, and in whether it is ready.
+/// A change of the server's configuration at run time shows in the log, in the metrics, and in the readiness.
 #[tokio::test]
-async fn a_change_of_the_servers_configuration_is_told() {
+async fn the_sidecar_reports_a_change_of_the_servers_configuration() {
     let (server, service) = (server(), Service::new().await.answers(OK));
     let mut sidecar = on(&server, service.address).await;
     let admin = async |path: &str| {
@@ -76,28 +76,29 @@ async fn a_change_of_the_servers_configuration_is_told() {
     assert_eq!(sidecar.ask(&post("order-1")).await.status(), 201);
     let (status, metrics) = admin("/metrics").await;
     assert!(metrics.contains("durability=\"synced\""), "{status} {metrics}");
-    // What can lose records is told.
+    // A setting that can lose records is logged.
     server.command(&["CONFIG", "SET", "appendfsync", "everysec"]).unwrap();
     assert_eq!(admin("/readyz").await.0, 200);
     let (_, metrics) = admin("/metrics").await;
     assert!(metrics.contains("durability=\"buffered\"") && !metrics.contains("synced"), "{metrics}");
-    // What will lose them is refused, and what is there is replayed.
+    // A setting that will lose records refuses new keys, and existing ones are replayed.
     server.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
     assert_eq!(admin("/readyz").await.0, 503);
     sidecar.ask(&post("order-2")).await.is_problem(503, "store-unavailable");
     assert!(sidecar.ask(&post("order-1")).await.has_status(201).is_replay());
     server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
-    until("it is ready again", async || admin("/readyz").await.0 == 200).await;
+    until("the sidecar is ready again", async || admin("/readyz").await.0 == 200).await;
     until("new keys are executed again", async || sidecar.ask(&post("order-2")).await.status() == 201).await;
-    // A right that is taken away, too.
+    // The same for a right that is taken away.
     server.command(&["ACL", "SETUSER", "app", "-hset"]).unwrap();
     sidecar.ask(&post("order-3")).await.is_problem(503, "store-unavailable");
     let (status, why) = admin("/readyz").await;
     assert!(status == 503 && why.contains("does not allow the user HSET on oncegate:*"), "{status} {why}");
-    until("it is degraded", async || admin("/metrics").await.1.contains("\noncegate_degraded 1")).await;
+    until("the sidecar is degraded", async || admin("/metrics").await.1.contains("\noncegate_degraded 1"))
+        .await;
     assert!(sidecar.ask(&post("order-1")).await.has_status(201).is_replay());
     server.command(&["ACL", "SETUSER", "app", "+hset"]).unwrap();
-    until("it is ready again", async || admin("/readyz").await.0 == 200).await;
+    until("the sidecar is ready again", async || admin("/readyz").await.0 == 200).await;
     until("new keys are executed again", async || sidecar.ask(&post("order-3")).await.status() == 201).await;
     assert_eq!(service.requests(), 3);
     sidecar.process.signal(Signal::TERM);
@@ -107,9 +108,9 @@ async fn a_change_of_the_servers_configuration_is_told() {
     }
 }
 
-/// Two services have an order 1 each, and one store.
+/// Two services each have an order 1, and share one store.
 #[tokio::test]
-async fn services_that_share_a_server_share_no_keys() {
+async fn services_on_one_server_do_not_share_keys() {
     const OTHER: &str = "HTTP/1.1 201 Created\r\nContent-Length: 5\r\n\r\nstock";
     let (server, orders, stock) =
         (server(), Service::new().await.answers(OK), Service::new().await.answers(OTHER));
@@ -123,9 +124,9 @@ async fn services_that_share_a_server_share_no_keys() {
     let answer = other.ask(&ask).await;
     assert_eq!((answer.text(), answer.is_replay()), ("stock", false), "another service's answer");
     let again = start("orders", orders.address).await.ask(&ask).await;
-    assert_eq!((again.text(), again.is_replay()), ("receipt", true), "the service's own answer");
+    assert_eq!((again.text(), again.is_replay()), ("receipt", true), "the service's own response");
 
-    // Without a name nothing is started, and check says what to do.
+    // Without a name the sidecar does not start, and check prints what to do.
     for subcommand in ["proxy", "check"] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
         command.args([subcommand, "--to", "http://127.0.0.1:9"]).env("ONCEGATE_STORE", server.url());
@@ -137,7 +138,7 @@ async fn services_that_share_a_server_share_no_keys() {
 }
 
 #[tokio::test]
-async fn check_says_what_the_server_can_lose() {
+async fn check_reports_what_the_server_can_lose() {
     let dir = tempfile::tempdir().unwrap();
     let check = async |url: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));

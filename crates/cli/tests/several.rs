@@ -194,7 +194,7 @@ async fn of_200_equal_requests_to_both_one_executes_and_all_get_its_answer(store
         replays += usize::from(answer.is_replay());
     }
     assert_eq!(replays, 199);
-    service.stays_alone().await;
+    service.is_not_called().await;
     until("nobody waits", async || store.watched() == 0).await;
 }
 
@@ -303,7 +303,7 @@ async fn after_the_owner_was_killed_the_outcome_is_unknown_under_park(store: Sha
     // It waits for the lease to run out, and is then told what nobody knows.
     two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
     two.ask(&order("one")).await.is_problem(500, "outcome-unknown");
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 async fn after_the_owner_was_killed_the_other_one_executes_under_reexecute(store: Shared) {
@@ -355,7 +355,7 @@ async fn an_owner_that_slept_through_its_lease_is_fenced(store: Shared) {
         let replay = sidecar.ask(&order("one")).await;
         assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing(store: Shared) {
@@ -366,7 +366,7 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
     let two = store.sidecar(&service, &[&flags[..], &["--wait=5m"]].concat()).await;
     let mut first = one.connect().await;
     first.send(order("one")).await;
-    one.process.says("failpoint executing").await;
+    one.process.logs("failpoint executing").await;
     // The other one executes when the lease has ended, and its client has a definite answer.
     let mut other = two.connect().await;
     other.send(order("one")).await;
@@ -379,14 +379,14 @@ async fn a_process_that_was_stopped_between_the_grant_and_the_send_sends_nothing
     first.message().await.is_problem(409, "request-in-progress");
     let replay = one.ask(&order("one")).await;
     assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 2", true));
-    service.stays_alone().await;
+    service.is_not_called().await;
 
     // Where nobody came meanwhile, its lease is renewed, and it executes.
     let mut command = store.command(&service, &flags);
     let mut alone = Sidecar::run(command.env("ONCEGATE_FAILPOINT", "stop:executing")).await;
     let mut client = alone.connect().await;
     client.send(order("two")).await;
-    alone.process.says("failpoint executing").await;
+    alone.process.logs("failpoint executing").await;
     tokio::time::sleep(Duration::from_millis(LEASE_MILLIS + 100)).await;
     alone.process.signal(Signal::CONT);
     let (mut wire, executed) = service.next(wire).await;
@@ -425,7 +425,7 @@ async fn clocks_an_hour_apart_change_nothing(store: Shared) {
             let replay = sidecar.ask(&order(&key)).await;
             assert_eq!((replay.has_status(201).text(), replay.is_replay()), ("receipt 1", true));
         }
-        service.stays_alone().await;
+        service.is_not_called().await;
 
         // One dies, and the other one takes over when the lease has ended by the store's clock.
         let key = format!("killed {off}");

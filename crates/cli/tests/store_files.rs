@@ -1,4 +1,4 @@
-//! Files that a store's URL names are looked for where the other files of a configuration are.
+//! File names in a store's URL are resolved like the other file names of a configuration.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A server that agrees to TLS and then hangs up. It notes whether the client began with TLS, for which a client needs to
-/// have read the files of its URL.
+/// A server that accepts TLS and then hangs up. It records whether the client began with TLS, because for that a client has
+/// to read the files of its URL.
 struct Server {
     port: u16,
     begun: Arc<Mutex<Vec<bool>>>,
@@ -24,7 +24,7 @@ impl Server {
         std::thread::spawn(move || {
             while let Ok((mut stream, _)) = listener.accept() {
                 stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-                // PostgreSQL's SSLRequest, and its answer.
+                // PostgreSQL's SSLRequest, and its response.
                 if is_postgres {
                     let mut ask = [0; 8];
                     let _asked = stream.read_exact(&mut ask).and_then(|()| stream.write_all(b"S"));
@@ -38,14 +38,14 @@ impl Server {
         Self { port, begun }
     }
 
-    /// Whether the clients since the last time began with TLS.
+    /// Whether a client began with TLS since the last call.
     fn begun(&self) -> bool {
         let begun = std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner));
         !begun.is_empty() && begun.iter().all(|begun| *begun)
     }
 }
 
-/// What `check` prints.
+/// The output of `check`.
 fn check(directory: &Path, args: &[&str], store: Option<&str>) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command.arg("check").args(args).env_clear().current_dir(directory).stdin(Stdio::null());
@@ -62,13 +62,13 @@ fn write_certificates(directory: &Path) {
     fs::write(directory.join("key.pem"), made.signing_key.serialize_pem()).unwrap();
 }
 
-fn is_found_where_the_configuration_says(server: &Server, url: &str) {
+fn is_resolved_by_the_configuration(server: &Server, url: &str) {
     let dir = tempfile::tempdir().unwrap();
     let (conf, elsewhere) = (dir.path().join("con f+é"), dir.path().join("elsewhere"));
     fs::create_dir(&elsewhere).unwrap();
     write_certificates(&conf.join("tls"));
 
-    // In the file: relative to the directory of the file.
+    // In the configuration file: relative to the directory of that file.
     let file = conf.join("oncegate.toml");
     let tiered = format!("cached(cache=memory:,store={url})");
     for store in [url, &tiered] {
@@ -79,18 +79,18 @@ fn is_found_where_the_configuration_says(server: &Server, url: &str) {
         assert!(server.begun(), "{store}: {said}");
         assert!(!said.contains("tls/"), "{said}");
     }
-    // In the environment and in a flag: relative to the working directory, whether or not there is a file.
+    // In the environment and in a flag: relative to the working directory, with or without a configuration file.
     fs::write(&file, "lease = \"10s\"\n").unwrap();
     let config = ["--config", file.to_str().unwrap()];
     for args in [&config[..], &[]] {
         assert!(!check(&elsewhere, args, Some(url)).is_empty());
-        assert!(!server.begun(), "a file was found that is not there");
+        assert!(!server.begun(), "the program read a file that does not exist");
         let said = check(&conf, args, Some(url));
         assert!(server.begun(), "{said}");
         let said = check(&conf, &[args, &["--store", url]].concat(), None);
         assert!(server.begun(), "{said}");
     }
-    // As it is where it is absolute.
+    // An absolute name is used as it is.
     let absolute =
         url.replace("tls/", &format!("{}/tls/", conf.display()).replace('+', "%2B").replace(' ', "%20"));
     fs::write(&file, format!("store = \"{absolute}\"\n")).unwrap();
@@ -99,23 +99,23 @@ fn is_found_where_the_configuration_says(server: &Server, url: &str) {
 }
 
 #[test]
-fn of_redis() {
+fn files_of_a_redis_url_are_found() {
     let server = Server::start(false);
     let url = format!("rediss://127.0.0.1:{}/0?timeout=500ms&ca=tls/ca.pem", server.port);
-    is_found_where_the_configuration_says(&server, &url);
+    is_resolved_by_the_configuration(&server, &url);
 }
 
 #[test]
-fn of_postgres() {
+fn files_of_a_postgres_url_are_found() {
     let server = Server::start(true);
     let files = "sslmode=verify-ca&sslrootcert=tls/c%61.pem&sslcert=tls/ca.pem&sslkey=tls/key.pem";
     let url = format!("postgres://app:p%40ss@127.0.0.1:{}/shop?{files}&application_name=a+b", server.port);
-    is_found_where_the_configuration_says(&server, &url);
+    is_resolved_by_the_configuration(&server, &url);
 }
 
-/// Its sidecars are processes of their own.
+/// The sidecars of a demo are processes of their own.
 #[test]
-fn of_a_demonstration() {
+fn files_of_a_demo_store_are_found() {
     let server = Server::start(false);
     let dir = tempfile::tempdir().unwrap();
     write_certificates(&dir.path().join("tls"));

@@ -1,10 +1,10 @@
-//! What the bodies of requests with a key may hold together.
+//! The budget that the bodies of requests with a key share.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::OK;
-use crate::support::{Message, PATIENCE, Service, Sidecar, Wire, request, until};
+use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request, until};
 
 const BUDGET: usize = 100_000;
 const FLAGS: [&str; 3] = ["--request-budget=100000", "--max-request-body=100000", "--threads=1"];
@@ -14,9 +14,9 @@ fn key() -> String {
     format!("Idempotency-Key: key-{}", NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A request with a body of so many octets, and a key that no other has.
-fn post(octets: usize) -> String {
-    request("POST", "/orders", &[&key()], &"x".repeat(octets))
+/// A request with a body of this size, and a key of its own.
+fn post(bytes: usize) -> String {
+    request("POST", "/orders", &[&key()], &"x".repeat(bytes))
 }
 
 fn is_overloaded(answer: &Message) {
@@ -26,21 +26,22 @@ fn is_overloaded(answer: &Message) {
     assert_eq!(answer.get("cache-control"), Some("no-store"));
 }
 
-/// A client that has sent so many octets of a body that goes on.
-async fn holding(sidecar: &Sidecar, octets: usize) -> Wire {
-    let give_up = Instant::now() + PATIENCE;
+/// A client that has sent this many bytes of an unfinished body.
+async fn holding(sidecar: &Sidecar, bytes: usize) -> Wire {
+    let give_up = Instant::now() + TIMEOUT;
     loop {
         let mut wire = sidecar.connect().await;
         let head = format!(
             "POST /orders HTTP/1.1\r\nHost: orders.test\r\n{}\r\nContent-Length: {BUDGET}\r\n\r\n{}",
             key(),
-            "x".repeat(octets)
+            "x".repeat(bytes)
         );
         wire.send(head).await;
-        // It is held when there is no more room for what would not fit beside it. Where that came first, this one is refused.
+        // The budget holds the body as soon as a body that exceeds the rest is refused. If that one came first, this
+        // one is refused.
         loop {
-            assert!(Instant::now() < give_up, "it is never held");
-            if sidecar.ask(&post(BUDGET - octets + 1)).await.status() == 503 {
+            assert!(Instant::now() < give_up, "the budget never holds the body");
+            if sidecar.ask(&post(BUDGET - bytes + 1)).await.status() == 503 {
                 return wire;
             }
             if tokio::time::timeout(Duration::from_millis(20), wire.try_head()).await.is_ok() {
@@ -50,13 +51,13 @@ async fn holding(sidecar: &Sidecar, octets: usize) -> Wire {
     }
 }
 
-/// Everything is given back.
-async fn all_is_free(sidecar: &Sidecar) {
-    until("everything was given back", async || sidecar.ask(&post(BUDGET)).await.status() == 200).await;
+/// Asserts that the whole budget is free.
+async fn budget_is_free(sidecar: &Sidecar) {
+    until("the whole budget is free", async || sidecar.ask(&post(BUDGET)).await.status() == 200).await;
 }
 
 #[tokio::test]
-async fn what_fits_beside_the_others_is_taken_and_an_octet_more_is_not() {
+async fn a_body_that_fills_the_budget_is_accepted_and_one_byte_more_is_refused() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &FLAGS).await;
     sidecar.ask(&post(BUDGET)).await.has_status(200);
@@ -68,23 +69,23 @@ async fn what_fits_beside_the_others_is_taken_and_an_octet_more_is_not() {
         is_overloaded(&sidecar.ask(&refused).await);
     }
     assert_eq!(service.requests(), asked + 3);
-    // Without a key, and without a body, nothing is held.
+    // A request without a key, or without a body, uses no budget.
     sidecar.ask(&request("POST", "/orders", &[], &"x".repeat(50_000))).await.has_status(200);
     sidecar.ask(&request("POST", "/orders", &[&key()], "")).await.has_status(200);
-    // Nothing was claimed: the same key is free for another request.
+    // The refused request claimed no key: the same key is free for another request.
     let taken = key();
     is_overloaded(&sidecar.ask(&request("POST", "/orders", &[&taken], &"x".repeat(40_001))).await);
     sidecar.ask(&request("POST", "/orders", &[&taken], "{}")).await.has_status(200);
     held.send("x".repeat(40_000)).await;
     held.message().await.has_status(200);
-    all_is_free(&sidecar).await;
+    budget_is_free(&sidecar).await;
     let metrics =
         crate::support::ask(sidecar.admin, "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n").await;
     assert!(metrics.text().contains("oncegate_requests_total{outcome=\"overloaded\",status=\"5xx\"}"));
 }
 
 #[tokio::test]
-async fn whatever_becomes_of_a_request_what_it_held_is_given_back() {
+async fn every_end_of_a_request_gives_its_budget_back() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &FLAGS).await;
     let chunked = |chunks: &str| {
@@ -96,16 +97,16 @@ async fn whatever_becomes_of_a_request_what_it_held_is_given_back() {
     let chunk = format!("ea60\r\n{}\r\n", "x".repeat(60_000));
     let again = post(60_000);
     for _ in 0..5 {
-        // A client that hangs up, one that breaks its framing, and one that says too much.
+        // A client that hangs up, one that breaks the framing, and one whose body is too long.
         drop(holding(&sidecar, 60_000).await);
-        all_is_free(&sidecar).await;
+        budget_is_free(&sidecar).await;
         sidecar.ask(&chunked(&format!("{chunk}zz\r\n"))).await.has_status(400);
         sidecar.ask(&chunked(&format!("{chunk}{chunk}0\r\n\r\n"))).await;
-        all_is_free(&sidecar).await;
+        budget_is_free(&sidecar).await;
         // A replay, a mismatch, and a refusal.
         sidecar.ask(&again).await.has_status(200);
         sidecar.ask(&again.replace("xx", "yy")).await.is_problem(422, "key-reused");
-        all_is_free(&sidecar).await;
+        budget_is_free(&sidecar).await;
     }
     let gone = Service::new().await;
     let address = gone.address;
@@ -117,7 +118,7 @@ async fn whatever_becomes_of_a_request_what_it_held_is_given_back() {
 }
 
 #[tokio::test]
-async fn a_body_is_held_until_a_slow_service_has_it() {
+async fn a_body_uses_the_budget_until_a_slow_service_has_read_it() {
     const LARGE: usize = 40 * 1024 * 1024;
     let service = Service::new().await;
     let budget = format!("--request-budget={LARGE}");
@@ -125,7 +126,7 @@ async fn a_body_is_held_until_a_slow_service_has_it() {
     let sidecar = Sidecar::start(service.address, &[&budget, &body, "--threads=1"]).await;
     let mut client = sidecar.connect().await;
     client.send(post(LARGE)).await;
-    // It reads the head, and for now nothing more: more than the sockets hold stays in the sidecar.
+    // The service reads the head, and for now nothing more: what the sockets cannot hold stays in the sidecar.
     let mut wire = service.accept().await;
     let head = wire.head().await;
     let small = post(1024 * 1024);
@@ -145,7 +146,7 @@ async fn a_body_is_held_until_a_slow_service_has_it() {
 }
 
 #[tokio::test]
-async fn many_tiny_pieces_count_for_more_than_their_octets() {
+async fn many_tiny_pieces_use_more_budget_than_their_bytes() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &FLAGS).await;
     let pieces = |count: usize| {
@@ -159,11 +160,11 @@ async fn many_tiny_pieces_count_for_more_than_their_octets() {
     let mut wire = sidecar.connect().await;
     let _refused_before_its_end = wire.try_send(pieces(20_000)).await;
     is_overloaded(&wire.message().await);
-    all_is_free(&sidecar).await;
+    budget_is_free(&sidecar).await;
 }
 
 #[tokio::test]
-async fn threads_share_it() {
+async fn threads_share_the_budget() {
     let service = Service::new().await.answers(OK);
     let flags = ["--request-budget=8MiB", "--max-request-body=1MiB", "--threads=4"];
     let sidecar = Sidecar::start(service.address, &flags).await;
@@ -179,9 +180,9 @@ async fn threads_share_it() {
         wire.send(head + &"x".repeat(part)).await;
         wires.push(wire);
     }
-    // Some have room, on whatever thread they are, and the others are told so before their bodies end.
+    // Some requests have space, on any thread; the others are refused before their bodies end.
     let mut refused = 0;
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + TIMEOUT;
     while refused < 8 {
         assert!(Instant::now() < give_up, "{refused} refused");
         let mut wire = wires.remove(0);
@@ -203,5 +204,5 @@ async fn threads_share_it() {
         }
     }
     assert!((1..=8).contains(&taken), "{taken} taken, {refused} refused");
-    until("everything was given back", async || sidecar.ask(&post(1_000_000)).await.status() == 200).await;
+    until("the whole budget is free", async || sidecar.ask(&post(1_000_000)).await.status() == 200).await;
 }

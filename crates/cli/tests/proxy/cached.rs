@@ -1,16 +1,16 @@
-//! Sidecars with answers in front of their records: either part may be lost.
+//! Sidecars with a cache of responses in front of their store: either part may be lost.
 
 use std::process::Command;
 
 use oncegate_servers::{PostgresServer, RedisOptions, RedisServer};
 use rustix::process::Signal;
 
-use crate::support::{Answering, Message, Service, Sidecar, ask, request, sidecar, until};
+use crate::support::{FixedService, Message, Service, Sidecar, ask, request, sidecar, until};
 use crate::{KEY, OK};
 
 const OTHER: &str = "Idempotency-Key: intent-2";
 
-async fn start(store: &str, service: &Answering) -> Sidecar {
+async fn start(store: &str, service: &FixedService) -> Sidecar {
     let mut command = sidecar(&format!("http://{}", service.address));
     Sidecar::run(command.env("ONCEGATE_STORE", store).env("ONCEGATE_LOG", "info")).await
 }
@@ -25,8 +25,8 @@ async fn metric(sidecar: &Sidecar, name: &str) -> f64 {
     line.unwrap_or_else(|| panic!("no {name} in {}", metrics.text())).trim().parse().unwrap()
 }
 
-/// Sees what the sidecar said, which ends here, and that it did not say a password.
-async fn said(mut sidecar: Sidecar, passwords: &[&str]) -> String {
+/// The log of the sidecar, which ends here. Asserts that the log contains no password.
+async fn stop_and_read_log(mut sidecar: Sidecar, passwords: &[&str]) -> String {
     sidecar.process.signal(Signal::TERM);
     let out = sidecar.process.output().await.join("\n");
     let text = format!("{out}\n{}", sidecar.process.errors().await);
@@ -37,7 +37,7 @@ async fn said(mut sidecar: Sidecar, passwords: &[&str]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_redis_before_a_postgres() {
+async fn redis_caches_the_responses_of_postgres() {
     let mut postgres = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let with_login = RedisOptions::new().with_user("app", "hunter2", "~* &* +@all");
     let mut redis = RedisServer::start(with_login.with("maxmemory-policy allkeys-lru")).unwrap();
@@ -64,33 +64,37 @@ async fn a_redis_before_a_postgres() {
     let asked = request("POST", "/orders", &[KEY], "{}");
     let new = request("POST", "/orders", &[OTHER], "{}");
     assert!(!one.ask(&asked).await.has_status(200).is_replay());
-    // The other sidecar replays from the cache that they share.
+    // The other sidecar replays from the shared cache.
     until("the other sidecar replays it from the cache", async || {
         assert!(two.ask(&asked).await.has_status(200).is_replay());
         metric(&two, "oncegate_cache_claims_total{result=\"hit\"}").await > 0.0
     })
     .await;
-    // Whichever of them put it there, one did.
-    until("the fill is counted", async || {
+    // One of the two sidecars has put it there.
+    until("the cache write is counted", async || {
         let filled = "oncegate_cache_fills_total{result=\"filled\"}";
         metric(&one, filled).await + metric(&two, filled).await == 1.0
     })
     .await;
     two.ask(&request("POST", "/orders", &[KEY], "{\"other\":1}")).await.is_problem(422, "key-reused");
 
-    // The database is away: what is done replays, at both, and nothing new begins.
+    // The database is away: both sidecars replay finished requests, and execute nothing new.
     postgres.stop_immediately().unwrap();
     assert!(one.ask(&asked).await.has_status(200).is_replay());
     assert!(two.ask(&asked).await.has_status(200).is_replay());
     one.ask(&new).await.is_problem(503, "store-unavailable");
     assert_eq!(metric(&one, "oncegate_degraded").await, 1.0);
     assert!(one.ask(&asked).await.has_status(200).is_replay());
-    assert_eq!(metric(&one, "oncegate_degraded").await, 1.0, "a replay from the front changes nothing of it");
+    assert_eq!(
+        metric(&one, "oncegate_degraded").await,
+        1.0,
+        "a replay from the cache does not end the degradation"
+    );
     admin(&one, "/readyz").await.has_status(503);
     postgres.start_again().unwrap();
-    until("new requests are taken again", async || one.ask(&new).await.status() == 200).await;
+    until("new requests are executed again", async || one.ask(&new).await.status() == 200).await;
 
-    // The front is away, also from the start of a third sidecar.
+    // The cache is away, also from the start of a third sidecar.
     redis.kill();
     assert!(one.ask(&asked).await.has_status(200).is_replay());
     let third = start(&store, &service).await;
@@ -100,7 +104,7 @@ async fn a_redis_before_a_postgres() {
     assert!(ok && text.contains("warn  cache redis://127.0.0.1:"), "{text}");
     redis.restart().unwrap();
     for sidecar in [&one, &third] {
-        until("the front is used again", async || {
+        until("the cache is used again", async || {
             assert!(sidecar.ask(&asked).await.has_status(200).is_replay());
             metric(sidecar, "oncegate_cache_claims_total{result=\"hit\"}").await > 0.0
                 && metric(sidecar, "oncegate_cache_out").await == 0.0
@@ -108,27 +112,27 @@ async fn a_redis_before_a_postgres() {
         .await;
     }
     assert_eq!(service.requests(), 2, "one effect for each key");
-    assert!(said(one, &passwords).await.contains("store cached(cache=redis://127.0.0.1:"));
-    said(two, &passwords).await;
-    assert!(said(third, &passwords).await.contains("it is left out, and tried again"));
+    assert!(stop_and_read_log(one, &passwords).await.contains("store cached(cache=redis://127.0.0.1:"));
+    stop_and_read_log(two, &passwords).await;
+    assert!(stop_and_read_log(third, &passwords).await.contains("it is left out, and tried again"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn memory_before_a_directory() {
+async fn memory_caches_the_responses_of_a_directory() {
     let dir = tempfile::tempdir().unwrap();
     let store = format!("cached(cache=memory:1MiB,store={},keep=10m)", dir.path().join("records").display());
     let service = Service::new().await.answers(OK);
     let asked = request("POST", "/orders", &[KEY], "{}");
     let first = start(&store, &service).await;
     assert!(!first.ask(&asked).await.has_status(200).is_replay());
-    until("the front has it", async || {
+    until("the cache has the response", async || {
         metric(&first, "oncegate_cache_fills_total{result=\"filled\"}").await == 1.0
     })
     .await;
     assert!(first.ask(&asked).await.has_status(200).is_replay());
     assert_eq!(metric(&first, "oncegate_cache_claims_total{result=\"hit\"}").await, 1.0);
-    assert!(said(first, &[]).await.contains(&format!("store {store}")));
-    // The directory is free again, and knows.
+    assert!(stop_and_read_log(first, &[]).await.contains(&format!("store {store}")));
+    // The directory is free again, and has the record.
     let second = start(&store, &service).await;
     assert!(second.ask(&asked).await.has_status(200).is_replay());
     assert_eq!(metric(&second, "oncegate_cache_claims_total{result=\"miss\"}").await, 1.0);

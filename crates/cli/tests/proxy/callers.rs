@@ -1,4 +1,4 @@
-//! Who may get whose answer: callers that are told apart, and those that are not.
+//! Callers that the sidecar tells apart, callers that it does not, and the responses that each gets.
 
 use rustix::process::Signal;
 
@@ -8,7 +8,7 @@ use crate::{KEY, OK};
 const SESSION: &str = "Cookie: sid=ada";
 
 #[tokio::test]
-async fn while_nobody_has_said_how_callers_are_told_apart_the_log_says_what_holds() {
+async fn without_a_configured_scope_credentials_are_refused_and_the_log_explains_it() {
     let service = Service::new().await.answers(OK);
     let mut open = Sidecar::start(service.address, &[]).await;
     for cookie in [SESSION, "Cookie: sid=eve"] {
@@ -19,7 +19,7 @@ async fn while_nobody_has_said_how_callers_are_told_apart_the_log_says_what_hold
         .await
         .is_problem(400, "scope-not-set");
     assert_eq!(service.requests(), 0);
-    // One request without any credential shares the scope of all others.
+    // Requests without any credential share one scope.
     assert!(!open.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200).is_replay());
     assert!(open.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200).is_replay());
     open.process.signal(Signal::TERM);
@@ -41,7 +41,7 @@ async fn while_nobody_has_said_how_callers_are_told_apart_the_log_says_what_hold
 }
 
 #[tokio::test]
-async fn keys_of_the_body_are_not_started_with_callers_that_are_not_told_apart() {
+async fn keys_from_the_body_need_a_scope_that_tells_callers_apart() {
     for scope in [None, Some("--scope=header:x-tenant"), Some("--scope=cookie:sid")] {
         let mut command = sidecar("http://127.0.0.1:9");
         command.args(["--store=memory:", "--key-json=/cart"]).args(scope);
@@ -58,9 +58,9 @@ async fn keys_of_the_body_are_not_started_with_callers_that_are_not_told_apart()
     }
 }
 
-/// RFC 9110, 7.6.1 lets a client name fields that end at the first hop.
+/// RFC 9110, 7.6.1 lets a client name header fields that end at the first hop.
 #[tokio::test]
-async fn a_client_cannot_hide_from_the_service_what_its_key_goes_by() {
+async fn a_client_cannot_hide_its_scope_or_key_from_the_service() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--scope=required-header:x-tenant"]).await;
     let mut client = sidecar.connect().await;
@@ -75,7 +75,7 @@ async fn a_client_cannot_hide_from_the_service_what_its_key_goes_by() {
 }
 
 #[tokio::test]
-async fn a_caller_that_has_to_say_who_it_is_is_asked_for_it() {
+async fn a_caller_without_the_required_credential_is_asked_for_it() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &["--scope=required-header:authorization"]).await;
     for fields in [&[KEY][..], &[KEY, "Authorization:"], &[KEY, "Authorization: Bearer"]] {

@@ -1,4 +1,4 @@
-//! What the sidecar is told, and what it says where that is wrong.
+//! The configuration of the sidecar, and its messages about mistakes.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use tokio::process::Command;
 use crate::support::{Process, Service, Sidecar, request, sidecar};
 use crate::{KEY, OK};
 
-/// Runs it, and gives its exit code and what it said on the standard error.
+/// Runs the command, and returns its exit code and its standard error.
 async fn refused(command: &mut Command) -> (i32, String) {
     let mut process = Process::start(command);
     let code = process.ended().await.code().expect("an exit code");
@@ -16,7 +16,7 @@ async fn refused(command: &mut Command) -> (i32, String) {
 }
 
 #[tokio::test]
-async fn what_is_unknown_is_an_error_with_a_suggestion() {
+async fn an_unknown_setting_is_an_error_with_a_suggestion() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let to = "http://127.0.0.1:9";
@@ -45,7 +45,7 @@ async fn what_is_unknown_is_an_error_with_a_suggestion() {
 }
 
 #[tokio::test]
-async fn every_mistake_is_named_at_once() {
+async fn all_mistakes_are_reported_at_once() {
     let mut command = sidecar("http://127.0.0.1:9");
     command.args([
         "--store=memory:",
@@ -82,7 +82,7 @@ async fn the_store_is_the_same_one_from_every_working_directory() {
         command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--config", named]);
         let mut sidecar = Sidecar::run(command.current_dir(place)).await;
         let line = sidecar.process.first_line().await;
-        // The first one is named by a path with dots in it.
+        // The first name has dots in its path.
         let shown = if is_new { place.join("../records") } else { store.clone() };
         assert!(line.ends_with(&format!("store {}", shown.display())), "{line}");
         let answer = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
@@ -105,7 +105,7 @@ async fn a_store_that_must_exist_is_not_created() {
     let flag = format!("--store={}", store.display());
     for makes in [false, true] {
         if makes {
-            // The mount point is there, and nothing is mounted.
+            // The mount point exists, but nothing is mounted.
             fs::create_dir(&store).unwrap();
         }
         let mut command = sidecar("http://127.0.0.1:9");
@@ -113,7 +113,7 @@ async fn a_store_that_must_exist_is_not_created() {
         assert_eq!(code, 1);
         assert!(said.contains(store.to_str().unwrap()) && said.contains("there is no store"), "{said}");
     }
-    assert!(fs::read_dir(&store).unwrap().next().is_none(), "nothing is created");
+    assert!(fs::read_dir(&store).unwrap().next().is_none(), "no store is created");
     let service = Service::new().await.answers(OK);
     let mut first = Sidecar::start(service.address, &[&flag]).await;
     first.process.signal(rustix::process::Signal::TERM);
@@ -122,7 +122,7 @@ async fn a_store_that_must_exist_is_not_created() {
 }
 
 #[tokio::test]
-async fn a_store_in_use_is_named() {
+async fn the_error_names_a_store_that_is_in_use() {
     let directory = tempfile::tempdir().unwrap();
     let store = format!("--store={}", directory.path().join("store").display());
     let service = Service::new().await;
@@ -134,7 +134,7 @@ async fn a_store_in_use_is_named() {
 }
 
 #[tokio::test]
-async fn an_address_in_use_is_named() {
+async fn the_error_names_an_address_that_is_in_use() {
     let service = Service::new().await;
     for threads in ["--threads=1", "--threads=2"] {
         let first = Sidecar::start(service.address, &[threads]).await;
@@ -150,7 +150,7 @@ async fn an_address_in_use_is_named() {
     }
 }
 
-/// The warning that a store is new comes with the start that serves.
+/// The warning about a new store comes only with a start that serves requests.
 #[tokio::test]
 async fn a_start_that_fails_creates_no_store() {
     let directory = tempfile::tempdir().unwrap();
@@ -170,7 +170,7 @@ async fn a_start_that_fails_creates_no_store() {
         assert_eq!(code, 1, "{said}");
         assert!(!path.exists(), "{flags:?}: {said}");
     }
-    // Another one starts, and one with a setting for it does not take what is not there.
+    // A start without mistakes creates the store.
     let to = format!("http://{}", service.address);
     let mut sidecar = Sidecar::run(sidecar(&to).arg(&store)).await;
     sidecar.ask(&request("POST", "/", &[KEY], "{}")).await.has_status(200);
@@ -178,9 +178,9 @@ async fn a_start_that_fails_creates_no_store() {
     assert!(sidecar.process.errors().await.contains("a new, empty store was created"));
 }
 
-/// A name that was mistaken must not become an empty store.
+/// A mistyped directory name must not become an empty store.
 #[tokio::test]
-async fn no_store_is_created_among_other_things() {
+async fn no_store_is_created_in_a_directory_with_other_files() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("ledger.csv"), "").unwrap();
     let elsewhere = tempfile::tempdir().unwrap();
@@ -193,7 +193,7 @@ async fn no_store_is_created_among_other_things() {
         assert!(said.contains("holds other things, such as ledger.csv"), "{said}");
     }
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
-    // The root of a file system is empty in the same sense.
+    // The root of a new file system counts as empty.
     let disk = tempfile::tempdir().unwrap();
     fs::create_dir(disk.path().join("lost+found")).unwrap();
     let service = Service::new().await.answers(OK);
@@ -201,7 +201,7 @@ async fn no_store_is_created_among_other_things() {
 }
 
 #[tokio::test]
-async fn files_of_tls_that_are_none_are_named() {
+async fn the_error_names_invalid_tls_files() {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = directory.path().join(name);
@@ -220,7 +220,7 @@ async fn files_of_tls_that_are_none_are_named() {
 }
 
 #[tokio::test]
-async fn one_line_says_where_it_listens() {
+async fn one_line_names_the_listening_address() {
     let service = Service::new().await.answers(OK);
     let mut sidecar = Sidecar::start(service.address, &[]).await;
     sidecar.ask(&request("POST", "/", &[KEY], "{}")).await.has_status(200);
@@ -250,7 +250,7 @@ async fn a_key_is_never_logged() {
 }
 
 #[tokio::test]
-async fn routes_have_their_own_ways() {
+async fn routes_have_settings_of_their_own() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let routes = r#"

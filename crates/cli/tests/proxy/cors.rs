@@ -1,4 +1,4 @@
-//! Pages of other origins: what a browser needs to read on replays and refusals, and what it asks before it sends.
+//! Pages of other origins: the headers that a browser needs to read replays and refusals, and its preflight requests.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -11,16 +11,16 @@ use rustix::process::Signal;
 use tokio::process::Command;
 use tokio::sync::mpsc;
 
-use crate::support::{Answering, Message, Process, Service, Sidecar, request};
+use crate::support::{FixedService, Message, Process, Service, Sidecar, request};
 use crate::{KEY, OK};
 
 const SHOP: &str = "Origin: https://shop.example";
 const OTHER: &str = "Origin: https://other.example";
-/// A service that knows of browsers itself.
+/// A service that handles CORS itself.
 const OWN: &str = "HTTP/1.1 201 Created\r\nAccess-Control-Allow-Origin: *\r\nAccess-Control-Allow-Headers: *\r\n\
     Access-Control-Expose-Headers: X-Order\r\nX-Order: 7\r\nContent-Length: 4\r\n\r\npaid";
 
-async fn start(answer: &'static str, flags: &[&str]) -> (Answering, Sidecar) {
+async fn start(answer: &'static str, flags: &[&str]) -> (FixedService, Sidecar) {
     let service = Service::new().await.answers(answer);
     let sidecar = Sidecar::start(service.address, flags).await;
     (service, sidecar)
@@ -36,7 +36,7 @@ fn exposed(answer: &Message) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn every_answer_can_be_read_by_pages_that_may() {
+async fn allowed_pages_can_read_every_response() {
     let flags = ["--cors-origins=https://shop.example,https://admin.example", "--cors-expose=X-Order"];
     let (service, sidecar) = start(OK, &flags).await;
     let first = sidecar.ask(&post_from(SHOP, "{}")).await;
@@ -66,7 +66,7 @@ async fn every_answer_can_be_read_by_pages_that_may() {
 }
 
 #[tokio::test]
-async fn a_service_that_says_who_may_read_has_the_last_word() {
+async fn cors_headers_of_the_service_take_precedence() {
     let (_service, sidecar) = start(OWN, &["--cors-origins=https://shop.example"]).await;
     let first = sidecar.ask(&post_from(SHOP, "{}")).await;
     assert_eq!(first.head.all("access-control-allow-origin"), ["*"]);
@@ -78,7 +78,7 @@ async fn a_service_that_says_who_may_read_has_the_last_word() {
 }
 
 #[tokio::test]
-async fn preflight_requests_of_pages_that_may_are_answered_and_others_are_for_the_service() {
+async fn preflight_requests_of_allowed_pages_are_answered_and_others_are_forwarded() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let routes = r#"
@@ -129,10 +129,10 @@ async fn preflight_requests_of_pages_that_may_are_answered_and_others_are_for_th
     assert_eq!(service.requests(), 4);
 }
 
-/// A browser that starts on a busy machine takes its time.
-const BROWSER_PATIENCE: Duration = Duration::from_secs(120);
+/// The time that a browser may take to start on a busy machine.
+const BROWSER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Fetches as a page does, and tells the test what the page could read of it.
+/// Fetches as a page does, and reports to the test what the page could read.
 const PAGE: &str = r#"<!doctype html><script type="module">
 const send = async (api, body) => {
   const headers = {"Content-Type": "application/json", "Idempotency-Key": "intent-1"};
@@ -153,7 +153,7 @@ for (const api of APIS)
 await fetch("/told", {method: "POST", body: JSON.stringify(told)});
 </script>"#;
 
-/// Serves the page, and hands on what it tells.
+/// Serves the page, and passes its reports on.
 async fn serve_page(apis: &[SocketAddr]) -> (SocketAddr, mpsc::Receiver<String>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -165,19 +165,19 @@ async fn serve_page(apis: &[SocketAddr]) -> (SocketAddr, mpsc::Receiver<String>)
         "/told",
         post(async move |text: String| {
             let told = told.lock().unwrap().take();
-            told.expect("a page that tells once").send(text).await.expect("a test that waits");
+            told.expect("the page reports once").send(text).await.expect("the test waits for the report");
         }),
     );
     tokio::spawn(async move { axum::serve(listener, routes).await });
     (address, hear)
 }
 
-/// The same in a browser. The second sidecar is not told of browsers: it shows that this one hides replays and refusals from
-/// the page there, although the service lets every page read.
+/// The same test in a browser. The second sidecar has no CORS settings: it shows that without them the page can read neither
+/// replays nor refusals, although the service lets every page read.
 #[tokio::test]
 async fn a_page_in_a_browser_reads_replays_and_refusals() {
     let service = Service::new().await.answers(OWN);
-    // Their origin is known once they serve, so all origins may read.
+    // The origin of the page is known only after the sidecars start, so all origins may read.
     let open = Sidecar::start(service.address, &["--cors-origins=*", "--cors-expose=X-Order"]).await;
     let closed = Sidecar::start(service.address, &[]).await;
     let (page, mut told) = serve_page(&[open.address, closed.address]).await;
@@ -194,8 +194,8 @@ async fn a_page_in_a_browser_reads_replays_and_refusals() {
     ]);
     command.arg(format!("--user-data-dir={}", profile.path().display())).env("HOME", profile.path());
     let mut browser = Process::start(command.arg(format!("http://{page}/")));
-    let told = tokio::time::timeout(BROWSER_PATIENCE, told.recv()).await;
-    let told = told.expect("waited in vain for what the page could read").expect("a page that tells");
+    let told = tokio::time::timeout(BROWSER_TIMEOUT, told.recv()).await;
+    let told = told.expect("the report of the page did not arrive in time").expect("the page reports");
     browser.signal(Signal::TERM);
     browser.ended().await;
 

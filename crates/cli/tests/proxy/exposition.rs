@@ -1,4 +1,4 @@
-//! The page of metrics, held against the formats that it is in and against the rules of `promtool check metrics`.
+//! The metrics page, checked against its formats and against the rules of `promtool check metrics`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ enum Format {
     OpenMetrics,
 }
 
-/// A metric with what is said of it and its samples: name, labels, value.
+/// A metric family with its description and its samples: name, labels, value.
 #[derive(Debug, Default)]
 struct Family {
     name: String,
@@ -24,7 +24,7 @@ struct Family {
     samples: Vec<(String, BTreeMap<String, String>, f64)>,
 }
 
-/// Reads a page strictly: every family once and in one piece, with HELP and TYPE in front of its samples, and no sample twice.
+/// Reads a page strictly: each family stands once and in one piece, HELP and TYPE come before its samples, and no sample repeats.
 fn parse(text: &str, format: Format) -> Result<Vec<Family>, String> {
     let text = match format {
         Format::OpenMetrics => text.strip_suffix("# EOF\n").ok_or("no end")?,
@@ -77,7 +77,7 @@ fn parse(text: &str, format: Format) -> Result<Vec<Family>, String> {
     Ok(families)
 }
 
-/// What the names of samples add to the name of their family.
+/// The suffixes that sample names add to the name of their family.
 fn suffixes(kind: &str, format: Format) -> &'static [&'static str] {
     match (kind, format) {
         ("counter", Format::OpenMetrics) => &["_total"],
@@ -106,10 +106,10 @@ fn is_snake_case(name: &str) -> bool {
 }
 
 /// Words that no name of a metric has: abbreviated units, units that are not base units, and types.
-const NOT_IN_NAMES: &str = "s ms us ns sec b kb mb gb tb pb m h d milliseconds microseconds nanoseconds minutes hours days \
+const FORBIDDEN_IN_NAMES: &str = "s ms us ns sec b kb mb gb tb pb m h d milliseconds microseconds nanoseconds minutes hours days \
      weeks kilobytes megabytes gigabytes kibibytes mebibytes gibibytes bits percent counter gauge histogram summary untyped";
 
-/// What `promtool check metrics` complains of, and what the two formats demand beyond their syntax.
+/// Checks the rules of `promtool check metrics` and the demands of the two formats beyond their syntax.
 fn lint(family: &Family, format: Format) -> Result<(), String> {
     let Family { name, kind, help, unit, samples } = family;
     let wrong = |why: &str| Err(format!("{name}: {why}"));
@@ -119,7 +119,7 @@ fn lint(family: &Family, format: Format) -> Result<(), String> {
     if help.trim().is_empty() || help.contains('\\') {
         return wrong("its help");
     }
-    if name.split('_').any(|word| NOT_IN_NAMES.split_whitespace().any(|bad| bad == word)) {
+    if name.split('_').any(|word| FORBIDDEN_IN_NAMES.split_whitespace().any(|bad| bad == word)) {
         return wrong("a word that its name should not have");
     }
     let is_counter = kind == "counter";
@@ -148,7 +148,7 @@ fn lint(family: &Family, format: Format) -> Result<(), String> {
     if kind == "histogram" { check_histogram(name, samples) } else { Ok(()) }
 }
 
-/// Buckets grow up to `+Inf`, which is the count, for each set of labels.
+/// Asserts for each set of labels that buckets grow up to `+Inf`, which equals the count.
 fn check_histogram(name: &str, samples: &[(String, BTreeMap<String, String>, f64)]) -> Result<(), String> {
     type Parts = (Vec<(f64, f64)>, Option<f64>, Option<f64>);
     let mut all: BTreeMap<Vec<(String, String)>, Parts> = BTreeMap::new();
@@ -187,7 +187,7 @@ async fn open_metrics(sidecar: &Sidecar) -> Message {
 }
 
 #[tokio::test]
-async fn metrics_can_be_read_by_what_reads_them() {
+async fn metrics_are_valid_in_both_formats() {
     let service = Service::new().await.answers(OK);
     let store = tempfile::tempdir().unwrap();
     let tiered =
@@ -209,7 +209,7 @@ async fn metrics_can_be_read_by_what_reads_them() {
         assert_eq!(open.get("content-type"), Some(open_type));
         let plain = check(plain.text(), Format::Prometheus).unwrap();
         let open = check(open.text(), Format::OpenMetrics).unwrap();
-        // Both have the same families, under the names of their format. One that has nothing to count yet has no samples.
+        // Both formats have the same families under their own names. A family that counted nothing yet has no samples.
         let names = |families: &[Family]| {
             let end = |name: &str| name.trim_end_matches("_total").trim_end_matches("_info").to_owned();
             families.iter().map(|family| end(&family.name)).collect::<BTreeSet<_>>()
@@ -220,7 +220,7 @@ async fn metrics_can_be_read_by_what_reads_them() {
 }
 
 #[test]
-fn what_promtool_complains_of_is_found() {
+fn the_check_finds_the_faults_that_promtool_finds() {
     let good = "# HELP oncegate_x_total X\n# TYPE oncegate_x_total counter\noncegate_x_total{a=\"b\"} 1\n\
                 # HELP oncegate_y_seconds Y\n# TYPE oncegate_y_seconds histogram\noncegate_y_seconds_sum 1\n\
                 oncegate_y_seconds_count 1\noncegate_y_seconds_bucket{le=\"1\"} 0\noncegate_y_seconds_bucket{le=\"+Inf\"} 1\n";

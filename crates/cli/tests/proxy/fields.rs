@@ -1,9 +1,9 @@
-//! Field lines: those of one connection, those that a proxy adds, and those that nobody may forge.
+//! Header fields: those of one connection, those that a proxy adds, and those that a client must not forge.
 
 use crate::support::{Head, Message, Service, Sidecar, Wire, request};
 use crate::{KEY, OK};
 
-/// Sends a request through a new sidecar and gives what the service saw and what the client got.
+/// Sends a request through a new sidecar, and returns what the service and the client received.
 async fn pass(sent: &str, answer: &str) -> (Message, Message) {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
@@ -23,7 +23,7 @@ fn absent(head: &Head, names: &[&str]) {
 }
 
 #[tokio::test]
-async fn fields_of_one_connection_end_there_in_both_directions() {
+async fn hop_by_hop_fields_are_removed_in_both_directions() {
     let sent = request(
         "GET",
         "/a?b=%20c",
@@ -52,7 +52,7 @@ async fn fields_of_one_connection_end_there_in_both_directions() {
     absent(&seen.head, &of_one_connection);
     absent(&seen.head, &["x-mine", "x-mine-too", "connection", "upgrade"]);
     assert_eq!(seen.head.all("x-kept"), ["1", "2"]);
-    // Whom the request is from is not for a client to take off.
+    // A client may not remove the fields that identify its request.
     assert_eq!(seen.get("authorization"), Some("Bearer t"));
     absent(&got.head, &["keep-alive", "proxy-connection", "x-theirs"]);
     assert_eq!(got.head.all("x-kept"), ["1", "2"]);
@@ -61,7 +61,7 @@ async fn fields_of_one_connection_end_there_in_both_directions() {
 }
 
 #[tokio::test]
-async fn the_service_is_told_who_asked_and_how() {
+async fn the_service_learns_the_client_address_and_scheme() {
     let (seen, _) = pass(&request("GET", "/", &[], ""), OK).await;
     assert_eq!(seen.get("host"), Some("orders.test"));
     assert_eq!(seen.get("forwarded"), Some(r#"for=127.0.0.1;proto=http;host="orders.test""#));
@@ -73,7 +73,7 @@ async fn the_service_is_told_who_asked_and_how() {
 }
 
 #[tokio::test]
-async fn what_proxies_in_front_said_is_kept() {
+async fn forwarding_fields_of_earlier_proxies_are_kept() {
     let before = [
         "Forwarded: for=198.51.100.1;proto=https",
         "X-Forwarded-For: 198.51.100.1",
@@ -94,14 +94,14 @@ async fn what_proxies_in_front_said_is_kept() {
 }
 
 #[tokio::test]
-async fn the_version_that_a_client_speaks_is_in_via() {
+async fn via_names_the_http_version_of_the_client() {
     let (seen, _) = pass("GET / HTTP/1.0\r\nHost: orders.test\r\n\r\n", OK).await;
     assert_eq!(seen.get("via"), Some("1.0 oncegate"));
     assert!(seen.head.line.ends_with("HTTP/1.1"));
 }
 
 #[tokio::test]
-async fn nobody_but_the_sidecar_says_which_attempt_it_is() {
+async fn only_the_sidecar_can_set_the_attempt_fields() {
     let forged = [
         "Oncegate-Record: x",
         "oncegate-token: 99",
@@ -152,7 +152,7 @@ async fn every_attempt_has_a_greater_token() {
 }
 
 #[tokio::test]
-async fn the_word_of_the_service_about_storing_is_not_for_clients() {
+async fn the_store_directive_of_the_service_is_removed_from_the_response() {
     let answer = "HTTP/1.1 200 OK\r\nIdempotency-Store: tombstone\r\nContent-Length: 2\r\n\r\nok";
     for fields in [&[][..], &[KEY]] {
         let (_, got) = pass(&request("POST", "/", fields, "{}"), answer).await;
@@ -161,8 +161,8 @@ async fn the_word_of_the_service_about_storing_is_not_for_clients() {
 }
 
 #[tokio::test]
-async fn a_target_with_an_authority_is_the_same_target() {
-    // RFC 9112, 3.2.2: what the target says counts, whatever `Host` says.
+async fn a_target_in_absolute_form_names_the_same_resource() {
+    // RFC 9112, 3.2.2: the authority in the target counts, whatever `Host` contains.
     let absolute = request("POST", "http://shop.test:81/orders?a=1", &[KEY], "{}");
     let (seen, _) = pass(&absolute, OK).await;
     assert_eq!(seen.head.line, "POST /orders?a=1 HTTP/1.1");
@@ -179,7 +179,7 @@ async fn a_target_with_an_authority_is_the_same_target() {
 }
 
 #[tokio::test]
-async fn a_request_without_one_host_is_refused() {
+async fn a_request_without_exactly_one_host_is_refused() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     for head in [
@@ -192,7 +192,7 @@ async fn a_request_without_one_host_is_refused() {
     ] {
         sidecar.ask(&format!("{head}\r\n")).await.has_status(400);
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]
@@ -204,7 +204,7 @@ async fn a_client_of_http_1_0_needs_no_host_and_gets_no_chunks() {
 }
 
 #[tokio::test]
-async fn connect_is_no_request_to_a_service() {
+async fn connect_requests_are_refused() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     for target in ["db.test:5432", "/"] {
@@ -213,7 +213,7 @@ async fn connect_is_no_request_to_a_service() {
         let status = client.message().await.status();
         assert!(matches!(status, 400 | 405 | 501), "{status}");
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! HTTP/2 frame by frame: windows that nobody opens.
+//! HTTP/2 frame by frame: clients that never open their windows.
 
 use crate::support::{Service, Sidecar, Wire, within};
 
@@ -16,7 +16,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// Fields in the form that needs no table (RFC 7541, 6.2.2).
+/// Header fields in the form that needs no table (RFC 7541, 6.2.2).
 fn fields(fields: &[(&str, &str)]) -> Vec<u8> {
     let text = |text: &str| [&[u8::try_from(text.len()).unwrap()], text.as_bytes()].concat();
     fields.iter().flat_map(|(name, value)| [vec![0], text(name), text(value)].concat()).collect()
@@ -57,7 +57,7 @@ async fn until_frame(wire: &mut Wire, kind: u8, flags: u8) -> (u32, Vec<u8>) {
     within("a frame", found).await
 }
 
-/// A client of the sidecar, with the settings that it sends.
+/// A client of the sidecar that sends these settings.
 async fn client(sidecar: &Sidecar, settings: &[u8]) -> Wire {
     let mut wire = sidecar.connect().await;
     wire.send([PREFACE, &frame(SETTINGS, 0, 0, settings)].concat()).await;
@@ -65,8 +65,8 @@ async fn client(sidecar: &Sidecar, settings: &[u8]) -> Wire {
 }
 
 #[tokio::test]
-async fn answers_that_nobody_takes_are_bounded() {
-    // More than the kernel takes by itself, in a window of nothing.
+async fn responses_that_no_client_reads_are_bounded() {
+    // The answer is larger than the buffers of the kernel, and the window is zero.
     let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n{}", "x".repeat(200_000));
     let service = Service::new().await.answers(String::leak(answer));
     let sidecar = Sidecar::start(service.address, &["--response-budget=1MiB", "--threads=2"]).await;
@@ -76,9 +76,9 @@ async fn answers_that_nobody_takes_are_bounded() {
         let stream = 2 * number + 1;
         let head = post(&format!("intent-{number}"), &[]);
         wire.send(frame(HEADERS, END_HEADERS | END_STREAM, stream, &head)).await;
-        // It was executed, or refused.
+        // The request was executed, or refused.
         until_frame(&mut wire, HEADERS, END_HEADERS).await;
     }
-    // Five fit in, and one more is executed while there is room for anything.
+    // The budget holds five responses; one more request is executed while any space is left.
     assert!((5..=7).contains(&service.requests()), "{} were executed", service.requests());
 }

@@ -1,4 +1,4 @@
-//! Where messages begin and end: what is well formed passes, and nothing that could be read in two ways does.
+//! Message framing: well-formed messages pass, and messages that can be read in two ways do not.
 
 use crate::support::{Message, Service, Sidecar, request, within};
 use crate::{KEY, OK};
@@ -48,12 +48,12 @@ async fn what_could_be_read_in_two_ways_is_refused_and_never_forwarded() {
     let mut client = sidecar.connect().await;
     client.send("POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n").await;
     client.message().await.has_status(400);
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]
-async fn where_there_are_two_lengths_the_chunks_count_and_the_connection_ends() {
-    // RFC 9112, 6.3: the length is taken off, and nothing behind the chunks is taken for a request.
+async fn with_two_lengths_the_chunks_count_and_the_connection_ends() {
+    // RFC 9112, 6.3: the length is removed, and bytes after the chunks are not read as a request.
     for fields in [
         "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n",
         "Transfer-Encoding: chunked\r\nContent-Length: 3\r\n",
@@ -72,7 +72,7 @@ async fn where_there_are_two_lengths_the_chunks_count_and_the_connection_ends() 
         client.message().await.has_status(200);
         client.ends().await;
         wire.stays_silent().await;
-        service.stays_alone().await;
+        service.is_not_called().await;
     }
 }
 
@@ -100,17 +100,17 @@ async fn bad_chunks_under_a_key_are_refused_and_never_forwarded() {
         assert_eq!(answer.status(), 400, "{chunks:?}: {:?}", answer.head);
         client.ends().await;
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]
-async fn bad_chunks_without_a_key_never_look_whole_to_the_service() {
+async fn bad_chunks_without_a_key_never_reach_the_service_as_a_whole_request() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     for chunks in BAD_CHUNKS {
         let mut client = sidecar.connect().await;
         client.send(request("POST", "/", &["Transfer-Encoding: chunked"], "") + chunks).await;
-        // It may have been asked already, but then what it got breaks off.
+        // The service may have received the head already; then its request ends early.
         let answer = client.message().await;
         assert!(answer.status() >= 400, "{chunks:?}: {:?}", answer.head);
         client.ends().await;
@@ -123,7 +123,7 @@ async fn bad_chunks_without_a_key_never_look_whole_to_the_service() {
         if head.line.starts_with("GET /last") {
             break;
         }
-        let rest = within("the end of what was cut", wire.rest()).await;
+        let rest = within("the end of the cut request", wire.rest()).await;
         assert!(!rest.ends_with(b"0\r\n\r\n"), "{:?}", String::from_utf8_lossy(&rest));
     }
 }
@@ -144,7 +144,7 @@ async fn an_answer_with_two_lengths_is_forwarded_with_one() {
 }
 
 #[tokio::test]
-async fn an_answer_that_breaks_off_is_not_made_whole() {
+async fn a_response_that_breaks_off_stays_incomplete_for_the_client() {
     for answer in [
         "HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabc",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
@@ -165,7 +165,7 @@ async fn an_answer_that_breaks_off_is_not_made_whole() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_none_is_a_bad_gateway() {
+async fn an_invalid_response_is_a_bad_gateway() {
     for answer in [
         "",
         "SSH-2.0-OpenSSH_9.9\r\n",
@@ -191,7 +191,7 @@ async fn an_answer_that_is_none_is_a_bad_gateway() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_only_announced_is_waited_for() {
+async fn the_final_response_after_interim_responses_is_awaited() {
     for fields in [&[][..], &[KEY]] {
         let hints = "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n";
         let service = Service::new().await;
@@ -210,7 +210,7 @@ async fn an_answer_that_is_only_announced_is_waited_for() {
 }
 
 #[tokio::test]
-async fn answers_without_a_body_keep_what_they_say_of_it() {
+async fn responses_without_a_body_keep_their_length_fields() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     let mut client = sidecar.connect().await;
@@ -242,7 +242,7 @@ async fn answers_without_a_body_keep_what_they_say_of_it() {
 }
 
 #[tokio::test]
-async fn a_body_passes_whatever_the_method() {
+async fn a_body_passes_with_every_method() {
     for (method, fields) in
         [("GET", &[][..]), ("DELETE", &[]), ("POST", &[]), ("POST", &[KEY]), ("PATCH", &[KEY])]
     {
@@ -259,7 +259,7 @@ async fn a_body_passes_whatever_the_method() {
 }
 
 #[tokio::test]
-async fn a_body_of_no_length_is_said_to_have_none() {
+async fn an_empty_body_is_forwarded_with_length_zero() {
     for fields in [&[][..], &[KEY]] {
         let service = Service::new().await;
         let sidecar = Sidecar::start(service.address, &[]).await;
@@ -274,7 +274,7 @@ async fn a_body_of_no_length_is_said_to_have_none() {
 }
 
 #[tokio::test]
-async fn heads_that_are_too_large_are_refused_and_harm_nobody() {
+async fn heads_that_are_too_large_are_refused_without_harm_to_other_requests() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &[]).await;
     let lines = "X-A: b\r\n".repeat(1000);
@@ -286,7 +286,7 @@ async fn heads_that_are_too_large_are_refused_and_harm_nobody() {
         (format!("GET / HTTP/1.1\r\nHost: a\r\nIdempotency-Key: {value}\r\n\r\n"), 431),
     ] {
         let mut client = sidecar.connect().await;
-        // It need not read to the end what it refuses.
+        // The sidecar need not read a refused head to its end.
         let _unread = client.try_send(&head).await;
         client.message().await.has_status(status);
     }
@@ -307,7 +307,7 @@ async fn trailers_pass_in_both_directions() {
         let seen = wire.message().await;
         assert_eq!(seen.text(), "abc");
         assert_eq!(seen.trailers, [("x-sum".to_owned(), "1".to_owned())]);
-        // Without it many services keep their trailers to themselves.
+        // Many services send trailers only if the request has `TE: trailers`.
         assert_eq!((seen.get("te"), seen.get("connection")), (Some("trailers"), Some("te")));
         wire.send("HTTP/1.1 200 OK\r\nTrailer: X-Check\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX-Check: 2\r\n\r\n").await;
         let got = client.message().await;

@@ -1,4 +1,4 @@
-//! How near the sidecar is to its limits, as its gauges tell.
+//! The gauges of the sidecar, which show how close it is to its limits.
 
 use http::{Request, StatusCode};
 use http_body_util::Full;
@@ -38,7 +38,7 @@ fn with_key(key: usize) -> String {
 }
 
 #[tokio::test]
-async fn limits_are_gauges_of_their_own() {
+async fn limits_have_gauges_of_their_own() {
     let service = Service::new().await;
     let flags = [
         "--max-in-flight=7",
@@ -60,7 +60,7 @@ async fn limits_are_gauges_of_their_own() {
 }
 
 #[tokio::test]
-async fn requests_under_way_are_gauged_to_their_end_however_they_end() {
+async fn running_requests_are_counted_until_they_end() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--max-in-flight=4", "--threads=2"]).await;
     let (mut clients, mut wires) = (Vec::new(), Vec::new());
@@ -74,7 +74,7 @@ async fn requests_under_way_are_gauged_to_their_end_however_they_end() {
         assert_eq!(gauge(&sidecar, REQUESTS).await, (key + 1) as f64);
     }
     assert_eq!(gauge(&sidecar, CONNECTIONS).await, 4.0);
-    // What is refused counts for nothing, and what was reloaded goes on counting.
+    // Refused requests do not count, and a reload does not reset the gauge.
     for key in 4..8 {
         sidecar.ask(&with_key(key)).await.is_problem(503, "overloaded");
     }
@@ -84,7 +84,7 @@ async fn requests_under_way_are_gauged_to_their_end_however_they_end() {
     becomes(&sidecar, applied, 1.0).await;
     assert_eq!(gauge(&sidecar, REQUESTS).await, 4.0);
     sidecar.ask(&with_key(4)).await.is_problem(503, "overloaded");
-    // Half of the clients hang up, which ends nothing; the service answers two requests and dies over the others.
+    // Half of the clients hang up, which ends no request; the service answers two requests and dies during the others.
     clients.truncate(2);
     becomes(&sidecar, CONNECTIONS, 2.0 + 2.0).await;
     assert_eq!(gauge(&sidecar, REQUESTS).await, 4.0);
@@ -98,14 +98,14 @@ async fn requests_under_way_are_gauged_to_their_end_however_they_end() {
     clients[1].message().await.has_status(200);
     drop(clients);
     all_is_zero(&sidecar).await;
-    // Replays, mismatches and malformed keys are over with their answers.
+    // Replays, mismatches and malformed keys leave the gauge with their responses.
     sidecar.ask(&with_key(1)).await.has_status(200);
     sidecar.ask(&with_key(1).replace("{}", "[]")).await.is_problem(422, "key-reused");
     sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: \u{7f}"], "{}")).await;
     all_is_zero(&sidecar).await;
 }
 
-/// A client that has sent the head of a request and so many bytes of its body.
+/// A client that has sent the head of a request and this many bytes of its body.
 async fn begun(sidecar: &Sidecar, key: &str, bytes: usize) -> Wire {
     let mut wire = sidecar.connect().await;
     let head = format!(
@@ -117,7 +117,7 @@ async fn begun(sidecar: &Sidecar, key: &str, bytes: usize) -> Wire {
 }
 
 #[tokio::test]
-async fn bytes_of_requests_are_gauged_over_all_threads_and_given_back() {
+async fn request_bytes_are_counted_across_threads_and_given_back() {
     let service = Service::new().await.answers(OK);
     let flags = ["--request-budget=400KiB", "--max-request-body=400KiB", "--threads=4"];
     let sidecar = Sidecar::start(service.address, &flags).await;
@@ -126,12 +126,12 @@ async fn bytes_of_requests_are_gauged_over_all_threads_and_given_back() {
         wires.push(begun(&sidecar, key, 50_000).await);
         becomes(&sidecar, REQUEST_BYTES, 50_000.0 * (count + 1) as f64).await;
     }
-    // A body that has no room is refused and leaves nothing.
+    // A body that is refused for lack of space leaves no bytes in the gauge.
     let mut refused = begun(&sidecar, "e", 300_000).await;
     refused.message().await.is_problem(503, "overloaded");
     drop(refused);
     becomes(&sidecar, REQUEST_BYTES, 200_000.0).await;
-    // Hung up, broken off, ended.
+    // One client hangs up, one breaks off, one finishes.
     drop(wires.pop());
     becomes(&sidecar, REQUEST_BYTES, 150_000.0).await;
     let mut ended = wires.pop().unwrap();
@@ -143,11 +143,11 @@ async fn bytes_of_requests_are_gauged_over_all_threads_and_given_back() {
 }
 
 #[tokio::test]
-async fn bytes_of_answers_that_are_not_read_are_gauged_and_given_back() {
+async fn unread_response_bytes_are_counted_and_given_back() {
     const ANSWER: usize = 1 << 20;
     let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {ANSWER}\r\n\r\n{}", "x".repeat(ANSWER));
     let service = Service::new().await.answers(answer.leak());
-    // A little more than three answers: what one thread draws ahead, another one cannot have.
+    // A little more than three responses: budget that one thread reserves ahead is not available to another.
     let flags =
         ["--response-budget=3200KiB", "--max-response-body=1MiB", "--write-timeout=1h", "--threads=2"];
     let sidecar = Sidecar::start(service.address, &flags).await;
@@ -175,7 +175,7 @@ async fn bytes_of_answers_that_are_not_read_are_gauged_and_given_back() {
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
     let problem = refused.into_body();
     assert_eq!(gauge(&sidecar, RESPONSE_BYTES).await, (3 * ANSWER) as f64);
-    // One is reset, and the others go with their connection.
+    // One stream is reset, and the others end with their connection.
     drop((unread.pop(), problem));
     becomes(&sidecar, RESPONSE_BYTES, (2 * ANSWER) as f64).await;
     connection.abort();
@@ -183,7 +183,7 @@ async fn bytes_of_answers_that_are_not_read_are_gauged_and_given_back() {
     all_is_zero(&sidecar).await;
 }
 
-/// A client of HTTP/2 that waits for the answer of a request, and the runtime that its connection ends with.
+/// A client of HTTP/2 that waits for a response, and the runtime that its connection ends with.
 fn waiting_over_http2(sidecar: &Sidecar, body: String) -> (Runtime, JoinHandle<()>) {
     let address = sidecar.address;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -200,7 +200,7 @@ fn waiting_over_http2(sidecar: &Sidecar, body: String) -> (Runtime, JoinHandle<(
 }
 
 #[tokio::test]
-async fn who_waits_for_anothers_answer_and_hangs_up_gives_its_place_back() {
+async fn a_waiting_duplicate_that_hangs_up_gives_its_budget_back() {
     const BODY: usize = 10_000;
     let service = Service::new().await;
     let flags = ["--wait=1h", "--upstream-timeout=none", "--write-timeout=1h", "--threads=2"];
@@ -209,7 +209,7 @@ async fn who_waits_for_anothers_answer_and_hangs_up_gives_its_place_back() {
     let asked = request("POST", "/", &[KEY], &body);
     let mut owner = sidecar.connect().await;
     owner.send(&asked).await;
-    // It has said all that it has to say, and it gets its answer however late.
+    // The client has closed its sending side, and still gets its response later.
     owner.finish().await;
     let mut wire = service.accept().await;
     wire.message().await;

@@ -1,4 +1,4 @@
-//! How it ends: what runs is finished, for a bounded time, and what was finished is there afterwards.
+//! Shutdown: running requests finish within a bounded time, and finished results are durable.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use tokio::net::TcpStream;
 
 use crate::protocols::Authority;
-use crate::support::{Message, PATIENCE, Service, Sidecar, Wire, request, sidecar, until};
+use crate::support::{Message, Service, Sidecar, TIMEOUT, Wire, request, sidecar, until};
 use crate::{KEY, OK};
 
 /// A sidecar with a durable store, and the service that the test plays.
@@ -29,23 +29,23 @@ impl World {
         self.sidecar = protect(&self.directory, &self.service, flags).await;
     }
 
-    /// Sends a request under a key, and waits until the service has it.
+    /// Sends a request with a key, and waits until the service has it.
     async fn ask(&self) -> (Wire, Wire) {
         let mut client = self.sidecar.connect().await;
-        client.send(asked()).await;
+        client.send(keyed_order()).await;
         let mut wire = self.service.accept().await;
         wire.message().await;
         (client, wire)
     }
 
     async fn retry(&self) -> Message {
-        self.sidecar.ask(&asked()).await
+        self.sidecar.ask(&keyed_order()).await
     }
 
-    /// Asks it to end, and waits until it takes no more connections.
+    /// Sends SIGTERM, and waits until the sidecar accepts no more connections.
     async fn terminate(&self) {
         self.sidecar.process.signal(Signal::TERM);
-        until("no more connections are taken", async || {
+        until("the sidecar accepts no more connections", async || {
             TcpStream::connect(self.sidecar.address).await.is_err()
         })
         .await;
@@ -57,12 +57,12 @@ async fn protect(directory: &TempDir, service: &Service, flags: &[&str]) -> Side
     Sidecar::start(service.address, &[&[&*store], flags].concat()).await
 }
 
-fn asked() -> String {
+fn keyed_order() -> String {
     request("POST", "/orders", &[KEY], "{}")
 }
 
 #[tokio::test]
-async fn what_runs_is_finished_and_durable() {
+async fn a_running_request_is_finished_and_durable() {
     for threads in ["--threads=1", "--threads=4"] {
         let mut world = World::start(&[threads]).await;
         let (mut client, mut wire) = world.ask().await;
@@ -75,12 +75,12 @@ async fn what_runs_is_finished_and_durable() {
         let replay = world.retry().await;
         assert!(replay.has_status(200).is_replay());
         assert_eq!(replay.text(), "ok");
-        world.service.stays_alone().await;
+        world.service.is_not_called().await;
     }
 }
 
 #[tokio::test]
-async fn a_request_without_a_key_is_finished_too() {
+async fn a_running_request_without_a_key_is_finished_too() {
     let mut world = World::start(&[]).await;
     let mut client = world.sidecar.connect().await;
     client.send(request("GET", "/", &[], "")).await;
@@ -95,7 +95,7 @@ async fn a_request_without_a_key_is_finished_too() {
 }
 
 #[tokio::test]
-async fn whoever_hung_up_before_gets_the_answer_after_the_restart() {
+async fn a_client_that_hung_up_gets_the_response_after_the_restart() {
     let mut world = World::start(&[]).await;
     let (client, mut wire) = world.ask().await;
     drop(client);
@@ -104,11 +104,11 @@ async fn whoever_hung_up_before_gets_the_answer_after_the_restart() {
     assert!(world.sidecar.process.ended().await.success());
     world.restart(&[]).await;
     assert!(world.retry().await.has_status(200).is_replay());
-    world.service.stays_alone().await;
+    world.service.is_not_called().await;
 }
 
 #[tokio::test]
-async fn a_double_click_gets_one_answer_where_nothing_is_configured() {
+async fn a_double_click_gets_one_response_with_default_settings() {
     let service = Service::new().await;
     let to = format!("http://{}", service.address);
     let sidecar = Sidecar::run(sidecar(&to).env_remove("ONCEGATE_WAIT").arg("--store=memory:")).await;
@@ -122,7 +122,7 @@ async fn a_double_click_gets_one_answer_where_nothing_is_configured() {
     wire.send(OK).await;
     assert!(!first.message().await.has_status(200).is_replay());
     assert!(second.message().await.has_status(200).is_replay());
-    // One that takes longer than a click: the second one is told to come again, and not at once.
+    // A request that takes longer than the wait: the second click is told to retry, after a pause.
     let ask = request("POST", "/orders", &["Idempotency-Key: slow"], "{}");
     first.send(&ask).await;
     let (mut wire, _) = service.next(wire).await;
@@ -135,7 +135,7 @@ async fn a_double_click_gets_one_answer_where_nothing_is_configured() {
 }
 
 #[tokio::test]
-async fn a_call_goes_on_though_its_client_hung_up() {
+async fn a_request_with_a_key_continues_after_its_client_hangs_up() {
     let world = World::start(&[]).await;
     let (client, mut wire) = world.ask().await;
     drop(client);
@@ -151,7 +151,7 @@ async fn a_call_goes_on_though_its_client_hung_up() {
 }
 
 #[tokio::test]
-async fn a_call_without_a_key_ends_when_its_client_hangs_up() {
+async fn a_request_without_a_key_ends_when_its_client_hangs_up() {
     let world = World::start(&[]).await;
     let mut client = world.sidecar.connect().await;
     client.send(request("POST", "/", &[], "{}")).await;
@@ -168,7 +168,7 @@ async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
     let (mut client, mut wire) = world.ask().await;
     let begun = Instant::now();
     world.terminate().await;
-    // Nothing comes from the service. The time-out is the whole time, whatever there is to wait for.
+    // The service does not answer. The time-out covers the whole shutdown, whatever it waits for.
     assert_eq!(world.sidecar.process.ended().await.code(), Some(0));
     let took = begun.elapsed();
     assert!(took >= Duration::from_secs(6) && took < Duration::from_millis(11_500), "{took:?}");
@@ -184,15 +184,15 @@ async fn draining_is_bounded_and_leaves_an_unknown_outcome() {
     })
     .await;
     answer.is_problem(500, "outcome-unknown");
-    world.service.stays_alone().await;
+    world.service.is_not_called().await;
 }
 
 #[tokio::test]
-async fn a_second_signal_ends_it_at_once() {
+async fn a_second_signal_ends_the_sidecar_at_once() {
     let mut world = World::start(&["--drain-timeout=10m"]).await;
     let (mut client, _wire) = world.ask().await;
     world.terminate().await;
-    // One that comes within a quarter of a second is the same one.
+    // A signal within a quarter of a second counts as the same one.
     let begun = Instant::now();
     let ended = loop {
         world.sidecar.process.signal(Signal::TERM);
@@ -200,7 +200,7 @@ async fn a_second_signal_ends_it_at_once() {
         if let Ok(ended) = tokio::time::timeout(Duration::from_millis(300), ended).await {
             break ended;
         }
-        assert!(begun.elapsed() < PATIENCE, "it goes on");
+        assert!(begun.elapsed() < TIMEOUT, "the sidecar still runs");
     };
     assert_eq!(ended.code(), Some(1));
     assert_eq!(client.rest().await, b"");
@@ -208,13 +208,13 @@ async fn a_second_signal_ends_it_at_once() {
 }
 
 #[tokio::test]
-async fn two_signals_at_the_same_time_are_one() {
+async fn two_signals_at_the_same_time_count_as_one() {
     let mut world = World::start(&["--drain-timeout=10m"]).await;
     let (mut client, mut wire) = world.ask().await;
-    // As `timeout` does, which signals its child and then the group.
+    // `timeout` signals its child first, and then the group.
     world.sidecar.process.signal(Signal::TERM);
     world.sidecar.process.signal(Signal::INT);
-    world.sidecar.process.says("running requests are finished").await;
+    world.sidecar.process.logs("running requests are finished").await;
     wire.send(OK).await;
     client.message().await.has_status(200);
     drop(client);
@@ -222,7 +222,7 @@ async fn two_signals_at_the_same_time_are_one() {
 }
 
 #[tokio::test]
-async fn idle_connections_and_upgraded_ones_do_not_hold_it_up() {
+async fn idle_and_upgraded_connections_do_not_delay_the_shutdown() {
     let mut world = World::start(&["--drain-timeout=10m"]).await;
     let mut idle = world.sidecar.connect().await;
     idle.send(request("GET", "/", &[], "")).await;
@@ -241,11 +241,11 @@ async fn idle_connections_and_upgraded_ones_do_not_hold_it_up() {
 }
 
 #[tokio::test]
-async fn whoever_has_not_asked_yet_does_not_hold_it_up() {
+async fn connections_without_a_request_do_not_delay_the_shutdown() {
     let authority = Authority::new();
     let (cert, key) = (authority.file("cert.pem"), authority.file("key.pem"));
     let plain = ["", "G", "GET / HT", "PRI * HTTP", "GET / HTTP/1.1\r\nHost: a\r\n"];
-    // As much of a handshake as says that one begins.
+    // The first bytes of a TLS handshake.
     let tls = ["", "\x16\x03\x01"];
     for (beginnings, flags) in
         [(&plain[..], &[][..]), (&tls[..], &["--tls-cert", &cert, "--tls-key", &key][..])]
@@ -264,8 +264,8 @@ async fn whoever_has_not_asked_yet_does_not_hold_it_up() {
             client.rest().await;
         }
         assert!(world.sidecar.process.ended().await.success());
-        // Otherwise they would be waited for as long as ever, which is half a minute.
+        // Otherwise the sidecar would wait for these connections for half a minute.
         assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
-        world.service.stays_alone().await;
+        world.service.is_not_called().await;
     }
 }

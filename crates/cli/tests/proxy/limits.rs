@@ -12,7 +12,7 @@ use hyper::client::conn::http2::SendRequest;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 
-use crate::support::{Answering, Message, Service, Sidecar, Wire, request, until, within};
+use crate::support::{FixedService, Message, Service, Sidecar, Wire, request, until, within};
 use crate::{KEY, OK};
 
 const MIB: usize = 1024 * 1024;
@@ -68,7 +68,7 @@ async fn requests_of_clients_that_hung_up_are_bounded() {
     for key in 3..6 {
         is_overloaded(&sidecar.ask(&with_key(key)).await);
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/", &[], "{}")).await;
     let mut wire = service.accept().await;
@@ -127,7 +127,7 @@ fn keyed(key: &str) -> Request<Full<Bytes>> {
 }
 
 /// A service whose answer has half a megabyte.
-async fn large_answers() -> Answering {
+async fn large_answers() -> FixedService {
     let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", MIB / 2, "x".repeat(MIB / 2));
     Service::new().await.answers(answer.leak())
 }
@@ -543,7 +543,7 @@ async fn a_length_that_is_there_twice_is_refused_in_http_2_as_well() {
         let body = within("a body", got.into_body().collect()).await.unwrap().to_bytes();
         assert!(String::from_utf8_lossy(&body).contains("request-malformed"));
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]
@@ -613,7 +613,7 @@ async fn what_a_hop_says_that_is_not_trusted_counts_for_nothing() {
         sidecar.ask(&post(&forged)).await.is_problem(400, "scope-unavailable");
         assert_eq!(service.requests(), 0, "{scope}");
         // Whoever forgot to name the gateway finds out why.
-        sidecar.process.says("is not one of trusted-proxies").await;
+        sidecar.process.logs("is not one of trusted-proxies").await;
     }
     // Two requests that the service cannot tell apart are one.
     let service = Service::new().await.answers(OK);

@@ -101,7 +101,7 @@ async fn clients_that_take_all_connections_leave_the_admin_address_its_files() {
     command.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
     command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
     let mut sidecar = Sidecar::run(command.arg(format!("--to=http://{}", service.address))).await;
-    sidecar.process.says("Raise the limit of open files (ulimit -n)").await;
+    sidecar.process.logs("Raise the limit of open files (ulimit -n)").await;
     let mut clients = Vec::new();
     for _ in 0..120 {
         clients.push(TcpStream::connect(sidecar.address).await.unwrap());

@@ -81,8 +81,8 @@ async fn an_unknown_outcome_whose_retention_ends_is_told_of_before_and_after() {
         .await;
         let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
         assert!(listed["records"][0]["expires_in_seconds"].as_u64().unwrap() <= 20, "{listed}");
-        sidecar.process.says("are removed soon").await;
-        sidecar.process.says("nobody had settled it").await;
+        sidecar.process.logs("are removed soon").await;
+        sidecar.process.logs("nobody had settled it").await;
         let logged = sidecar.process.error_lines("nobody had settled it");
         assert!(logged.len() == 1 && logged[0].contains(&record), "{logged:#?}");
         assert!(logged[0].contains("operation=\"POST /orders\""), "{logged:#?}");
@@ -110,7 +110,7 @@ async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
         series(&sidecar, "oncegate_records{state=\"abandoned\"}").await == Some(1.0)
     })
     .await;
-    sidecar.process.says("records wait for an operator").await;
+    sidecar.process.logs("records wait for an operator").await;
     assert!(series(&sidecar, "oncegate_oldest_unsettled_seconds").await.unwrap() > 0.0);
     assert_eq!(sidecar.process.error_lines(UNKNOWN), [""; 0]);
     let listed = admin(&sidecar, "/v1/keys?state=unsettled").await.json();
@@ -119,7 +119,7 @@ async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
     let answer = sidecar.ask(&asked).await;
     answer.is_problem(500, "outcome-unknown");
     let record = record_of(&answer);
-    sidecar.process.says(UNKNOWN).await;
+    sidecar.process.logs(UNKNOWN).await;
     sidecar.ask(&asked).await.is_problem(500, "outcome-unknown");
     let logged = sidecar.process.error_lines(UNKNOWN);
     assert!(logged.len() == 1 && logged[0].contains(&record), "{logged:#?}");

@@ -22,8 +22,8 @@ async fn oncegate_with(args: &[&str], variables: &[(&str, &str)]) -> Output {
     tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
 }
 
-fn text(octets: &[u8]) -> String {
-    String::from_utf8(octets.to_vec()).unwrap()
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -123,7 +123,7 @@ async fn a_request_that_was_turned_away_on_its_way_is_no_execution() {
     sidecar.ask(&upgrade).await.is_problem(503, "overloaded");
     assert_eq!(requests(&sidecar, "overloaded", "5xx").await, 1.0);
     assert_eq!(requests(&sidecar, "executed", "5xx").await, 0.0);
-    service.stays_alone().await;
+    service.is_not_called().await;
     // There is no series that can never count.
     let metrics = admin(&sidecar, "/metrics").await;
     assert!(!metrics.text().contains("outcome=\"upstream-unanswered\""), "{metrics:?}");
@@ -153,7 +153,7 @@ async fn an_end_that_came_too_late_is_logged_with_its_record() {
     let release = ["keys", "release", &record, "--force", "--reason", "gone", "--admin", &admin_address];
     let released = oncegate(&release).await;
     assert!(released.status.success(), "{released:?}");
-    sidecar.process.says("an operator changed a record").await;
+    sidecar.process.logs("an operator changed a record").await;
     let changed = sidecar.process.error_lines("an operator changed a record");
     for part in
         [&*format!("record={record}"), "from=in-progress", "to=released", "forced=true", "reason=\"gone\""]
@@ -164,7 +164,7 @@ async fn an_end_that_came_too_late_is_logged_with_its_record() {
     let answer = client.message().await;
     assert_eq!((answer.status(), answer.get("idempotency-status")), (200, Some("fenced")));
 
-    sidecar.process.says("a second effect is possible").await;
+    sidecar.process.logs("a second effect is possible").await;
     let logged = sidecar.process.error_lines("a second effect is possible");
     assert_eq!(logged.len(), 1, "{logged:#?}");
     for part in ["WARN", &format!("record={record}"), "operation=\"POST /orders\"", "attempt=1"] {
@@ -203,7 +203,7 @@ async fn a_late_success_without_a_commit_is_logged_with_its_record() {
         wire.send(answer).await;
         client.message().await;
         if is_logged {
-            sidecar.process.says("a second effect is possible").await;
+            sidecar.process.logs("a second effect is possible").await;
         }
         let logged = sidecar.process.error_lines("a second effect is possible");
         assert_eq!(logged.len(), usize::from(is_logged), "{logged:?}");

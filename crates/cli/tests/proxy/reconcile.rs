@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::support::{Message, PATIENCE, Sidecar, Wire, ask, request, sidecar, until};
+use crate::support::{Message, Sidecar, TIMEOUT, Wire, ask, request, sidecar, until};
 
 const ASKED_AT: &str = "/oncegate/outcome";
 const KEY: &str = "Idempotency-Key: intent-1";
@@ -16,11 +16,11 @@ const EXECUTED: &str = "HTTP/1.1 201 Created\r\nContent-Length: 8\r\n\r\nexecute
 /// What the service says to a question.
 #[derive(Clone)]
 enum Reply {
-    /// These octets; `{record}` and `{token}` are what it was asked with.
+    /// These bytes; `{record}` and `{token}` are what it was asked with.
     Says(Vec<u8>),
     /// The same, and the connection is closed.
     SaysAndCloses(Vec<u8>),
-    /// These octets, and then chunks for as long as somebody reads.
+    /// These bytes, and then chunks for as long as somebody reads.
     Floods(Vec<u8>),
     /// Nothing, for as long as this test waits.
     Nothing,
@@ -134,15 +134,15 @@ impl Ledger {
                     reply = *then;
                 }
                 Reply::Says(ref said) | Reply::SaysAndCloses(ref said) | Reply::Floods(ref said) => {
-                    let mut octets = said.clone();
+                    let mut bytes = said.clone();
                     for (name, field) in [("{record}", "oncegate-record"), ("{token}", "oncegate-token")] {
                         let value = question.get(field).expect("a question has it").as_bytes();
-                        while let Some(at) = octets.windows(name.len()).position(|w| w == name.as_bytes()) {
-                            octets.splice(at..at + name.len(), value.iter().copied());
+                        while let Some(at) = bytes.windows(name.len()).position(|w| w == name.as_bytes()) {
+                            bytes.splice(at..at + name.len(), value.iter().copied());
                         }
                     }
                     let closes = matches!(reply, Reply::SaysAndCloses(_));
-                    return (octets, closes, matches!(reply, Reply::Floods(_)));
+                    return (bytes, closes, matches!(reply, Reply::Floods(_)));
                 }
             }
         }
@@ -223,7 +223,7 @@ fn asked() -> String {
 
 /// Can be run in a task of its own.
 async fn settled(address: std::net::SocketAddr, request: String) -> Message {
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + TIMEOUT;
     loop {
         let answer = ask(address, &request).await;
         if answer.status() != 409 {
@@ -242,14 +242,14 @@ fn token(message: &Message) -> u64 {
 async fn what_happened_is_stored_and_replayed_octet_for_octet() {
     let world = World::new(&["--stored-header=X-Order"]).await;
     let body: Vec<u8> = (0..=255).cycle().take(70_000).collect();
-    let fields = "Content-Type: application/octet-stream\r\nLocation: /orders/7\r\nX-Order: 7\r\nX-Other: no\r\n\
+    let fields = "Content-Type: application/byte-stream\r\nLocation: /orders/7\r\nX-Order: 7\r\nX-Other: no\r\n\
                   Set-Cookie: a=b\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n";
     world.ledger.will_say([Reply::marked("202 Accepted", "happened", fields, &body)]);
     for _ in 0..3 {
         let answer = world.settled().await;
         assert!(answer.has_status(202).is_replay());
         assert_eq!(answer.body, body);
-        assert_eq!(answer.get("content-type"), Some("application/octet-stream"));
+        assert_eq!(answer.get("content-type"), Some("application/byte-stream"));
         assert_eq!((answer.get("location"), answer.get("x-order")), (Some("/orders/7"), Some("7")));
         assert_eq!(answer.get("idempotency-key"), Some("intent-1"));
         for name in ["x-other", "set-cookie", "oncegate-outcome", "oncegate-record", "oncegate-token"] {
@@ -629,7 +629,7 @@ async fn killed_while_it_asks_it_asks_again_under_a_higher_token() {
 #[tokio::test]
 async fn killed_between_the_answer_and_the_record_it_asks_again() {
     for reply in [Reply::happened(), Reply::did_not_happen()] {
-        let did_not = matches!(&reply, Reply::Says(octets) if octets.starts_with(b"HTTP/1.1 404"));
+        let did_not = matches!(&reply, Reply::Says(bytes) if bytes.starts_with(b"HTTP/1.1 404"));
         let mut world = World::new(&[]).await;
         world.ledger.will_say([reply]);
         world.sidecar.process.kill().await;
@@ -648,7 +648,7 @@ async fn killed_between_the_answer_and_the_record_it_asks_again() {
                 }
             }
         });
-        world.sidecar.process.says("failpoint executed").await;
+        world.sidecar.process.logs("failpoint executed").await;
         // The service, too, has seen what it executed; it would say so.
         assert_eq!(world.ledger.executed().len(), 1 + usize::from(did_not));
         world.ledger.will_say([Reply::happened()]);

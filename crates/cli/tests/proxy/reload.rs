@@ -113,7 +113,7 @@ async fn a_hangup_during_the_start_ends_nothing() {
     assert!(process.first_line().await.contains("listening on"));
     // The signal counts: the configuration is read again.
     open(&path).await.write_all(text.as_bytes()).unwrap();
-    process.says(RELOADED).await;
+    process.logs(RELOADED).await;
 }
 
 #[tokio::test]
@@ -182,12 +182,12 @@ async fn a_token_is_changed_by_a_hangup() {
     assert_eq!(ask_with(&sidecar, "the-first-token-0").await, 200);
     fs::write(&file, "the-second-token-").unwrap();
     sidecar.process.signal(Signal::HUP);
-    sidecar.process.says(RELOADED).await;
+    sidecar.process.logs(RELOADED).await;
     assert_eq!(ask_with(&sidecar, "the-first-token-0").await, 401);
     assert_eq!(ask_with(&sidecar, "the-second-token-").await, 200);
     fs::write(&file, "short").unwrap();
     sidecar.process.signal(Signal::HUP);
-    sidecar.process.says(NOT_RELOADED).await;
+    sidecar.process.logs(NOT_RELOADED).await;
     assert_eq!(ask_with(&sidecar, "the-second-token-").await, 200);
 }
 
@@ -252,7 +252,7 @@ async fn a_certificate_is_watched_by_its_dates() {
     let (cert, key) = (ending.file("cert.pem"), ending.file("key.pem"));
     let service = Service::new().await.answers(OK);
     let mut sidecar = Sidecar::start(service.address, &["--tls-cert", &cert, "--tls-key", &key]).await;
-    sidecar.process.says("in less than 10 days: renew it").await;
+    sidecar.process.logs("in less than 10 days: renew it").await;
     let end = |days: i64| Some(day(days) as f64);
     let first_end = Some((day(10) - 60) as f64);
     until("the end is shown", async || series(&sidecar, END).await == first_end).await;

@@ -7,7 +7,7 @@ use std::process::Command;
 use rustix::process::Signal;
 
 use crate::OK;
-use crate::support::{Answering, Message, Service, Sidecar, faketime, request, sidecar, until};
+use crate::support::{FixedService, Message, Service, Sidecar, faketime, request, sidecar, until};
 
 const NEXT: &str = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno";
 
@@ -64,7 +64,7 @@ fn run(command: &mut Command) {
     );
 }
 
-async fn on(disk: &Disk, service: &Answering) -> Sidecar {
+async fn on(disk: &Disk, service: &FixedService) -> Sidecar {
     let store = format!("--store={}", disk.path().join("store").display());
     Sidecar::start(service.address, &[&store]).await
 }
@@ -194,7 +194,7 @@ async fn a_store_in_memory_takes_as_many_bytes_as_it_may() {
 }
 
 /// A sidecar whose clock shows what a file says.
-async fn timed(directory: &Path, service: &Answering, clock: &Path) -> Sidecar {
+async fn timed(directory: &Path, service: &FixedService, clock: &Path) -> Sidecar {
     let mut command = sidecar(&format!("http://{}", service.address));
     command
         .arg(format!("--store={}", directory.join("store").display()))
@@ -232,7 +232,7 @@ async fn a_clock_that_jumps_ahead_ends_nothing_and_is_reported_until_it_is_accep
             .text()
             .contains("note: the clock of this machine was set ahead")
     );
-    sidecar.process.says("oncegate clock accept").await;
+    sidecar.process.logs("oncegate clock accept").await;
     let metrics = admin(&sidecar, "/metrics").await;
     assert!(metrics.text().contains("oncegate_store_advisory{name=\"clock\"} 1"), "{}", metrics.text());
     // Nor does a restart take it for time that has passed.

@@ -12,7 +12,7 @@ use crate::{KEY, OK};
 
 const MIB: usize = 1024 * 1024;
 const LARGE: usize = 64 * MIB;
-/// What the sidecar may hold of a body of [`LARGE`] octets, besides what it has anyway.
+/// What the sidecar may hold of a body of [`LARGE`] bytes, besides what it has anyway.
 const HELD: u64 = 8 * MIB as u64;
 
 #[tokio::test]
@@ -119,7 +119,7 @@ async fn an_upgrade_under_a_key_happens_once() {
     client.send("ping").await;
     assert_eq!(wire.take(4).await, b"ping");
     sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]
@@ -188,7 +188,7 @@ async fn a_body_is_asked_for_when_it_is_wanted() {
         client.message().await.is_problem(status, slug);
         client.ends().await;
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 #[tokio::test]
@@ -201,16 +201,16 @@ async fn a_body_of_unknown_length_is_refused_where_it_grows_too_large() {
     client.stays_silent().await;
     client.send("1\r\na\r\n").await;
     client.message().await.is_problem(413, "request-too-large");
-    service.stays_alone().await;
+    service.is_not_called().await;
 }
 
 /// Sends so much, and counts what was taken.
-fn pour(mut wire: Wire, octets: usize) -> (Arc<AtomicUsize>, tokio::task::JoinHandle<Wire>) {
+fn pour(mut wire: Wire, bytes: usize) -> (Arc<AtomicUsize>, tokio::task::JoinHandle<Wire>) {
     let poured = Arc::new(AtomicUsize::new(0));
     let counter = poured.clone();
     let task = tokio::spawn(async move {
         let piece = vec![b'x'; MIB / 16];
-        while counter.load(Ordering::Relaxed) < octets {
+        while counter.load(Ordering::Relaxed) < bytes {
             wire.try_send(&piece).await.expect("the other side reads on");
             counter.fetch_add(piece.len(), Ordering::Relaxed);
         }
@@ -252,18 +252,18 @@ async fn a_large_upload_streams_and_is_not_held() {
         let now = sidecar.resident();
         needed_nothing = if now <= most + NOTHING { needed_nothing + 1 } else { 0 };
         most = most.max(now);
-        assert!(uploads <= 20, "{} octets are kept after {uploads} uploads", most.saturating_sub(before));
+        assert!(uploads <= 20, "{} bytes are kept after {uploads} uploads", most.saturating_sub(before));
     }
-    assert!(most.saturating_sub(before) < HELD, "{} octets are kept", most.saturating_sub(before));
+    assert!(most.saturating_sub(before) < HELD, "{} bytes are kept", most.saturating_sub(before));
 }
 
-/// [`LARGE`] octets. Where it is said what was resident before, the service does not take them for a while, and the
+/// [`LARGE`] bytes. Where it is said what was resident before, the service does not take them for a while, and the
 /// sidecar must not hold many of them then.
 async fn upload(sidecar: &Sidecar, service: &Service, before: Option<u64>) {
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/", &[&format!("Content-Length: {LARGE}")], "")).await;
     client.send([b'x'; 1]).await;
-    // The service has the first octet before the client sends the second.
+    // The service has the first byte before the client sends the second.
     let mut wire = service.accept().await;
     assert_eq!(wire.head().await.get("content-length"), Some(LARGE.to_string().as_str()));
     assert_eq!(wire.take(1).await, b"x");
@@ -272,7 +272,7 @@ async fn upload(sidecar: &Sidecar, service: &Service, before: Option<u64>) {
     if let Some(before) = before {
         assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the client back");
         let held = sidecar.resident().saturating_sub(before);
-        assert!(held < HELD, "{held} octets are held");
+        assert!(held < HELD, "{held} bytes are held");
     }
     let mut left = LARGE - 1;
     while left > 0 {
@@ -299,7 +299,7 @@ async fn a_large_download_streams_and_is_not_held() {
         assert_eq!(client.head().await.get("content-length"), Some(LARGE.to_string().as_str()));
         assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the service back");
         let held = sidecar.resident().saturating_sub(before);
-        assert!(held < HELD, "{held} octets are held, {fields:?}");
+        assert!(held < HELD, "{held} bytes are held, {fields:?}");
         let mut left = LARGE;
         while left > 0 {
             left -= client.take(left.min(MIB)).await.len();
@@ -520,5 +520,5 @@ async fn who_does_not_come_to_the_point_is_sent_away() {
     for (beginning, end) in waiting {
         assert!(end.await.unwrap().is_ok(), "{beginning:?} keeps a connection");
     }
-    service.stays_alone().await;
+    service.is_not_called().await;
 }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::support::{Answering, Message, Service, Sidecar, request};
+use crate::support::{FixedService, Message, Service, Sidecar, request};
 use crate::{KEY, OK};
 
 /// A service that does not know what it did.
@@ -16,7 +16,7 @@ async fn keys(sidecar: &Sidecar, args: &[&str]) -> Result<String, String> {
     command.arg("keys").args(args).env_clear().env("ONCEGATE_ADMIN", sidecar.admin.to_string());
     command.env("USER", "ada");
     let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
-    let text = |octets| String::from_utf8(octets).unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
     match output.status.code() {
         Some(0) => Ok(text(output.stdout)),
         Some(1) => Err(text(output.stderr)),
@@ -35,7 +35,7 @@ async fn found(sidecar: &Sidecar) -> String {
 
 struct Case {
     sidecar: Sidecar,
-    service: Answering,
+    service: FixedService,
     record: String,
 }
 
@@ -77,7 +77,7 @@ impl Case {
         assert_eq!(self.service.requests(), requests, "something executed");
     }
 
-    async fn says(&self, text: &str) {
+    async fn shows(&self, text: &str) {
         let shown = keys(&self.sidecar, &["show", &self.record]).await.unwrap();
         assert!(shown.contains(text), "no {text:?} in {shown}");
     }
@@ -97,13 +97,13 @@ async fn a_wrong_answer_is_parked_and_amended() {
         case.is_unknown().await;
         case.keys("resolve", &["--status=201", "--body=wrong"]).await.unwrap();
         case.replays("wrong").await;
-        case.says("resolved by     an operator\n").await;
-        case.says(&format!("\noncegate keys park {}", case.record)).await;
+        case.shows("resolved by     an operator\n").await;
+        case.shows(&format!("\noncegate keys park {}", case.record)).await;
 
         let said = case.keys("park", &[]).await.unwrap();
         assert_eq!(said, format!("{}: completed → unknown\n", case.record));
         case.is_unknown().await;
-        case.says("parked by       an operator\n").await;
+        case.shows("parked by       an operator\n").await;
         let again = case.keys("park", &[]).await.unwrap_err();
         assert!(again.contains("It is unknown already"), "{again}");
         let nothing = case.keys("resolve", &["--amend", "--released"]).await.unwrap_err();
@@ -120,7 +120,7 @@ async fn a_wrong_answer_is_parked_and_amended() {
 
         // Released wrongly, and noticed before the retry.
         case.keys("resolve", &["--amend", "--released"]).await.unwrap();
-        case.says("resolved by     an operator\n").await;
+        case.shows("resolved by     an operator\n").await;
         case.keys("park", &[]).await.unwrap();
         case.is_unknown().await;
         case.keys("resolve", &["--released"]).await.unwrap();
@@ -168,7 +168,7 @@ async fn what_the_service_answered_is_not_taken_back() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_that_the_service_released_is_held() {
     let case = Case::new("memory:", BUSY).await;
-    case.says("Nothing executes until somebody has looked").await;
+    case.shows("Nothing executes until somebody has looked").await;
     case.keys("park", &[]).await.unwrap();
     case.is_unknown().await;
     case.keys("resolve", &["--released"]).await.unwrap();

@@ -1,4 +1,4 @@
-//! Processes and connections for the tests from outside: what is sent is sent octet by octet, and what comes is read
+//! Processes and connections for the tests of whole programs. Requests are sent byte by byte, and responses are read
 //! strictly.
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
@@ -20,34 +20,34 @@ use tokio::process::{Child, Command};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// How long anything is waited for. Far longer than everything takes, so that a test that fails has a reason.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(25);
+/// The longest wait for anything. It is far longer than everything takes, so a test that fails has a reason.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(25);
 
-/// How long a program may take to start. Programs in Python and in Node that start all at once read and translate a lot.
-const START_PATIENCE: Duration = Duration::from_secs(180);
+/// The longest time that a program may take to start. Many Python and Node programs that start at once read and compile a lot.
+const START_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// What comes of this in time.
+/// The output of the future, which must arrive in time.
 pub(crate) fn within<T>(what: impl fmt::Display, future: impl Future<Output = T>) -> impl Future<Output = T> {
-    within_time(PATIENCE, what, future)
+    within_time(TIMEOUT, what, future)
 }
 
 async fn within_time<T>(time: Duration, what: impl fmt::Display, future: impl Future<Output = T>) -> T {
     match tokio::time::timeout(time, future).await {
         Ok(output) => output,
-        Err(_) => panic!("waited in vain: {what}"),
+        Err(_) => panic!("timed out waiting for {what}"),
     }
 }
 
-/// Waits until this is so.
+/// Waits until the condition holds.
 pub(crate) async fn until(what: impl fmt::Display, mut holds: impl AsyncFnMut() -> bool) {
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + TIMEOUT;
     while !holds().await {
-        assert!(Instant::now() < give_up, "waited in vain until {what}");
+        assert!(Instant::now() < give_up, "timed out waiting until {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// A program that runs. It is killed when this is dropped.
+/// A running program. It is killed when this is dropped.
 pub(crate) struct Process {
     child: Child,
     stdout: watch::Receiver<Vec<String>>,
@@ -63,65 +63,65 @@ impl Process {
         Self { child, stdout, stderr }
     }
 
-    /// The first line on the standard output.
+    /// Waits for the first line on the standard output.
     pub(crate) async fn first_line(&mut self) -> String {
         let line = self.stdout.wait_for(|lines| !lines.is_empty());
-        let came = within_time(START_PATIENCE, "a line of a program that starts", line);
-        let line = came.await.ok().map(|lines| lines[0].clone());
+        let arrived = within_time(START_TIMEOUT, "a line of a program that starts", line);
+        let line = arrived.await.ok().map(|lines| lines[0].clone());
         match line {
             Some(line) => line,
-            None => panic!("it ended without a word: {}", self.errors().await),
+            None => panic!("the program ended without any output: {}", self.errors().await),
         }
     }
 
-    /// Everything on the standard output; it has ended.
+    /// Everything on the standard output, after the program has closed it.
     pub(crate) async fn output(&mut self) -> Vec<String> {
         within("the end of the output", closed(&mut self.stdout)).await
     }
 
-    /// Everything on the standard error; it has ended.
+    /// Everything on the standard error, after the program has closed it.
     pub(crate) async fn errors(&mut self) -> String {
         within("the end of the errors", closed(&mut self.stderr)).await.join("\n")
     }
 
     /// Waits for a line on the standard error with this text.
-    pub(crate) async fn says(&mut self, text: &str) {
-        let said = |lines: &Vec<String>| lines.iter().any(|line| line.contains(text));
-        let came = within(format!("the line {text:?}"), self.stderr.wait_for(said)).await.is_ok();
-        assert!(came, "it ended and never said {text:?}");
+    pub(crate) async fn logs(&mut self, text: &str) {
+        let has_line = |lines: &Vec<String>| lines.iter().any(|line| line.contains(text));
+        let logged = within(format!("the line {text:?}"), self.stderr.wait_for(has_line)).await.is_ok();
+        assert!(logged, "the program ended without the line {text:?}");
     }
 
-    /// The lines on the standard error with this text, as far as they have come.
+    /// The lines on the standard error with this text so far.
     pub(crate) fn error_lines(&self, text: &str) -> Vec<String> {
         self.stderr.borrow().iter().filter(|line| line.contains(text)).cloned().collect()
     }
 
-    /// The lines on the standard output, as far as they have come.
+    /// The lines on the standard output so far.
     pub(crate) fn output_lines(&self) -> Vec<String> {
         self.stdout.borrow().clone()
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id().expect("it runs")
+        self.child.id().expect("the process runs")
     }
 
-    /// Stops it where it stands.
+    /// Suspends the process.
     pub(crate) fn freeze(&self) {
-        oncegate_servers::freeze(self.pid()).expect("a process of ours");
+        oncegate_servers::freeze(self.pid()).expect("a process of this test");
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw).expect("a process");
-        kill_process(pid, signal).expect("a process of ours");
+        kill_process(pid, signal).expect("a process of this test");
     }
 
-    /// Ends it as a power cut would.
+    /// Kills the process, as a power cut would end it.
     pub(crate) async fn kill(&mut self) {
-        self.child.kill().await.expect("a child of ours");
+        self.child.kill().await.expect("a child of this test");
     }
 
     pub(crate) async fn ended(&mut self) -> ExitStatus {
-        within("the end of a program", self.child.wait()).await.expect("a child of ours")
+        within("the end of a program", self.child.wait()).await.expect("a child of this test")
     }
 }
 
@@ -141,23 +141,26 @@ async fn closed(lines: &mut watch::Receiver<Vec<String>>) -> Vec<String> {
     lines.borrow().clone()
 }
 
-/// The library that `faketime` loads into programs.
+/// The library that `faketime` preloads into programs.
 pub(crate) fn faketime() -> PathBuf {
     let dirs = std::fs::read_dir("/usr/lib").unwrap().flatten();
     let found = dirs.map(|dir| dir.path().join("faketime/libfaketimeMT.so.1")).find(|path| path.exists());
     found.expect("libfaketime is not installed (Debian package: faketime)")
 }
 
-/// This program of the example in Node, with its packages.
+/// A program of the Node example, with its packages.
 pub(crate) fn express_orders(program: &str) -> Command {
     let folder = example("express-orders");
-    assert!(folder.join("node_modules").exists(), "its packages are missing; run `cargo xtask test`");
+    assert!(
+        folder.join("node_modules").exists(),
+        "the packages of the example are missing; run `cargo xtask test`"
+    );
     let mut command = Command::new("node");
     command.arg(program).current_dir(folder);
     command
 }
 
-/// This program of the example in Python, in its environment.
+/// A program of the Python example, in its environment.
 pub(crate) fn fastapi_orders(program: &str) -> Command {
     let python = target().join("fastapi-orders/bin/python");
     assert!(python.exists(), "{} is missing; run `cargo xtask test`", python.display());
@@ -170,7 +173,7 @@ fn example(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples").join(name)
 }
 
-/// Where builds go, as `cargo xtask test` sees it.
+/// The directory of build results, as `cargo xtask test` uses it.
 fn target() -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
@@ -180,7 +183,7 @@ fn target() -> PathBuf {
 pub(crate) fn sidecar(to: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--to", to]);
-    // Most tests look at what is answered while the first request runs. A flag overrules each of these.
+    // Most tests look at the responses while the first request runs. A later flag overrides each of these.
     command.env("ONCEGATE_WAIT", "0s").env("ONCEGATE_SERVICE", "tests");
     command
 }
@@ -193,7 +196,7 @@ pub(crate) struct Sidecar {
 }
 
 impl Sidecar {
-    /// In front of this service, with these flags besides.
+    /// Starts a sidecar in front of this service, with these additional flags.
     pub(crate) async fn start(to: SocketAddr, flags: &[&str]) -> Self {
         let memory =
             if flags.iter().any(|flag| flag.starts_with("--store")) { "" } else { "--store=memory:" };
@@ -217,21 +220,21 @@ impl Sidecar {
         Wire::connect(self.address).await
     }
 
-    /// One request on a connection of its own, and its answer.
+    /// Sends one request on a connection of its own, and returns its response.
     pub(crate) async fn ask(&self, request: &str) -> Message {
         ask(self.address, request).await
     }
 
-    /// As [`Self::start`], with memory in pages of the usual size, so that [`Self::resident`] is close to what is in use.
+    /// Like [`Self::start`], with memory pages of the usual size, so that [`Self::resident`] is close to the memory in use.
     ///
-    /// The allocator asks for huge pages, which are resident whole however little of them is used: a few objects that
-    /// are spread out count for tens of megabytes.
+    /// The allocator asks for huge pages, which are resident as a whole even if little of them is used: a few scattered
+    /// objects would count for tens of megabytes.
     pub(crate) async fn start_in_small_pages(to: SocketAddr, flags: &[&str]) -> Self {
         let mut command = sidecar(&format!("http://{to}"));
         Self::run(command.arg("--store=memory:").args(flags).env("MIMALLOC_ALLOW_THP", "0")).await
     }
 
-    /// How much memory it has resident, in octets.
+    /// The resident memory of the process, in bytes.
     pub(crate) fn resident(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.pid())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -239,7 +242,7 @@ impl Sidecar {
     }
 }
 
-/// A request with `Host` and, where there is a body, `Content-Length`; `fields` are whole lines.
+/// A request with `Host` and, if there is a body, `Content-Length`; `fields` are whole lines.
 pub(crate) fn request(method: &str, target: &str, fields: &[&str], body: &str) -> String {
     let mut text = format!("{method} {target} HTTP/1.1\r\nHost: orders.test\r\n");
     for field in fields {
@@ -251,14 +254,14 @@ pub(crate) fn request(method: &str, target: &str, fields: &[&str], body: &str) -
     text + "\r\n" + body
 }
 
-/// One request on a connection of its own, and its answer.
+/// Sends one request on a connection of its own, and returns its response.
 pub(crate) async fn ask(address: SocketAddr, request: &str) -> Message {
     let mut wire = Wire::connect(address).await;
     wire.send(request).await;
     if request.starts_with("HEAD") { Message::of(wire.head().await) } else { wire.message().await }
 }
 
-/// A service that a test plays itself.
+/// A service that the test itself plays.
 pub(crate) struct Service {
     listener: TcpListener,
     pub(crate) address: SocketAddr,
@@ -276,8 +279,7 @@ impl Service {
         Wire::new(stream)
     }
 
-    /// The next request, on this connection or on another one, and the connection that it came on: which of them is for
-    /// the sidecar to say.
+    /// The next request and its connection: this one or a new one, because the sidecar decides which it uses.
     pub(crate) async fn next(&self, mut wire: Wire) -> (Wire, Message) {
         let head = tokio::select! {
             head = wire.try_head() => head,
@@ -305,10 +307,10 @@ impl Service {
         self.listener
     }
 
-    /// From now on, answers every request in this way.
-    pub(crate) fn answers(self, answer: &'static str) -> Answering {
+    /// From now on answers every request with this response.
+    pub(crate) fn answers(self, answer: &'static str) -> FixedService {
         let answering =
-            Answering { address: self.address, connections: Arc::default(), requests: Arc::default() };
+            FixedService { address: self.address, connections: Arc::default(), requests: Arc::default() };
         let (connections, requests) = (answering.connections.clone(), answering.requests.clone());
         tokio::spawn(async move {
             while let Ok((stream, _)) = self.listener.accept().await {
@@ -329,21 +331,21 @@ impl Service {
         answering
     }
 
-    /// Nobody connects to it, in the time that somebody would need.
-    pub(crate) async fn stays_alone(&self) {
-        let came = tokio::time::timeout(Duration::from_millis(200), self.listener.accept()).await;
-        assert!(came.is_err(), "the service was asked");
+    /// Asserts that the sidecar does not connect within the time that it would need.
+    pub(crate) async fn is_not_called(&self) {
+        let call = tokio::time::timeout(Duration::from_millis(200), self.listener.accept()).await;
+        assert!(call.is_err(), "the sidecar connected to the service");
     }
 }
 
-/// A service that always says the same.
-pub(crate) struct Answering {
+/// A service that always sends the same response.
+pub(crate) struct FixedService {
     pub(crate) address: SocketAddr,
     connections: Arc<AtomicUsize>,
     requests: Arc<AtomicUsize>,
 }
 
-impl Answering {
+impl FixedService {
     pub(crate) fn connections(&self) -> usize {
         self.connections.load(Ordering::Relaxed)
     }
@@ -388,29 +390,29 @@ impl Wire {
         Self::new(stream)
     }
 
-    pub(crate) async fn send(&mut self, octets: impl AsRef<[u8]>) {
-        within("room to send", self.stream.write_all(octets.as_ref())).await.expect("the other side reads");
-        within("room to send", self.stream.flush()).await.expect("the other side reads");
+    pub(crate) async fn send(&mut self, bytes: impl AsRef<[u8]>) {
+        within("space to send", self.stream.write_all(bytes.as_ref())).await.expect("the other side reads");
+        within("space to send", self.stream.flush()).await.expect("the other side reads");
     }
 
-    /// Sends as far as the other side reads.
-    pub(crate) async fn try_send(&mut self, octets: impl AsRef<[u8]>) -> std::io::Result<()> {
-        self.stream.write_all(octets.as_ref()).await
+    /// Sends the bytes as far as the other side reads them.
+    pub(crate) async fn try_send(&mut self, bytes: impl AsRef<[u8]>) -> std::io::Result<()> {
+        self.stream.write_all(bytes.as_ref()).await
     }
 
-    /// Says that nothing more will be sent.
+    /// Closes the sending direction.
     pub(crate) async fn finish(&mut self) {
         self.stream.shutdown().await.unwrap();
     }
 
-    /// Reads more; false at the end.
+    /// Reads more bytes; returns false at the end.
     async fn more(&mut self) -> bool {
-        let got = within("octets", self.stream.read_buf(&mut self.read)).await;
-        // A reset is an end as well.
+        let got = within("bytes", self.stream.read_buf(&mut self.read)).await;
+        // A reset is an end, too.
         !matches!(got, Ok(0) | Err(_))
     }
 
-    /// Takes octets until after this text; `None` if the connection ends before.
+    /// Reads up to and including this text; `None` if the connection ends before it.
     async fn take_until(&mut self, text: &[u8]) -> Option<Vec<u8>> {
         loop {
             if let Some(at) = self.read.windows(text.len()).position(|window| window == text) {
@@ -422,7 +424,7 @@ impl Wire {
         }
     }
 
-    /// So many octets.
+    /// Reads exactly this number of bytes.
     pub(crate) async fn take(&mut self, count: usize) -> Vec<u8> {
         while self.read.len() < count {
             assert!(self.more().await, "the connection ended: {:?}", String::from_utf8_lossy(&self.read));
@@ -430,10 +432,10 @@ impl Wire {
         self.read.drain(..count).collect()
     }
 
-    /// The next head, if there is one before the connection ends.
+    /// The next head; `None` if the connection ends before it.
     pub(crate) async fn try_head(&mut self) -> Option<Head> {
-        let octets = self.take_until(b"\r\n\r\n").await?;
-        let text = String::from_utf8(octets).expect("a head in ASCII");
+        let bytes = self.take_until(b"\r\n\r\n").await?;
+        let text = String::from_utf8(bytes).expect("a head in ASCII");
         let mut lines = text.trim_end_matches("\r\n").split("\r\n");
         let line = lines.next().unwrap().to_owned();
         Some(Head { line, fields: lines.map(field).collect() })
@@ -446,7 +448,7 @@ impl Wire {
         }
     }
 
-    /// The next chunk and its trailers, if it is the last.
+    /// The next chunk, and the trailers if it is the last one.
     pub(crate) async fn chunk(&mut self) -> (Vec<u8>, Vec<(String, String)>) {
         let line = self.take_until(b"\r\n").await.expect("a chunk");
         let size = String::from_utf8(line).unwrap();
@@ -468,7 +470,7 @@ impl Wire {
         }
     }
 
-    /// What follows this head. Not for answers to HEAD.
+    /// Reads the body after this head. Not for responses to HEAD.
     pub(crate) async fn body(&mut self, head: Head) -> Message {
         let mut message = Message::of(head);
         let (chunked, length) = (message.get("transfer-encoding"), message.get("content-length"));
@@ -494,36 +496,36 @@ impl Wire {
         message
     }
 
-    /// The next message, whole.
+    /// The next whole message.
     pub(crate) async fn message(&mut self) -> Message {
         let head = self.head().await;
         self.body(head).await
     }
 
-    /// Everything until the end of the connection.
+    /// Reads until the connection ends.
     pub(crate) async fn rest(&mut self) -> Vec<u8> {
         while self.more().await {}
         std::mem::take(&mut self.read)
     }
 
-    /// As [`Self::rest`], however long it takes.
+    /// Like [`Self::rest`], without a limit of time.
     pub(crate) async fn raw_rest(&mut self) -> Vec<u8> {
-        // A reset is an end as well.
+        // A reset is an end, too.
         let _ended = self.stream.read_to_end(&mut self.read).await;
         std::mem::take(&mut self.read)
     }
 
-    /// Waits for the end of the connection; nothing may come before.
+    /// Waits for the end of the connection, and asserts that nothing arrives before.
     pub(crate) async fn ends(&mut self) {
         while self.more().await {}
         assert!(self.read.is_empty(), "and more: {:?}", String::from_utf8_lossy(&self.read));
     }
 
-    /// Nothing comes, in the time that something would need.
+    /// Asserts that nothing arrives within the time that a response would need.
     pub(crate) async fn stays_silent(&mut self) {
-        let came =
+        let arrived =
             tokio::time::timeout(Duration::from_millis(200), self.stream.read_buf(&mut self.read)).await;
-        assert!(came.is_err(), "{came:?} {:?}", String::from_utf8_lossy(&self.read));
+        assert!(arrived.is_err(), "{arrived:?} {:?}", String::from_utf8_lossy(&self.read));
         assert!(self.read.is_empty(), "{:?}", String::from_utf8_lossy(&self.read));
     }
 }
@@ -534,7 +536,7 @@ fn field(line: &str) -> (String, String) {
 }
 
 impl Head {
-    /// The value of the one field line of this name, if there is one.
+    /// The value of the only field line with this name, if there is one.
     pub(crate) fn get(&self, name: &str) -> Option<&str> {
         let all = self.all(name);
         assert!(all.len() <= 1, "several field lines {name}: {self:?}");
@@ -573,14 +575,14 @@ impl Message {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
     }
 
-    /// Asserts the status, and shows the rest where it is another.
+    /// Asserts the status; a failure shows the whole message.
     #[track_caller]
     pub(crate) fn has_status(&self, status: u16) -> &Self {
         assert_eq!(self.status(), status, "{:?} {:?}", self.head, String::from_utf8_lossy(&self.body));
         self
     }
 
-    /// Asserts that this is a refusal of this kind.
+    /// Asserts that this is a refusal of this type.
     #[track_caller]
     pub(crate) fn is_problem(&self, status: u16, slug: &str) -> &Self {
         self.has_status(status);

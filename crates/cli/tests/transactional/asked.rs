@@ -69,7 +69,7 @@ pub(crate) async fn both_are_killed_after_the_commit_and_the_answer_is_asked_for
 pub(crate) async fn the_sidecar_is_killed_before_it_adds_the_answer(kind: Kind) {
     let mut world = World::start_with(kind, &ASKING, "executed").await;
     let _client = world.send(Operation::Pay, "executed").await;
-    world.sidecar.process.says("failpoint executed").await;
+    world.sidecar.process.logs("failpoint executed").await;
     world.sidecar.process.kill().await;
     world.restart_sidecar(&ASKING).await;
     gives_the_answer(&mut world, "executed", 1).await;
@@ -165,7 +165,7 @@ impl Committed {
         wire
     }
 
-    fn says(&self, status: &str, outcome: &str, fields: &str, body: &str) -> String {
+    fn reports(&self, status: &str, outcome: &str, fields: &str, body: &str) -> String {
         format!(
             "HTTP/1.1 {status}\r\nOncegate-Outcome: {outcome}\r\nOncegate-Record: {}\r\nOncegate-Token: {}\r\n{fields}\
              Content-Length: {}\r\n\r\n{body}",
@@ -197,13 +197,13 @@ fn order() -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_committed_is_never_executed_again_whatever_the_service_says() {
     let mut committed = Committed::lost().await;
-    let no = committed.says("404 Not Found", "did-not-happen", "", "");
+    let no = committed.reports("404 Not Found", "did-not-happen", "", "");
     committed.hears(&no).await.is_problem(422, "replay-unavailable");
-    committed.sidecar.process.says("nothing is executed").await;
-    committed.service.stays_alone().await;
+    committed.sidecar.process.logs("nothing is executed").await;
+    committed.service.is_not_called().await;
     assert_eq!(heard(&committed.sidecar).await, [0, 0, 1, 0]);
     // It may have looked in the wrong place.
-    let yes = committed.says("201 Created", "happened", "Content-Type: text/x\r\n", "paid");
+    let yes = committed.reports("201 Created", "happened", "Content-Type: text/x\r\n", "paid");
     let answer = committed.hears(&yes).await;
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
     assert_eq!(heard(&committed.sidecar).await, [1, 0, 1, 0]);
@@ -213,17 +213,17 @@ async fn what_is_committed_is_never_executed_again_whatever_the_service_says() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_that_the_service_has_not_kept_is_not_asked_for_again() {
     let committed = Committed::lost().await;
-    let gone = committed.says("200 OK", "happened", "Idempotency-Store: tombstone\r\n", "");
+    let gone = committed.reports("200 OK", "happened", "Idempotency-Store: tombstone\r\n", "");
     committed.hears(&gone).await.is_problem(422, "replay-unavailable");
     committed.sidecar.ask(&order()).await.is_problem(422, "replay-unavailable");
-    committed.service.stays_alone().await;
+    committed.service.is_not_called().await;
     assert_eq!(heard(&committed.sidecar).await, [0, 1, 0, 0]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_that_cannot_tell_is_asked_until_the_time_is_over_and_again_by_the_next_retry() {
     let committed = Committed::lost_asking_for("--reconcile-timeout=4s").await;
-    let unknown = committed.says("404 Not Found", "unknown", "", "");
+    let unknown = committed.reports("404 Not Found", "unknown", "", "");
     let mut client = committed.retry().await;
     committed.question().await.send(&unknown).await;
     // It goes on being asked; this one is not answered at all.
@@ -231,7 +231,7 @@ async fn a_service_that_cannot_tell_is_asked_until_the_time_is_over_and_again_by
     committed.sidecar.ask(&order()).await.is_problem(409, "request-in-progress");
     is_told_to_come_again(&client.message().await, 503);
     assert_eq!(heard(&committed.sidecar).await, [0, 0, 0, 1]);
-    let answer = committed.hears(&committed.says("201 Created", "happened", "", "paid")).await;
+    let answer = committed.hears(&committed.reports("201 Created", "happened", "", "paid")).await;
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
 }
 
@@ -244,7 +244,7 @@ async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
         let mut duplicate = other.connect().await;
         duplicate.send(order()).await;
         let mut question = committed.question().await;
-        let found = committed.says("201 Created", "happened", "", "found");
+        let found = committed.reports("201 Created", "happened", "", "found");
         let said = "HTTP/1.1 201 Created\r\nContent-Length: 4\r\n\r\nsaid";
         let (first, second, wins) = if asker_is_first {
             question.send(&found).await;
@@ -263,7 +263,7 @@ async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
             let again = sidecar.ask(&order()).await;
             assert_eq!((again.has_status(201).text(), again.is_replay()), (wins, true));
         }
-        committed.service.stays_alone().await;
+        committed.service.is_not_called().await;
         let differs = if asker_is_first { &committed.sidecar } else { &other };
         assert_eq!(counted(differs, &["answer-differs"]).await, [1]);
     }
@@ -279,7 +279,7 @@ async fn two_sidecars_may_ask_at_the_same_time() {
     let mut two = other.connect().await;
     two.send(order()).await;
     let mut second = committed.question().await;
-    let found = committed.says("201 Created", "happened", "", "found");
+    let found = committed.reports("201 Created", "happened", "", "found");
     for wire in [&mut first, &mut second] {
         wire.send(&found).await;
     }
@@ -295,14 +295,14 @@ async fn a_client_that_hangs_up_leaves_the_answer_behind() {
     let client = committed.retry().await;
     let mut question = committed.question().await;
     drop(client);
-    question.send(committed.says("201 Created", "happened", "", "found")).await;
+    question.send(committed.reports("201 Created", "happened", "", "found")).await;
     crate::support::until("the answer is there", async || {
         counted(&committed.sidecar, &["answer-added"]).await == [1]
     })
     .await;
     let answer = committed.sidecar.ask(&order()).await;
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("found", true));
-    committed.service.stays_alone().await;
+    committed.service.is_not_called().await;
 }
 
 /// As it is without somebody to ask.
@@ -323,5 +323,5 @@ async fn a_service_that_has_no_place_to_ask_at_is_not_asked() {
     drop(wire);
     client.message().await.is_problem(422, "replay-unavailable");
     ask(sidecar.address, &order()).await.is_problem(422, "replay-unavailable");
-    service.stays_alone().await;
+    service.is_not_called().await;
 }

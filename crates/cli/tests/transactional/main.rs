@@ -153,7 +153,7 @@ async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: K
     for operation in Operation::BOTH {
         let mut world = World::start_with(kind, &SHORT, "executing").await;
         let _client = world.send(operation, "executing").await;
-        world.sidecar.process.says("failpoint executing").await;
+        world.sidecar.process.logs("failpoint executing").await;
         world.sidecar.process.kill().await;
         world.restart_sidecar(&SHORT).await;
         world.is_not_done(operation, "executing", 0).await;
@@ -161,7 +161,7 @@ async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: K
         for (failpoint, effects) in [("executed", 2), ("completed", 3)] {
             world.sidecar = world.database.sidecar(world.at, &SHORT, failpoint).await;
             let _client = world.send(operation, failpoint).await;
-            world.sidecar.process.says(&format!("failpoint {failpoint}")).await;
+            world.sidecar.process.logs(&format!("failpoint {failpoint}")).await;
             world.sidecar.process.kill().await;
             world.restart_sidecar(&SHORT).await;
             if failpoint == "completed" {

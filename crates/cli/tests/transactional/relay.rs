@@ -75,9 +75,9 @@ async fn ask(
 ) {
     let mut buffer = vec![0; 64 * 1024];
     while let Ok(count @ 1..) = from.read(&mut buffer).await {
-        let octets = &buffer[..count];
+        let bytes = &buffer[..count];
         let gate = *gates.borrow();
-        if gate != Gate::Open && octets.windows(6).any(|window| window == b"COMMIT") {
+        if gate != Gate::Open && bytes.windows(6).any(|window| window == b"COMMIT") {
             committing.send_replace(true);
             let before = usize::from(gate == Gate::BeforeCommit);
             holding.send_modify(|(all, now)| (*all, *now) = (*all + 1, *now + before));
@@ -89,7 +89,7 @@ async fn ask(
                 }
             }
         }
-        if to.write_all(octets).await.is_err() {
+        if to.write_all(bytes).await.is_err() {
             return;
         }
     }
