@@ -1,4 +1,11 @@
-//! The function as it is compiled.
+//! The expansion: writes the function that the compiler sees.
+//!
+//! ```text
+//! async fn pay(engine: &Engine, order: Order) -> Result<…> {
+//!     let call = engine.function(scope).with_policy(…).with_errors(…).call(key, input);
+//!     call.run(async move |attempt| -> Result<…> { the body }).await
+//! }
+//! ```
 
 use std::time::Duration;
 
@@ -13,12 +20,12 @@ use syn::{
 use crate::options::{ComparedArguments, ErrorPolicy, KeySource, OnAbandoned, Options, RunMode, nearest};
 use crate::template::{Piece, Template, root};
 
-/// Serialize is there for tuples of so many.
+/// The most elements of a tuple that implements `Serialize`.
 const MAX_TUPLE: usize = 16;
 
 pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<TokenStream> {
     let function: ItemFn = parse2(item.clone())
-        .map_err(|_| Error::new(item_span(item), "`#[idempotent]` stands on an `async fn` with a body"))?;
+        .map_err(|_| Error::new(item_span(item), "`#[idempotent]` needs an `async fn` with a body"))?;
     check(&function.sig)?;
     let options: Options = parse2(attribute)?;
     let arguments = Arguments::of(&function.sig)?;
@@ -40,13 +47,13 @@ pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<To
         true => RunMode::Detached,
         false => RunMode::InPlace,
     });
-    // What it asks of the value and the error is asked of the type that the signature has.
+    // With the span of the return type, so that errors about missing traits point at that type.
     let run = if run_mode == RunMode::Detached { "run" } else { "run_in_place" };
     let run = Ident::new(run, returns.span);
 
     let ItemFn { attrs, vis, sig, block, .. } = &function;
     let (engine, scope) = (engine.expr, &options.scope);
-    // A body in a task of its own has the engine as it has it in place: by reference, to a clone.
+    // A detached body cannot borrow the engine. It gets a reference to a clone, so its type stays the same.
     let (cloned, block) = match borrowed_engine.filter(|_| run_mode == RunMode::Detached) {
         Some(name) => (
             quote!(let __oncegate_engine = ::core::clone::Clone::clone(#name);),
@@ -70,11 +77,12 @@ pub(crate) fn idempotent(attribute: TokenStream, item: TokenStream) -> Result<To
     })
 }
 
-/// Whether the arguments own all that they have, as far as their types say, so that the body can go on without its caller. An
-/// engine that is borrowed is cloned.
+/// Returns `true` if the types of all arguments own their values, so that the body can outlive its caller.
+///
+/// A borrowed engine does not count, because it is cloned.
 fn owns_all(sig: &Signature, borrowed_engine: Option<&Ident>) -> bool {
     let is_owned = |argument: &FnArg| match argument {
-        // What `Self` holds is not to be seen from here.
+        // The macro does not see the fields of `Self`.
         FnArg::Receiver(_) => false,
         FnArg::Typed(typed) => {
             let is_engine = matches!(&*typed.pat, Pat::Ident(name) if Some(&name.ident) == borrowed_engine);
@@ -84,7 +92,7 @@ fn owns_all(sig: &Signature, borrowed_engine: Option<&Ident>) -> bool {
     sig.generics.params.is_empty() && sig.inputs.iter().all(is_owned)
 }
 
-/// Whether a type names a reference, a lifetime or a pointer, or is one of which only a trait is known.
+/// Returns `true` if a type has a reference, a lifetime or a pointer, or if only its traits are known.
 fn may_borrow(ty: &TokenStream) -> bool {
     ty.clone().into_iter().any(|token| match token {
         TokenTree::Punct(punct) => matches!(punct.as_char(), '&' | '\'' | '*'),
@@ -100,27 +108,26 @@ fn item_span(item: TokenStream) -> Span {
 
 fn check(sig: &Signature) -> Result<()> {
     if sig.asyncness.is_none() && sig.generics.lifetimes().any(|of| of.lifetime.ident == "async_trait") {
-        let message = "`#[async_trait]` has rewritten this method before `#[idempotent]` saw it: move the body into an `async fn` \
-                    outside of the trait, put `#[idempotent]` on that, and call it here";
+        let message = "`#[async_trait]` has already rewritten this method: move the body into an `async fn` outside of the \
+                       trait, put `#[idempotent]` on that function, and call it here";
         return Err(Error::new(sig.ident.span(), message));
     }
     if sig.asyncness.is_none() {
-        let message =
-            "an idempotent function is an `async fn`: it waits for the store, before it runs and after it";
+        let message = "an idempotent function must be an `async fn`: it waits for the store before and after its body runs";
         return Err(Error::new(sig.fn_token.span(), message));
     }
     if let Some(abi) = &sig.abi {
-        return Err(Error::new(abi.span(), "an idempotent function has the ABI of Rust"));
+        return Err(Error::new(abi.span(), "an idempotent function must have the Rust ABI: remove `extern`"));
     }
     Ok(())
 }
 
-/// The arguments that a function's patterns bind.
+/// The names that the patterns of a function's arguments bind.
 struct Arguments {
     names: Vec<Ident>,
-    /// Those whose type says that they are the engine.
+    /// The names whose type is the engine.
     engines: Vec<Ident>,
-    /// The only one of these, if it is a reference.
+    /// The single engine, if it is a reference.
     borrowed_engine: Option<Ident>,
     has_self: bool,
 }
@@ -150,14 +157,14 @@ impl Arguments {
         Ok(all)
     }
 
-    /// Says so where a value begins with a name that is no argument.
+    /// Returns an error if a value begins with a name that is not an argument.
     fn check(&self, value: &Expr, span: Span) -> Result<()> {
         let Some(name) = root(value) else { return Ok(()) };
         if name == "self" {
             if self.has_self {
                 return Ok(());
             }
-            return Err(Error::new(span, "there is no `self` here"));
+            return Err(Error::new(span, "this function has no `self`"));
         }
         self.check_name(name, span)
     }
@@ -169,8 +176,8 @@ impl Arguments {
         let names: Vec<_> = self.names.iter().map(ToString::to_string).collect();
         let hint = match nearest(&name.to_string(), names.iter().map(String::as_str)) {
             Some(near) => format!("did you mean `{near}`?"),
-            None if names.is_empty() => "there are none".to_owned(),
-            None => format!("there are: {}", names.join(", ")),
+            None if names.is_empty() => "the function has none".to_owned(),
+            None => format!("the arguments are: {}", names.join(", ")),
         };
         Err(Error::new(span, format!("there is no argument `{name}`; {hint}")))
     }
@@ -191,11 +198,14 @@ fn bound_names(pattern: &Pat, names: &mut Vec<Ident>) -> Result<()> {
         Pat::Paren(of) => bound_names(&of.pat, names),
         Pat::Type(of) => bound_names(&of.pat, names),
         Pat::Wild(_) | Pat::Rest(_) => Ok(()),
-        other => Err(Error::new(other.span(), "`#[idempotent]` does not know what this pattern binds")),
+        other => Err(Error::new(
+            other.span(),
+            "`#[idempotent]` does not support this pattern: bind the argument to a name",
+        )),
     }
 }
 
-/// Whether a type is the engine, or something around it such as `&Engine`, `Arc<Engine>` or `State<Engine>`.
+/// Returns `true` if a type is `Engine`, or wraps it as `&Engine`, `Arc<Engine>` or `State<Engine>` do.
 fn is_engine(ty: &Type) -> bool {
     match ty {
         Type::Reference(reference) => is_engine(&reference.elem),
@@ -215,17 +225,17 @@ fn is_engine(ty: &Type) -> bool {
     }
 }
 
-/// What the attribute and the arguments say together.
+/// The input of the expansion: the attribute's options and the function's arguments.
 struct Expansion<'a> {
     options: &'a Options,
     arguments: &'a Arguments,
     krate: &'a TokenStream,
 }
 
-/// Where the engine comes from.
+/// The expression for the engine.
 struct EngineSource<'a> {
     expr: TokenStream,
-    /// The argument that it is, which is not compared.
+    /// The argument that it begins with, which is left out of the comparison.
     argument: Option<&'a Ident>,
 }
 
@@ -244,11 +254,12 @@ impl Expansion<'_> {
             [argument] => Ok(EngineSource { expr: quote!(#argument), argument: Some(argument) }),
             [] => Err(Error::new(
                 Span::call_site(),
-                "which engine? Say `engine = self.engine`, or whatever it is, or take an argument of type `&Engine`",
+                "no engine found: take an argument of type `&Engine`, or name one, for example `engine = self.engine`",
             )),
-            [_, second, ..] => {
-                Err(Error::new(second.span(), "which engine? There are two; say `engine = …`"))
-            }
+            [_, second, ..] => Err(Error::new(
+                second.span(),
+                "more than one argument is an `Engine`: choose one with `engine = …`",
+            )),
         }
     }
 
@@ -272,7 +283,7 @@ impl Expansion<'_> {
         }
     }
 
-    /// What of the arguments is compared, as tuples of references.
+    /// The compared values, as tuples of references.
     fn input(&self, engine: Option<&Ident>) -> Result<TokenStream> {
         let arguments = self.arguments;
         let of_names = |skipped: &dyn Fn(&Ident) -> bool| {
@@ -299,7 +310,7 @@ impl Expansion<'_> {
         Ok(quote!(&(#((#(#rows,)*),)*)))
     }
 
-    /// One value that is compared. That it can be is asked for where it stands.
+    /// One compared value. Its span makes an error about a missing trait point at the value.
     fn compared(&self, span: Span, value: &TokenStream) -> TokenStream {
         let krate = self.krate;
         quote_spanned!(span=> #krate::engine::compared(&#value))
@@ -314,7 +325,7 @@ impl Expansion<'_> {
             .filter_map(|(method, value)| {
                 let (method, millis) = (Ident::new(method, Span::call_site()), millis((*value)?));
                 let duration = quote!(::core::time::Duration::from_millis(#millis));
-                // Held against its limits when this was compiled: it is never refused.
+                // Checked against its limits when the attribute was parsed, so the setter never refuses it.
                 Some(quote!(let policy = policy.#method(#duration).unwrap_or(policy);))
             })
             .collect();
@@ -351,7 +362,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// What the function returns, and what its body does.
+/// The return type of the body, and its conversion to that of the function.
 struct ReturnShape {
     span: Span,
     body: TokenStream,
@@ -360,7 +371,7 @@ struct ReturnShape {
 
 impl ReturnShape {
     fn of(sig: &Signature) -> Result<Self> {
-        const NOT_A_RESULT: &str = "an idempotent function returns a `Result`, because not every call can have its value: \
+        const NOT_A_RESULT: &str = "an idempotent function must return a `Result`, because some calls get no value: \
              `Result<T, FunctionError<E>>`, or `Result<T, E>` where `E: From<FunctionError<E>>`";
         let ty = match &sig.output {
             ReturnType::Type(_, ty) => ty,
@@ -381,7 +392,7 @@ impl ReturnShape {
     }
 }
 
-/// `E` of `FunctionError<E>`.
+/// Returns the `E` of a `FunctionError<E>`.
 fn inside_function_error(ty: &Type) -> Option<Type> {
     let Type::Path(path) = ty else { return None };
     let last = path.path.segments.last().filter(|last| last.ident == "FunctionError")?;

@@ -1,7 +1,7 @@
-//! `#[idempotent]`, which the crate `oncegate` has under its feature `macros`.
+//! The attribute `#[idempotent]`, which the crate `oncegate` re-exports with its feature `macros`.
 //!
-//! What stands in the attribute is read here, and what is wrong with it is said here; what it does when it runs is
-//! `oncegate::Function`.
+//! This crate parses the attribute, reports mistakes in it, and writes a call of `oncegate::Function`. The behaviour at run
+//! time is that of `Function`.
 
 mod expand;
 mod options;
@@ -13,8 +13,8 @@ use proc_macro::TokenStream;
 
 /// Makes an async function or method take effect once for each key.
 ///
-/// Its body becomes a function in the sense of `oncegate::Function`, whose page says what happens to a call. The signature stays
-/// as it is written.
+/// The body becomes a function in the sense of `oncegate::Function`, whose page describes the life of a call. The signature
+/// stays as it is written.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -43,54 +43,54 @@ use proc_macro::TokenStream;
 /// ```
 ///
 /// # Options
-/// These three have to be there:
-/// - `key = "order-{order.id}-{version}"`: text, and in braces arguments, their fields and what their methods without arguments
-///   give, as they are displayed. Two lists of values never make one key, and an empty value makes none (`KeyText` says how).
-///   Without quotes it is an expression that gives a key.
-/// - `scope = "charge"`: what keys are unique within, the name of the function in the store. It stays when the function moves.
+/// These three are required:
+/// - `key = "order-{order.id}-{version}"`: text, with values in braces. A value is an argument, a field of it, or the result of
+///   a method without arguments, and is written with `Display`. Different lists of values never make the same key, and an
+///   empty value is refused (see `KeyText`). Without quotes, it is an expression for the key.
+/// - `scope = "charge"`: the namespace of the keys, and the name of the function in the store. Do not change it when the function
+///   moves.
+/// - `errors = "store"`, `"release"` or `"unknown"`: the rule for the key when the body returns an error. `"store"`: every later
+///   call gets the same error. `"release"`: the key becomes free and the next call runs again. **Use it only if an error means
+///   that nothing took effect.** `"unknown"`: the body may have taken effect, so later calls are refused until an operator
+///   decides. Other values are the path of a `fn(&E) -> ErrorFate`, and a policy such as `ReleasedIf(…)` or `StepErrors {}`.
 ///
-/// - `errors = "store"`, `"release"` or `"unknown"`: what becomes of the key when the body returns an error. `"store"`: every later
-///   call gets the same error. `"release"`: the key is free and the next call runs again, **only if an error means that nothing
-///   took effect**. `"unknown"`: it may have taken effect, so later calls are refused until an operator says. Or the path of a
-///   `fn(&E) -> ErrorFate`, or a policy such as `ReleasedIf(…)` or `StepErrors {}`.
+/// Engine, caller and comparison:
+/// - `engine = self.engine`: an expression for the engine. The default is the argument whose type is `Engine`, `&Engine`,
+///   `Arc<Engine>`, `State<Engine>` or similar.
+/// - `caller = tenant`: an expression for the bytes that identify the caller. Keys are then unique within each caller.
+/// - `fingerprint(order.cents, currency)`: the values that are compared when the key was used before. The default is all
+///   arguments except `self` and the engine.
+/// - `skip(bank, trace)`: compares all arguments except these.
 ///
-/// What is looked up and compared:
-/// - `engine = self.engine`: an expression that gives the engine. By default it is the argument whose type is `Engine`,
-///   `&Engine`, `Arc<Engine>`, `State<Engine>` and the like.
-/// - `caller = tenant`: keys are unique within this caller, too: an expression with the octets that identify it.
-/// - `fingerprint(order.cents, currency)`: what is compared where the key was used before. By default all arguments are, but
-///   `self` and the engine.
-/// - `skip(bank, trace)`: all arguments but these are compared.
-///
-/// What follows:
+/// Policy:
 /// - `retain = "24h"`, `lease = "30s"`, `wait = "5s"`: as in `Policy`, in ms, s, m, h or d.
-/// - `on_abandoned = "park"` or `"reexecute"`: what a call does where an earlier one was cut off.
-/// - `policy = expression`: what these four are set on; `Policy::default()` by default.
+/// - `on_abandoned = "park"` or `"reexecute"`: the action of a call whose key has an abandoned attempt.
+/// - `policy = expression`: the policy that these four options change. The default is `Policy::default()`.
 ///
-/// How it runs:
-/// - `attempt = attempt`: what the body calls its `Attempt`.
-/// - `detached`: the body runs in a task of its own, and goes on if the caller goes away; it has to own what it uses, and to be
-///   `Send`. This is the default if the types of all arguments own what they have, but for an engine by reference.
-/// - `in_place`: the body runs where it is called, so that it may borrow. This is the default with `self`, generics, references,
-///   lifetimes, `impl` or `dyn` in the arguments. Dropped in the middle, by a time-out or because a client hung up, the body
-///   stops there, and the outcome is unknown: the key stays taken.
-/// - `crate = path`: where the crate `oncegate` is.
+/// Execution:
+/// - `attempt = attempt`: the name of the `Attempt` in the body.
+/// - `detached`: the body runs in a task of its own and continues if the caller goes away. It must own the values that it uses,
+///   and be `Send`. This is the default if the types of all arguments own their values. An engine by reference is allowed.
+/// - `in_place`: the body runs in the caller's task, so it may borrow. This is the default with `self`, generics, references,
+///   lifetimes, `impl` or `dyn` in the arguments. If the future is dropped halfway, because of a time-out or because a client
+///   disconnected, the body stops at that point. Its outcome is then unknown, and the key stays claimed.
+/// - `crate = path`: the path of the crate `oncegate`.
 ///
-/// `#[async_trait]` rewrites the methods of a trait before `#[idempotent]` sees them: put the attribute on an `async fn` outside
-/// of the trait, and call that in the method.
+/// `#[async_trait]` rewrites the methods of a trait before `#[idempotent]` sees them. Put the attribute on an `async fn` outside
+/// of the trait, and call that function in the method.
 ///
-/// # What the function returns
-/// Not every call can have the function's value, so the caller's error is more than the body's.
-/// - With `Result<T, FunctionError<E>>` the body returns a `Result<T, E>`.
-/// - With any other `Result<T, E>` the body returns the same, and `E: From<FunctionError<E>>` says what its caller hears where
-///   there is no value. `Box<dyn Error + Send + Sync>` and `anyhow::Error` do as they are. So it fits handlers and traits
-///   whose signatures are given.
+/// # Return type
+/// Some calls cannot get the function's value, so the caller's error type has more cases than the body's.
+/// - With `Result<T, FunctionError<E>>`, the body returns a `Result<T, E>`.
+/// - With any other `Result<T, E>`, the body returns the same type. `E: From<FunctionError<E>>` makes the error for a caller
+///   that gets no value. `Box<dyn Error + Send + Sync>` and `anyhow::Error` work unchanged. So the attribute fits handlers and
+///   traits whose signatures are fixed.
 ///
-/// `T: Serialize + DeserializeOwned`, and what is compared is `Serialize`.
+/// `T` must be `Serialize + DeserializeOwned`, and the compared values must be `Serialize`.
 ///
 /// # Mistakes
-/// What can be known when it is compiled is said then: an option that is none, a key without a value in it, an argument that
-/// is not there, a lease longer than one may be. All of these are refused:
+/// The compiler reports every mistake that it can detect: an unknown option, a key without a value, an unknown argument, a
+/// lease that is too long. All of these are refused:
 ///
 /// ```compile_fail
 /// # use oncegate::{Engine, FunctionError, idempotent};
@@ -119,7 +119,7 @@ use proc_macro::TokenStream;
 /// #[idempotent(key = "order-{order}", scope = "charge")] // an idempotent function needs `errors = …`
 /// async fn charge(engine: &Engine, order: u64) -> Result<(), FunctionError<String>> { Ok(()) }
 /// ```
-/// This one is not:
+/// This function compiles:
 /// ```
 /// # use oncegate::{Engine, FunctionError, idempotent};
 /// #[idempotent(key = "order-{order}", scope = "charge", errors = "store", lease = "1h")]

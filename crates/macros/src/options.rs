@@ -1,4 +1,4 @@
-//! What stands in the attribute.
+//! The options of the attribute, and how they are parsed.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use syn::{Error, Expr, ExprLit, Ident, Lit, LitStr, Path, Result, Token, parenth
 
 use crate::template::Template;
 
-/// Every option, as the messages list them.
+/// All options, in the order in which messages list them.
 const NAMES: [&str; 16] = [
     "key",
     "scope",
@@ -31,26 +31,26 @@ const NAMES: [&str; 16] = [
     "crate",
 ];
 
-/// What stands in the attribute.
+/// The complete options of the attribute.
 pub(crate) struct Options {
     pub(crate) key: KeySource,
     pub(crate) scope: LitStr,
     pub(crate) caller: Option<Expr>,
     pub(crate) engine: Option<Expr>,
-    /// What of the arguments is compared: all of them where nothing is said.
+    /// The arguments that are compared. Default: all of them.
     pub(crate) compared: ComparedArguments,
     pub(crate) retain: Option<Duration>,
     pub(crate) lease: Option<Duration>,
     pub(crate) wait: Option<Duration>,
     pub(crate) on_abandoned: Option<OnAbandoned>,
-    /// What the four above are set on.
+    /// The policy that the four options above change.
     pub(crate) policy: Option<Expr>,
     pub(crate) errors: ErrorPolicy,
-    /// What the body calls its attempt.
+    /// The name of the attempt in the body.
     pub(crate) attempt: Option<Ident>,
-    /// Where the body runs; `None` leaves that to the arguments.
+    /// The way in which the body runs. `None`: depends on the types of the arguments.
     pub(crate) run_mode: Option<RunMode>,
-    /// Where the facade is.
+    /// The path of the crate `oncegate`.
     pub(crate) krate: Option<Path>,
 }
 
@@ -65,12 +65,12 @@ pub(crate) enum ComparedArguments {
     AllBut(Punctuated<Ident, Token![,]>),
 }
 
-/// Where the body runs.
+/// The way in which the body runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RunMode {
     /// In a task of its own.
     Detached,
-    /// Where it is called.
+    /// In the caller's task.
     InPlace,
 }
 
@@ -89,7 +89,7 @@ pub(crate) enum ErrorPolicy {
     Policy(Expr),
 }
 
-/// The options as they are read, one after the other.
+/// The options parsed so far.
 #[derive(Default)]
 struct ParsedOptions {
     key: Option<KeySource>,
@@ -116,7 +116,7 @@ impl Parse for Options {
         while !input.is_empty() {
             let name = input.call(Ident::parse_any)?;
             if seen.contains(&name) {
-                return Err(Error::new(name.span(), format!("`{name}` is there twice")));
+                return Err(Error::new(name.span(), format!("`{name}` is given twice")));
             }
             parsed.option(&name, input)?;
             seen.push(name);
@@ -146,15 +146,18 @@ impl ParsedOptions {
             "policy" => self.policy = Some(value(name, input)?),
             "errors" => self.errors = Some(errors(value(name, input)?)?),
             "attempt" => {
-                equals(name, "the name that the body has for its attempt", input)?;
+                equals(name, "a name for the `Attempt` in the body", input)?;
                 self.attempt = Some(input.parse()?);
             }
             option @ ("detached" | "in_place") => {
                 if input.peek(Token![=]) {
-                    return Err(input.error(format!("`{option}` stands alone")));
+                    return Err(input.error(format!("`{option}` takes no value")));
                 }
                 if self.run_mode.is_some() {
-                    return Err(Error::new(name.span(), "`detached` and `in_place` are opposites"));
+                    return Err(Error::new(
+                        name.span(),
+                        "`detached` and `in_place` exclude each other: remove one of them",
+                    ));
                 }
                 self.run_mode = Some(if option == "detached" { RunMode::Detached } else { RunMode::InPlace });
             }
@@ -164,7 +167,7 @@ impl ParsedOptions {
             }
             other => {
                 let hint = nearest(other, NAMES).map_or_else(
-                    || format!("there are: {}", NAMES.join(", ")),
+                    || format!("the options are: {}", NAMES.join(", ")),
                     |name| format!("did you mean `{name}`?"),
                 );
                 return Err(Error::new(name.span(), format!("there is no option `{other}`; {hint}")));
@@ -175,27 +178,26 @@ impl ParsedOptions {
 
     fn finish(self) -> Result<Options> {
         let Some(key) = self.key else {
-            return Err(missing("key = \"order-{order.id}\"", "what tells one call from another"));
+            return Err(missing("key = \"order-{order.id}\"", "the text that identifies a call"));
         };
         let Some(scope) = self.scope else {
             return Err(missing(
                 "scope = \"charge\"",
-                "what its keys are unique within. It stays as it is when the function moves or gets another name",
+                "the namespace of its keys. Do not change it when the function moves or is renamed",
             ));
         };
         let Some(errors) = self.errors else {
             return Err(missing(
                 "errors = …",
-                "what becomes of its key when it returns an error. \"store\": later calls get the same error. \"release\": the key is \
-                 free and the next call runs again, only if an error means that nothing took effect. \"unknown\": it may have \
-                 taken effect, so later calls are refused until an operator says. Or the path of a `fn(&E) -> ErrorFate`, \
-                 which decides for each error",
+                "the rule for its key when it returns an error. \"store\": later calls get the same error. \"release\": the key \
+                 becomes free and the next call runs again; use it only if an error means that nothing took effect. \"unknown\": \
+                 the function may have taken effect, so later calls are refused until an operator decides. Or the path of a \
+                 `fn(&E) -> ErrorFate`, which decides for each error",
             ));
         };
         let compared = match (self.fingerprint, self.skip) {
             (Some(_), Some((span, _))) => {
-                let message =
-                    "`fingerprint` says what is compared, and `skip` what is not: one of them is enough";
+                let message = "`fingerprint` lists the values that are compared, `skip` the arguments that are not: use only one";
                 return Err(Error::new(span, message));
             }
             (Some(only), None) => ComparedArguments::Only(only),
@@ -221,8 +223,8 @@ impl ParsedOptions {
     }
 }
 
-fn missing(option: &str, is: &str) -> Error {
-    Error::new(Span::call_site(), format!("an idempotent function needs `{option}`: {is}"))
+fn missing(option: &str, meaning: &str) -> Error {
+    Error::new(Span::call_site(), format!("an idempotent function needs `{option}`: {meaning}"))
 }
 
 fn equals(name: &Ident, wanted: &str, input: ParseStream<'_>) -> Result<()> {
@@ -238,9 +240,9 @@ fn value(name: &Ident, input: ParseStream<'_>) -> Result<Expr> {
 }
 
 fn text(name: &Ident, input: ParseStream<'_>) -> Result<LitStr> {
-    equals(name, "a text in quotes", input)?;
+    equals(name, "a string in quotes", input)?;
     if !input.peek(LitStr) {
-        return Err(input.error(format!("`{name}` takes a text in quotes")));
+        return Err(input.error(format!("`{name}` takes a string in quotes")));
     }
     input.parse()
 }
@@ -264,7 +266,7 @@ fn key(value: Expr) -> Result<KeySource> {
 fn scope(name: &Ident, input: ParseStream<'_>) -> Result<LitStr> {
     let scope = text(name, input)?;
     if scope.value().is_empty() {
-        return Err(Error::new(scope.span(), "the scope is empty"));
+        return Err(Error::new(scope.span(), "the scope is empty: give it a name, such as \"charge\""));
     }
     Ok(scope)
 }
@@ -275,8 +277,8 @@ fn on_abandoned(text: &LitStr) -> Result<OnAbandoned> {
         "reexecute" => Ok(OnAbandoned::Reexecute),
         "reconcile" => Err(Error::new(
             text.span(),
-            "a function is not asked what became of it: take \"reexecute\", and look first where \
-             `attempt.is_after_abandoned()`",
+            "\"reconcile\" is for services that can report the outcome of an attempt: use \"reexecute\", and look for an \
+             earlier effect first if `attempt.is_after_abandoned()`",
         )),
         other => Err(Error::new(text.span(), one_of("on_abandoned", other, &["park", "reexecute"]))),
     }
@@ -299,10 +301,10 @@ fn one_of(option: &str, written: &str, allowed: &[&'static str]) -> String {
     let list: Vec<_> = allowed.iter().map(|name| format!("{name:?}")).collect();
     let hint = nearest(written, allowed.iter().copied())
         .map_or_else(String::new, |name| format!("; did you mean {name:?}?"));
-    format!("`{option}` is one of {}, not {written:?}{hint}", list.join(", "))
+    format!("`{option}` must be one of {}, not {written:?}{hint}", list.join(", "))
 }
 
-/// A duration as configurations write them: `"500ms"`, `"30s"`, `"5m"`, `"24h"`, `"7d"`.
+/// Parses a duration in the format of the configuration: `"500ms"`, `"30s"`, `"5m"`, `"24h"`, `"7d"`.
 fn duration(name: &Ident, input: ParseStream<'_>, min: Duration, max: Duration) -> Result<Duration> {
     const ALLOWED: &str =
         "write a number and a unit (ms, s, m, h, d), such as \"500ms\", \"30s\", \"5m\", \"24h\", \"7d\"";
@@ -328,12 +330,12 @@ fn duration(name: &Ident, input: ParseStream<'_>, min: Duration, max: Duration) 
     Ok(value)
 }
 
-/// The name that is nearest to what was written, where one is near.
+/// Returns the name that is most similar to the written one, if any is similar.
 pub(crate) fn nearest<'a>(written: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     names
         .into_iter()
         .map(|name| (strsim::damerau_levenshtein(written, name), name))
-        // One slip in three letters is a slip; more is another word.
+        // One difference in three letters is a typing error. More is another word.
         .filter(|(distance, name)| *distance <= name.len().max(written.len()).div_ceil(3))
         .min_by_key(|(distance, _)| *distance)
         .map(|(_, name)| name)

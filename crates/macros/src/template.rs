@@ -1,9 +1,9 @@
-//! The key's template: text, and values in braces.
+//! The template of a key: text, and values in braces.
 
 use proc_macro2::Span;
 use syn::{Error, Expr, LitStr, Member, Result};
 
-/// Text and values in turn.
+/// The parsed template: text and values in their order.
 pub(crate) struct Template {
     pub(crate) pieces: Vec<Piece>,
     pub(crate) span: Span,
@@ -15,7 +15,7 @@ pub(crate) enum Piece {
 }
 
 impl Template {
-    /// Reads `order-{order.id}`. Braces that mean themselves are doubled.
+    /// Parses a template such as `order-{order.id}`. A literal brace is doubled.
     pub(crate) fn read(literal: &LitStr) -> Result<Self> {
         let (text, span) = (literal.value(), literal.span());
         let fault = |what: &str| Error::new(span, format!("the key {text:?} {what}"));
@@ -39,13 +39,13 @@ impl Template {
                 pieces.push(Piece::Value(Box::new(value(inside, span)?)));
                 rest = after;
             } else {
-                return Err(fault("has a brace without its other half; one that means itself is doubled"));
+                return Err(fault("has an unmatched brace: write `{{` or `}}` for a literal one"));
             }
         }
         plain.push_str(rest);
         if !pieces.iter().any(|piece| matches!(piece, Piece::Value(_))) {
             return Err(fault(
-                "has no value in it, and every call would be the same one: put an argument in braces, or give an \
+                "contains no value, so all calls would have the same key: put an argument in braces, or write an \
                  expression without quotes",
             ));
         }
@@ -56,30 +56,30 @@ impl Template {
     }
 }
 
-/// What stands in braces: an argument, or something of it.
+/// Parses the text between braces: an argument, or a field or method of one.
 fn value(inside: &str, span: Span) -> Result<Expr> {
     let fault = |what: String| Error::new(span, what);
     if inside.trim().is_empty() {
-        return Err(fault("a value in the key has no name: write an argument between the braces".to_owned()));
+        return Err(fault("the key has empty braces: write an argument between them".to_owned()));
     }
     if inside.contains(':') && !inside.contains("::") {
         return Err(fault(format!(
-            "`{{{inside}}}` has a format: in a key there is none, a value is written as it is displayed"
+            "`{{{inside}}}` has a format, which a key does not support: a value is written with `Display`"
         )));
     }
-    // Its span is that of the whole literal, whose inside cannot be pointed at.
+    // The value gets the span of the whole literal, because a span cannot point inside a literal.
     let value = LitStr::new(inside, span)
         .parse::<Expr>()
-        .map_err(|error| fault(format!("`{{{inside}}}` is not a value: {error}")))?;
+        .map_err(|error| fault(format!("`{{{inside}}}` is not a valid expression: {error}")))?;
     if root(&value).is_none() {
         return Err(fault(format!(
-            "`{{{inside}}}` is not an argument, a field of one or what a method of one gives"
+            "`{{{inside}}}` is not an argument, a field of one, or a call of a method without arguments"
         )));
     }
     Ok(value)
 }
 
-/// The name that a chain of fields and methods begins with.
+/// Returns the name that a chain of fields and methods begins with.
 pub(crate) fn root(value: &Expr) -> Option<&syn::Ident> {
     match value {
         Expr::Path(path) if path.qself.is_none() => path.path.get_ident(),

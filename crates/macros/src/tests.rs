@@ -1,4 +1,4 @@
-//! What is said of a mistake, and where it points.
+//! The messages for mistakes, and the places that they point at.
 
 use std::str::FromStr as _;
 
@@ -14,10 +14,10 @@ fn tokens(text: &str) -> TokenStream {
     TokenStream::from_str(text).unwrap()
 }
 
-/// What is said, and the text that it points at; nothing where it points at the whole attribute.
+/// Returns the message and the source text that it points at, which is empty for the whole attribute.
 fn fault(attribute: &str, item: &str) -> (String, String) {
     let error = idempotent(tokens(attribute), tokens(item)).err();
-    let error = error.unwrap_or_else(|| panic!("it was taken: {attribute}"));
+    let error = error.unwrap_or_else(|| panic!("it was accepted: {attribute}"));
     assert_eq!(error.clone().into_iter().count(), 1);
     (error.to_string(), error.span().source_text().unwrap_or_default())
 }
@@ -27,47 +27,51 @@ fn expanded(attribute: &str, item: &str) -> String {
 }
 
 #[test]
-fn a_mistake_in_the_attribute_is_named_where_it_stands() {
+fn a_mistake_in_the_attribute_is_reported_at_its_place() {
     for (attribute, message, at) in [
         (
             r#"scope = "s""#,
-            "an idempotent function needs `key = \"order-{order.id}\"`: what tells one call from another",
+            "an idempotent function needs `key = \"order-{order.id}\"`: the text that identifies a call",
             "",
         ),
         (
             r#"key = "{order.id}""#,
-            "an idempotent function needs `scope = \"charge\"`: what its keys are unique within. It stays as it is when \
-             the function moves or gets another name",
+            "an idempotent function needs `scope = \"charge\"`: the namespace of its keys. Do not change it when the \
+             function moves or is renamed",
             "",
         ),
         (r#"key = "{order.id}", scpoe = "s""#, "there is no option `scpoe`; did you mean `scope`?", "scpoe"),
         (
             "colour",
-            "there is no option `colour`; there are: key, scope, caller, engine, fingerprint, skip, retain, lease, wait, \
+            "there is no option `colour`; the options are: key, scope, caller, engine, fingerprint, skip, retain, lease, wait, \
              on_abandoned, policy, errors, attempt, detached, in_place, crate",
             "colour",
         ),
-        (r#"key = "{order.id}", key = "b""#, "`key` is there twice", "key"),
+        (r#"key = "{order.id}", key = "b""#, "`key` is given twice", "key"),
         ("key", "`key = …` needs a value", "key"),
-        ("scope = 5", "`scope` takes a text in quotes", "5"),
-        (r#"scope = """#, "the scope is empty", r#""""#),
-        ("attempt", "`attempt = …` needs the name that the body has for its attempt", "attempt"),
-        ("detached = true", "`detached` stands alone", "="),
-        ("in_place = true", "`in_place` stands alone", "="),
-        ("detached, in_place", "`detached` and `in_place` are opposites", "in_place"),
+        ("scope = 5", "`scope` takes a string in quotes", "5"),
+        (r#"scope = """#, "the scope is empty: give it a name, such as \"charge\"", r#""""#),
+        ("attempt", "`attempt = …` needs a name for the `Attempt` in the body", "attempt"),
+        ("detached = true", "`detached` takes no value", "="),
+        ("in_place = true", "`in_place` takes no value", "="),
+        (
+            "detached, in_place",
+            "`detached` and `in_place` exclude each other: remove one of them",
+            "in_place",
+        ),
         (
             r#"key = "{order.id}", scope = "s""#,
-            "an idempotent function needs `errors = …`: what becomes of its key when it returns an error. \"store\": later \
-             calls get the same error. \"release\": the key is free and the next call runs again, only if an error means that \
-             nothing took effect. \"unknown\": it may have taken effect, so later calls are refused until an operator says. \
-             Or the path of a `fn(&E) -> ErrorFate`, which decides for each error",
+            "an idempotent function needs `errors = …`: the rule for its key when it returns an error. \"store\": later \
+             calls get the same error. \"release\": the key becomes free and the next call runs again; use it only if an \
+             error means that nothing took effect. \"unknown\": the function may have taken effect, so later calls are \
+             refused until an operator decides. Or the path of a `fn(&E) -> ErrorFate`, which decides for each error",
             "",
         ),
         ("skip = note", "`skip(…)` takes a list of arguments", "skip"),
         ("fingerprint", "`fingerprint(…)` takes a list of arguments, or parts of them", "fingerprint"),
         (
             r#"key = "{order.id}", scope = "s", errors = "store", fingerprint(order), skip(note)"#,
-            "`fingerprint` says what is compared, and `skip` what is not: one of them is enough",
+            "`fingerprint` lists the values that are compared, `skip` the arguments that are not: use only one",
             "skip",
         ),
         (
@@ -82,18 +86,18 @@ fn a_mistake_in_the_attribute_is_named_where_it_stands() {
         (r#"wait = "2h""#, "`wait` is 7200s; it must be from 0ns to 3600s", "\"2h\""),
         (
             r#"on_abandoned = "rexecute""#,
-            "`on_abandoned` is one of \"park\", \"reexecute\", not \"rexecute\"; did you mean \"reexecute\"?",
+            "`on_abandoned` must be one of \"park\", \"reexecute\", not \"rexecute\"; did you mean \"reexecute\"?",
             "\"rexecute\"",
         ),
         (
             r#"on_abandoned = "reconcile""#,
-            "a function is not asked what became of it: take \"reexecute\", and look first where \
-             `attempt.is_after_abandoned()`",
+            "\"reconcile\" is for services that can report the outcome of an attempt: use \"reexecute\", and look for an \
+             earlier effect first if `attempt.is_after_abandoned()`",
             "\"reconcile\"",
         ),
         (
             r#"errors = "keep""#,
-            "`errors` is one of \"store\", \"release\", \"unknown\", not \"keep\"",
+            "`errors` must be one of \"store\", \"release\", \"unknown\", not \"keep\"",
             "\"keep\"",
         ),
     ] {
@@ -102,30 +106,30 @@ fn a_mistake_in_the_attribute_is_named_where_it_stands() {
 }
 
 #[test]
-fn a_mistake_in_the_key_is_named() {
+fn a_mistake_in_the_key_is_reported() {
     for (key, message) in [
         ("order-{ordr.id}", "there is no argument `ordr`; did you mean `order`?"),
-        ("{customer}", "there is no argument `customer`; there are: engine, order, note"),
-        ("{self.id}", "there is no `self` here"),
-        ("{}", "a value in the key has no name: write an argument between the braces"),
+        ("{customer}", "there is no argument `customer`; the arguments are: engine, order, note"),
+        ("{self.id}", "this function has no `self`"),
+        ("{}", "the key has empty braces: write an argument between them"),
         (
             "{order:?}",
-            "`{order:?}` has a format: in a key there is none, a value is written as it is displayed",
+            "`{order:?}` has a format, which a key does not support: a value is written with `Display`",
         ),
-        ("{1 + 1}", "`{1 + 1}` is not an argument, a field of one or what a method of one gives"),
-        ("{order.}", "`{order.}` is not a value: unexpected end of input, expected identifier or integer"),
+        ("{1 + 1}", "`{1 + 1}` is not an argument, a field of one, or a call of a method without arguments"),
+        (
+            "{order.}",
+            "`{order.}` is not a valid expression: unexpected end of input, expected identifier or integer",
+        ),
         (
             "order-{order.id",
-            "the key \"order-{order.id\" has a brace without its other half; one that means itself is doubled",
+            "the key \"order-{order.id\" has an unmatched brace: write `{{` or `}}` for a literal one",
         ),
-        (
-            "order-}",
-            "the key \"order-}\" has a brace without its other half; one that means itself is doubled",
-        ),
+        ("order-}", "the key \"order-}\" has an unmatched brace: write `{{` or `}}` for a literal one"),
         (
             "{{order}}",
-            "the key \"{{order}}\" has no value in it, and every call would be the same one: put an argument in \
-             braces, or give an expression without quotes",
+            "the key \"{{order}}\" contains no value, so all calls would have the same key: put an argument in braces, \
+             or write an expression without quotes",
         ),
     ] {
         let literal = format!("\"{key}\"");
@@ -135,12 +139,12 @@ fn a_mistake_in_the_key_is_named() {
 }
 
 #[test]
-fn what_the_arguments_have_to_be_is_named() {
+fn a_wrong_argument_is_reported() {
     for (options, message, at) in [
         ("skip(nte)", "there is no argument `nte`; did you mean `note`?", "nte"),
         (
             "fingerprint(order.id, amount)",
-            "there is no argument `amount`; there are: engine, order, note",
+            "there is no argument `amount`; the arguments are: engine, order, note",
             "amount",
         ),
         ("engine = enigne", "there is no argument `enigne`; did you mean `engine`?", "enigne"),
@@ -151,45 +155,44 @@ fn what_the_arguments_have_to_be_is_named() {
             "{options}"
         );
     }
-    let which =
-        "which engine? Say `engine = self.engine`, or whatever it is, or take an argument of type `&Engine`";
+    let no_engine = "no engine found: take an argument of type `&Engine`, or name one, for example `engine = self.engine`";
     let none = "async fn pay(order: Order) -> Result<u8, E> { Ok(1) }";
-    assert_eq!(fault(GOOD, none), (which.to_owned(), String::new()));
+    assert_eq!(fault(GOOD, none), (no_engine.to_owned(), String::new()));
     let two = "async fn pay(a: Engine, b: State<Engine>, order: Order) -> Result<u8, E> { Ok(1) }";
     assert_eq!(
         fault(GOOD, two),
-        ("which engine? There are two; say `engine = …`".to_owned(), "b".to_owned())
+        ("more than one argument is an `Engine`: choose one with `engine = …`".to_owned(), "b".to_owned())
     );
 }
 
 #[test]
-fn what_the_function_has_to_be_is_named() {
-    let a_result = "an idempotent function returns a `Result`, because not every call can have its value: `Result<T, \
+fn a_wrong_kind_of_function_is_reported() {
+    let not_a_result = "an idempotent function must return a `Result`, because some calls get no value: `Result<T, \
                     FunctionError<E>>`, or `Result<T, E>` where `E: From<FunctionError<E>>`";
     for (item, message, at) in [
         (
             "fn pay(order: Order) -> Result<u8, E> { Ok(1) }",
-            "an idempotent function is an `async fn`: it waits for the store, before it runs and after it",
+            "an idempotent function must be an `async fn`: it waits for the store before and after its body runs",
             "fn",
         ),
-        ("struct Pay;", "`#[idempotent]` stands on an `async fn` with a body", "struct"),
+        ("struct Pay;", "`#[idempotent]` needs an `async fn` with a body", "struct"),
         (
             "async fn pay(order: Order) -> Result<u8, E>;",
-            "`#[idempotent]` stands on an `async fn` with a body",
+            "`#[idempotent]` needs an `async fn` with a body",
             "async",
         ),
-        ("async fn pay(engine: Engine, order: Order) { }", a_result, "pay"),
-        ("async fn pay(engine: Engine, order: Order) -> (u8, u8) { (1, 2) }", a_result, "(u8, u8)"),
+        ("async fn pay(engine: Engine, order: Order) { }", not_a_result, "pay"),
+        ("async fn pay(engine: Engine, order: Order) -> (u8, u8) { (1, 2) }", not_a_result, "(u8, u8)"),
         (
             "fn pay<'life0, 'async_trait>(&'life0 self, order: Order) -> Pin<Box<dyn Future<Output = Result<u8, E>> + \
              Send + 'async_trait>> { Box::pin(async move { Ok(1) }) }",
-            "`#[async_trait]` has rewritten this method before `#[idempotent]` saw it: move the body into an `async fn` \
-             outside of the trait, put `#[idempotent]` on that, and call it here",
+            "`#[async_trait]` has already rewritten this method: move the body into an `async fn` outside of the trait, put \
+             `#[idempotent]` on that function, and call it here",
             "pay",
         ),
         (
             "async extern \"C\" fn pay(order: Order) -> Result<u8, E> { Ok(1) }",
-            "an idempotent function has the ABI of Rust",
+            "an idempotent function must have the Rust ABI: remove `extern`",
             "extern \"C\"",
         ),
     ] {
@@ -198,7 +201,7 @@ fn what_the_function_has_to_be_is_named() {
 }
 
 #[test]
-fn all_arguments_are_compared_but_the_engine_and_what_is_left_out() {
+fn all_arguments_except_the_engine_and_skipped_ones_are_compared() {
     let of = |options: &str, compared: &[&str]| {
         let text = expanded(&format!("{GOOD}{options}"), PAY);
         let list: String =
@@ -213,7 +216,7 @@ fn all_arguments_are_compared_but_the_engine_and_what_is_left_out() {
 }
 
 #[test]
-fn the_body_s_error_is_what_the_signature_s_is_made_of() {
+fn the_error_type_of_the_body_follows_from_the_signature() {
     let text = expanded(GOOD, PAY);
     assert!(text.contains(&tokens("-> Result<u8, String> { Ok(1) }").to_string()), "{text}");
     assert!(!text.contains("map_err"), "{text}");
@@ -224,7 +227,7 @@ fn the_body_s_error_is_what_the_signature_s_is_made_of() {
 }
 
 #[test]
-fn limits_are_taken_and_one_beyond_is_not() {
+fn values_at_a_limit_are_accepted_and_values_beyond_it_refused() {
     for good in [
         "lease = \"100ms\"",
         "lease = \"1h\"",
@@ -241,7 +244,7 @@ fn limits_are_taken_and_one_beyond_is_not() {
 }
 
 #[test]
-fn a_body_that_owns_its_arguments_goes_on_without_its_caller() {
+fn a_body_that_owns_its_arguments_runs_detached() {
     let is_detached = |arguments: &str, option: &str| {
         let engine = if arguments.contains("engine") { "" } else { ", engine = ENGINE.clone()" };
         let item = format!("async fn pay({arguments}) -> Result<u8, E> {{ Ok(1) }}");
