@@ -1,4 +1,4 @@
-//! The contract from Python and Node, with nothing of ours installed. `cargo xtask test` installs redis-py and ioredis.
+//! The contract from Python and Node, without any of our packages. `cargo xtask test` installs redis-py and ioredis.
 
 mod support;
 
@@ -11,7 +11,7 @@ use oncegate_servers::{RedisCluster, RedisOptions, RedisServer};
 use support::open;
 
 #[tokio::test]
-async fn another_language_goes_through_all_of_it_and_rust_reads_what_it_wrote() {
+async fn a_python_service_uses_the_whole_contract_and_rust_reads_its_records() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let target =
         std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("../../target"), PathBuf::from);
@@ -51,12 +51,12 @@ fn in_node(url: &str) {
 }
 
 #[test]
-fn a_service_in_node_goes_through_all_of_it_on_one_server() {
+fn a_node_service_uses_the_whole_contract_on_one_server() {
     in_node(&RedisServer::start(RedisOptions::new()).unwrap().url());
 }
 
 #[test]
-fn a_service_in_node_goes_through_all_of_it_on_a_cluster() {
+fn a_node_service_uses_the_whole_contract_on_a_cluster() {
     in_node(&RedisCluster::start().unwrap().url());
 }
 
@@ -69,7 +69,7 @@ fn the_page_shows_how_node_calls_a_script() {
     assert!(page.contains(example), "the page lacks {example}");
 }
 
-/// What no sidecar could read back or send must not become the answer of a record: its key would be of no use until it expires.
+/// A response that no sidecar could read or send must not be stored: its key would be useless until it expires.
 #[test]
 fn a_response_that_cannot_be_read_back_is_refused() {
     let server = RedisServer::start(RedisOptions::new()).unwrap();
@@ -89,19 +89,19 @@ fn a_response_that_cannot_be_read_back_is_refused() {
         b"\x01\x03\xe8\0\0\0\0",                        // 1000
         b"\x01\xc9\0\0\0\0\0",                          // 201 in the wrong order
         b"\x02\0\xc8\0\0\0\0",                          // version 2
-        b"\x01\0\xc8\0\0\0",                            // cut
+        b"\x01\0\xc8\0\0\0",                            // truncated
         b"\x01\0\xc8\0\xff\x01\x02",                    // 257 trailer fields and more
-        b"\x01\0\xc8\0\x01\0\0",                        // one field, and none is there
-        b"\x01\0\xc8\0\x01\0\0\0\x01\0\0\0\x01a",       // cut in its value
+        b"\x01\0\xc8\0\x01\0\0",                        // one field, but it is missing
+        b"\x01\0\xc8\0\x01\0\0\0\x01\0\0\0\x01a",       // truncated in its value
         b"\x01\0\xc8\0\x01\0\0\0\x01\xff\xff\xff\xffa", // a value of 4 GiB
         b"\x01\0\xc8\0\0\0\x01\0\x01\0\0\0\x01\xffa",   // a trailer whose name is not ASCII
     ];
-    for octets in unreadable {
-        let resolve: [&[u8]; 7] = [b"complete", b"60000", b"0", b"0", b"ann", b"why", octets];
-        let complete: [&[u8]; 4] = [token, b"completed", b"60000", octets];
+    for bytes in unreadable {
+        let resolve: [&[u8]; 7] = [b"complete", b"60000", b"0", b"0", b"ann", b"why", bytes];
+        let complete: [&[u8]; 4] = [token, b"completed", b"60000", bytes];
         for refused in [call(scripts.complete.code(), &complete), call(scripts.resolve.code(), &resolve)] {
             let error = refused.unwrap_err();
-            assert_eq!(error.code(), Some("INVALID"), "{octets:?}: {error}");
+            assert_eq!(error.code(), Some("INVALID"), "{bytes:?}: {error}");
         }
     }
     let whole = b"\x01\x03\xe7\0\x01\0\x01\0\x01\0\0\0\x01a\xff\0\x01\0\0\0\0bbody";
@@ -110,7 +110,7 @@ fn a_response_that_cannot_be_read_back_is_refused() {
 }
 
 #[test]
-fn the_page_names_every_script_as_it_is() {
+fn the_page_names_every_script_correctly() {
     let page = include_str!("../../../docs/reference/store-contract-redis.md");
     for (name, script) in Scripts::published().each() {
         let row = format!("| `{name}` | `{}` |", script.sha1());

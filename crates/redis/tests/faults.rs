@@ -1,4 +1,4 @@
-//! What goes wrong with a real server, and what the store says to it.
+//! Failures of a real server, and the answers of the store.
 
 mod support;
 
@@ -23,7 +23,7 @@ fn start(options: ServerOptions) -> RedisServer {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_a_hundred_claims_from_two_processes_one_executes() {
+async fn exactly_one_of_a_hundred_claims_from_two_processes_executes() {
     let server = start(ServerOptions::new());
     let stores = [Arc::new(open(&server.url()).await), Arc::new(open(&server.url()).await)];
     for round in 0..10 {
@@ -45,7 +45,7 @@ async fn of_a_hundred_claims_from_two_processes_one_executes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn scripts_that_the_server_forgets_are_brought_again() {
+async fn scripts_that_the_server_forgets_are_loaded_again() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let done = AtomicBool::new(false);
@@ -92,7 +92,7 @@ async fn an_attempt_whose_record_was_flushed_is_fenced_and_the_next_token_is_gre
 }
 
 #[tokio::test]
-async fn what_was_acknowledged_survives_kill_9_where_every_write_is_flushed() {
+async fn acknowledged_commands_survive_kill_9_if_every_write_is_flushed() {
     let mut server = start(ServerOptions::new().with_appendfsync("always"));
     let store = open(&server.url()).await;
     assert_eq!(store.capabilities().durability, Durability::Synced);
@@ -116,7 +116,7 @@ async fn what_was_acknowledged_survives_kill_9_where_every_write_is_flushed() {
             if n % 2 == 0 {
                 assert_eq!(record.state, State::Completed(Answer::Replayable(response(n))));
             } else {
-                // The same attempt goes on where it was.
+                // The same attempt continues with its token.
                 assert_eq!(granted(&store, n, n).await.token, *token);
             }
         }
@@ -124,7 +124,7 @@ async fn what_was_acknowledged_survives_kill_9_where_every_write_is_flushed() {
 }
 
 #[tokio::test]
-async fn without_a_file_a_restart_loses_what_the_findings_say_and_fences_the_owner() {
+async fn without_an_append_only_file_a_restart_loses_records_as_the_findings_warn() {
     let mut server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let found = store.capabilities();
@@ -142,7 +142,7 @@ async fn without_a_file_a_restart_loses_what_the_findings_say_and_fences_the_own
 }
 
 #[tokio::test]
-async fn a_server_that_stands_still_is_unavailable_in_bounded_time_and_then_knows_the_attempt() {
+async fn a_stopped_server_is_unavailable_in_bounded_time_and_then_recognises_the_attempt() {
     let server = start(ServerOptions::new());
     let url = format!("{}?timeout=300ms&connect-timeout=500ms", server.url());
     let store = open(&url).await;
@@ -154,7 +154,7 @@ async fn a_server_that_stands_still_is_unavailable_in_bounded_time_and_then_know
     unavailable(store.lookup(id(1)).await);
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
     drop(stopped);
-    // Whether the claim was applied in the end or not: it is the same claim.
+    // The stopped server may or may not have applied the claim. Either way it is the same claim.
     let Outcome::Execute(second) = until_ok(|| try_claim(&store, 2, 2)).await else { panic!() };
     assert_eq!(second.attempts, 1);
     assert_eq!(store.apply(id(1), completion(first.token, 1)).await.unwrap(), Outcome::Completed);
@@ -162,7 +162,7 @@ async fn a_server_that_stands_still_is_unavailable_in_bounded_time_and_then_know
 }
 
 #[tokio::test]
-async fn a_full_memory_refuses_what_is_new_and_goes_on_with_what_is_there() {
+async fn a_full_memory_refuses_new_keys_and_still_answers_existing_ones() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let (owned, done) = (granted(&store, 1, 1).await, granted(&store, 2, 2).await);
@@ -171,7 +171,7 @@ async fn a_full_memory_refuses_what_is_new_and_goes_on_with_what_is_there() {
     assert!(unavailable(try_claim(&store, 3, 3).await).contains("OOM"));
     assert!(unavailable(store.apply(id(1), completion(owned.token, 1)).await).contains("OOM"));
     unavailable(store.check().await);
-    // What needs no room.
+    // Commands that need no memory.
     assert!(matches!(store.apply(id(1), renewal(owned.token)).await, Ok(Outcome::Renewed { .. })));
     assert_eq!(try_claim(&store, 2, 22).await.unwrap(), Outcome::Replay(response(2)));
     assert!(matches!(try_claim(&store, 1, 11).await, Ok(Outcome::InProgress { .. })));
@@ -182,7 +182,7 @@ async fn a_full_memory_refuses_what_is_new_and_goes_on_with_what_is_there() {
     granted(&store, 3, 3).await;
 }
 
-/// Between the store and the server: gives requests on, and cuts the connection instead of giving an answer when told to.
+/// A proxy between the store and the server. On request it cuts the connection instead of forwarding an answer.
 struct Cutter {
     port: u16,
     cut: Arc<AtomicBool>,
@@ -228,7 +228,7 @@ async fn a_command_whose_answer_was_cut_off_is_recognised_when_it_is_sent_again(
     let cutter = Cutter::start(server.port()).await;
     let store = open(&format!("redis://127.0.0.1:{}", cutter.port)).await;
     let direct = open(&server.url()).await;
-    // So that the server knows the scripts, and what is cut off is an answer of theirs.
+    // Makes the server load the scripts first, so that the cut answer is that of a script.
     let grant = granted(&direct, 1_000_000, 1).await;
     direct.apply(id(1_000_000), completion(grant.token, 1)).await.unwrap();
     for n in 0..20 {
@@ -248,7 +248,7 @@ async fn a_command_whose_answer_was_cut_off_is_recognised_when_it_is_sent_again(
 }
 
 #[tokio::test]
-async fn hostile_octets_come_back_as_they_were() {
+async fn hostile_bytes_are_stored_unchanged() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let operations =
@@ -301,7 +301,7 @@ async fn hostile_octets_come_back_as_they_were() {
 }
 
 #[tokio::test]
-async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
+async fn an_invalid_record_is_corrupt_and_stays_unchanged() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let healthy = granted(&store, 0, 0).await;
@@ -363,7 +363,7 @@ async fn a_record_that_makes_no_sense_is_corrupt_and_stays_as_it_is() {
 }
 
 #[tokio::test]
-async fn a_completion_is_the_same_only_with_the_same_octets() {
+async fn a_repeated_completion_must_have_the_same_bytes() {
     let server = start(ServerOptions::new());
     let store = open(&server.url()).await;
     let grant = granted(&store, 1, 1).await;
@@ -404,7 +404,7 @@ async fn a_response_that_cannot_be_read_is_corrupt() {
 }
 
 #[tokio::test]
-async fn a_login_that_is_refused_is_said_without_it() {
+async fn a_refused_login_is_reported_without_the_password() {
     let server = start(ServerOptions::new().with_user("app", "hunter2", "~* &* +@all"));
     open(&server.url()).await;
     for url in [server.url().replace("hunter2", "hunter3"), format!("redis://127.0.0.1:{}", server.port())] {
@@ -415,7 +415,7 @@ async fn a_login_that_is_refused_is_said_without_it() {
 }
 
 #[tokio::test]
-async fn what_may_not_be_asked_is_said_and_promised_for() {
+async fn settings_that_cannot_be_read_are_reported_and_lower_the_guarantees() {
     let rules = "~oncegate:* resetchannels +@read +@write +@scripting +@connection +time";
     let server = start(ServerOptions::new().with_appendfsync("always").with_user("app", "secret", rules));
     let store = open(&server.url()).await;
@@ -423,7 +423,7 @@ async fn what_may_not_be_asked_is_said_and_promised_for() {
     assert_eq!(findings.len(), 4, "{findings:?}");
     assert!(findings.iter().all(|f| f.text.contains("could not be read")), "{findings:?}");
     assert_eq!(store.capabilities().durability, Durability::Buffered);
-    // It may not publish either, and ends its attempts all the same.
+    // The user may not publish either, and can still end its attempts.
     let grant = granted(&store, 1, 1).await;
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
     assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
@@ -431,9 +431,9 @@ async fn what_may_not_be_asked_is_said_and_promised_for() {
     assert_eq!(store.list(ListQuery::default()).await.unwrap().records.len(), 1);
 }
 
-/// Rights may be taken away while everything runs. A sidecar whose claims are all refused is of no use to a load balancer.
+/// An operator may take rights away while everything runs. A check must then fail, so that a load balancer stops sending.
 #[tokio::test]
-async fn a_command_that_the_acl_takes_away_is_named() {
+async fn a_check_names_a_command_that_the_acl_no_longer_allows() {
     let rules = "~oncegate:* &oncegate:* -@all +eval +evalsha +time +type +hmget +hget +hset +hdel +hstrlen +del +pexpireat \
         +spublish +xadd +xrevrange +ping +scan +set +info +config|get +acl|dryrun +hello +ssubscribe +sunsubscribe +client|setinfo";
     let page = include_str!("../../../docs/reference/store-contract-redis.md");
@@ -470,7 +470,7 @@ async fn a_command_that_the_acl_takes_away_is_named() {
         acl(&format!("+{command}"));
         store.check().await.unwrap();
     }
-    // What only operators need keeps no request from being executed.
+    // A missing right that only operators need does not stop executions.
     acl("-xadd");
     store.check().await.unwrap();
     assert!(
@@ -484,15 +484,15 @@ async fn a_command_that_the_acl_takes_away_is_named() {
 }
 
 fn server_version() -> (u32, u32) {
-    let said = std::process::Command::new("redis-server").arg("--version").output().unwrap().stdout;
-    let said = String::from_utf8(said).unwrap();
-    let (_, version) = said.split_once("v=").unwrap();
+    let output = std::process::Command::new("redis-server").arg("--version").output().unwrap().stdout;
+    let output = String::from_utf8(output).unwrap();
+    let (_, version) = output.split_once("v=").unwrap();
     let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
     (numbers.next().unwrap(), numbers.next().unwrap())
 }
 
 #[tokio::test]
-async fn a_default_user_without_rights_is_pointed_out_because_of_what_a_restart_then_skips() {
+async fn a_default_user_without_rights_is_reported_because_a_restart_skips_records() {
     let options = ServerOptions::new().with_appendfsync("always").with_user("app", "secret", "~* &* +@all");
     let mut server = start(options);
     let store = open(&server.url()).await;
@@ -509,14 +509,14 @@ async fn a_default_user_without_rights_is_pointed_out_because_of_what_a_restart_
 }
 
 #[tokio::test]
-async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
+async fn a_server_that_evicts_is_refused_unless_eviction_is_allowed() {
     let server = start(ServerOptions::new().with("maxmemory-policy allkeys-lru"));
     let error = RedisStore::open(options(&server.url())).await.unwrap_err();
     assert!(matches!(&error, RedisOpenError::Unfit(what) if what.contains("allkeys-lru")), "{error}");
     let store = open(&format!("{}?danger-allow-eviction=true", server.url())).await;
     assert!(store.findings().iter().any(|f| f.text.contains("EXECUTE AGAIN")));
     assert_eq!(store.capabilities().durability, Durability::Buffered);
-    // And one that begins to, for as long as it does.
+    // A server that begins to evict later is refused until it stops.
     server.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
     let store = open(&server.url()).await;
     let done = granted(&store, 1, 1).await;
@@ -533,10 +533,10 @@ async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
     assert_eq!(
         try_claim(&store, 1, 2).await.unwrap(),
         Outcome::Replay(response(1)),
-        "what is there is replayed"
+        "an existing answer is replayed"
     );
     assert_eq!(store.apply(id(2), completion(running.token, 2)).await.unwrap(), Outcome::Completed);
-    // A new connection finds the same.
+    // A new connection gives the same result.
     server.command(&["CLIENT", "KILL", "TYPE", "normal"]).unwrap();
     until_ok(|| store.lookup(id(1))).await;
     assert!(try_claim(&store, 3, 1).await.unwrap_err().to_string().contains("volatile-ttl"));
@@ -545,7 +545,7 @@ async fn a_server_that_evicts_is_refused_unless_it_is_wanted() {
     granted(&store, 3, 1).await;
 }
 
-/// What is promised and found holds for the server that there is now, and not for the one of the start.
+/// Guarantees and findings describe the current server, and not the server at the start.
 #[tokio::test]
 async fn findings_are_those_of_the_latest_connection() {
     let server = start(ServerOptions::new().with_appendfsync("always"));
@@ -567,17 +567,17 @@ async fn an_answer_counts_only_when_enough_replicas_have_it() {
     assert!(error.contains("0 of 1 replicas"), "{error}");
     let replica = start(ServerOptions::new().with(format!("replicaof 127.0.0.1 {}", primary.port())));
     primary.wait_for(&["INFO", "replication"], "state=online").unwrap();
-    // The same claim is still that one.
+    // The same attempt gets its claim again.
     let store = open(&waiting("30s")).await;
     let grant = granted(&store, 1, 1).await;
     assert_eq!(grant.attempts, 1);
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
     let on_replica = replica.command(&["HGET", &record_key(&id(1)), "state"]).unwrap();
     assert!(on_replica.contains("completed"), "{on_replica}");
-    // A replica is no store.
+    // The store refuses a replica as its server.
     let error = RedisStore::open(options(&replica.url())).await.unwrap_err();
     assert!(error.to_string().contains("replica"), "{error}");
-    // With a replica there is a failover, whatever is on disk.
+    // With a replica there may be a failover, so fencing is weaker regardless of the disk.
     store.check().await.unwrap();
     assert_eq!(store.capabilities().fencing, Fencing::Equality);
 }

@@ -1,4 +1,4 @@
-//! `wait-replicas`, with a primary and a replica that stops, and on a Cluster.
+//! `wait-replicas`: a primary with a replica that stops, and a Cluster.
 
 mod support;
 
@@ -13,7 +13,7 @@ use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisServer}
 use support::*;
 use tokio::net::{TcpListener, TcpStream};
 
-/// Longer than anything here takes that does not wait for a replica.
+/// A time that nothing here exceeds unless it waits for a replica.
 const WAIT: Duration = Duration::from_secs(40);
 
 struct World {
@@ -43,7 +43,7 @@ impl World {
         assert!(Process::new("kill").args([signal, &pid]).status().unwrap().success());
     }
 
-    /// How many clients wait for replicas.
+    /// The number of clients that wait for replicas.
     fn waiting(&self) -> usize {
         let clients = self.primary.command(&["CLIENT", "LIST"]).unwrap();
         clients.lines().filter(|line| line.contains("cmd=wait") && line.contains("flags=b")).count()
@@ -65,7 +65,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_stops_holds_up_only_those_who_wait_for_it() {
+async fn a_stopped_replica_delays_only_commands_that_wait_for_it() {
     let world = World::start();
     let store = Arc::new(open(&world.url(WAIT)).await);
     let (owned, done) = (granted(&store, 1, 1).await, granted(&store, 2, 2).await);
@@ -77,7 +77,7 @@ async fn a_replica_that_stops_holds_up_only_those_who_wait_for_it() {
             tokio::spawn(async move { granted(&store, n, n).await })
         })
         .collect();
-    until("somebody waits for the replica", || world.waiting() > 0).await;
+    until("no client waits for the replica", || world.waiting() > 0).await;
     let since = Instant::now();
     assert!(matches!(store.apply(id(1), renewal(owned.token)).await, Ok(Outcome::Renewed { .. })));
     assert_eq!(try_claim(&store, 2, 22).await.unwrap(), Outcome::Replay(response(2)));
@@ -85,13 +85,16 @@ async fn a_replica_that_stops_holds_up_only_those_who_wait_for_it() {
     assert!(store.lookup(id(10)).await.unwrap().is_some());
     store.check().await.unwrap();
     assert!(since.elapsed() < WAIT / 2, "{:?}", since.elapsed());
-    assert_eq!(world.waiting(), 1, "one for all");
-    assert!(waiters.iter().all(|waiter| !waiter.is_finished()), "nothing is granted that one server has");
+    assert_eq!(world.waiting(), 1, "all claims share one wait");
+    assert!(
+        waiters.iter().all(|waiter| !waiter.is_finished()),
+        "a claim was granted that only one server has"
+    );
     world.signal("-CONT");
     for waiter in waiters {
         waiter.await.unwrap();
     }
-    // One at each look at the server, three before, and those ten in few rounds.
+    // One for each check of the server, three before, and those ten in few rounds.
     let calls = calls_of(&world.primary, "wait");
     assert!(calls <= 9, "{calls}");
 }
@@ -102,15 +105,15 @@ fn too_few(error: &StoreError) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_too_few_replicas_have_does_not_count_and_may_be_sent_again() {
+async fn a_write_on_too_few_replicas_is_an_error_and_can_be_sent_again() {
     let world = World::start();
     let store = open(&world.url(Duration::from_millis(300))).await;
-    // On a busy machine a replica that runs may be too slow, too.
+    // On a busy machine, even a running replica may be too slow once.
     let Outcome::Execute(done) = until_ok(|| try_claim(&store, 1, 1)).await else { panic!() };
     world.signal("-STOP");
     too_few(&try_claim(&store, 2, 2).await.unwrap_err());
     too_few(&store.apply(id(1), completion(done.token, 1)).await.unwrap_err());
-    // The answer is there, and giving it keeps a client from asking another time.
+    // The response is stored, and returning it saves a second request.
     assert_eq!(try_claim(&store, 1, 11).await.unwrap(), Outcome::Replay(response(1)));
     world.signal("-CONT");
     let again = until_ok(|| try_claim(&store, 2, 2)).await;
@@ -119,9 +122,9 @@ async fn what_too_few_replicas_have_does_not_count_and_may_be_sent_again() {
     assert_eq!(again, Outcome::Completed);
 }
 
-/// Nothing can be executed then, so whoever asks whether the store would take a write has to be told.
+/// Nothing can be executed without replicas, so a check must fail.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn replicas_that_are_not_there_are_told_by_a_check() {
+async fn a_check_reports_missing_replicas() {
     let mut world = World::start();
     let more = world.url(Duration::from_secs(1)).replace("wait-replicas=1", "wait-replicas=2");
     let error = open(&more).await.check().await.unwrap_err();
@@ -134,14 +137,14 @@ async fn replicas_that_are_not_there_are_told_by_a_check() {
     let error = loop {
         match store.check().await {
             Err(error) => break error,
-            Ok(()) => assert!(Instant::now() < deadline, "nobody says that the replica is away"),
+            Ok(()) => assert!(Instant::now() < deadline, "the check did not report the missing replica"),
         }
     };
     too_few(&error);
-    let said = "wait-replicas is 1, and the server has 0 replicas";
-    assert!(error.to_string().contains(said), "{error}");
-    assert!(store.findings().iter().any(|finding| finding.text.contains(said)), "{:?}", store.findings());
-    // What needs no write is still answered.
+    let expected = "wait-replicas is 1, and the server has 0 replicas";
+    assert!(error.to_string().contains(expected), "{error}");
+    assert!(store.findings().iter().any(|finding| finding.text.contains(expected)), "{:?}", store.findings());
+    // Reads are still answered.
     assert!(store.lookup(id(1)).await.unwrap().is_none());
     world.replica.restart().unwrap();
     until_ok(|| store.check()).await;
@@ -150,7 +153,7 @@ async fn replicas_that_are_not_there_are_told_by_a_check() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn replicas_that_come_and_connections_that_break_are_waited_for_again() {
+async fn waiting_works_again_after_a_replica_or_a_connection_was_lost() {
     let mut world = World::start();
     let store = open(&world.url(Duration::from_secs(20))).await;
     granted(&store, 1, 1).await;
@@ -163,7 +166,7 @@ async fn replicas_that_come_and_connections_that_break_are_waited_for_again() {
     assert!(matches!(until_ok(|| try_claim(&store, 4, 4)).await, Outcome::Execute(_)));
 }
 
-/// Connections go to where it points when they are made.
+/// Starts a proxy. New connections go to the port that the returned number names at that time.
 async fn pointer(to: u16) -> (u16, Arc<AtomicU16>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (port, to) = (listener.local_addr().unwrap().port(), Arc::new(AtomicU16::new(to)));
@@ -187,7 +190,8 @@ async fn the_replicas_of_another_server_do_not_count() {
     let url =
         world.url(Duration::from_millis(300)).replace(&world.primary.port().to_string(), &port.to_string());
     let store = open(&url).await;
-    // It has none; then the connection that waits leads to nobody, and to somebody else.
+    // This server has no replica. Then the waiting connection is cut: its successor finds no server at first, and then
+    // another one than the commands go to.
     too_few(&try_claim(&store, 1, 1).await.unwrap_err());
     to.store(1, Ordering::SeqCst);
     let clients = alone.command(&["CLIENT", "LIST"]).unwrap();
@@ -205,11 +209,11 @@ async fn the_replicas_of_another_server_do_not_count() {
         world.primary.command(&["EXISTS", &oncegate_redis::contract::record_key(&id(1))]).unwrap().trim(),
         ":0"
     );
-    // Then both go to where it points now.
+    // Then both connections go to the new server.
     assert!(matches!(until_ok(|| try_claim(&store, 1, 1)).await, Outcome::Execute(_)));
 }
 
-/// Three primaries, each with a replica. Nobody is taken for dead in time.
+/// Three primaries, each with a replica. The timeout is long, so no stopped node is failed over.
 fn cluster() -> RedisCluster {
     RedisCluster::start_with(&ServerOptions::new().with("cluster-node-timeout 60000")).unwrap()
 }
@@ -271,7 +275,7 @@ async fn on_a_cluster_each_record_waits_for_the_replica_of_its_primary() {
     assert!(granted_to.iter().all(of_others), "none counts that one server has");
     assert!(refused.iter().any(|n| has(primary, *n)));
     assert!(granted_to.len() > 10, "the other primaries have their replicas: {granted_to:?}");
-    // Answers are given.
+    // Replays are answered.
     for n in 0..200 {
         assert_eq!(try_claim(&store, n, 1000).await.unwrap(), Outcome::Replay(response(n)));
     }
@@ -280,21 +284,21 @@ async fn on_a_cluster_each_record_waits_for_the_replica_of_its_primary() {
         assert!(matches!(until_ok(|| try_claim(&store, n, n)).await, Outcome::Execute(_)));
     }
     for server in cluster.primaries() {
-        // Two for each look at the servers; claims that come together wait together.
+        // Two for each check of the servers. Claims at the same time share a wait.
         let calls = calls_of(server, "wait");
         assert!((2..=160).contains(&calls), "{calls}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_a_cluster_nothing_counts_that_a_failover_lost() {
+async fn on_a_cluster_a_claim_that_a_failover_lost_is_an_error() {
     let cluster = cluster();
     let store = Arc::new(open(&cluster_url(&cluster, WAIT)).await);
     for n in 0..60 {
         granted(&store, n, n).await;
     }
     let (primary, replica) = pair(&cluster);
-    // Its replica no longer gets anything, and does not know it.
+    // The replica no longer receives anything, and does not notice it.
     let stopped = Stopped::new(replica);
     primary.command(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
     let claims: Vec<_> = (100..130)
@@ -307,17 +311,22 @@ async fn on_a_cluster_nothing_counts_that_a_failover_lost() {
         let clients = primary.command(&["CLIENT", "LIST"]).unwrap();
         clients.lines().any(|line| line.contains("cmd=wait") && line.contains("flags=b"))
     };
-    until("somebody waits for the replica", blocked).await;
-    until("the records are there", || (100..130).any(|n| has(primary, n))).await;
+    until("no client waits for the replica", blocked).await;
+    until("the records were not written", || (100..130).any(|n| has(primary, n))).await;
     let lost: Vec<u64> = (100..130).filter(|n| has(primary, *n)).collect();
-    // Then it takes over, without asking and without what it did not get. The order waits in its socket, so that the replica
-    // reads it before it can connect to its primary again.
+    // Then the replica takes over, without a vote and without the lost records. The command waits in its socket, so the
+    // replica reads it before it can reconnect to its primary.
     let mut order = std::net::TcpStream::connect(("127.0.0.1", replica.port())).unwrap();
     order.write_all(b"CLUSTER FAILOVER TAKEOVER\r\n").unwrap();
     drop(stopped);
-    until("it is the primary", || replica.command(&["ROLE"]).is_ok_and(|role| role.contains("master"))).await;
-    until("the other one has heard", || primary.command(&["ROLE"]).is_ok_and(|role| role.contains("slave")))
-        .await;
+    until("the replica did not take over", || {
+        replica.command(&["ROLE"]).is_ok_and(|role| role.contains("master"))
+    })
+    .await;
+    until("the old primary did not become a replica", || {
+        primary.command(&["ROLE"]).is_ok_and(|role| role.contains("slave"))
+    })
+    .await;
     let kept: Vec<u64> = lost.iter().copied().filter(|n| has(replica, *n)).collect();
     for (n, claim) in claims {
         let outcome = claim.await.unwrap();
@@ -333,7 +342,7 @@ async fn on_a_cluster_nothing_counts_that_a_failover_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_record_that_moves_to_another_primary_may_be_sent_again() {
+async fn a_claim_whose_record_moves_to_another_primary_can_be_sent_again() {
     let cluster = cluster();
     let store = open(&cluster_url(&cluster, WAIT)).await;
     for n in 0..30 {
@@ -346,7 +355,7 @@ async fn a_record_that_moves_to_another_primary_may_be_sent_again() {
     };
     let from = *primaries.iter().find(|server| has(server, 1)).unwrap();
     let to = *primaries.iter().find(|server| server.port() != from.port()).unwrap();
-    // A record that nobody has yet, in the slot of one that is there.
+    // An unclaimed record, in the slot of an existing one.
     let key = oncegate_redis::contract::record_key(&id(1));
     let slot = from.command(&["CLUSTER", "KEYSLOT", &key]).unwrap();
     let slot = slot.trim().trim_start_matches(':').to_owned();
@@ -355,7 +364,7 @@ async fn a_record_that_moves_to_another_primary_may_be_sent_again() {
     from.command(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &name(to)]).unwrap();
     let why = does_not_count(try_claim(&store, 1, 101).await, Extent::Record);
     assert!(why.contains("moves to another part of the Cluster"), "{why}");
-    // Others are not held up by it.
+    // Claims of other slots are not delayed.
     for n in 31..60 {
         assert!(matches!(until_ok(|| try_claim(&store, n, n)).await, Outcome::Execute(_)));
     }
@@ -368,7 +377,7 @@ async fn a_record_that_moves_to_another_primary_may_be_sent_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_a_cluster_a_server_need_not_say_who_it_is() {
+async fn on_a_cluster_waiting_works_without_the_right_to_info() {
     let options = ServerOptions::new().with("cluster-node-timeout 60000");
     let cluster = RedisCluster::start_with(&options).unwrap();
     for server in &cluster.servers {

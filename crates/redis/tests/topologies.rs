@@ -14,7 +14,7 @@ use oncegate_servers::{
 };
 use support::*;
 
-/// An authority, and a certificate of it for this machine.
+/// Creates an authority and a certificate for this machine.
 fn certificates() -> Certificates {
     let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -28,7 +28,7 @@ fn certificates() -> Certificates {
 }
 
 #[tokio::test]
-async fn speaks_tls_with_who_proves_its_name() {
+async fn tls_connects_only_to_a_server_with_a_trusted_certificate() {
     let server = RedisServer::start(ServerOptions::new().with_tls(certificates()).with_user(
         "app",
         "secret",
@@ -39,7 +39,7 @@ async fn speaks_tls_with_who_proves_its_name() {
     let grant = granted(&store, 1, 1).await;
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
     assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
-    // Without its authority, and in the clear.
+    // Without the authority, and without TLS.
     let (unknown_ca, _) =
         server.url().split_once("?ca=").map(|(url, ca)| (url.to_owned(), ca.to_owned())).unwrap();
     let in_clear = unknown_ca.replace("rediss://", "redis://");
@@ -50,7 +50,7 @@ async fn speaks_tls_with_who_proves_its_name() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sentinels_name_the_primary_and_after_a_failover_the_next_one() {
+async fn sentinels_give_the_primary_also_after_a_failover() {
     let mut world = RedisSentinel::start().unwrap();
     let store = open(&format!("{}?timeout=1s", world.url())).await;
     assert_eq!(store.capabilities().fencing, Fencing::Equality);
@@ -61,12 +61,12 @@ async fn sentinels_name_the_primary_and_after_a_failover_the_next_one() {
     world.servers[0].command(&["WAIT", "1", "5000"]).unwrap();
     world.servers[1].wait_for(&["HGET", &record_key(&id(2)), "state"], "in-progress").unwrap();
     world.servers[0].kill();
-    // What the replica had is there; the owner goes on; what is new executes.
+    // The replica has the old records, their owners can continue, and new keys execute.
     let replay = until_ok(|| try_claim(&store, 1, 11)).await;
     assert_eq!(replay, Outcome::Replay(response(1)));
     assert_eq!(store.apply(id(2), completion(owned.token, 2)).await.unwrap(), Outcome::Completed);
     granted(&store, 3, 3).await;
-    // The old primary comes back and is turned into a replica; nobody takes it for a store.
+    // The old primary comes back and becomes a replica. The store does not use it.
     world.servers[0].restart().unwrap();
     world.servers[0].wait_for(&["INFO", "replication"], "role:slave").unwrap();
     granted(&store, 4, 4).await;
@@ -77,7 +77,7 @@ async fn sentinels_name_the_primary_and_after_a_failover_the_next_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cluster_shares_the_records_out_and_survives_one_primary() {
+async fn a_cluster_distributes_the_records_and_survives_the_loss_of_one_primary() {
     let mut cluster = RedisCluster::start().unwrap();
     let one = options(&format!("redis://127.0.0.1:{}", cluster.servers[0].port()));
     let error = RedisStore::open(one).await.unwrap_err();
@@ -111,7 +111,7 @@ async fn a_cluster_shares_the_records_out_and_survives_one_primary() {
         }
         assert_eq!(found, (0..150).map(id).collect());
     }
-    // The audit trail, in another slot than most records.
+    // The audit trail is in another slot than most records.
     for n in 200..210 {
         let mut parked = claim(n);
         parked.lease = Duration::from_millis(1);
@@ -135,7 +135,7 @@ async fn a_cluster_shares_the_records_out_and_survives_one_primary() {
     let numbers: Vec<_> = trail.iter().map(|entry| (entry.number, entry.id)).collect();
     assert_eq!(numbers, (1..=10).rev().map(|number| (number, id(199 + number))).collect::<Vec<_>>());
 
-    // One primary dies. Its replica has what was there for long; claims of its slots are refused until it took over.
+    // One primary dies. Its replica has the older records. Claims of its slots are refused until the replica takes over.
     for server in cluster.primaries() {
         server.command(&["WAIT", "1", "5000"]).unwrap();
     }

@@ -1,4 +1,4 @@
-//! `wait-aof`: what counts once it is on a disk. On a server that knows `WAITAOF`, which Debian's Redis 7.0 does not.
+//! `wait-aof`: a write counts when it is on disk. Needs a server with `WAITAOF`, which Debian's Redis 7.0 lacks.
 
 mod support;
 
@@ -26,14 +26,14 @@ fn url(server: &RedisServer, query: &str) -> String {
     format!("{}?timeout=20s&connect-timeout=20s&{query}", server.url())
 }
 
-/// How often something waited for disks since the last time.
+/// The number of waits for disks since the last call.
 fn waits(server: &RedisServer) -> usize {
     let calls = calls_of(server, "waitaof");
     server.command(&["CONFIG", "RESETSTAT"]).unwrap();
     calls
 }
 
-/// Why the store does not open.
+/// Returns the reason why the store does not open.
 async fn refusal(url: &str) -> String {
     match RedisStore::open(options(url)).await {
         Err(RedisOpenError::Unfit(what)) => what,
@@ -41,14 +41,14 @@ async fn refusal(url: &str) -> String {
     }
 }
 
-/// The way to a server that says the truth about its disk: `WAITAOF` is answered once in a second, as Redis 8 does under
-/// `everysec`, and not at all while the disk stands still. Everything else is the server's answer.
-struct Truthful {
+/// A proxy to a server that reports the state of its disk correctly. It answers `WAITAOF` once a second, as Redis 8 does
+/// under `everysec`, and not at all while the disk is held. It forwards everything else.
+struct TruthfulProxy {
     port: u16,
     disk_stands_still: Arc<AtomicBool>,
 }
 
-impl Truthful {
+impl TruthfulProxy {
     async fn before(server: &RedisServer) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (port, to) = (listener.local_addr().unwrap().port(), server.port());
@@ -57,7 +57,7 @@ impl Truthful {
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 let Ok(server) = TcpStream::connect(("127.0.0.1", to)).await else { continue };
-                tokio::spawn(pass_on(client, server, stands_still.clone(), started));
+                tokio::spawn(forward(client, server, stands_still.clone(), started));
             }
         });
         Self { port, disk_stands_still }
@@ -68,7 +68,7 @@ impl Truthful {
     }
 }
 
-async fn pass_on(
+async fn forward(
     client: TcpStream,
     server: TcpStream,
     stands_still: Arc<AtomicBool>,
@@ -96,34 +96,34 @@ async fn pass_on(
     }
 }
 
-/// One value as it is on the wire.
+/// Reads one value of the protocol.
 async fn value(from: &mut BufReader<TcpStream>) -> io::Result<Vec<u8>> {
-    let (mut octets, mut left) = (Vec::new(), 1_i64);
+    let (mut bytes, mut left) = (Vec::new(), 1_i64);
     while left > 0 {
         left -= 1;
-        let start = octets.len();
-        if from.read_until(b'\n', &mut octets).await? == 0 {
+        let start = bytes.len();
+        if from.read_until(b'\n', &mut bytes).await? == 0 {
             return Err(ErrorKind::UnexpectedEof.into());
         }
-        let count = || String::from_utf8_lossy(&octets[start + 1..]).trim().parse::<i64>().unwrap_or(-1);
-        match octets[start] {
+        let count = || String::from_utf8_lossy(&bytes[start + 1..]).trim().parse::<i64>().unwrap_or(-1);
+        match bytes[start] {
             b'*' => left += count().max(0),
             b'$' if count() >= 0 => {
                 let mut text = vec![0; usize::try_from(count()).unwrap() + 2];
                 from.read_exact(&mut text).await?;
-                octets.extend(text);
+                bytes.extend(text);
             }
             _ => {}
         }
     }
-    Ok(octets)
+    Ok(bytes)
 }
 
 #[tokio::test]
-async fn who_decides_waits_for_the_disk_and_nobody_else() {
+async fn only_deciding_commands_wait_for_the_disk() {
     let server = flushing("always");
     let store = open(&url(&server, "wait-aof=local")).await;
-    assert_eq!(waits(&server), 1, "the look at the server");
+    assert_eq!(waits(&server), 1, "the check of the server");
     let (grant, other) = (granted(&store, 1, 1).await, granted(&store, 2, 2).await);
     assert_eq!(waits(&server), 2);
     assert!(matches!(store.apply(id(1), renewal(grant.token)).await, Ok(Outcome::Renewed { .. })));
@@ -139,17 +139,17 @@ async fn who_decides_waits_for_the_disk_and_nobody_else() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_say_the_truth_about_its_disk_is_refused() {
+async fn a_server_that_confirms_unflushed_writes_is_refused() {
     let server = flushing("everysec");
     server.command(&["SET", "x", ""]).unwrap();
     let why = RedisStore::open(options(&url(&server, "wait-aof=local"))).await;
     let Err(why) = why else {
-        // One that says it is no server to show this with.
+        // This server reports correctly, so it cannot show the refusal.
         assert!(!server.command(&["INFO", "server"]).unwrap().contains("valkey_version:8.0"));
         return;
     };
     assert!(matches!(&why, RedisOpenError::Unfit(what) if what.contains("set appendfsync always")), "{why}");
-    // Under `always` it does, until that is changed.
+    // Under `always` even this server is correct, until the setting is changed.
     server.command(&["CONFIG", "SET", "appendfsync", "always"]).unwrap();
     let store = open(&url(&server, "wait-aof=local")).await;
     granted(&store, 1, 1).await;
@@ -160,7 +160,7 @@ async fn a_server_that_does_not_say_the_truth_about_its_disk_is_refused() {
     server.command(&["CONFIG", "SET", "appendfsync", "always"]).unwrap();
     let Outcome::Execute(grant) = try_claim(&store, 2, 2).await.unwrap() else { panic!() };
     assert_eq!(grant.attempts, 1, "it is the same claim");
-    // Where it cannot be seen whether it is `always`, it cannot be told from one that lies.
+    // Without the right to read the setting, such a server cannot be distinguished from a correct one.
     let rules = "~* &* +@all -config";
     let server = start(ServerOptions::new().with_appendfsync("always").with_user("app", "secret", rules));
     let why = refusal(&url(&server, "wait-aof=local")).await;
@@ -168,29 +168,29 @@ async fn a_server_that_does_not_say_the_truth_about_its_disk_is_refused() {
 }
 
 #[tokio::test]
-async fn a_server_that_flushes_once_a_second_is_waited_for() {
+async fn a_server_that_flushes_once_a_second_delays_claims_until_the_flush() {
     let server = flushing("everysec");
-    let way = Truthful::before(&server).await;
-    let store = open(&way.url("wait-aof=local&wait-timeout=30s")).await;
+    let proxy = TruthfulProxy::before(&server).await;
+    let store = open(&proxy.url("wait-aof=local&wait-timeout=30s")).await;
     let since = Instant::now();
     let grant = granted(&store, 1, 1).await;
     assert_eq!(store.apply(id(1), completion(grant.token, 1)).await.unwrap(), Outcome::Completed);
     granted(&store, 2, 2).await;
     assert!(since.elapsed() > Duration::from_secs(2), "{:?}", since.elapsed());
-    // Renewals are not waited for.
+    // Renewals do not wait for the disk.
     assert_eq!(store.capabilities().durability, Durability::Buffered);
     let findings = store.findings();
     assert!(findings.iter().any(|f| f.text.contains("on disk before they count")), "{findings:?}");
 }
 
 #[tokio::test]
-async fn what_is_not_flushed_while_the_file_is_rewritten_does_not_count() {
+async fn a_claim_that_a_rewrite_keeps_from_the_disk_is_an_error() {
     let options = ServerOptions::new().with_appendfsync("always").with("no-appendfsync-on-rewrite yes");
     let server = start(options);
     let store = open(&url(&server, "wait-aof=local&wait-timeout=500ms")).await;
     assert_eq!(store.capabilities().durability, Durability::Buffered);
     assert!(store.findings().iter().any(|f| f.text.starts_with("no-appendfsync-on-rewrite")));
-    // A rewrite that takes long: each key costs it a pause.
+    // A rewrite that takes long, because each key costs it a pause.
     for n in 0..50 {
         server.command(&["SET", &format!("other:{n}"), ""]).unwrap();
     }
@@ -202,28 +202,28 @@ async fn what_is_not_flushed_while_the_file_is_rewritten_does_not_count() {
     assert!(server.command(&["INFO", "persistence"]).unwrap().contains("aof_rewrite_in_progress:1"));
     server.command(&["CONFIG", "SET", "no-appendfsync-on-rewrite", "no"]).unwrap();
     assert!(matches!(until_ok(|| try_claim(&store, 1, 1)).await, Outcome::Execute(_)));
-    // Its child is of no use to anybody.
+    // Ends the child of the rewrite.
     server.command(&["CONFIG", "SET", "rdb-key-save-delay", "0"]).unwrap();
 }
 
 #[tokio::test]
-async fn what_is_not_flushed_does_not_count() {
+async fn a_claim_that_is_not_flushed_in_time_is_an_error() {
     let server = flushing("everysec");
-    let way = Truthful::before(&server).await;
-    let store = open(&way.url("wait-aof=local&wait-timeout=2s")).await;
-    way.disk_stands_still.store(true, Ordering::SeqCst);
+    let proxy = TruthfulProxy::before(&server).await;
+    let store = open(&proxy.url("wait-aof=local&wait-timeout=2s")).await;
+    proxy.disk_stands_still.store(true, Ordering::SeqCst);
     let why = does_not_count(try_claim(&store, 1, 1).await, Extent::Writes);
     assert!(why.contains("not on the server's disk in time"), "{why}");
-    way.disk_stands_still.store(false, Ordering::SeqCst);
+    proxy.disk_stands_still.store(false, Ordering::SeqCst);
     let Outcome::Execute(grant) = until_ok(|| try_claim(&store, 1, 1)).await else { panic!() };
     assert_eq!(grant.attempts, 1, "it is the same claim");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn those_who_come_together_wait_together() {
+async fn claims_at_the_same_time_share_one_wait_for_the_disk() {
     let server = flushing("everysec");
-    let way = Truthful::before(&server).await;
-    let store = Arc::new(open(&way.url("wait-aof=local&wait-timeout=30s")).await);
+    let proxy = TruthfulProxy::before(&server).await;
+    let store = Arc::new(open(&proxy.url("wait-aof=local&wait-timeout=30s")).await);
     let since = Instant::now();
     let claims: Vec<_> = (0..200)
         .map(|n| {
@@ -234,7 +234,7 @@ async fn those_who_come_together_wait_together() {
     for claim in claims {
         claim.await.unwrap();
     }
-    // Each round takes a second, or what is left of one.
+    // Each round takes at most a second.
     assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
 }
 
@@ -249,13 +249,13 @@ async fn without_an_append_only_file_nothing_counts() {
     assert_eq!(error.kind(), StoreErrorKind::Invalid);
     assert!(error.to_string().contains("set appendonly yes"), "{error}");
     server.command(&["CONFIG", "SET", "appendonly", "yes"]).unwrap();
-    // Which is seen when the store is checked, as whoever asks whether it is ready does, or within a minute.
+    // A check of the store notices the new setting at once. Without a check, the store notices it within a minute.
     until_ok(|| store.check()).await;
     until_ok(|| try_claim(&store, 2, 2)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_disk_and_the_replicas_are_both_waited_for() {
+async fn a_claim_waits_for_both_the_disk_and_the_replicas() {
     let primary = flushing("always");
     let replica = start(ServerOptions::new().with(format!("replicaof 127.0.0.1 {}", primary.port())));
     replica.wait_for(&["INFO", "replication"], "master_link_status:up").unwrap();
@@ -270,7 +270,7 @@ async fn the_disk_and_the_replicas_are_both_waited_for() {
 }
 
 #[tokio::test]
-async fn a_server_on_which_nothing_can_be_waited_for_is_refused() {
+async fn a_server_that_cannot_confirm_writes_is_refused() {
     let server = start(ServerOptions::new());
     let why = refusal(&url(&server, "wait-aof=local")).await;
     assert!(why.contains("set appendonly yes"), "{why}");
@@ -285,7 +285,7 @@ async fn a_server_on_which_nothing_can_be_waited_for_is_refused() {
         assert!(why.contains("ACL") && why.contains(query.split('=').next().unwrap()), "{why}");
     }
     open(&url(&server, "")).await;
-    // The system's own, which may be older.
+    // The installed server, which may be older.
     let server = RedisServer::start(ServerOptions::new().with_appendfsync("always")).unwrap();
     if server.command(&["INFO", "server"]).unwrap().contains("redis_version:7.0.") {
         let why = refusal(&url(&server, "wait-aof=local")).await;
@@ -300,7 +300,7 @@ async fn a_server_on_which_nothing_can_be_waited_for_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_a_cluster_each_primary_has_a_disk() {
+async fn on_a_cluster_claims_wait_for_the_disk_of_their_primary() {
     let options = ServerOptions::new().recent().with_appendfsync("always").with("cluster-node-timeout 60000");
     let cluster = RedisCluster::start_with(&options).unwrap();
     let store = open(&format!("{}?timeout=20s&connect-timeout=20s&wait-aof=local", cluster.url())).await;

@@ -1,4 +1,5 @@
-//! Who waits for a record is told by the server. Nothing here asks again by itself: whoever hears was told.
+//! Notifications: the server reports changes to callers that wait for a record. No test here polls, so a result proves that a
+//! notification arrived.
 
 mod support;
 
@@ -11,23 +12,23 @@ use oncegate_redis::RedisStore;
 use oncegate_servers::{RedisCluster, RedisOptions as ServerOptions, RedisSentinel, RedisServer};
 use support::*;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const NOTIFICATION_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn start(options: ServerOptions) -> RedisServer {
     RedisServer::start(options).unwrap()
 }
 
-async fn told(changed: impl Future<Output = ()>) {
-    tokio::time::timeout(PATIENCE, changed).await.expect("told");
+async fn notified(changed: impl Future<Output = ()>) {
+    tokio::time::timeout(NOTIFICATION_TIMEOUT, changed).await.expect("no notification");
 }
 
-fn is_told(changed: &mut Pin<Box<dyn Future<Output = ()> + Send + '_>>) -> bool {
+fn is_notified(changed: &mut Pin<Box<dyn Future<Output = ()> + Send + '_>>) -> bool {
     changed.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }
 
-/// Waits until so many channels are subscribed to, on these servers together.
+/// Waits until the given number of channels is subscribed to, on all these servers together.
 async fn until_watched(servers: &[RedisServer], count: usize) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + NOTIFICATION_TIMEOUT;
     loop {
         let channels = |server: &RedisServer| {
             server
@@ -51,7 +52,7 @@ async fn complete(store: &RedisStore, n: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_waits_is_told_of_every_end_in_another_process() {
+async fn a_waiter_is_notified_of_every_end_in_another_process() {
     let servers = [start(ServerOptions::new())];
     let (owner, other) = (open(&servers[0].url()).await, open(&servers[0].url()).await);
     let mut granted = Vec::new();
@@ -59,15 +60,15 @@ async fn whoever_waits_is_told_of_every_end_in_another_process() {
         granted.push(owner_of(&owner, n).await);
     }
     until_watched(&servers, 0).await;
-    // Two wait for the first one.
+    // Two callers wait for the first record.
     let again = other.changed(id(0));
     let mut waiting: Vec<_> = (0..60).map(|n| other.changed(id(n))).collect();
     until_watched(&servers, 60).await;
     owner.apply(id(0), completion(granted[0], 0)).await.unwrap();
-    told(again).await;
-    told(waiting.remove(0)).await;
+    notified(again).await;
+    notified(waiting.remove(0)).await;
     owner.apply(id(1), release(granted[1])).await.unwrap();
-    told(waiting.remove(0)).await;
+    notified(waiting.remove(0)).await;
     let resolve = Resolve {
         resolution: Resolution::Release,
         retention: MINUTE,
@@ -77,13 +78,13 @@ async fn whoever_waits_is_told_of_every_end_in_another_process() {
         reason: "found".to_owned(),
     };
     owner.apply(id(2), Command::Resolve(resolve)).await.unwrap();
-    told(waiting.remove(0)).await;
+    notified(waiting.remove(0)).await;
     until_watched(&servers, 57).await;
     for n in 3..59 {
         owner.apply(id(n), completion(granted[n as usize], n)).await.unwrap();
-        told(waiting.remove(0)).await;
+        notified(waiting.remove(0)).await;
     }
-    assert!(!is_told(&mut waiting[0]), "nothing happened to this one");
+    assert!(!is_notified(&mut waiting[0]), "nothing happened to this one");
     until_watched(&servers, 1).await;
     let listeners = servers[0].command(&["CLIENT", "LIST", "TYPE", "pubsub"]).unwrap();
     assert_eq!(listeners.matches("id=").count(), 1, "one connection for all: {listeners}");
@@ -94,7 +95,7 @@ async fn owner_of(store: &RedisStore, n: u64) -> oncegate_core::FencingToken {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_goes_away_leaves_nothing_and_a_store_that_is_gone_neither() {
+async fn a_cancelled_waiter_and_a_dropped_store_leave_no_subscription() {
     let servers = [start(ServerOptions::new())];
     let store = open(&servers[0].url()).await;
     let (one, two, other) = (store.changed(id(1)), store.changed(id(1)), store.changed(id(2)));
@@ -104,7 +105,7 @@ async fn whoever_goes_away_leaves_nothing_and_a_store_that_is_gone_neither() {
     drop(two);
     until_watched(&servers, 0).await;
     drop(store);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + NOTIFICATION_TIMEOUT;
     while servers[0].command(&["CLIENT", "LIST", "TYPE", "normal"]).unwrap().contains("lib-name=oncegate") {
         assert!(Instant::now() < deadline, "its connections are still there");
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -112,72 +113,72 @@ async fn whoever_goes_away_leaves_nothing_and_a_store_that_is_gone_neither() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_was_ended_is_made_again_and_tells_what_it_may_have_missed() {
+async fn a_lost_connection_is_replaced_and_wakes_waiters_for_missed_changes() {
     let mut servers = [start(ServerOptions::new())];
     let store = open(&servers[0].url()).await;
     for _ in 0..3 {
         let changed = store.changed(id(1));
         until_watched(&servers, 1).await;
         assert_eq!(servers[0].command(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap(), ":1\r\n");
-        told(changed).await;
-        // Or the next one would look at what is left of this one.
+        notified(changed).await;
+        // Otherwise the next round would see the rest of this one.
         until_watched(&servers, 0).await;
     }
     let changed = store.changed(id(1));
     until_watched(&servers, 1).await;
     servers[0].kill();
     servers[0].restart().unwrap();
-    told(changed).await;
+    notified(changed).await;
     until_watched(&servers, 0).await;
-    // From then on as before.
+    // From then on, notifications work as before.
     let changed = store.changed(id(1));
     until_watched(&servers, 1).await;
     complete(&store, 1).await;
-    told(changed).await;
+    notified(changed).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_may_not_listen_is_not_told_and_all_else_works() {
+async fn without_the_right_to_subscribe_everything_except_notifications_works() {
     let server = start(ServerOptions::new().with_user("app", "secret", "~* resetchannels +@all"));
     let store = open(&server.url()).await;
     let mut changed = store.changed(id(1));
-    // The server has refused it by then.
+    // By now the server has refused the subscription.
     server.wait_for(&["ACL", "LOG"], "channel").unwrap();
     complete(&store, 1).await;
-    assert!(!is_told(&mut changed));
+    assert!(!is_notified(&mut changed));
     assert_eq!(try_claim(&store, 1, 2).await.unwrap(), Outcome::Replay(response(1)));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_failover_the_next_primary_tells() {
+async fn after_a_failover_the_new_primary_notifies() {
     let mut world = RedisSentinel::start().unwrap();
     let store = open(&format!("{}?timeout=1s", world.url())).await;
     let changed = store.changed(id(1));
     until_watched(&world.servers, 1).await;
     complete(&store, 1).await;
-    told(changed).await;
+    notified(changed).await;
     until_watched(&world.servers, 0).await;
     let changed = store.changed(id(2));
     until_watched(&world.servers, 1).await;
     world.servers[0].kill();
-    // It may have missed something.
-    told(changed).await;
+    // The waiter is woken, because a notification may have been missed.
+    notified(changed).await;
     until_watched(&world.servers, 0).await;
     let changed = store.changed(id(2));
     until_watched(&world.servers[1..], 1).await;
     complete(&store, 2).await;
-    told(changed).await;
+    notified(changed).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_node_of_a_cluster_tells_of_its_own_records() {
+async fn each_node_of_a_cluster_notifies_of_its_own_records() {
     let mut cluster = RedisCluster::start().unwrap();
     let store = open(&format!("{}?timeout=1s", cluster.url())).await;
     let waiting: Vec<_> = (0..40).map(|n| store.changed(id(n))).collect();
     until_watched(&cluster.servers, 40).await;
     for (n, changed) in (0..).zip(waiting) {
         complete(&store, n).await;
-        told(changed).await;
+        notified(changed).await;
     }
     until_watched(&cluster.servers, 0).await;
     // The connections to all nodes are cut.
@@ -187,10 +188,10 @@ async fn each_node_of_a_cluster_tells_of_its_own_records() {
         server.command(&["CLIENT", "KILL", "TYPE", "pubsub"]).unwrap();
     }
     for changed in waiting {
-        told(changed).await;
+        notified(changed).await;
     }
     until_watched(&cluster.servers, 0).await;
-    // One of them is gone for good, and another takes its part.
+    // One node is lost for good, and another one takes over its slots.
     let waiting: Vec<_> = (100..140).map(|n| store.changed(id(n))).collect();
     until_watched(&cluster.servers, 40).await;
     let lost = cluster
@@ -200,14 +201,14 @@ async fn each_node_of_a_cluster_tells_of_its_own_records() {
         .unwrap();
     cluster.servers[lost].kill();
     for changed in waiting {
-        told(changed).await;
+        notified(changed).await;
     }
     until_watched(&cluster.servers, 0).await;
     let waiting: Vec<_> = (100..140).map(|n| store.changed(id(n))).collect();
     until_watched(&cluster.servers, 40).await;
     for (n, changed) in (100..).zip(waiting) {
         complete(&store, n).await;
-        told(changed).await;
+        notified(changed).await;
     }
     assert!(cluster.servers[lost].command(&["PING"]).is_err());
     assert!(matches!(try_claim(&store, 100, 1).await, Ok(Outcome::Replay(_))));

@@ -1,4 +1,4 @@
-//! Commands that are ready together, sent together.
+//! Batches: commands that are ready together are sent together.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use sqlx::Row as _;
 
 use crate::support::{Database, claim, claims, completes, id, renews, response, run, sql_id, token, try_run};
 
-/// A store that sends one batch at a time, so that what comes meanwhile gathers.
+/// A store that sends one batch at a time, so that further commands gather.
 async fn one_sender(database: &Database) -> Arc<PostgresStore> {
     Arc::new(PostgresStore::open(database.options().with_pool_size(3).unwrap()).await.unwrap())
 }
@@ -21,7 +21,7 @@ async fn all(
     store: &Arc<PostgresStore>,
     commands: impl IntoIterator<Item = (RecordId, Command)>,
 ) -> Vec<Result<Outcome, oncegate_core::StoreError>> {
-    // Every command is put in before the first answer is awaited.
+    // Sends every command before it awaits the first answer.
     let sent: Vec<_> = commands
         .into_iter()
         .map(|(id, command)| {
@@ -52,7 +52,7 @@ async fn many_commands_share_few_transactions_and_get_their_own_answers() {
         2 => Completion::Awaited,
         _ => Completion::Replayable(response(b"paid")),
     };
-    // Every tenth shows a token that is not its own.
+    // Every tenth has a token that is not its own.
     let shown =
         |n: u8| if n % 10 == 9 { tokens[usize::from(n)].get() + 1 } else { tokens[usize::from(n)].get() };
     let completed =
@@ -80,10 +80,10 @@ async fn many_commands_share_few_transactions_and_get_their_own_answers() {
 }
 
 #[tokio::test]
-async fn one_bad_command_spoils_no_other() {
+async fn a_failing_command_does_not_fail_the_others_of_its_batch() {
     let database = Database::fresh().await;
     let store = one_sender(&database).await;
-    // A record that nobody can read, a claim that does not fit the contract, and one that an open transaction holds.
+    // An unreadable record, a claim that violates the contract, and a record that an open transaction has locked.
     for n in [5, 6] {
         store.apply(id(n), claims(1)).await.unwrap();
     }
@@ -93,7 +93,7 @@ async fn one_bad_command_spoils_no_other() {
     run(&mut admin, &format!("BEGIN; SELECT FROM oncegate.records WHERE id = {} FOR UPDATE", sql_id(id(6))))
         .await;
     let command = |n: u8| {
-        // The fifth is asked for as its owner would, the sixth again as its owner does, the seventh for too long.
+        // The fifth is claimed by another attempt, the sixth again by its owner, and the seventh with too long a retention.
         let mut claim = claim(if n == 6 { 1 } else { 2 });
         if n == 7 {
             claim.retention = limits::MAX_RETENTION + Duration::from_secs(1);
@@ -111,7 +111,7 @@ async fn one_bad_command_spoils_no_other() {
     }
 }
 
-/// A response of so many MiB, not like any other.
+/// A response of the given number of MiB, filled with `number`.
 fn large(mebibytes: usize, number: u8) -> Completion {
     let body = Bytes::from(vec![number; mebibytes << 20]);
     Completion::Replayable(StoredResponse::new(200, &[], &[body], &[]).unwrap())
@@ -127,7 +127,7 @@ async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
         let end = completes(owner, large(sizes(number), number));
         assert_eq!(store.apply(id(number), end).await.unwrap(), Outcome::Completed);
     }
-    // One statement, as the contract answers it to anybody: new claims among replays.
+    // One statement, with the answers of the contract: new claims among replays.
     let mut admin = database.connect().await;
     let ids: Vec<_> = (0..24).map(|number| sql_id(id(number))).collect();
     let fill = |value: &str| vec![value; ids.len()].join(",");
@@ -145,13 +145,13 @@ async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
         fill("'x'"),
     );
     let rows = try_run(&mut admin, &many).await.unwrap();
-    let said: Vec<String> = rows.iter().map(|row| row.get("outcome")).collect();
+    let outcomes: Vec<String> = rows.iter().map(|row| row.get("outcome")).collect();
     let size: i64 = rows.iter().map(|row| row.get::<i64, _>("size")).sum();
     assert!(size <= 12 << 20, "{size} bytes in one answer");
-    assert_eq!(said[..3], ["replay", "replay", "replay"]);
-    assert!(said[3..20].iter().all(|outcome| outcome == "later"), "{said:?}");
-    assert!(said[20..].iter().all(|outcome| outcome == "execute"), "{said:?}");
-    // The store asks again, until each has its answer, also the one that is larger than all others together may be.
+    assert_eq!(outcomes[..3], ["replay", "replay", "replay"]);
+    assert!(outcomes[3..20].iter().all(|outcome| outcome == "later"), "{outcomes:?}");
+    assert!(outcomes[20..].iter().all(|outcome| outcome == "execute"), "{outcomes:?}");
+    // The store asks again until each claim has its answer, even the one that is larger than the bound of a batch.
     let answers = all(&store, (0..20).map(|number| (id(number), claims(2)))).await;
     for (number, answer) in (0..20).zip(answers) {
         let Outcome::Replay(response) = answer.unwrap() else { panic!("{number}") };
@@ -161,7 +161,7 @@ async fn a_batch_of_replays_is_bounded_by_the_bytes_of_its_answers() {
 }
 
 #[tokio::test]
-async fn commands_on_one_record_are_answered_as_if_they_came_alone() {
+async fn commands_on_one_record_are_answered_in_order() {
     let database = Database::fresh().await;
     let store = one_sender(&database).await;
     let answers = all(&store, (0..60).map(|n| (id(n % 2), claims(n.into())))).await;
@@ -176,11 +176,11 @@ async fn commands_on_one_record_are_answered_as_if_they_came_alone() {
 }
 
 #[tokio::test]
-async fn a_claim_that_nobody_waits_for_is_not_sent() {
+async fn a_claim_whose_caller_has_gone_away_is_not_sent() {
     let database = Database::fresh().await;
     let store = one_sender(&database).await;
     let mut admin = database.connect().await;
-    // The first one is on its way for as long as the table is locked; the others wait for it, and some of them give up.
+    // The first claim hangs until the table is unlocked. The others wait behind it, and one caller gives up.
     run(&mut admin, "BEGIN; LOCK TABLE oncegate.records").await;
     let first = tokio::spawn({
         let store = store.clone();
@@ -199,7 +199,7 @@ async fn a_claim_that_nobody_waits_for_is_not_sent() {
     assert_eq!(store.lookup(id(2)).await.unwrap(), None);
 }
 
-/// What the owner of each record may still do to it, and what not.
+/// The changes that the owner of an ended record may still make, and those that it may not.
 #[tokio::test]
 async fn a_batch_of_completions_changes_no_record_that_has_ended() {
     let database = Database::fresh().await;
@@ -214,7 +214,7 @@ async fn a_batch_of_completions_changes_no_record_that_has_ended() {
         _ => end(b"first"),
     };
     let mut ended = Vec::new();
-    // The first ends, others in their place, those once more, and still others.
+    // The first ends, then other ones, then the same ones again, and then still other ones.
     for round in 0..4 {
         let completion = |n: u8| match round {
             0 => first(n),
@@ -226,22 +226,22 @@ async fn a_batch_of_completions_changes_no_record_that_has_ended() {
     }
     let found = all(&store, (0..60).map(|n| (id(n), claims(1000 + u128::from(n))))).await;
     for n in 0..60_u8 {
-        let said = |round: usize| ended[round][usize::from(n)].as_ref().unwrap().clone();
-        // An unknown outcome may become known, and an answer that was left out may be added; once.
+        let outcomes = |round: usize| ended[round][usize::from(n)].as_ref().unwrap().clone();
+        // An unknown outcome may become known, and a missing response may be added, both only once.
         let (second, is) = match n % 4 {
             0 => (Outcome::Fenced, Outcome::Unreplayable),
             3 => (Outcome::Fenced, Outcome::Replay(response(b"first"))),
             _ => (Outcome::Completed, Outcome::Replay(response(b"second"))),
         };
         assert_eq!(
-            [said(0), said(1), said(2), said(3)],
+            [outcomes(0), outcomes(1), outcomes(2), outcomes(3)],
             [Outcome::Completed, second.clone(), second, Outcome::Fenced]
         );
         assert_eq!(*found[usize::from(n)].as_ref().unwrap(), is, "{n}");
     }
 }
 
-/// A server that needs a while for each row answers all commands of a crowd, in batches that it can do in time.
+/// A slow server answers all commands of a burst, in batches that it can process in time.
 #[tokio::test]
 async fn a_slow_server_gets_smaller_batches_instead_of_losing_large_ones() {
     const PER_ROW: &str = "CREATE FUNCTION public.slow() RETURNS trigger LANGUAGE plpgsql AS \
@@ -250,17 +250,17 @@ async fn a_slow_server_gets_smaller_batches_instead_of_losing_large_ones() {
     let database = Database::fresh().await;
     let mut admin = database.connect().await;
     let options = database.options().with_pool_size(3).unwrap();
-    // 128 rows take three times as long.
+    // 128 rows take three times the command timeout.
     let options = options.with_command_timeout(Duration::from_millis(400)).unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
-    // A batch is large when the server becomes slow.
+    // Batches are large when the server becomes slow.
     for round in 0..4 {
         let claims = (0..250).map(|n| (id(n), claims(u128::from(n) + 1000 * round)));
         assert!(all(&store, claims).await.iter().all(Result::is_ok));
     }
     run(&mut admin, "TRUNCATE oncegate.records").await;
     run(&mut admin, PER_ROW).await;
-    // The first large ones are lost. After few rounds, more of them on a busy machine, none is.
+    // The first large batches fail. After a few rounds (more on a busy machine) none fails.
     let mut round = 0;
     loop {
         round += 1;

@@ -1,4 +1,4 @@
-//! The suite that every store is held to. In its database, and only there, `oncegate.now_ms()` shows the suite's clock.
+//! The conformance suite of all stores. In its database, `oncegate.now_ms()` returns the clock of the suite.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,12 +26,12 @@ const TEST_CLOCK: &str = "
     CREATE OR REPLACE FUNCTION oncegate.now_ms() RETURNS bigint LANGUAGE sql VOLATILE
         AS 'SELECT millis FROM oncegate.test_clock';";
 
-/// A store whose server shows the clock of the suite.
+/// A store whose server uses the clock of the suite.
 struct Clocked {
     store: PostgresStore,
     clock: Arc<ManualClock>,
     control: Arc<Mutex<(PgConnection, Timestamp)>>,
-    /// Claims go through `claim_many`, with one of another record before each.
+    /// Sends claims with `claim_many`, each after a claim of another record.
     batched: bool,
 }
 
@@ -48,7 +48,7 @@ impl Clocked {
 
 impl Clocked {
     async fn claim_in_batch(&self, id: RecordId, claim: Claim) -> Outcome {
-        let two = |octets: &[u8]| vec![octets.to_vec(); 2];
+        let two = |bytes: &[u8]| vec![bytes.to_vec(); 2];
         let policy = match claim.on_abandoned {
             OnAbandoned::Park => "park",
             _ => "reexecute",
@@ -79,8 +79,8 @@ impl Clocked {
                 after_abandoned: row.get("after_abandoned"),
             }),
             "replay" => {
-                let octets: Vec<u8> = row.get("response");
-                Outcome::Replay(StoredResponse::decode(octets.into()).unwrap())
+                let bytes: Vec<u8> = row.get("response");
+                Outcome::Replay(StoredResponse::decode(bytes.into()).unwrap())
             }
             "in-progress" => {
                 Outcome::InProgress { lease_left: Duration::from_millis(number("lease_left_ms")) }
@@ -93,7 +93,7 @@ impl Clocked {
     }
 }
 
-/// Nothing but the suite's own records is to be seen.
+/// Checks that there are no records except those of the suite.
 const OTHER_IS_GONE: &str = "DELETE FROM oncegate.records WHERE id = decode(repeat('ee', 32), 'hex')";
 
 macro_rules! with_clock {
@@ -141,7 +141,7 @@ impl Store for Clocked {
     }
 
     fn capabilities(&self) -> Capabilities {
-        // The server of the tests flushes nothing, and survives being left and entered again all the same.
+        // The test server does not flush, and it survives a restart of the process anyway.
         Capabilities::new("postgres", Durability::Synced, self.store.capabilities().fencing)
     }
 }
@@ -177,19 +177,19 @@ fn the_postgres_store_conforms() {
 }
 
 #[test]
-fn it_conforms_behind_pgbouncer() {
+fn the_store_conforms_behind_pgbouncer() {
     conforms(8, true, false);
 }
 
-/// Through a pooler no setting is sent, so that those of the database count.
+/// Behind a pooler the store sends no settings, so those of the database apply.
 #[test]
-fn it_conforms_under_settings_of_the_database() {
+fn the_store_conforms_under_settings_of_the_database() {
     let runtime = Runtime::new().unwrap();
     let database = runtime.block_on(async {
         let database = Database::empty().await;
         settings::set_all(&database).await;
         schema::apply(&database.options()).await.unwrap();
-        // A store that may only read takes no write.
+        // A store that may only read must not accept a write.
         let mut owner = database.connect().await;
         run(&mut owner, "SET default_transaction_read_only = off").await;
         let reset = format!("ALTER DATABASE {} RESET default_transaction_read_only", database.name);
@@ -217,12 +217,12 @@ fn a_clock_that_is_set_back_blocks_no_key() {
 }
 
 #[test]
-fn it_conforms_in_batches() {
+fn the_store_conforms_in_batches() {
     conforms(24, false, true);
 }
 
 #[test]
-fn one_of_many_claimants_executes() {
+fn exactly_one_of_many_concurrent_claims_executes() {
     let runtime = Runtime::new().unwrap();
     let (_database, store) = runtime.block_on(async {
         let database = Database::fresh().await;
@@ -234,7 +234,7 @@ fn one_of_many_claimants_executes() {
 }
 
 #[test]
-fn an_operator_takes_back_what_an_operator_said() {
+fn an_operator_can_change_an_earlier_resolution() {
     let runtime = Runtime::new().unwrap();
     let (_database, store) = runtime.block_on(async {
         let database = Database::fresh().await;

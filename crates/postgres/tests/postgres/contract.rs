@@ -1,4 +1,4 @@
-//! The store and the functions, used well and badly.
+//! Correct and wrong use of the store and of the functions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::support::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_of_a_hundred_claims_through_two_stores_executes() {
+async fn exactly_one_of_a_hundred_claims_through_two_stores_executes() {
     let database = Database::fresh().await;
     let stores = [Arc::new(database.store().await), Arc::new(database.store().await)];
     for round in 0..5 {
@@ -40,7 +40,7 @@ async fn one_of_a_hundred_claims_through_two_stores_executes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_of_many_takes_over_an_abandoned_record() {
+async fn exactly_one_of_many_claims_takes_over_an_abandoned_record() {
     let database = Database::fresh().await;
     let store = Arc::new(database.store().await);
     let mut short = claim(1);
@@ -64,7 +64,7 @@ async fn one_of_many_takes_over_an_abandoned_record() {
     assert!(tokens.len() == 1 && tokens[0] > first, "{tokens:?}");
 }
 
-/// A page holds so many octets and not so many records of a MiB each.
+/// A page is bounded by its bytes, and steps count, so records of a MiB each fill it early.
 #[tokio::test(flavor = "multi_thread")]
 async fn steps_count_in_a_page_of_a_listing() {
     let database = Database::fresh().await;
@@ -91,7 +91,7 @@ async fn steps_count_in_a_page_of_a_listing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn hostile_octets_are_data() {
+async fn hostile_bytes_are_data() {
     let database = Database::fresh().await;
     let octets: Vec<u8> = (0..=255).chain(*b"'); DROP SCHEMA oncegate CASCADE; --\\").collect();
     let value = octets.clone();
@@ -133,7 +133,7 @@ async fn hostile_octets_are_data() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_does_not_fit_the_contract_is_refused() {
+async fn values_outside_of_the_contract_are_refused() {
     let database = Database::fresh().await;
     let mut app = database.connect().await;
     let good = "decode(repeat('01', 32), 'hex'), decode(repeat('01', 16), 'hex'), decode(repeat('01', 33), 'hex'), 1000, 1000";
@@ -178,7 +178,7 @@ async fn what_does_not_fit_the_contract_is_refused() {
             .unwrap_err();
         assert_eq!(sqlstate(&error), "22023", "{end}");
     }
-    // Octets that are no response never get into a record.
+    // Bytes that are not a response are never stored.
     for octets in
         ["", "01", "02000000000000", "0100c900010000", "0100c9000100000001000000ff61", "0100c9ffffffff00"]
     {
@@ -194,7 +194,7 @@ async fn what_does_not_fit_the_contract_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_batch_is_held_to_the_same_bounds() {
+async fn a_batch_has_the_same_limits() {
     let database = Database::fresh().await;
     let mut app = database.connect().await;
     let sql = |id: u32, lease: u64, retention: u64, policy: &str| {
@@ -238,7 +238,7 @@ async fn a_batch_is_held_to_the_same_bounds() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unknown_becomes_known_by_its_owner() {
+async fn the_owner_can_complete_an_unknown_record() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut short = claim(1);
@@ -252,7 +252,7 @@ async fn unknown_becomes_known_by_its_owner() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn at_its_expiry_and_not_before_a_record_is_absent() {
+async fn a_record_is_absent_from_its_expiry_on_and_not_before() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut admin = database.connect().await;
@@ -264,7 +264,7 @@ async fn at_its_expiry_and_not_before_a_record_is_absent() {
     run(&mut admin, &clock(1_000_000)).await;
     let first = token(&store.apply(id(1), claims(1)).await.unwrap());
     store.apply(id(1), completes(first, Completion::Tombstone)).await.unwrap();
-    let store = database.store().await; // whose plans know of no other clock
+    let store = database.store().await; // a new store, because cached plans contain the old clock
     run(&mut admin, &clock(1_000_000 + 3_600_000 - 1)).await;
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Unreplayable);
     assert_eq!(store.purge(10).await.unwrap(), 0);
@@ -278,7 +278,7 @@ async fn at_its_expiry_and_not_before_a_record_is_absent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_response_made_by_the_contract_is_one() {
+async fn a_response_encoded_by_the_contract_is_valid() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
@@ -304,7 +304,7 @@ async fn a_record_that_cannot_be_read_is_never_executed() {
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
     assert_eq!(store.lookup(id(1)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
     assert_eq!(store.list(ListQuery::default()).await.unwrap().unreadable, [id(1)]);
-    // A fingerprint of another version: whether the request is the same cannot be told. Alone, and in a batch.
+    // A fingerprint of another version cannot be compared. Tested alone, and in a batch.
     run(&mut admin, "UPDATE oncegate.records SET fingerprint = set_byte(fingerprint, 0, 2)").await;
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
     let batch = format!(
@@ -315,7 +315,7 @@ async fn a_record_that_cannot_be_read_is_never_executed() {
     );
     assert_eq!(sqlstate(&try_run(&mut admin, &batch).await.unwrap_err()), "OG003");
     run(&mut admin, "UPDATE oncegate.records SET fingerprint = set_byte(fingerprint, 0, 1)").await;
-    // A state of some later contract.
+    // A state of a later contract.
     run(&mut admin, "UPDATE oncegate.records SET state = 'paused'").await;
     assert_eq!(store.apply(id(1), claims(2)).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
 }
@@ -349,12 +349,12 @@ async fn several_reapers_share_the_work() {
         total += reaper.await.unwrap();
     }
     assert_eq!(total, 900, "each expired record is purged once, and no other");
-    // What lives longer than it was noted for is noted again, and not looked at by the next purge.
+    // A record that lives longer than planned gets a later entry, which the next purge does not read.
     let due = try_run(&mut admin, "SELECT FROM oncegate.records WHERE purge_at <= oncegate.now_ms()")
         .await
         .unwrap();
     assert_eq!(due.len(), 0);
-    // Rows that somebody holds are left to the next time.
+    // Locked rows are left to the next purge.
     run(&mut admin, "UPDATE oncegate.records SET expires_at = 5, purge_at = 10").await;
     let mut other = database.connect().await;
     run(&mut other, "BEGIN; SELECT FROM oncegate.records ORDER BY id LIMIT 40 FOR UPDATE").await;
@@ -364,7 +364,7 @@ async fn several_reapers_share_the_work() {
     assert_eq!(store.purge(1000).await.unwrap(), 40);
 }
 
-/// As long as an old snapshot is open, what a purge has removed stays in its index. None may step over all of it again.
+/// Purged rows stay in the index until an old snapshot ends. A purge must not step over all of them again.
 #[tokio::test(flavor = "multi_thread")]
 async fn purges_under_an_old_snapshot_do_not_begin_at_the_first_row_each_time() {
     const ROWS: i64 = 20_000;
@@ -397,7 +397,7 @@ async fn purges_under_an_old_snapshot_do_not_begin_at_the_first_row_each_time() 
         let mut costs: Vec<i64> = Vec::new();
         while purged < ROWS {
             let before = purged;
-            // How many pages the session looked at, by the function and all that it calls.
+            // The number of pages that the session read, in the function and in everything that it calls.
             let plan = try_run(&mut admin, &format!("EXPLAIN (ANALYZE, BUFFERS) {purge}")).await.unwrap();
             let lines: Vec<String> = plan.iter().map(|row| row.get(0)).collect();
             let buffers = lines.iter().find(|line| line.contains("Buffers: shared")).unwrap();
@@ -413,7 +413,7 @@ async fn purges_under_an_old_snapshot_do_not_begin_at_the_first_row_each_time() 
         let (early, late) = (costs[2], costs[costs.len() - 1]);
         assert!(late < early * 2, "{table}: {costs:?} pages for each 500 rows");
         run(&mut old, "COMMIT").await;
-        // What came late is found when a purge begins at the first row again.
+        // Rows that were added late are found when a purge begins at the first row again.
         run(&mut admin, &format!("INSERT INTO oncegate.{table} {fill} FROM generate_series(1, 10) AS n"))
             .await;
         assert_eq!(try_run(&mut admin, purge).await.unwrap()[0].get::<i32, _>(0), 0);
@@ -443,7 +443,7 @@ async fn renewals_and_completions_update_no_index() {
     store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
     let after: i64 = try_run(&mut admin, version).await.unwrap()[0].get(0);
     assert_eq!(before, after);
-    // The server counts with a delay, when the session that wrote is idle.
+    // The server updates its statistics with a delay, when the writing session is idle.
     let stats = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'records'";
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     loop {
@@ -454,14 +454,14 @@ async fn renewals_and_completions_update_no_index() {
             break;
         }
         assert!(std::time::Instant::now() < deadline, "{updates} updates, {hot} of them heap-only");
-        // Each statement lets the sessions of the store tell what they did.
+        // Each statement makes the sessions of the store report their statistics.
         store.lookup(id(1)).await.unwrap();
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
+async fn a_role_with_function_rights_only_can_do_its_work_and_nothing_else() {
     let database = Database::fresh().await;
     let mut admin = database.connect().await;
     let name = format!("app_{}", database.name);
@@ -487,7 +487,7 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
         let error = try_run(&mut app, forbidden).await.unwrap_err();
         assert_eq!(sqlstate(&error), "42501", "{forbidden}");
     }
-    // Nothing of the caller's own stands before the contract's.
+    // Objects of the caller do not shadow those of the contract.
     run(
         &mut admin,
         &format!(
@@ -502,7 +502,7 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
     run(&mut app, &format!("SELECT oncegate.complete({}, {owner})", sql_id(id(1)))).await;
     let record = store.lookup(id(1)).await.unwrap().unwrap();
     assert_eq!(record.state, State::Completed(Answer::Awaited));
-    // A service encodes its answer in the same statement.
+    // A service encodes its response in the same statement.
     let owner = token(&store.apply(id(3), claims(1)).await.unwrap());
     let response = "oncegate.response(201, ARRAY['Content-Type'], ARRAY['text/plain'], 'paid')";
     run(&mut app, &format!("SELECT oncegate.complete({}, {owner}, {response})", sql_id(id(3)))).await;
@@ -513,12 +513,12 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
     );
     run(&mut admin, &format!("GRANT EXECUTE ON FUNCTION oncegate.is_response TO {name}")).await;
     run(&mut app, &format!("SELECT oncegate.is_response({response})")).await;
-    // The store's own role needs no more than the functions.
+    // The store's own role needs only the functions.
     run(&mut admin, &format!("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA oncegate TO {name}")).await;
     let url =
         database.url().replace("oncegate:", &format!("{name}:")).replace(database.server.password(), "app");
     let options = oncegate_postgres::PostgresOptions::new(&url).unwrap();
-    // Nor less: a burst must not be the first to find out.
+    // It needs all of them: a missing right must be found at the start, and not during the first burst.
     run(&mut admin, &format!("REVOKE EXECUTE ON FUNCTION oncegate.complete_many FROM {name}")).await;
     let refused = PostgresStore::open(options.clone()).await.unwrap_err().to_string();
     assert!(refused.contains("the role may not call oncegate.complete_many; "), "{refused}");
@@ -531,10 +531,10 @@ async fn who_may_only_call_functions_can_do_what_it_needs_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_says_what_it_promises() {
+async fn the_capabilities_are_those_of_the_server() {
     let database = Database::fresh().await;
     let store = database.store().await;
-    // The server of the tests flushes nothing.
+    // The test server does not flush.
     let mut promises = Capabilities::new("postgres", Durability::Buffered, Fencing::Monotonic);
     promises.atomic_with_effect = true;
     assert_eq!(store.capabilities(), promises);
@@ -545,7 +545,7 @@ async fn it_says_what_it_promises() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_listing_goes_on_where_a_page_was_full() {
+async fn a_listing_continues_after_a_full_page() {
     let database = Database::fresh().await;
     let store = database.store().await;
     // More than fits into a page of 8 MiB.

@@ -1,4 +1,4 @@
-//! Servers that die, sessions that are ended, pools that are empty.
+//! Servers that die, sessions that end, pools that are empty.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use oncegate_servers::{FaultProxy, PostgresServer};
 use crate::support::{Database, claims, completes, id, response, run, token};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
+async fn the_store_recovers_from_a_crash_of_the_server_without_a_restart() {
     let mut options = oncegate_servers::PostgresOptions::default();
     options.fsync = true;
     let mut server = PostgresServer::start_with(options).unwrap();
@@ -19,7 +19,7 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
     schema::apply(&options).await.unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     assert_eq!(store.capabilities().durability, oncegate_core::Durability::Synced);
-    // Somebody claims and completes all the time, and remembers what was acknowledged.
+    // Workers claim and complete all the time, and record the acknowledged commands.
     let workers: Vec<_> = (0..4_u8)
         .map(|worker| {
             let store = store.clone();
@@ -51,7 +51,7 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
             })
         })
         .collect();
-    // In the middle of it, not before it began.
+    // Stops the server in the middle of the work, not before it begins.
     while !matches!(store.lookup(id(3)).await, Ok(Some(_))) {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -67,7 +67,7 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
     }
     assert!(!acknowledged.is_empty());
     assert_eq!(store.check().await.unwrap_err().kind(), StoreErrorKind::Unavailable);
-    // By now no connection is left that something could have been sent on.
+    // By now there is no connection left on which a command could have been sent.
     let error = store.apply(id(1), claims(1 << 71)).await.unwrap_err();
     assert!(error.is_unsent() && error.extent() == Extent::Store, "{error}");
     let _server = tokio::task::spawn_blocking(move || {
@@ -87,9 +87,9 @@ async fn a_server_that_dies_is_an_error_and_no_restart_of_ours_is_needed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
+async fn a_claim_whose_caller_gave_up_is_not_sent_after_the_outage() {
     let server = PostgresServer::start().unwrap();
-    // Claims go out one after the other, and each waits for its connection for as long as the server is away.
+    // Claims are sent one after the other, and each waits for its connection until the server is back.
     let options = PostgresOptions::new(&server.url()).unwrap().with_pool_size(1).unwrap();
     let options = options.with_connect_timeout(Duration::from_secs(120)).unwrap();
     schema::apply(&options).await.unwrap();
@@ -101,7 +101,7 @@ async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
     })
     .await
     .unwrap();
-    // The one connection that there was is found to be dead; from then on, claims wait for another one.
+    // The only connection is found to be dead. From then on, claims wait for another one.
     while tokio::time::timeout(Duration::from_millis(500), store.apply(id(9), claims(9))).await.is_ok() {}
     let given_up = tokio::time::timeout(Duration::from_millis(500), store.apply(id(1), claims(1))).await;
     assert!(given_up.is_err(), "the server is away");
@@ -120,7 +120,7 @@ async fn a_claim_that_nobody_waits_for_any_more_is_not_made_after_the_outage() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sessions_that_are_ended_while_idle_are_noticed_by_one_claim_and_by_nothing_else() {
+async fn ended_idle_sessions_fail_one_claim_and_no_other_command() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
@@ -128,7 +128,7 @@ async fn sessions_that_are_ended_while_idle_are_noticed_by_one_claim_and_by_noth
     let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
                WHERE application_name = 'oncegate' AND datname = current_database()";
     run(&mut admin, end).await;
-    // Whether it was carried out is for its sender to know, who sends it again.
+    // The sender knows that the claim may have been applied, and sends it again.
     let error = store.apply(id(1), claims(2)).await.unwrap_err();
     assert!(error.kind() == StoreErrorKind::Unavailable && !error.is_unsent(), "{error}");
     assert!(matches!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::InProgress { .. }));
@@ -142,14 +142,14 @@ async fn sessions_that_are_ended_while_idle_are_noticed_by_one_claim_and_by_noth
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_does_not_answer_is_not_waited_for() {
+async fn the_wait_for_a_server_that_does_not_answer_is_bounded() {
     let database = Database::fresh().await;
     let options =
         database.options().with_pool_size(1).unwrap().with_connect_timeout(Duration::from_secs(3)).unwrap();
     let options = options.with_statement_timeout(Duration::from_millis(300)).unwrap();
     let store = Arc::new(PostgresStore::open(options).await.unwrap());
     let mut admin = database.connect().await;
-    // As a migration of somebody else's would: every statement waits.
+    // Every statement waits, as during a migration by another program.
     run(&mut admin, "BEGIN; LOCK TABLE oncegate.records").await;
     let start = Instant::now();
     let (first, second) = {
@@ -164,9 +164,9 @@ async fn a_server_that_does_not_answer_is_not_waited_for() {
     assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
 }
 
-/// As a firewall does that forgot them: no end, no answer, on any connection that there is. New ones pass.
+/// All existing connections lose every packet, as behind a firewall that forgot them. New connections work.
 #[tokio::test(flavor = "multi_thread")]
-async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
+async fn silent_connections_cost_one_command_timeout_each() {
     for pooler in [false, true] {
         let database = Database::fresh().await;
         let proxy = FaultProxy::start(database.server.port()).await.unwrap();
@@ -197,23 +197,23 @@ async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
                 (failed, begun.elapsed())
             }
         };
-        // As many connections as there may be.
+        // Opens as many connections as the pool allows.
         let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
         assert_eq!(at_once(0).await.0, 0);
         proxy.swallow();
-        // Long before the time that a statement may take.
+        // The command timeout is much shorter than the statement timeout.
         let (error, took) = {
             let begun = Instant::now();
             (store.apply(id(2), claims(2)).await.unwrap_err(), begun.elapsed())
         };
         assert!(!error.is_unsent() && error.kind() == StoreErrorKind::Unavailable, "{error}");
         assert!(took >= Duration::from_secs(1) && took < Duration::from_secs(4), "{took:?}");
-        // Those that were idle are given up with it.
+        // The idle connections are closed together with the silent one.
         let (failed, took) = at_once(10).await;
         assert_eq!(failed, 0, "after {took:?}");
         let ended = store.apply(id(1), completes(owner, Completion::Tombstone)).await.unwrap();
         assert_eq!(ended, Outcome::Completed);
-        // All at once: each finds out for itself, and none waits for another.
+        // All at the same time: each finds out on its own, and none waits for another.
         proxy.swallow();
         let (_, took) = at_once(20).await;
         assert!(took < Duration::from_secs(4), "{took:?}");
@@ -221,7 +221,7 @@ async fn connections_that_swallow_everything_cost_one_command_timeout_each() {
     }
 }
 
-/// What the kernel says of the server's ends of its connections: in how many seconds each is asked whether it is still there.
+/// The keepalive timers of the server's connections in seconds, as the kernel reports them.
 fn keepalives(port: u16) -> Vec<u64> {
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
     let local = format!(":{port:04X}");
@@ -236,14 +236,14 @@ fn keepalives(port: u16) -> Vec<u64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_server_asks_whether_an_idle_connection_is_still_there() {
+async fn the_server_sends_keepalives_on_idle_connections() {
     let server = tokio::task::spawn_blocking(PostgresServer::start).await.unwrap().unwrap();
     let options = PostgresOptions::new(&server.url()).unwrap();
     schema::apply(&options).await.unwrap();
     let store = PostgresStore::open(options).await.unwrap();
     store.check().await.unwrap();
     let deadline = Instant::now() + Duration::from_secs(20);
-    // Once its last answer is acknowledged.
+    // The timer starts when the last answer is acknowledged.
     while !keepalives(server.port()).iter().any(|seconds| *seconds <= 30) {
         assert!(Instant::now() < deadline, "{:?}", keepalives(server.port()));
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -251,7 +251,7 @@ async fn the_server_asks_whether_an_idle_connection_is_still_there() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_is_closed_says_so() {
+async fn a_closed_store_is_unavailable() {
     let database = Database::fresh().await;
     let store = database.store().await;
     store.close().await;

@@ -1,4 +1,4 @@
-//! Transactions that the application keeps itself, with a guard in them.
+//! Guards in transactions that the application manages itself.
 
 use std::time::Duration;
 
@@ -16,14 +16,14 @@ fn executes(claimed: GuardClaim) -> Guard {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rows_and_record_commit_together_in_a_transaction_of_ones_own() {
+async fn rows_and_record_commit_together_in_a_transaction_of_the_application() {
     let database = Database::fresh().await;
     let pool = database.payments(3).await;
     let transactor = Transactor::new(pool.clone());
     let ask =
         async |connection: &mut _| transactor.claim(connection, &scope(), &key("order-1"), &500_i64).await;
 
-    // Rolled back, it never was.
+    // A rollback leaves nothing.
     let mut transaction = pool.begin().await.unwrap();
     let guard = executes(ask(&mut transaction).await.unwrap());
     insert(&mut transaction, 500).await.unwrap();
@@ -33,7 +33,7 @@ async fn rows_and_record_commit_together_in_a_transaction_of_ones_own() {
     let mut transaction = pool.begin().await.unwrap();
     let guard = executes(ask(&mut transaction).await.unwrap());
     let charge = insert(&mut transaction, 500).await.unwrap();
-    // Meanwhile nobody waits.
+    // No other caller waits during the transaction.
     let mut other = pool.begin().await.unwrap();
     assert!(matches!(ask(&mut other).await.unwrap(), GuardClaim::InProgress { .. }));
     guard.complete_json(&mut transaction, &charge).await.unwrap();
@@ -43,14 +43,14 @@ async fn rows_and_record_commit_together_in_a_transaction_of_ones_own() {
     assert!(matches!(mismatch, GuardClaim::Mismatch), "{mismatch:?}");
     drop(other);
 
-    // The other form reads what this one kept.
+    // `transact` reads the result that this guard stored.
     let replayed = pay(&transactor, "order-1", 500).await.unwrap();
     assert!(replayed.is_replayed());
     assert_eq!((replayed.into_inner(), database.paid().await), (charge, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_sidecar_claimed_is_completed_by_the_service_with_or_without_its_response() {
+async fn a_service_completes_the_claim_of_a_sidecar_with_or_without_a_response() {
     let database = Database::fresh().await;
     let (pool, store) = (database.payments(2).await, database.store().await);
     for (number, with_response) in [(1, true), (2, false)] {
@@ -77,7 +77,7 @@ async fn what_a_sidecar_claimed_is_completed_by_the_service_with_or_without_its_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fenced_owner_rolls_back_also_where_it_does_not_look() {
+async fn a_fenced_owner_commits_nothing_even_if_it_ignores_the_error() {
     let database = Database::fresh().await;
     let (pool, store) = (database.payments(2).await, database.store().await);
     let mut short = claim(1);
@@ -92,13 +92,13 @@ async fn a_fenced_owner_rolls_back_also_where_it_does_not_look() {
     let error =
         Guard::of_attempt(id(1), stale).complete(&mut transaction, &response(b"paid")).await.unwrap_err();
     assert!(matches!(error, GuardError::Fenced), "{error:?}");
-    // Whoever commits all the same commits nothing.
+    // A COMMIT in spite of the error commits nothing.
     transaction.commit().await.unwrap();
     assert_eq!(database.paid().await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_transaction_with_the_same_attempt_is_told_apart_from_a_stale_one() {
+async fn another_transaction_of_the_same_attempt_gets_locked_and_not_fenced() {
     let database = Database::fresh().await;
     let (pool, store) = (database.payments(2).await, database.store().await);
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
@@ -107,7 +107,7 @@ async fn another_transaction_with_the_same_attempt_is_told_apart_from_a_stale_on
     let mut second = pool.begin().await.unwrap();
     let error = Guard::of_attempt(id(1), owner).complete_without_response(&mut second).await.unwrap_err();
     assert!(matches!(error, GuardError::Locked), "{error:?}");
-    // After a statement that failed, and was passed over, it says so.
+    // After a failed statement that the application ignored, the error names it.
     let error = Guard::of_attempt(id(1), owner).complete_without_response(&mut second).await.unwrap_err();
     let chain = ErrorChain(&error).to_string();
     assert!(chain.contains("passed over"), "{chain}");

@@ -1,4 +1,4 @@
-//! A claim was sent, and its connection ended before the answer: whoever sent it has to know that it may take effect.
+//! A claim was sent, and its connection ended before the answer: its sender must learn that it may have taken effect.
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -11,13 +11,13 @@ use tokio::task::block_in_place;
 
 use crate::support::{claims, completes, id, token};
 
-/// How long anything may take on a busy machine.
+/// A bound for every wait, generous for a busy machine.
 const LONG: Duration = Duration::from_secs(60);
 
-/// What the message of a claim holds.
+/// A text that only the message of a claim contains.
 const A_CLAIM: &[u8] = b"POST /payments";
 
-/// A server whose commits wait, as long as they are told to, for a standby that is not there.
+/// A server whose commits wait, on request, for a standby that does not exist.
 struct World {
     server: PostgresServer,
     proxy: FaultProxy,
@@ -42,7 +42,7 @@ impl World {
         Self { server, proxy, store }
     }
 
-    /// Commits wait from now on. Whoever commits learns of that from another process of the server, which takes a moment.
+    /// Makes commits wait. The sessions of the server notice the setting with a delay.
     fn hold_commits(&self) {
         self.server.sql("ALTER SYSTEM SET synchronous_standby_names = 'nobody'").unwrap();
         self.server.sql("SELECT pg_reload_conf()").unwrap();
@@ -70,20 +70,20 @@ impl World {
     }
 }
 
-/// A commit that waits is cut from its sender. The store must not ask again by itself: the second claim would meet the first
-/// one, would be told that another attempt is in progress, and its sender would not know that this may be its own.
+/// The connection of a waiting commit is cut. The store must not send the claim again on its own: the second claim would meet
+/// the first one and get `InProgress`, and the sender would not know that the running attempt may be its own.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_claim_is_not_sent_again_by_the_store() {
     for pooler in [false, true] {
         let world = World::open(pooler).await;
-        // Prepared once, a claim is one message with what belongs to it.
+        // Once a claim is prepared, it is sent in a single message.
         world.store.apply(id(9), claims(9)).await.unwrap();
         block_in_place(|| world.hold_commits());
         world.proxy.arm(A_CLAIM, Fault::Sent);
         let error = world.store.apply(id(1), claims(1)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unavailable);
         assert!(!error.is_unsent(), "it may have been granted: {error}");
-        // Its sender, who knows that, is told nothing that counts while the first one commits.
+        // A sender that repeats the claim gets no final answer while the first one commits.
         let outcome = world.store.apply(id(1), claims(1)).await.unwrap();
         assert!(matches!(outcome, Outcome::InProgress { .. }), "{outcome:?}");
         assert_eq!(world.store.lookup(id(1)).await.unwrap(), None);
@@ -101,11 +101,11 @@ async fn a_claim_is_not_sent_again_by_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
+async fn each_claim_of_a_cut_batch_gets_an_error() {
     let world = Arc::new(World::open(false).await);
     world.store.apply(id(9), claims(9)).await.unwrap();
     block_in_place(|| world.hold_commits());
-    // All senders are on their way, so that the others gather; their one statement is cut.
+    // Two claims occupy the senders, so the others gather. The statement of the others is cut.
     let before = block_in_place(|| world.waiting_commits());
     let claim = |number: u8| {
         let world = world.clone();
@@ -113,7 +113,7 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
     };
     let give_up = Instant::now() + LONG;
     let mut first = Vec::new();
-    // One after the other: what comes at once may go in one batch.
+    // One after the other, because simultaneous claims may share a batch.
     for number in 10..12 {
         first.push(claim(number));
         while block_in_place(|| world.waiting_commits()) < before + first.len() {
@@ -125,7 +125,7 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
     for claim in first {
         assert!(!claim.await.unwrap().unwrap_err().is_unsent());
     }
-    // What was not sent yet went out on a new connection, and waits there.
+    // The gathered claims were sent on a new connection, and wait there.
     while block_in_place(|| world.waiting_commits()) < before + 3 {
         assert!(Instant::now() < give_up);
     }
@@ -135,7 +135,7 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
     for claim in gathered {
         match claim.await.unwrap() {
             Ok(outcome) => drop(token(&outcome)),
-            // A new connection may have been cut before anything was sent on it.
+            // The new connection may have been cut before anything was sent on it.
             Err(error) => cut += usize::from(!error.is_unsent()),
         }
     }
@@ -148,7 +148,7 @@ async fn each_claim_of_a_batch_that_was_cut_is_told_so() {
     }
 }
 
-/// Every other command is sent again: another transaction that holds the record is no decision about it.
+/// Every other command is sent again: if another transaction has locked the record, nothing is decided.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_end_of_an_attempt_is_sent_again_by_the_store() {
     let world = World::open(false).await;

@@ -1,4 +1,4 @@
-//! COMMIT was sent, and its answer never came: what became of it is found out, not guessed.
+//! The answer to a COMMIT was lost: its outcome is found out, and not guessed.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -22,7 +22,7 @@ async fn world(connections: u32) -> (Database, FaultProxy, Transactor) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_that_the_server_got_is_found() {
+async fn a_commit_that_reached_the_server_is_found() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::After);
     let runs = AtomicU32::new(0);
@@ -36,7 +36,7 @@ async fn a_commit_that_the_server_got_is_found() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_that_the_server_never_got_is_run_again() {
+async fn a_transaction_whose_commit_was_lost_is_run_again() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::Before);
     let runs = AtomicU32::new(0);
@@ -47,7 +47,7 @@ async fn a_commit_that_the_server_never_got_is_run_again() {
     assert!(!done.await.unwrap().is_replayed());
     assert_eq!((runs.into_inner(), database.paid().await), (2, 1));
 
-    // Where no run is left, nothing was committed and the caller is told so.
+    // With no run left, nothing was committed, and the caller gets an error.
     proxy.arm(b"COMMIT", Fault::Before);
     let error = pay(&transactor.clone().with_max_attempts(1).unwrap(), "order-2", 500).await.unwrap_err();
     assert!(
@@ -59,7 +59,7 @@ async fn a_commit_that_the_server_never_got_is_run_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_that_is_still_on_its_way_is_waited_for() {
+async fn a_delayed_commit_is_waited_for() {
     for (how, runs_expected) in [(Fault::Late, 1), (Fault::LateEnd, 2)] {
         let (database, proxy, transactor) = world(2).await;
         proxy.arm(b"COMMIT", how);
@@ -70,7 +70,7 @@ async fn a_commit_that_is_still_on_its_way_is_waited_for() {
         });
         let release = async {
             proxy.broken().await;
-            // Time to look for it a few times. The transaction is open all the while.
+            // Time for a few lookups. The transaction stays open until then.
             tokio::time::sleep(Duration::from_millis(300)).await;
             proxy.go_on();
         };
@@ -81,7 +81,7 @@ async fn a_commit_that_is_still_on_its_way_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_finds_it() {
+async fn an_undecided_commit_is_reported_in_time_and_the_next_call_finds_its_outcome() {
     let (database, proxy, transactor) = world(2).await;
     let hurried = transactor.clone().with_statement_timeout(Duration::from_secs(2)).unwrap();
     proxy.arm(b"COMMIT", Fault::Late);
@@ -94,7 +94,7 @@ async fn a_commit_that_cannot_be_found_out_in_time_says_so_and_the_next_call_fin
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
+async fn the_wait_for_a_lost_answer_is_bounded() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::Silent);
     let done = pay(&transactor.with_statement_timeout(Duration::from_secs(5)).unwrap(), "order-1", 500)
@@ -104,9 +104,9 @@ async fn an_answer_that_never_comes_is_not_waited_for_for_ever() {
     assert_eq!(database.paid().await, 1);
 }
 
-/// The record of a commit that took place is gone by then.
+/// The record of the commit has expired by then.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
+async fn a_commit_that_is_checked_after_the_retention_is_not_run_again() {
     let (database, proxy, transactor) = world(2).await;
     proxy.arm(b"COMMIT", Fault::Silent);
     let transactor = transactor
@@ -120,7 +120,7 @@ async fn a_commit_that_is_looked_for_after_the_retention_is_not_run_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_is_dropped_while_it_begins_leaves_no_transaction_behind() {
+async fn a_call_dropped_during_begin_leaves_no_transaction_behind() {
     let (database, proxy, transactor) = world(1).await;
     proxy.arm(b"BEGIN", Fault::Slow);
     let call = tokio::spawn({
@@ -131,15 +131,15 @@ async fn a_call_that_is_dropped_while_it_begins_leaves_no_transaction_behind() {
     call.abort();
     assert!(call.await.unwrap_err().is_cancelled());
     proxy.go_on();
-    // The next one on the pool's only place commits by itself.
+    // The next statement on the pool's only connection commits on its own.
     let pool = transactor.pool();
     insert(&mut pool.acquire().await.unwrap(), 700).await.unwrap();
     assert_eq!(database.paid().await, 1);
 }
 
-/// What the page on the contract says about a COMMIT whose answer is lost, on a COMMIT that waits for a standby.
+/// The documented behaviour of a lost answer to COMMIT, with a COMMIT that waits for a standby.
 #[tokio::test(flavor = "multi_thread")]
-async fn while_a_commit_runs_no_lookup_tells_and_a_write_does() {
+async fn during_a_commit_a_write_finds_out_its_outcome_and_a_lookup_does_not() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let options = PostgresOptions::new(&server.url()).unwrap().with_connect_timeout(LONG).unwrap();
     schema::apply(&options).await.unwrap();
@@ -169,7 +169,7 @@ async fn while_a_commit_runs_no_lookup_tells_and_a_write_does() {
     let paid = try_run(&mut other, count).await.unwrap()[0].get::<i64, _>(0);
     let record = store.lookup(id(1)).await.unwrap().unwrap();
     assert!(paid == 0 && matches!(record.state, State::InProgress { .. }), "{paid} {record:?}");
-    // What a lookup shows now is not so a moment later. A write knows.
+    // The result of a lookup may be outdated a moment later. A write is certain.
     let held = try_run(&mut other, &complete).await.unwrap_err();
     assert_eq!(sqlstate(&held), "OG002");
     run(&mut other, &format!("SELECT pg_cancel_backend({backend})")).await;

@@ -1,4 +1,4 @@
-//! The store and the contract, on real servers.
+//! Tests of the store and the contract, on real servers.
 
 mod batches;
 mod conformance;

@@ -1,4 +1,4 @@
-//! The contract from Node, with nothing of ours installed.
+//! The contract from Node, without any of our packages.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,7 +6,7 @@ use std::process::Command;
 use crate::support::Database;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_in_node_needs_nothing_but_the_functions() {
+async fn a_service_in_node_needs_only_the_functions() {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/node");
     assert!(program.join("node_modules").exists(), "its packages are missing; run `cargo xtask test`");
     let database = Database::fresh().await;

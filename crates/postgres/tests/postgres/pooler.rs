@@ -1,4 +1,4 @@
-//! Through a real PgBouncer, which gives each transaction another session.
+//! A real PgBouncer, which gives each transaction another session.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 use crate::support::{Database, claims, completes, id, renews, response, run, token};
 use crate::transact::{LONG, insert, key, pay, scope};
 
-/// So few that sessions change hands all the time.
+/// So few sessions that clients share them all the time.
 const SESSIONS: u16 = 3;
 
 pub(crate) async fn bouncer(database: &Database, sessions: u16) -> PgBouncer {
@@ -23,12 +23,12 @@ pub(crate) async fn bouncer(database: &Database, sessions: u16) -> PgBouncer {
 
 pub(crate) fn options(bouncer: &PgBouncer, database: &Database) -> PostgresOptions {
     let url = format!("{}&pooler=transaction", bouncer.url_of(&database.name));
-    let patience = Duration::from_secs(20);
-    let options = PostgresOptions::new(&url).unwrap().with_command_timeout(patience).unwrap();
-    options.with_connect_timeout(patience).unwrap().with_statement_timeout(patience).unwrap()
+    let timeout = Duration::from_secs(20);
+    let options = PostgresOptions::new(&url).unwrap().with_command_timeout(timeout).unwrap();
+    options.with_connect_timeout(timeout).unwrap().with_statement_timeout(timeout).unwrap()
 }
 
-/// An application's pool.
+/// The pool of an application.
 async fn application(bouncer: &PgBouncer, database: &Database) -> PgPool {
     drop(database.payments(1).await);
     let url = bouncer.url_of(&database.name);
@@ -37,10 +37,10 @@ async fn application(bouncer: &PgBouncer, database: &Database) -> PgPool {
     PgPoolOptions::new().max_connections(20).acquire_timeout(LONG).connect_with(options).await.unwrap()
 }
 
-/// Nothing can be said when a session starts, so what the role or the database has by default holds; and above READ COMMITTED,
-/// claims of other keys are in each other's way.
+/// Behind a pooler the store cannot set anything when a session starts, so the defaults of the role and the database apply. Above
+/// READ COMMITTED, claims of different keys conflict.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_default_of_serializable_is_in_nobodys_way() {
+async fn a_default_of_serializable_fails_no_command() {
     let database = Database::fresh().await;
     let serializable =
         format!("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'", database.name);
@@ -67,7 +67,7 @@ async fn a_default_of_serializable_is_in_nobodys_way() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_store_works_and_batches() {
+async fn the_store_works_and_batches_behind_a_pooler() {
     let database = Database::fresh().await;
     let bouncer = bouncer(&database, SESSIONS).await;
     let store = PostgresStore::open(options(&bouncer, &database)).await.unwrap();
@@ -90,7 +90,7 @@ async fn the_store_works_and_batches() {
 }
 
 #[test]
-fn one_of_many_claimants_executes() {
+fn exactly_one_of_many_concurrent_claims_executes() {
     let runtime = Runtime::new().unwrap();
     let (_database, _bouncer, store) = runtime.block_on(async {
         let database = Database::fresh().await;
@@ -102,7 +102,7 @@ fn one_of_many_claimants_executes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hundred_transactions_at_once_are_one_payment() {
+async fn many_concurrent_transactions_of_one_key_make_one_payment() {
     let database = Database::fresh().await;
     let bouncer = bouncer(&database, SESSIONS).await;
     let pool = application(&bouncer, &database).await;
@@ -115,7 +115,7 @@ async fn a_hundred_transactions_at_once_are_one_payment() {
     let calls: Vec<_> = (0..100)
         .map(|number| {
             let transactor = transactor.clone();
-            // Others in between, so that sessions change hands.
+            // Other keys in between, so that sessions change clients.
             let order = if number % 2 == 0 { "order".to_owned() } else { format!("order-{number}") };
             tokio::spawn(async move { pay(&transactor, &order, 500).await.unwrap() })
         })
@@ -128,7 +128,7 @@ async fn a_hundred_transactions_at_once_are_one_payment() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_that_fails_or_is_dropped_leaves_nothing_in_a_session_of_somebody_else() {
+async fn a_failed_or_dropped_run_leaves_nothing_in_a_shared_session() {
     let database = Database::fresh().await;
     let bouncer = bouncer(&database, 1).await;
     let pool = application(&bouncer, &database).await;

@@ -1,11 +1,11 @@
-//! The contract from another language, with nothing of ours installed.
+//! The contract from Python, without any of our packages.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::support::Database;
 
-/// Where builds go, as `cargo xtask test` sees it.
+/// The build directory, as `cargo xtask test` uses it.
 fn target() -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |named| root.join(named))
@@ -24,12 +24,12 @@ async fn run(script: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_in_python_needs_nothing_but_the_functions() {
+async fn a_service_in_python_needs_only_the_functions() {
     run("contract.py").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn and_so_does_one_with_asyncpg() {
+async fn a_service_with_asyncpg_needs_only_the_functions() {
     run("contract_asyncpg.py").await;
 }
 

@@ -1,4 +1,4 @@
-//! The way of `transact` that inserts its record once, beside everybody else who claims the same key.
+//! The path of `transact` that inserts its record only once, with other callers that claim the same key.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ fn record(order: &str) -> RecordId {
     RecordId::derive(&scope(), &key(order))
 }
 
-/// As `transact` compares an input.
+/// The fingerprint of an input, as `transact` computes it.
 fn fingerprint(cents: i64) -> Fingerprint {
     let body = serde_json::to_vec(&cents).unwrap();
     let input =
@@ -27,7 +27,7 @@ fn fingerprint(cents: i64) -> Fingerprint {
     FingerprintRules::new().fingerprint(&input)
 }
 
-/// A claim as a sidecar sends it, for the payment that `pay` makes.
+/// A claim of a sidecar for the payment that `pay` makes.
 fn claim_of(attempt: u128, cents: i64) -> Claim {
     Claim { fingerprint: fingerprint(cents), ..claim(attempt) }
 }
@@ -44,13 +44,13 @@ async fn world(connections: u32) -> (Database, PgPool, Transactor, PostgresStore
     (database, pool, transactor, store)
 }
 
-/// A call that has written its row and stays open until it is told to go on.
-struct Held {
+/// A call that has written its row and stays open until the test releases it.
+struct HeldCall {
     go_on: Arc<Notify>,
     call: tokio::task::JoinHandle<Result<TransactOutcome<Charge>, TransactError>>,
 }
 
-async fn held(transactor: &Transactor, order: &'static str, fails: bool) -> Held {
+async fn start_held_call(transactor: &Transactor, order: &'static str, fails: bool) -> HeldCall {
     let (started, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let call = tokio::spawn({
         let (transactor, started, go_on) = (transactor.clone(), started.clone(), go_on.clone());
@@ -65,10 +65,10 @@ async fn held(transactor: &Transactor, order: &'static str, fails: bool) -> Held
         }
     });
     started.notified().await;
-    Held { go_on, call }
+    HeldCall { go_on, call }
 }
 
-/// Asks every door for the record of a transaction that is open: nobody waits, and nobody may execute.
+/// Claims the record of an open transaction through every entry point: no caller waits, and no caller may execute.
 async fn ask_all(database: &Database, transactor: &Transactor, store: &PostgresStore, order: &str) {
     let busy = store.apply(record(order), claims_of(1, 500)).await.unwrap();
     assert_eq!(busy, Outcome::InProgress { lease_left: Duration::ZERO });
@@ -84,25 +84,25 @@ async fn ask_all(database: &Database, transactor: &Transactor, store: &PostgresS
     assert_eq!(rows[0].get::<&str, _>("outcome"), "in-progress");
     let error = pay(transactor, order, 500).await.unwrap_err();
     assert!(matches!(error, TransactError::InProgress { lease_left: Duration::ZERO }), "{error:?}");
-    // Whoever looks sees nothing: nothing is there.
+    // A lookup finds nothing, because nothing is committed.
     assert_eq!(store.lookup(record(order)).await.unwrap(), None);
     assert_eq!(store.purge(10).await.unwrap(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn while_it_is_open_everybody_hears_in_progress_and_after_it_what_it_decided() {
+async fn callers_get_in_progress_during_the_transaction_and_its_result_afterwards() {
     let (database, _, transactor, store) = world(4).await;
-    let failing = held(&transactor, "order-1", true).await;
+    let failing = start_held_call(&transactor, "order-1", true).await;
     ask_all(&database, &transactor, &store, "order-1").await;
     failing.go_on.notify_one();
     let error = failing.call.await.unwrap().unwrap_err();
     assert!(matches!(error, TransactError::Failed(_)), "{error:?}");
-    // Rolled back, it leaves nothing: another input may have the key, and gives it back.
+    // A rollback leaves nothing: a claim with another input may have the key, and releases it.
     let owner = token(&store.apply(record("order-1"), claims_of(2, 900)).await.unwrap());
     let release = Command::Release(Release { token: owner, retention: Duration::from_secs(3600) });
     assert_eq!(store.apply(record("order-1"), release).await.unwrap(), Outcome::Released);
 
-    let paying = held(&transactor, "order-2", false).await;
+    let paying = start_held_call(&transactor, "order-2", false).await;
     ask_all(&database, &transactor, &store, "order-2").await;
     paying.go_on.notify_one();
     let paid = paying.call.await.unwrap().unwrap();
@@ -114,7 +114,7 @@ async fn while_it_is_open_everybody_hears_in_progress_and_after_it_what_it_decid
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_record_is_that_of_a_claim_and_a_completion_and_is_written_once() {
+async fn the_record_equals_that_of_a_claim_and_a_completion_and_is_written_once() {
     let (database, pool, transactor, store) = world(1).await;
     let transactor = transactor.with_retention(Duration::from_secs(7200)).unwrap();
     pay(&transactor, "order-1", 500).await.unwrap();
@@ -135,7 +135,7 @@ async fn the_record_is_that_of_a_claim_and_a_completion_and_is_written_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_that_both_sides_claim_at_once_has_one_effect() {
+async fn a_key_claimed_by_a_sidecar_and_a_transaction_at_once_has_one_effect() {
     const ORDERS: usize = 60;
     for isolation in [None, Some(Isolation::RepeatableRead)] {
         let (database, _, transactor, store) = world(8).await;
@@ -148,7 +148,7 @@ async fn a_key_that_both_sides_claim_at_once_has_one_effect() {
                 tokio::spawn(async move {
                     match pay(&transactor, &order, 500).await {
                         Ok(done) => usize::from(!done.is_replayed()),
-                        // Of the sidecar's, which has no response that is a charge.
+                        // The sidecar completed the key, and its response is not a charge.
                         Err(TransactError::InProgress { .. } | TransactError::Undecodable { .. }) => 0,
                         Err(error) => panic!("{error:?}"),
                     }
@@ -185,9 +185,9 @@ async fn a_key_that_both_sides_claim_at_once_has_one_effect() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_record_that_is_there_is_treated_as_a_claim_treats_it() {
+async fn an_existing_record_is_treated_as_by_a_claim() {
     let (database, _, transactor, store) = world(2).await;
-    // In progress elsewhere, and then completed there.
+    // In progress in a sidecar, and then completed there.
     let owner = token(&store.apply(record("order-1"), claims_of(1, 500)).await.unwrap());
     let error = pay(&transactor, "order-1", 500).await.unwrap_err();
     assert!(matches!(error, TransactError::InProgress { lease_left } if lease_left > Duration::ZERO));
@@ -198,7 +198,7 @@ async fn a_record_that_is_there_is_treated_as_a_claim_treats_it() {
     assert!(matches!(error, TransactError::Unreplayable { .. }), "{error:?}");
     assert_eq!(database.paid().await, 0);
 
-    // Abandoned there: nobody knows.
+    // Abandoned there, so the outcome is unknown.
     let short = Claim { lease: Duration::from_millis(1), ..claim_of(1, 500) };
     store.apply(record("order-2"), Command::Claim(short)).await.unwrap();
     let error = loop {
@@ -210,7 +210,7 @@ async fn a_record_that_is_there_is_treated_as_a_claim_treats_it() {
     assert!(matches!(error, TransactError::Unknown { .. }), "{error:?}");
     assert_eq!(database.paid().await, 0);
 
-    // Free, or past its retention: taken over, under a greater token.
+    // Released, or past its retention: taken over, with a greater token.
     let owner = token(&store.apply(record("order-3"), claims_of(1, 900)).await.unwrap());
     let release = Command::Release(Release { token: owner, retention: Duration::from_secs(3600) });
     store.apply(record("order-3"), release).await.unwrap();
@@ -221,7 +221,7 @@ async fn a_record_that_is_there_is_treated_as_a_claim_treats_it() {
         "UPDATE oncegate.records SET expires_at = 1 WHERE attempts = 1 AND state = 'in-progress'",
     )
     .await;
-    // A clock that stood still since.
+    // Greater tokens, as if the clock had stood still since.
     run(&mut admin, "UPDATE oncegate.records SET token = token + 3600000 WHERE state <> 'unknown'").await;
     for (order, token, attempts) in [("order-3", owner, 2), ("order-4", past, 1)] {
         assert!(!pay(&transactor, order, 500).await.unwrap().is_replayed());
@@ -233,11 +233,11 @@ async fn a_record_that_is_there_is_treated_as_a_claim_treats_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_was_overtaken_is_fenced_beside_it() {
+async fn a_stale_owner_is_fenced_by_a_transaction() {
     let (database, _, transactor, store) = world(2).await;
     let short = Claim { lease: Duration::from_millis(1), ..claim_of(1, 500) };
     let stale = token(&store.apply(record("order-1"), Command::Claim(short)).await.unwrap());
-    // The record goes, and `transact` inserts its own.
+    // The record is purged, and `transact` inserts its own.
     run(&mut database.connect().await, "UPDATE oncegate.records SET expires_at = 1, purge_at = 1").await;
     assert_eq!(store.purge(10).await.unwrap(), 1);
     assert!(!pay(&transactor, "order-1", 500).await.unwrap().is_replayed());
@@ -246,7 +246,7 @@ async fn an_owner_that_was_overtaken_is_fenced_beside_it() {
     assert!(pay(&transactor, "order-1", 500).await.unwrap().is_replayed());
 }
 
-/// A call of the contract's own, for this record.
+/// A direct call of the contract for this record.
 fn complete_reserved(record: RecordId, transaction: i64) -> String {
     format!(
         "SELECT oncegate.complete_reserved({}, {transaction}, '\\x{}', oncegate.response(200, null, null, 'here'), 60000, \
@@ -271,7 +271,7 @@ async fn reserve(connection: &mut PgConnection, record: RecordId) -> Option<i64>
 async fn a_record_that_appears_in_between_is_never_overwritten() {
     let (database, _, transactor, store) = world(2).await;
     let mut mine = database.connect().await;
-    // The lock goes with a savepoint; what is there by then counts, completed or not.
+    // A rollback to a savepoint releases the lock. A record that exists by then counts, completed or not.
     for (order, completed) in [("order-1", true), ("order-2", false)] {
         run(&mut mine, "BEGIN; SAVEPOINT before").await;
         let transaction = reserve(&mut mine, record(order)).await.unwrap();
@@ -287,7 +287,7 @@ async fn a_record_that_appears_in_between_is_never_overwritten() {
         run(&mut mine, "COMMIT").await;
         assert_eq!(store.lookup(record(order)).await.unwrap(), before);
     }
-    // With an old snapshot it is not seen, and all the same not overwritten.
+    // Under an old snapshot the record is invisible. It is not overwritten either.
     run(&mut mine, "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM payments").await;
     pay(&transactor, "order-3", 500).await.unwrap();
     let transaction = reserve(&mut mine, record("order-3")).await.unwrap();
@@ -299,7 +299,7 @@ async fn a_record_that_appears_in_between_is_never_overwritten() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_that_commits_by_itself_leaves_a_record_that_is_unknown() {
+async fn a_run_that_commits_on_its_own_leaves_an_unknown_record() {
     let (database, _, transactor, store) = world(1).await;
     for (order, ends) in [("order-1", "COMMIT"), ("order-2", "COMMIT; BEGIN")] {
         let ended = transactor.transact(&scope(), &key(order), &500_i64, async |connection| {
@@ -309,7 +309,7 @@ async fn a_run_that_commits_by_itself_leaves_a_record_that_is_unknown() {
         });
         let error = ended.await.unwrap_err();
         assert!(matches!(error, TransactError::Fenced { .. }), "{error:?}");
-        // Its payment is there, and nobody makes it again.
+        // Its payment is committed, and no later call repeats it.
         let error = pay(&transactor, order, 500).await.unwrap_err();
         assert!(matches!(error, TransactError::Unknown { .. }), "{error:?}");
         let record = store.lookup(record(order)).await.unwrap().unwrap();
@@ -319,7 +319,7 @@ async fn a_run_that_commits_by_itself_leaves_a_record_that_is_unknown() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_transaction_that_is_over_reserved_is_worth_nothing() {
+async fn a_reservation_ends_with_its_transaction() {
     let (database, ..) = world(1).await;
     let (mut mine, id) = (database.connect().await, record("order-1"));
     run(&mut mine, "BEGIN").await;
@@ -328,7 +328,7 @@ async fn what_a_transaction_that_is_over_reserved_is_worth_nothing() {
     let error = try_run(&mut mine, &complete_reserved(id, transaction)).await.unwrap_err();
     assert_eq!(sqlstate(&error), "OG001");
     run(&mut mine, "ROLLBACK").await;
-    // Nor what another one has.
+    // A transaction cannot use the reservation of another one.
     run(&mut mine, "BEGIN").await;
     let transaction = reserve(&mut mine, id).await.unwrap();
     let mut other = database.connect().await;
@@ -337,7 +337,7 @@ async fn what_a_transaction_that_is_over_reserved_is_worth_nothing() {
     assert_eq!(sqlstate(&error), "OG001");
     run(&mut mine, &complete_reserved(id, transaction)).await;
     let error = try_run(&mut mine, &complete_reserved(id, transaction)).await.unwrap_err();
-    assert_eq!(sqlstate(&error), "OG001", "it succeeds once");
+    assert_eq!(sqlstate(&error), "OG001", "a second completion succeeded");
     for wrong in [
         "SELECT oncegate.reserve_or_claim(null, '\\x01', '\\x01', 60000, 60000)".to_owned(),
         "SELECT oncegate.reserve_or_claim('\\x01', '\\x01', '\\x01', 60000, 60000)".to_owned(),
@@ -354,20 +354,20 @@ async fn what_a_transaction_that_is_over_reserved_is_worth_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_waits_for_it_is_told_when_it_commits() {
+async fn a_waiter_is_notified_when_the_transaction_commits() {
     let (database, _, transactor, store) = world(2).await;
-    let open = held(&transactor, "order-1", false).await;
+    let open = start_held_call(&transactor, "order-1", false).await;
     let changed = store.changed(record("order-1"));
     let watched = "SELECT count(*) AS count FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database \
                    WHERE l.locktype = 'advisory' AND l.mode = 'ShareLock' AND d.datname = current_database()";
     let mut admin = database.connect().await;
     let until = tokio::time::Instant::now() + LONG;
     while try_run(&mut admin, watched).await.unwrap()[0].get::<i64, _>("count") == 0 {
-        assert!(tokio::time::Instant::now() < until, "nobody watches");
+        assert!(tokio::time::Instant::now() < until, "no session watches the record");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     open.go_on.notify_one();
-    tokio::time::timeout(LONG, changed).await.expect("told");
+    tokio::time::timeout(LONG, changed).await.expect("no notification");
     open.call.await.unwrap().unwrap();
     assert!(matches!(store.apply(record("order-1"), claims_of(1, 500)).await.unwrap(), Outcome::Replay(_)));
 }

@@ -42,7 +42,7 @@ async fn order(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_order_is_created_once_and_the_others_get_it() {
+async fn an_order_is_created_once_and_later_inserts_return_it() {
     let (_database, pool) = world(10).await;
     let orders: Vec<_> = (0..100)
         .map(|_| {
@@ -64,19 +64,19 @@ async fn an_order_is_created_once_and_the_others_get_it() {
     assert_eq!(rows[0].1, "ada'); --");
 }
 
-/// Waits until somebody waits for a lock.
-async fn somebody_waits(connection: &mut PgConnection) {
+/// Waits until a session waits for a lock.
+async fn wait_for_lock_waiter(connection: &mut PgConnection) {
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     let waiting =
         "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()";
     while try_run(connection, waiting).await.unwrap().is_empty() {
-        assert!(std::time::Instant::now() < deadline, "nobody waits");
+        assert!(std::time::Instant::now() < deadline, "no session waits for a lock");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_open_insert_of_somebody_else_is_waited_for_and_then_found_or_replaced() {
+async fn an_insert_waits_for_an_open_insert_and_then_finds_or_replaces_it() {
     for commits in [true, false] {
         let (database, pool) = world(2).await;
         let mut other = pool.begin().await.unwrap();
@@ -85,7 +85,7 @@ async fn an_open_insert_of_somebody_else_is_waited_for_and_then_found_or_replace
             let pool = pool.clone();
             async move { order(&mut pool.acquire().await.unwrap(), "ada", "cart").await.unwrap() }
         });
-        somebody_waits(&mut database.connect().await).await;
+        wait_for_lock_waiter(&mut database.connect().await).await;
         if commits {
             other.commit().await.unwrap();
         } else {
@@ -96,7 +96,7 @@ async fn an_open_insert_of_somebody_else_is_waited_for_and_then_found_or_replace
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_sets_a_lock_timeout_waits_no_longer() {
+async fn a_lock_timeout_bounds_the_wait_of_an_insert() {
     let (_database, pool) = world(2).await;
     let mut other = pool.begin().await.unwrap();
     order(&mut other, "ada", "cart").await.unwrap();
@@ -109,17 +109,17 @@ async fn whoever_sets_a_lock_timeout_waits_no_longer() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_row_that_is_deleted_in_between_is_inserted_again_and_not_for_ever() {
+async fn a_row_deleted_in_between_is_inserted_again_a_bounded_number_of_times() {
     let (database, pool) = world(2).await;
     let mut connection = pool.acquire().await.unwrap();
     order(&mut connection, "ada", "cart").await.unwrap();
-    // The look deletes it, as somebody else may just before it.
+    // The lookup deletes the row, as another session might just before it.
     let look =
         "WITH gone AS (DELETE FROM orders RETURNING id) SELECT id, customer, cart FROM orders WHERE false";
     let insert = || sqlx::query_as::<_, Order>(INSERT).bind("ada").bind("cart");
     let again = insert_once(&mut connection, insert, || sqlx::query_as(look)).await.unwrap();
     assert_eq!(again, InsertOutcome::Created((3, "ada".to_owned(), "cart".to_owned())));
-    // Two statements that do not speak of the same row.
+    // Two statements about different rows.
     let nowhere = || sqlx::query_as("SELECT id, customer, cart FROM orders WHERE false");
     let error = insert_once(&mut connection, insert, nowhere).await.unwrap_err();
     assert!(matches!(error, InsertError::Vanished), "{error:?}");
@@ -131,7 +131,7 @@ const UPDATE: &str = "UPDATE accounts SET cents = $2, version = version + 1 WHER
 const CURRENT: &str = "SELECT cents, version FROM accounts WHERE id = $1";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_conflict_is_told_apart_from_a_row_that_is_not_there() {
+async fn a_conflict_is_distinguished_from_a_missing_row() {
     let (_database, pool) = world(1).await;
     let mut connection = pool.acquire().await.unwrap();
     run(&mut connection, "INSERT INTO accounts VALUES (1, 500, 7)").await;
@@ -154,7 +154,7 @@ async fn withdraw(connection: &mut PgConnection, attempts: u32, id: i64) -> Upda
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_update_is_lost_among_many() {
+async fn no_concurrent_update_is_lost() {
     let (_database, pool) = world(8).await;
     run(&mut pool.acquire().await.unwrap(), "INSERT INTO accounts VALUES (1, 60, 0)").await;
     let start = Arc::new(tokio::sync::Barrier::new(8));
@@ -191,7 +191,7 @@ async fn attempts_are_bounded_and_the_last_row_is_returned() {
     let (_database, pool) = world(1).await;
     let mut connection = pool.acquire().await.unwrap();
     run(&mut connection, "INSERT INTO accounts VALUES (1, 500, 0)").await;
-    // Each look finds another version, as if somebody were always faster.
+    // Each lookup finds another version, as if another session were always faster.
     let read = || sqlx::query_as::<_, (i64, i64)>("SELECT cents, version - 1 FROM accounts");
     let change = |row: &(i64, i64)| Some(sqlx::query_as(UPDATE).bind(1_i64).bind(0_i64).bind(row.1));
     for attempts in [1, 3] {

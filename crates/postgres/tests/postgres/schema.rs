@@ -26,7 +26,7 @@ async fn programs_that_apply_the_contract_at_the_same_time_all_succeed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_printed_can_be_run_by_hand_and_again() {
+async fn the_printed_sql_can_be_run_by_hand_repeatedly() {
     let database = Database::empty().await;
     let mut owner = database.connect().await;
     run(&mut owner, &schema::print()).await;
@@ -35,7 +35,7 @@ async fn what_is_printed_can_be_run_by_hand_and_again() {
     run(&mut owner, &schema::print()).await;
     let outcome = store.apply(id(1), claims(2)).await.unwrap();
     assert!(matches!(outcome, Outcome::InProgress { .. }), "{outcome:?}");
-    // Without a transaction, the search path would hold for one statement.
+    // Without a transaction, the search path would apply to one statement only.
     let body = schema::print()
         .replace("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;", "")
         .replace("\nCOMMIT;", "");
@@ -95,17 +95,17 @@ async fn plant_decoys(database: &Database) {
     let planted = try_run(&mut attacker, "SELECT decoys.plant()").await.unwrap();
     let planted: i32 = planted[0].get(0);
     assert!(planted > 2000, "{planted} decoys");
-    // They are found where the search path leads there.
+    // They are found if the search path leads to them.
     run(&mut attacker, "SET search_path = public, pg_catalog").await;
     for called in ["SELECT octet_length('a'::text)", "SELECT 1.5 * 2", "SELECT 1 + 1"] {
         assert_eq!(sqlstate(&try_run(&mut attacker, called).await.unwrap_err()), "OG666", "{called}");
     }
 }
 
-/// A role that may create objects in `public` must not get at the rights of the owner, of the role that applies the contract, or
-/// of a store: neither while the SQL runs, nor by what its functions are bound to afterwards.
+/// A role that may create objects in `public` must not obtain the rights of the owner, of the role that applies the contract, or
+/// of a store: neither while the SQL runs, nor through the objects that its functions are bound to afterwards.
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_bound_to_what_others_have_put_into_the_search_path() {
+async fn the_contract_is_bound_to_no_object_of_another_role() {
     let clean = Database::fresh().await;
     let clean = bindings(&clean).await;
     assert!(clean.iter().any(|line| line.starts_with("function oncegate.claim_many")), "{clean:#?}");
@@ -126,7 +126,7 @@ async fn nothing_is_bound_to_what_others_have_put_into_the_search_path() {
         assert!(differ.is_empty() && found.len() == clean.len(), "{differ:#?}");
         assert_eq!(schema::status(&database.options()).await.unwrap().foreign_bindings, [""; 0]);
 
-        // What the store sends calls none of them either, with sessions of its own and behind a pooler.
+        // The statements of the store do not call them either, in its own sessions and behind a pooler.
         let pooler = PostgresOptions::new(&format!("{}?pooler=transaction", database.url())).unwrap();
         for (number, options) in [(1, database.options()), (2, pooler)] {
             let is_pooler = number == 2;
@@ -146,7 +146,7 @@ async fn nothing_is_bound_to_what_others_have_put_into_the_search_path() {
     }
 }
 
-/// What runs as somebody else, or is left to the search path of whoever calls it, would be found by a decoy that is called.
+/// A decoy could be called by a function that runs with other rights, or that uses the search path of its caller.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_function_has_a_search_path_of_its_own_or_a_body_that_is_bound() {
     let database = Database::fresh().await;
@@ -156,7 +156,7 @@ async fn every_function_has_a_search_path_of_its_own_or_a_body_that_is_bound() {
     assert_eq!(rows[0].get::<Option<String>, _>(0), None);
 }
 
-/// The contract as it would be if it left the search path to the session.
+/// The contract, changed so that it leaves the search path to the session.
 fn text_without_search_path() -> String {
     let text = schema::print();
     let unsafe_text = text.replacen("SET LOCAL search_path = pg_catalog, pg_temp;", "", 1).replacen(
@@ -168,7 +168,7 @@ fn text_without_search_path() -> String {
     unsafe_text
 }
 
-/// Applies the contract so that a function is bound to an operator that another role created. One table is missing, too.
+/// Applies the contract so that a function is bound to an operator of another role, and one table is missing.
 async fn bound_to_a_decoy(database: &Database) {
     let mut owner = database.connect().await;
     run(
@@ -196,13 +196,13 @@ async fn a_database_whose_functions_are_bound_to_a_decoy_is_repaired() {
     assert_eq!(before, status);
     let after = schema::status(&database.options()).await.unwrap();
     assert_eq!((after.found, after.foreign_bindings.len()), (Some(schema::VERSION), 0));
-    // Nothing needs it any more.
+    // Nothing depends on the operator any more.
     run(&mut database.connect().await, "DROP OPERATOR public.* (numeric, integer)").await;
     let store = PostgresStore::open(database.options()).await.unwrap();
     assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
 }
 
-/// The default of a column is run with the rights of the owner when the version is noted.
+/// The default of a column runs with the rights of the owner when the version is written.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_default_that_is_bound_to_a_decoy_is_repaired_before_it_is_called() {
     let database = Database::fresh().await;
@@ -225,7 +225,7 @@ async fn a_default_that_is_bound_to_a_decoy_is_repaired_before_it_is_called() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_repaired_is_named() {
+async fn damage_that_cannot_be_repaired_is_named() {
     let database = Database::fresh().await;
     let index = "CREATE FUNCTION public.mine(bytea) RETURNS bytea IMMUTABLE LANGUAGE sql AS 'SELECT $1'; \
                  CREATE INDEX by_mine ON oncegate.records (public.mine(id))";
@@ -241,9 +241,9 @@ async fn what_cannot_be_repaired_is_named() {
 
 const PAGE: &str = include_str!("../../../../docs/reference/store-contract-postgres.md");
 
-/// Types are looked for in `pg_catalog` first, unless it is named behind another schema.
+/// Types are looked up in `pg_catalog` first, unless the search path names it after another schema.
 #[tokio::test(flavor = "multi_thread")]
-async fn columns_and_functions_of_a_foreign_type_are_mended_by_the_sql_of_the_page() {
+async fn the_documented_sql_repairs_columns_and_functions_of_a_foreign_type() {
     const DECOYS: &str = "CREATE DOMAIN public.text AS pg_catalog.text; \
         CREATE DOMAIN public.timestamptz AS pg_catalog.timestamptz; \
         CREATE FUNCTION public.clock_timestamp() RETURNS pg_catalog.timestamptz LANGUAGE sql \
@@ -265,7 +265,7 @@ async fn columns_and_functions_of_a_foreign_type_are_mended_by_the_sql_of_the_pa
     schema::apply(&database.options()).await.unwrap();
     assert_eq!(schema::status(&database.options()).await.unwrap().foreign_bindings, [""; 0]);
     let store = PostgresStore::open(database.options()).await.unwrap();
-    // What was claimed before is still there.
+    // The earlier claim still exists.
     let listed = store.list(ListQuery::default()).await.unwrap();
     assert_eq!(listed.records.len(), 1);
     assert!(matches!(store.apply(id(1), claims(1)).await.unwrap(), Outcome::Execute(_)));
@@ -276,9 +276,9 @@ async fn columns_and_functions_of_a_foreign_type_are_mended_by_the_sql_of_the_pa
     .await;
 }
 
-/// A schema by the name of Oncegate's that another role has made, with functions that wait for a powerful role to call them.
+/// Another role created a schema with the name of Oncegate's, with functions that wait for a powerful role to call them.
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_of_another_owner_is_called_or_extended() {
+async fn a_schema_of_another_owner_is_neither_called_nor_extended() {
     for definer in ["", "SECURITY DEFINER"] {
         let database = Database::empty().await;
         let mut owner = database.connect().await;
@@ -304,14 +304,14 @@ async fn nothing_of_another_owner_is_called_or_extended() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn errors_hold_no_password() {
+async fn errors_contain_no_password() {
     let database = Database::empty().await;
     let password = database.server.password();
     let wrong = database.url().replace(password, "wr0ng-s3cret");
     for url in [wrong, "postgres://app:wr0ng-s3cret@127.0.0.1:1/shop".to_owned()] {
         let options = PostgresOptions::new(&url).unwrap();
         let error = PostgresStore::open(options.clone()).await.unwrap_err();
-        let said = format!("{error} {error:?} {options:?} {:?}", schema::apply(&options).await.unwrap_err());
-        assert!(!said.contains("s3cret") && said.contains("127.0.0.1"), "{said}");
+        let texts = format!("{error} {error:?} {options:?} {:?}", schema::apply(&options).await.unwrap_err());
+        assert!(!texts.contains("s3cret") && texts.contains("127.0.0.1"), "{texts}");
     }
 }

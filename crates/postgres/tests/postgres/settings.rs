@@ -1,4 +1,4 @@
-//! What a role or a database sets must not change what the contract does, or how it gets into a database.
+//! Settings of a role or a database must not change the behaviour of the contract, or its installation.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use oncegate_postgres::sqlx::{Connection as _, Row as _};
 use crate::schema::bindings;
 use crate::support::{Database, run, sqlstate, try_run};
 
-/// Settings of a session that change how SQL is read, how values are written, or what a statement may do, each at a value that is
+/// Session settings that change the parsing of SQL, the format of values, or the permitted statements, each with a value that is
 /// not the default.
 const SETTINGS: [(&str, &str); 35] = [
     ("standard_conforming_strings", "off"),
@@ -49,7 +49,7 @@ const SETTINGS: [(&str, &str); 35] = [
     ("oncegate.adds_marks", "on"),
 ];
 
-/// For every role in this database.
+/// Applies the settings to every role in this database.
 pub(crate) async fn set_all(database: &Database) {
     let mut owner = database.connect().await;
     for (name, value) in SETTINGS {
@@ -57,7 +57,7 @@ pub(crate) async fn set_all(database: &Database) {
     }
 }
 
-/// One call of each kind of function, with its answer and what it leaves behind, except times. No call has a backslash in it.
+/// One call of each kind of function, with its answer and its effects except times. No call contains a backslash.
 const CALLS: [&str; 16] = [
     "SELECT encode(oncegate.message_record('billing', 'evt_1'), 'hex')",
     "SELECT encode(oncegate.message_record('billing', repeat('ü', 200), ARRAY['own', 'x'], 'İstanbul'), 'hex')",
@@ -89,7 +89,7 @@ const CALLS: [&str; 16] = [
 async fn called(connection: &mut PgConnection) -> Vec<Option<String>> {
     let mut answers = Vec::new();
     for call in CALLS {
-        // At READ COMMITTED and for writing, as every caller has to have it.
+        // At READ COMMITTED and with writing allowed, as the contract requires of every caller.
         let mut transaction =
             connection.begin_with("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE").await.unwrap();
         let rows = try_run(&mut transaction, call).await.unwrap_or_else(|error| panic!("{call}: {error}"));
@@ -99,7 +99,7 @@ async fn called(connection: &mut PgConnection) -> Vec<Option<String>> {
     answers
 }
 
-/// Strings of the SQL are read by the settings of whoever calls or applies it, and a backslash is what they differ in.
+/// The settings of the caller decide how a string with a backslash is read, so the SQL contains none.
 #[test]
 fn the_sql_has_no_backslash() {
     let text = schema::print();
@@ -108,13 +108,13 @@ fn the_sql_has_no_backslash() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn functions_do_the_same_under_all_settings() {
+async fn functions_behave_the_same_under_all_settings() {
     let clean = Database::fresh().await;
     let expected = called(&mut clean.connect().await).await;
     let database = Database::fresh().await;
     set_all(&database).await;
     assert_eq!(called(&mut database.connect().await).await, expected);
-    // One setting could hide the effect of another, so the one that matters most is tried alone, too.
+    // One setting could hide the effect of another, so the most important one is also tried alone.
     let database = Database::fresh().await;
     let mut connection = database.connect().await;
     run(&mut connection, "SET standard_conforming_strings = off").await;
@@ -122,7 +122,7 @@ async fn functions_do_the_same_under_all_settings() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_contract_is_the_same_whatever_is_set_when_it_is_applied() {
+async fn the_contract_is_the_same_under_all_settings_at_its_installation() {
     let clean = Database::fresh().await;
     let clean = bindings(&clean).await;
     for by_hand in [false, true] {
@@ -142,7 +142,7 @@ async fn the_contract_is_the_same_whatever_is_set_when_it_is_applied() {
     }
 }
 
-/// A role for sidecars may have a bound on its statements that fits requests. What waits for a lock would be cancelled by it.
+/// A role for sidecars may have a statement timeout that fits requests. It would cancel statements that wait for a lock.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_statement_timeout_of_the_role_ends_neither_a_check_nor_an_upgrade() {
     let database = Database::fresh().await;
@@ -157,24 +157,24 @@ async fn a_statement_timeout_of_the_role_ends_neither_a_check_nor_an_upgrade() {
                 false => schema::apply(&options).await,
             }
         });
-        until_one_waits(&mut holder).await;
+        wait_for_lock_waiter(&mut holder).await;
         tokio::time::sleep(Duration::from_millis(300)).await;
         run(&mut holder, "COMMIT").await;
         assert_eq!(looking.await.unwrap().unwrap().found, Some(schema::VERSION), "{sql}");
     }
 }
 
-async fn until_one_waits(connection: &mut PgConnection) {
+async fn wait_for_lock_waiter(connection: &mut PgConnection) {
     let waits = "SELECT FROM pg_locks WHERE NOT granted \
          AND (database IS NULL OR database = (SELECT oid FROM pg_database WHERE datname = current_database()))";
     let deadline = Instant::now() + Duration::from_secs(20);
     while try_run(connection, waits).await.unwrap().is_empty() {
-        assert!(Instant::now() < deadline, "nobody waits");
+        assert!(Instant::now() < deadline, "no session waits for a lock");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// In Turkish and Azerbaijani an `I` in lower case has no dot.
+/// In Turkish and Azerbaijani, the lower case of `I` has no dot.
 #[tokio::test(flavor = "multi_thread")]
 async fn names_of_fields_are_folded_as_ascii_in_a_turkish_database() {
     let usual = Database::empty().await;
@@ -192,7 +192,7 @@ async fn names_of_fields_are_folded_as_ascii_in_a_turkish_database() {
     run(&mut usual.connect().await, &format!("DROP DATABASE {name}")).await;
 }
 
-/// Octets that a sidecar cannot read or send are refused wherever they come in, and nothing is changed.
+/// Bytes that a sidecar could not read or send are refused by every function, and nothing is changed.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_response_that_no_sidecar_can_read_is_refused() {
     let database = Database::fresh().await;
@@ -223,8 +223,8 @@ async fn a_response_that_no_sidecar_can_read_is_refused() {
         "0100c800010000000100000001610d", // a carriage return
         "0100c8000100000001000000016100", // NUL
     ];
-    for octets in unreadable.iter().chain(&unsendable) {
-        let response = format!("decode('{octets}', 'hex')");
+    for bytes in unreadable.iter().chain(&unsendable) {
+        let response = format!("decode('{bytes}', 'hex')");
         let for_services = [
             format!("SELECT oncegate.complete({record}, {token}, {response})"),
             format!(
@@ -241,7 +241,7 @@ async fn a_response_that_no_sidecar_can_read_is_refused() {
                  decode(repeat('01', 33), 'hex'), {response}, 60000, decode(repeat('01', 8), 'hex'), '')"
             ),
         ];
-        let is_unreadable = unreadable.contains(octets);
+        let is_unreadable = unreadable.contains(bytes);
         for call in for_services.iter().chain(for_stores.iter().filter(|_| is_unreadable)) {
             let error = try_run(&mut owner, call).await.err().unwrap_or_else(|| panic!("{call} is done"));
             assert_eq!(sqlstate(&error), "22023", "{call}: {error}");
@@ -298,9 +298,9 @@ async fn numbers_and_arrays_out_of_range_have_one_sqlstate() {
     assert!(rows.is_empty());
 }
 
-/// What every deployment does: apply, then grant again.
+/// Every deployment does this: apply the contract, then grant again.
 #[tokio::test(flavor = "multi_thread")]
-async fn it_is_applied_beside_grants() {
+async fn the_contract_can_be_applied_during_grants() {
     let database = Database::fresh().await;
     let role = format!("granted_{}", database.name);
     run(&mut database.connect().await, &format!("CREATE ROLE {role}")).await;

@@ -1,4 +1,4 @@
-//! A server for all tests of this program, a database for each.
+//! Test helpers: one server for all tests of this program, and one database for each test.
 
 use std::ops::Deref;
 use std::str::FromStr as _;
@@ -14,7 +14,7 @@ use oncegate_servers::PostgresDatabase;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgRow, PgSslMode};
 use sqlx::{AssertSqlSafe, Connection as _};
 
-/// A database of its own.
+/// A test's own database.
 pub(crate) struct Database(PostgresDatabase);
 
 impl Deref for Database {
@@ -26,33 +26,32 @@ impl Deref for Database {
 }
 
 impl Database {
-    /// Without anything in it.
+    /// Creates an empty database.
     pub(crate) async fn empty() -> Self {
         Self(tokio::task::spawn_blocking(PostgresDatabase::fresh).await.unwrap().unwrap())
     }
 
-    /// With the contract.
+    /// Creates a database with the contract.
     pub(crate) async fn fresh() -> Self {
         let database = Self::empty().await;
         schema::apply(&database.options()).await.unwrap();
         database
     }
 
-    /// With more patience than the default has: machines of tests are busy.
+    /// Options with longer timeouts than the defaults, because test machines are busy.
     pub(crate) fn options(&self) -> PostgresOptions {
-        let patience = Duration::from_secs(20);
+        let timeout = Duration::from_secs(20);
         let options = PostgresOptions::new(&self.url()).unwrap();
-        let options =
-            options.with_connect_timeout(patience).unwrap().with_statement_timeout(patience).unwrap();
-        options.with_command_timeout(patience).unwrap()
+        let options = options.with_connect_timeout(timeout).unwrap().with_statement_timeout(timeout).unwrap();
+        options.with_command_timeout(timeout).unwrap()
     }
 
-    /// A pool such as an application has, with a table of payments beside the records.
+    /// An application's pool, with a table of payments in the same database.
     pub(crate) async fn payments(&self, connections: u32) -> PgPool {
         self.payments_at(self.server.port(), connections).await
     }
 
-    /// The same through somebody in between.
+    /// The same, through a proxy on the given port.
     pub(crate) async fn payments_at(&self, port: u16, connections: u32) -> PgPool {
         let mut direct = self.connect().await;
         run(
@@ -69,7 +68,7 @@ impl Database {
             .unwrap()
     }
 
-    /// How many payments were committed.
+    /// The number of committed payments.
     pub(crate) async fn paid(&self) -> i64 {
         let count = sqlx::query_scalar("SELECT count(*) FROM payments");
         count.fetch_one(&mut self.connect().await).await.unwrap()
@@ -79,16 +78,16 @@ impl Database {
         PostgresStore::open(self.options()).await.unwrap()
     }
 
-    /// A connection such as an application has.
+    /// A connection of an application.
     pub(crate) async fn connect(&self) -> PgConnection {
         let mut connection = PgConnection::connect(&self.url()).await.unwrap();
-        // Whoever waits for a lock where nobody should is an error and no standstill.
+        // A wait for a lock that should not happen becomes an error instead of a hang.
         run(&mut connection, "SET statement_timeout = '20s'").await;
         connection
     }
 }
 
-/// Runs statements of the test's own.
+/// Runs statements of the test.
 pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
     try_run(connection, sql).await.unwrap();
 }
@@ -105,7 +104,7 @@ pub(crate) fn id(number: u8) -> RecordId {
     RecordId::from_bytes([number; 32])
 }
 
-/// As SQL writes it.
+/// The identifier as an SQL literal.
 pub(crate) fn sql_id(id: RecordId) -> String {
     format!("decode('{id}', 'hex')")
 }

@@ -1,4 +1,4 @@
-//! Business rows, claim and result in one transaction: `transact` as an application calls it.
+//! Business rows, claim and result in one transaction, with `transact` as an application calls it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,7 +13,7 @@ use tokio::sync::{Barrier, Notify};
 
 use crate::support::{Database, run};
 
-/// Longer than any of this takes on a busy machine.
+/// A time that nothing here exceeds, even on a busy machine.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn key(key: &str) -> IdempotencyKey {
@@ -33,7 +33,7 @@ pub(crate) struct Charge {
 pub(crate) async fn insert(connection: &mut PgConnection, cents: i64) -> Result<Charge, sqlx::Error> {
     let id = sqlx::query_scalar("INSERT INTO payments (cents) VALUES ($1) RETURNING id")
         .bind(cents)
-        // As it has to be behind a pooler.
+        // Not prepared, as a pooler requires.
         .persistent(false)
         .fetch_one(connection)
         .await?;
@@ -50,7 +50,7 @@ pub(crate) async fn pay(
     paid.await
 }
 
-/// A database, a pool of so many connections, and what runs on it.
+/// A database, a pool with the given number of connections, and a transactor.
 async fn world(connections: u32) -> (Database, PgPool, Transactor) {
     let database = Database::fresh().await;
     let pool = database.payments(connections).await;
@@ -67,7 +67,7 @@ async fn a_retry_gets_the_first_result_and_another_input_is_refused() {
     assert_eq!(again, TransactOutcome::Replayed(Charge { id: 1, cents: 500 }));
     let other = pay(&transactor, "order-1", 900).await.unwrap_err();
     assert!(matches!(other, TransactError::Mismatch), "{other:?}");
-    // The same key of somebody else, and for something else, is another key.
+    // The same key of another caller or for another purpose is another key.
     for scope in [Scope::caller("customer", b"eve"), Scope::caller("customer", b"ada")] {
         let other = transactor.transact(&scope, &key("order-1"), &500, async |_| Ok(7)).await.unwrap();
         assert_eq!(other, TransactOutcome::Executed(7));
@@ -76,7 +76,7 @@ async fn a_retry_gets_the_first_result_and_another_input_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_hundred_at_once_are_one_payment() {
+async fn two_hundred_concurrent_calls_make_one_payment() {
     let isolations = [None, Some(Isolation::RepeatableRead), Some(Isolation::Serializable)];
     for (isolation, calls) in isolations.into_iter().zip([200, 40, 40]) {
         let (database, _, transactor) = world(12).await;
@@ -101,7 +101,7 @@ async fn two_hundred_at_once_are_one_payment() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn while_one_runs_a_duplicate_is_told_so_at_once_and_one_that_waits_gets_the_result() {
+async fn a_duplicate_gets_in_progress_at_once_or_waits_for_the_result() {
     let (database, _, transactor) = world(4).await;
     let (started, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let first = tokio::spawn({
@@ -123,7 +123,7 @@ async fn while_one_runs_a_duplicate_is_told_so_at_once_and_one_that_waits_gets_t
         let transactor = transactor.clone().with_wait(LONG).unwrap();
         async move { pay(&transactor, "order-1", 500).await }
     });
-    // Nobody else is held up.
+    // Calls with other keys are not delayed.
     assert!(!pay(&transactor, "order-2", 500).await.unwrap().is_replayed());
     go_on.notify_one();
     let first = first.await.unwrap().unwrap();
@@ -150,10 +150,10 @@ async fn a_run_that_fails_leaves_nothing_and_frees_the_key() {
     let Err(TransactError::Failed(error)) = failed.await else { panic!("it fails") };
     assert!(error.is::<Declined>(), "{error}");
     assert_eq!(database.paid().await, 0);
-    // With another input, too: nothing was.
+    // Another input is accepted, too, because nothing was stored.
     assert!(!pay(&transactor, "order-1", 900).await.unwrap().is_replayed());
 
-    // A refusal that is a value is remembered.
+    // A refusal that the run returns as a value is stored.
     let runs = AtomicU32::new(0);
     for replayed in [false, true] {
         let refused = transactor.transact(&scope(), &key("order-2"), &1, async |_| {
@@ -168,7 +168,7 @@ async fn a_run_that_fails_leaves_nothing_and_frees_the_key() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_error_that_the_run_passed_over_commits_nothing() {
+async fn an_error_that_the_run_ignored_commits_nothing() {
     let (database, _, transactor) = world(1).await;
     let failed = transactor.transact(&scope(), &key("order-1"), &1, async |connection| {
         insert(&mut *connection, 500).await?;
@@ -180,7 +180,7 @@ async fn an_error_that_the_run_passed_over_commits_nothing() {
     assert!(matches!(error, TransactError::Failed(_)), "{error:?}");
     assert_eq!(database.paid().await, 0);
 
-    // In a savepoint of its own it may.
+    // In its own savepoint, an error may be ignored.
     let done = transactor.transact(&scope(), &key("order-1"), &1, async |connection| {
         insert(&mut *connection, 500).await?;
         let mut savepoint = connection.begin().await?;
@@ -197,7 +197,7 @@ async fn an_error_that_the_run_passed_over_commits_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_constraint_that_is_checked_at_the_end_rolls_back_and_is_no_lost_commit() {
+async fn a_deferred_constraint_that_fails_is_not_a_lost_commit() {
     let (database, pool, transactor) = world(1).await;
     let unique = "ALTER TABLE payments ADD UNIQUE (cents) DEFERRABLE INITIALLY DEFERRED";
     run(&mut pool.acquire().await.unwrap(), unique).await;
@@ -210,7 +210,7 @@ async fn a_constraint_that_is_checked_at_the_end_rolls_back_and_is_no_lost_commi
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_trigger_that_refuses_at_the_end_rolls_back_whatever_it_says() {
+async fn a_deferred_trigger_that_fails_rolls_back_with_any_sqlstate() {
     let (database, pool, transactor) = world(1).await;
     let trigger = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             IF NEW.cents = 500 THEN RAISE EXCEPTION 'not so' USING ERRCODE = 'AB001'; END IF;
@@ -241,7 +241,7 @@ async fn a_run_that_ends_the_transaction_itself_is_an_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_result_that_is_of_another_type_by_now_is_an_error_and_no_second_run() {
+async fn a_stored_result_of_another_type_is_an_error_and_not_a_second_run() {
     let (_database, _, transactor) = world(1).await;
     pay(&transactor, "order-1", 500).await.unwrap();
     let other = transactor.transact(&scope(), &key("order-1"), &500, async |_| -> Result<String, RunError> {
@@ -249,19 +249,19 @@ async fn a_result_that_is_of_another_type_by_now_is_an_error_and_no_second_run()
     });
     let error = other.await.unwrap_err();
     assert!(matches!(error, TransactError::Undecodable { .. }), "{error:?}");
-    // What is stored belongs to the customers of a program, and is in no text of the error.
+    // A stored value may be customer data, so no error text contains it.
     let secret = async |_: &mut sqlx::PgConnection| Ok::<_, RunError>("4111-1111".to_owned());
     transactor.transact(&scope(), &key("order-3"), &1, secret).await.unwrap();
     let other = transactor.transact(&scope(), &key("order-3"), &1, async |_| Ok::<u64, RunError>(1));
     let error = other.await.unwrap_err();
     assert!(!format!("{} {error:?}", ErrorChain(&error)).contains("4111"), "{error:?}");
-    // What cannot be kept is rolled back.
+    // A value that cannot be stored rolls back.
     let map = std::collections::HashMap::from([((1, 2), 3)]);
     let error = transactor.transact(&scope(), &key("order-2"), &map, async |_| Ok(())).await.unwrap_err();
     assert!(matches!(error, TransactError::Unserializable(_)), "{error:?}");
 }
 
-/// As `thiserror` writes it, with and without `#[error(transparent)]`.
+/// An error as `thiserror` generates it, with and without `#[error(transparent)]`.
 #[derive(Debug)]
 enum Wrapped {
     Source(sqlx::Error),
@@ -284,7 +284,7 @@ impl std::error::Error for Wrapped {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_serialization_failure_is_run_again_however_it_is_wrapped() {
+async fn a_wrapped_serialization_failure_is_run_again() {
     let (database, pool, transactor) = world(3).await;
     sqlx::query("INSERT INTO payments (cents) VALUES (0)").execute(&pool).await.unwrap();
     let transactor = transactor.with_isolation(Isolation::RepeatableRead);
@@ -298,7 +298,7 @@ async fn a_serialization_failure_is_run_again_however_it_is_wrapped() {
                 .fetch_one(&mut *connection)
                 .await?;
             if run_number == 1 {
-                // Somebody else changes it behind our snapshot.
+                // Another transaction changes the row after our snapshot.
                 sqlx::query("UPDATE payments SET cents = cents + 10 WHERE id = 1").execute(&pool).await?;
             }
             let update = sqlx::query("UPDATE payments SET cents = $1 WHERE id = 1").bind(cents + 1);
@@ -309,7 +309,7 @@ async fn a_serialization_failure_is_run_again_however_it_is_wrapped() {
         assert_eq!(added.await.unwrap(), TransactOutcome::Executed(expected), "{number}");
         assert_eq!(runs.into_inner(), 2, "{number}");
     }
-    // Not for ever.
+    // The number of runs is bounded.
     let runs = AtomicU32::new(0);
     let limited = transactor.with_max_attempts(3).unwrap();
     let never = limited.transact(&scope(), &key("order-9"), &1, async |connection| {
@@ -360,15 +360,15 @@ async fn a_deadlock_is_resolved() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn keys_and_values_are_data_whatever_is_in_them() {
+async fn keys_and_values_with_special_characters_are_data() {
     let (database, _, transactor) = world(1).await;
     let all: Vec<u8> = (0..=254).collect();
     let hostile: [&[u8]; 5] = [b"'", b"'); DROP TABLE payments; --", b"$1", b"\\x00", &all];
-    for octets in hostile {
-        let text = format!("{}\0\u{2028}\"\\", String::from_utf8_lossy(octets));
-        let parts = [octets, b"\0"];
-        let scope = Scope::caller("customer'", octets).within(&parts);
-        let key = IdempotencyKey::new(octets).unwrap();
+    for bytes in hostile {
+        let text = format!("{}\0\u{2028}\"\\", String::from_utf8_lossy(bytes));
+        let parts = [bytes, b"\0"];
+        let scope = Scope::caller("customer'", bytes).within(&parts);
+        let key = IdempotencyKey::new(bytes).unwrap();
         for replayed in [false, true] {
             let done = transactor.transact(&scope, &key, &text, async |_| Ok(text.clone())).await.unwrap();
             assert_eq!((done.is_replayed(), &done.into_inner()), (replayed, &text));
@@ -378,7 +378,7 @@ async fn keys_and_values_are_data_whatever_is_in_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_session_that_is_ended_in_the_middle_leaves_nothing() {
+async fn a_session_that_ends_in_the_middle_leaves_nothing() {
     let (database, pool, transactor) = world(2).await;
     let failed = transactor.transact(&scope(), &key("order-1"), &500_i64, async |connection| {
         let pid: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *connection).await?;
@@ -394,14 +394,14 @@ async fn a_session_that_is_ended_in_the_middle_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pool_with_no_connection_free_is_an_error_that_says_so() {
+async fn a_pool_without_a_free_connection_is_reported_as_such() {
     let (database, pool, _) = world(1).await;
     let short = sqlx::postgres::PgPoolOptions::new()
         .max_connections(1)
         .acquire_timeout(Duration::from_millis(200))
         .connect_lazy_with((*pool.connect_options()).clone());
     let _held = loop {
-        // The first connection may take longer than that on a busy machine.
+        // The first connection may take longer than the bound on a busy machine.
         if let Ok(held) = short.acquire().await {
             break held;
         }
@@ -454,7 +454,7 @@ async fn a_call_that_is_dropped_or_panics_is_rolled_back() {
         let error = call.await.unwrap_err();
         assert_eq!(error.is_panic(), panics);
     }
-    // On the only connection that there is.
+    // Uses the pool's only connection.
     assert!(!pay(&transactor.with_wait(LONG).unwrap(), "order-1", 500).await.unwrap().is_replayed());
     assert_eq!(database.paid().await, 1);
 }

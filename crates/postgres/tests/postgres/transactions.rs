@@ -1,4 +1,4 @@
-//! Transactions that stay open: an application's own, with its completion in it. Nobody waits for them.
+//! Transactions of an application that stay open, with a completion in them. No other caller waits for them.
 
 use std::time::{Duration, Instant};
 
@@ -10,10 +10,10 @@ use crate::support::{
     Database, claim, claims, completes, id, renews, response, run, sql_id, sqlstate, token, try_run,
 };
 
-/// Nothing here waits for a transaction; machines of tests are slow all the same.
+/// Nothing here waits for a transaction. The bound is generous because test machines are slow.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
-/// The effect of an application, and its completion, in one transaction that is not yet at its end.
+/// Begins a transaction with an application's row and its completion, and leaves it open.
 async fn business(database: &Database, token: u64) -> sqlx::postgres::PgConnection {
     let mut app = database.connect().await;
     run(&mut app, "CREATE TABLE IF NOT EXISTS payments (amount integer)").await;
@@ -27,7 +27,7 @@ async fn payments(database: &Database) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn while_an_application_completes_everybody_else_is_answered_at_once() {
+async fn an_open_completion_of_an_application_delays_no_other_caller() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let token = token(&store.apply(id(1), claims(1)).await.unwrap());
@@ -48,14 +48,14 @@ async fn while_an_application_completes_everybody_else_is_answered_at_once() {
     assert_eq!(purged, 0);
     let record = store.lookup(id(1)).await.unwrap().unwrap();
     assert!(matches!(record.state, State::InProgress { .. }));
-    // A second completion by an application gives up after a moment, and says why.
+    // A second completion by an application gives up after a moment, and reports the reason.
     let second = format!("SELECT oncegate.complete({}, {token})", sql_id(id(1)));
     let error = try_run(&mut database.connect().await, &second).await.unwrap_err();
     assert_eq!(sqlstate(&error), "OG002");
     assert!(start.elapsed() < AT_ONCE, "{:?}", start.elapsed());
 
     run(&mut app, "COMMIT").await;
-    // Its answer may follow, once; until then there is none to replay.
+    // The response may be added later, once. Until then there is nothing to replay.
     assert_eq!(store.apply(id(1), claims(3)).await.unwrap(), Outcome::Unreplayable);
     let answer = Completion::Replayable(response(b"paid"));
     assert_eq!(store.apply(id(1), completes(token, answer)).await.unwrap(), Outcome::Completed);
@@ -64,7 +64,7 @@ async fn while_an_application_completes_everybody_else_is_answered_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_rollback_the_record_is_owned_as_before() {
+async fn a_rollback_leaves_the_owner_of_the_record_unchanged() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let token = token(&store.apply(id(1), claims(1)).await.unwrap());
@@ -80,7 +80,7 @@ async fn after_a_rollback_the_record_is_owned_as_before() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_ends_while_the_application_completes_is_taken_over_by_nobody() {
+async fn no_claim_takes_over_a_lease_that_ends_during_an_open_completion() {
     for policy in [OnAbandoned::Park, OnAbandoned::Reexecute, OnAbandoned::Reconcile] {
         let database = Database::fresh().await;
         let store = database.store().await;
@@ -98,7 +98,7 @@ async fn a_lease_that_ends_while_the_application_completes_is_taken_over_by_nobo
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stale_owner_loses_its_rows() {
+async fn the_rows_of_a_stale_owner_are_rolled_back() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut short = claim(1);
@@ -118,7 +118,7 @@ async fn a_stale_owner_loses_its_rows() {
     let complete = format!("SELECT oncegate.complete({}, {stale})", sql_id(id(1)));
     let error = try_run(&mut app, &complete).await.unwrap_err();
     assert_eq!(sqlstate(&error), "OG001");
-    // Whoever commits all the same commits nothing: the transaction has failed.
+    // A COMMIT in spite of the error commits nothing: the transaction has failed.
     run(&mut app, "COMMIT").await;
     assert_eq!(payments(&database).await, 0);
     assert_eq!(store.apply(id(1), renews(stale)).await.unwrap(), Outcome::Fenced);
@@ -126,10 +126,10 @@ async fn a_stale_owner_loses_its_rows() {
     assert!(matches!(store.apply(id(1), renews(token(&outcome))).await.unwrap(), Outcome::Renewed { .. }));
 }
 
-/// A service that runs its transaction again, because the answer to its COMMIT was lost, or to which something on the way sent
-/// the request twice.
+/// A service runs its transaction again because the answer to its COMMIT was lost, or because an intermediary sent the request
+/// twice.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_commits_once_however_often_it_is_run() {
+async fn an_attempt_that_runs_several_times_commits_once() {
     let response = ", oncegate.response(201, NULL, NULL, 'paid')";
     for (first, second) in [("", ""), (response, response), ("", response)] {
         let database = Database::fresh().await;
@@ -151,7 +151,7 @@ async fn an_attempt_commits_once_however_often_it_is_run() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_application_keeps_its_record_for_as_long_as_the_claim_said() {
+async fn a_completion_by_an_application_keeps_the_retention_of_the_claim() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut app = database.connect().await;
@@ -168,24 +168,24 @@ async fn an_application_keeps_its_record_for_as_long_as_the_claim_said() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stale_owner_that_stays_open_is_in_nobodys_way() {
+async fn an_open_transaction_of_a_stale_owner_blocks_no_one() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let owner = token(&store.apply(id(1), claims(1)).await.unwrap());
     let mut app = database.connect().await;
     run(&mut app, "BEGIN").await;
     let stale = owner.get() - 1;
-    let said = format!(
+    let call = format!(
         "SELECT outcome FROM oncegate.complete_if_owner({}, {stale}, 'tombstone', null, 1000)",
         sql_id(id(1))
     );
-    assert_eq!(try_run(&mut app, &said).await.unwrap().len(), 1);
+    assert_eq!(try_run(&mut app, &call).await.unwrap().len(), 1);
     assert!(matches!(store.apply(id(1), renews(owner)).await.unwrap(), Outcome::Renewed { .. }));
     run(&mut app, "ROLLBACK").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_in_an_open_transaction_makes_nobody_wait() {
+async fn a_claim_in_an_open_transaction_delays_no_other_caller() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut app = database.connect().await;
@@ -204,7 +204,7 @@ async fn a_claim_in_an_open_transaction_makes_nobody_wait() {
     assert!(start.elapsed() < AT_ONCE, "{:?}", start.elapsed());
     run(&mut app, "ROLLBACK").await;
     assert!(matches!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Execute(_)));
-    // The other way round: what was committed is there.
+    // The opposite case: a committed claim is visible.
     run(&mut app, &format!("BEGIN; {}; COMMIT", sql.replace(&sql_id(id(1)), &sql_id(id(3))))).await;
     assert_eq!(store.apply(id(3), claims(2)).await.unwrap(), Outcome::Mismatch);
 }
@@ -216,7 +216,7 @@ async fn replays_take_no_lock_and_write_nothing() {
     let token = token(&store.apply(id(1), claims(1)).await.unwrap());
     let answer = Completion::Replayable(response(b"paid"));
     store.apply(id(1), completes(token, answer)).await.unwrap();
-    // A transaction that may write nothing, on a row that somebody else has locked.
+    // A transaction that may not write, on a row that another transaction has locked.
     let mut other = database.connect().await;
     run(&mut other, "BEGIN; SELECT FROM oncegate.records FOR UPDATE").await;
     let mut reader = database.connect().await;
@@ -231,7 +231,7 @@ async fn replays_take_no_lock_and_write_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_older_than_a_renewal_is_refused_as_the_documentation_says() {
+async fn a_completion_under_a_snapshot_older_than_a_renewal_is_refused() {
     let database = Database::fresh().await;
     let store = database.store().await;
     for (number, level) in [(1, "REPEATABLE READ"), (2, "SERIALIZABLE")] {

@@ -1,4 +1,5 @@
-//! Who waits for a record is told by the database. Nothing here asks again by itself: whoever hears was told.
+//! Notifications: the database reports changes to callers that wait for a record. No test here polls, so a result proves that a
+//! notification arrived.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,9 +13,9 @@ use sqlx::postgres::{PgConnection, PgListener};
 
 use crate::support::{Database, claims, completes, id, response, run, sql_id, token, try_run};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const NOTIFICATION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How many records of this database are watched.
+/// The number of watched records of this database.
 async fn watched(admin: &mut PgConnection) -> i64 {
     let count = "SELECT count(*) AS count FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database \
                  WHERE l.locktype = 'advisory' AND l.mode = 'ShareLock' AND d.datname = current_database()";
@@ -22,7 +23,7 @@ async fn watched(admin: &mut PgConnection) -> i64 {
 }
 
 async fn until_watched(admin: &mut PgConnection, count: i64) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + NOTIFICATION_TIMEOUT;
     loop {
         let found = watched(admin).await;
         if found == count {
@@ -33,18 +34,19 @@ async fn until_watched(admin: &mut PgConnection, count: i64) {
     }
 }
 
-async fn told(changed: impl Future<Output = ()>) {
-    tokio::time::timeout(PATIENCE, changed).await.expect("told");
+async fn notified(changed: impl Future<Output = ()>) {
+    tokio::time::timeout(NOTIFICATION_TIMEOUT, changed).await.expect("no notification");
 }
 
-fn is_told(changed: &mut Pin<Box<dyn Future<Output = ()> + Send + '_>>) -> bool {
+fn is_notified(changed: &mut Pin<Box<dyn Future<Output = ()> + Send + '_>>) -> bool {
     changed.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }
 
-/// What this session is notified of next.
+/// The next notification of this session.
 async fn next(listener: &mut PgListener) -> String {
-    let told = tokio::time::timeout(PATIENCE, listener.recv()).await.expect("a notification").unwrap();
-    told.payload().to_owned()
+    let notification =
+        tokio::time::timeout(NOTIFICATION_TIMEOUT, listener.recv()).await.expect("a notification").unwrap();
+    notification.payload().to_owned()
 }
 
 fn releases(outcome: &Outcome) -> Command {
@@ -52,7 +54,7 @@ fn releases(outcome: &Outcome) -> Command {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_waits_is_told_of_every_end_in_another_process() {
+async fn a_waiter_is_notified_of_every_end_in_another_process() {
     let database = Database::fresh().await;
     let (owner, other) = (database.store().await, database.store().await);
     let mut admin = database.connect().await;
@@ -60,17 +62,17 @@ async fn whoever_waits_is_told_of_every_end_in_another_process() {
     for number in 1..=5 {
         granted.push(owner.apply(id(number), claims(1)).await.unwrap());
     }
-    assert_eq!(watched(&mut admin).await, 0, "nobody waits");
-    // Two wait for the first one.
+    assert_eq!(watched(&mut admin).await, 0, "a session is watching");
+    // Two callers wait for the first record.
     let again = other.changed(id(1));
     let mut waiting: Vec<_> = (1..=5).map(|number| other.changed(id(number))).collect();
     until_watched(&mut admin, 5).await;
 
     owner.apply(id(1), completes(token(&granted[0]), Completion::Tombstone)).await.unwrap();
-    told(again).await;
-    told(waiting.remove(0)).await;
+    notified(again).await;
+    notified(waiting.remove(0)).await;
     owner.apply(id(2), releases(&granted[1])).await.unwrap();
-    told(waiting.remove(0)).await;
+    notified(waiting.remove(0)).await;
     let resolve = Resolve {
         resolution: Resolution::Release,
         retention: Duration::from_secs(3600),
@@ -80,19 +82,19 @@ async fn whoever_waits_is_told_of_every_end_in_another_process() {
         reason: "found".to_owned(),
     };
     owner.apply(id(3), Command::Resolve(resolve)).await.unwrap();
-    told(waiting.remove(0)).await;
+    notified(waiting.remove(0)).await;
 
-    // In an application's transaction: at its commit and not before.
+    // In an application's transaction, at its commit and not before.
     let mut service = database.connect().await;
     run(&mut service, "BEGIN ISOLATION LEVEL REPEATABLE READ").await;
     run(&mut service, &format!("SELECT oncegate.complete({}, {})", sql_id(id(4)), token(&granted[3]).get()))
         .await;
     run(&mut admin, "SELECT 1").await;
-    assert!(!is_told(&mut waiting[0]));
+    assert!(!is_notified(&mut waiting[0]));
     run(&mut service, "COMMIT").await;
-    told(waiting.remove(0)).await;
+    notified(waiting.remove(0)).await;
 
-    // Many at once.
+    // Many at the same time.
     let many: Vec<_> = (100..160).map(|number| (id(number), other.changed(id(number)))).collect();
     for (id, _) in &many {
         granted.push(owner.apply(*id, claims(2)).await.unwrap());
@@ -105,14 +107,14 @@ async fn whoever_waits_is_told_of_every_end_in_another_process() {
         end.await.unwrap();
     }
     for (_, changed) in many {
-        told(changed).await;
+        notified(changed).await;
     }
-    assert!(!is_told(&mut waiting[0]), "nothing happened to this one");
+    assert!(!is_notified(&mut waiting[0]), "nothing happened to this one");
     until_watched(&mut admin, 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_goes_away_leaves_nothing_and_a_store_that_is_gone_neither() {
+async fn a_cancelled_waiter_and_a_dropped_store_leave_no_subscription() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut admin = database.connect().await;
@@ -130,7 +132,7 @@ async fn whoever_goes_away_leaves_nothing_and_a_store_that_is_gone_neither() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_notified_of_where_nobody_waits_or_it_is_not_wanted() {
+async fn no_notification_is_sent_without_a_waiter_or_if_it_is_disabled() {
     let database = Database::fresh().await;
     let mut admin = database.connect().await;
     let mut listener = PgListener::connect(&database.url()).await.unwrap();
@@ -143,7 +145,7 @@ async fn nothing_is_notified_of_where_nobody_waits_or_it_is_not_wanted() {
     assert_eq!(next(&mut listener).await, "first");
     assert_eq!(watched(&mut admin).await, 0);
 
-    // Somebody watches, as a service in another language would; for transactions that are to be prepared it is not wanted.
+    // A session watches, as a service in another language would. Transactions that are to be prepared disable notifications.
     run(&mut admin, &format!("SELECT oncegate.watch(ARRAY[{}, {}])", sql_id(id(2)), sql_id(id(3)))).await;
     let granted = store.apply(id(2), claims(1)).await.unwrap();
     let mut service = database.connect().await;
@@ -156,14 +158,14 @@ async fn nothing_is_notified_of_where_nobody_waits_or_it_is_not_wanted() {
     assert_eq!(next(&mut listener).await, id(3).to_string());
     run(&mut admin, &format!("SELECT oncegate.unwatch(ARRAY[{}, {}])", sql_id(id(2)), sql_id(id(3)))).await;
     assert_eq!(watched(&mut admin).await, 0);
-    // Nothing stays behind of whoever looked whether somebody watches.
+    // The check for watchers leaves nothing behind.
     let locks = "SELECT count(*) AS count FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database \
                  WHERE l.locktype = 'advisory' AND d.datname = current_database()";
     assert_eq!(try_run(&mut admin, locks).await.unwrap()[0].get::<i64, _>("count"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_session_that_was_ended_is_made_again_and_tells_what_it_may_have_missed() {
+async fn a_lost_session_is_replaced_and_wakes_waiters_for_missed_changes() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut admin = database.connect().await;
@@ -174,19 +176,19 @@ async fn a_session_that_was_ended_is_made_again_and_tells_what_it_may_have_misse
         let changed = store.changed(id(1));
         until_watched(&mut admin, 1).await;
         assert_eq!(try_run(&mut admin, end).await.unwrap().len(), 1, "one session for all");
-        told(changed).await;
-        // Or the next one would look at what is left of this one.
+        notified(changed).await;
+        // Otherwise the next round would see the rest of this one.
         until_watched(&mut admin, 0).await;
     }
-    // From then on as before.
+    // From then on, notifications work as before.
     let changed = store.changed(id(1));
     until_watched(&mut admin, 1).await;
     store.apply(id(1), completes(token(&granted), Completion::Tombstone)).await.unwrap();
-    told(changed).await;
+    notified(changed).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn so_many_may_be_watched_and_no_more() {
+async fn the_number_of_watched_records_is_bounded() {
     let database = Database::fresh().await;
     let store = PostgresStore::open(database.options().with_pool_size(1).unwrap()).await.unwrap();
     let mut admin = database.connect().await;
@@ -197,24 +199,24 @@ async fn so_many_may_be_watched_and_no_more() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn behind_a_pooler_without_sessions_nobody_listens() {
+async fn behind_a_transaction_pooler_the_store_does_not_listen() {
     let database = Database::fresh().await;
     let options = PostgresOptions::new(&format!("{}?pooler=transaction", database.url())).unwrap();
     let store = PostgresStore::open(options).await.unwrap();
     let granted = store.apply(id(1), claims(1)).await.unwrap();
     let mut changed = store.changed(id(1));
     store.apply(id(1), completes(token(&granted), Completion::Tombstone)).await.unwrap();
-    assert!(!is_told(&mut changed));
+    assert!(!is_notified(&mut changed));
     let sessions = "SELECT 1 FROM pg_stat_activity \
                     WHERE application_name LIKE '%listener' AND datname = current_database()";
     assert!(try_run(&mut database.connect().await, sessions).await.unwrap().is_empty());
     assert!(matches!(store.apply(id(1), claims(2)).await.unwrap(), Outcome::Unreplayable));
 }
 
-/// Whoever ends an attempt asks for the lock of those who watch. That he gets it just when somebody begins to watch is
-/// rare, and then it is told.
+/// A session that ends an attempt checks the lock of the watchers. In rare cases it checks it just when a session begins to
+/// watch, and then the new watcher must be woken.
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_begins_to_watch_what_changes_just_now_is_told_at_once() {
+async fn a_watcher_that_begins_during_a_change_is_woken_at_once() {
     let database = Database::fresh().await;
     let store = database.store().await;
     let mut service = database.connect().await;
@@ -223,5 +225,5 @@ async fn whoever_begins_to_watch_what_changes_just_now_is_told_at_once() {
         try_run(&mut service, &sql).await.unwrap()[0].get("key")
     };
     run(&mut service, &format!("SELECT pg_advisory_lock({key})")).await;
-    told(store.changed(RecordId::from_bytes([9; 32]))).await;
+    notified(store.changed(RecordId::from_bytes([9; 32]))).await;
 }

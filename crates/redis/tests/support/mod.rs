@@ -1,4 +1,4 @@
-//! What the tests on real servers have in common.
+//! Helpers for the tests on real servers.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::time::{Duration, Instant};
@@ -74,7 +74,7 @@ pub(crate) fn unavailable<T: std::fmt::Debug>(result: Result<T, StoreError>) -> 
     error.to_string()
 }
 
-/// Tries until it is answered.
+/// Tries again until it succeeds.
 pub(crate) async fn until_ok<T, F: Future<Output = Result<T, StoreError>>>(mut act: impl FnMut() -> F) -> T {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
@@ -86,7 +86,7 @@ pub(crate) async fn until_ok<T, F: Future<Output = Result<T, StoreError>>>(mut a
     }
 }
 
-/// How often a server was sent a command.
+/// The number of times that a server executed a command.
 pub(crate) fn calls_of(server: &RedisServer, command: &str) -> usize {
     let stats = server.command(&["INFO", "commandstats"]).unwrap();
     let calls =
@@ -94,7 +94,7 @@ pub(crate) fn calls_of(server: &RedisServer, command: &str) -> usize {
     calls.flatten().map_or(0, |calls| calls.parse().unwrap())
 }
 
-/// A failure to wait: the command was applied.
+/// Expects an error of a command that was applied but not confirmed by enough replicas or disks.
 pub(crate) fn does_not_count(result: Result<Outcome, StoreError>, extent: Extent) -> String {
     let error = result.unwrap_err();
     assert_eq!((error.kind(), error.extent()), (StoreErrorKind::Unavailable, extent), "{error}");
@@ -103,7 +103,7 @@ pub(crate) fn does_not_count(result: Result<Outcome, StoreError>, extent: Extent
     error.to_string()
 }
 
-/// A server that stands still until this is gone.
+/// A server process that is stopped until this value is dropped.
 pub(crate) struct Stopped(u32);
 
 impl Stopped {
@@ -116,7 +116,7 @@ impl Stopped {
 
 impl Drop for Stopped {
     fn drop(&mut self) {
-        // It may have been ended meanwhile.
+        // The test may have ended the server.
         let _ = oncegate_servers::thaw(self.0);
     }
 }
