@@ -1,4 +1,4 @@
-"""The contract as a service in another language uses it: the Lua scripts, redis-py, and nothing of Oncegate.
+"""The contract as a service in another language uses it: with the Lua scripts and redis-py, without a package of Oncegate.
 
 Usage: contract.py redis://host:port/db DIRECTORY, with a file NAME.lua for each script (oncegate schema print redis NAME)
 """
@@ -76,7 +76,7 @@ def main(url, lua):
     assert (word, attempts, after_abandoned) == (b"execute", b"1", b"0")
     assert abs(int(now) - time.time() * 1000) < 60_000 and int(token) == int(now)
     assert int(lease_until) == int(now) + MINUTE
-    # Its answer was lost; it is the same claim.
+    # The answer was lost. The repeated claim is the same claim.
     assert contract.claim(key, attempt, b"pay 5")[2] == token
     assert contract.claim(key, secrets.token_hex(16), b"pay 5")[0] == b"in-progress"
     assert contract.claim(key, secrets.token_hex(16), b"pay 9")[0] == b"mismatch"
@@ -95,7 +95,7 @@ def main(url, lua):
     assert fields[b"version"] == b"1" and fields[b"token"] == token and fields[b"response"] == receipt
     assert b"attempt" not in fields and b"lease_until" not in fields
 
-    # Released: the key is free, and tokens go on.
+    # Released: the key is free, and tokens keep growing.
     key = new_key()
     first = contract.claim(key, secrets.token_hex(16), b"a")[2]
     assert contract.call("release", [key], first, MINUTE)[0] == b"released"
@@ -103,7 +103,7 @@ def main(url, lua):
     assert second[0] == b"execute" and int(second[2]) > int(first) and second[3] == b"2"
     assert contract.complete(key, first, receipt)[0] == b"fenced"
 
-    # Steps outlive their attempt; with them, a released key is not free for another request.
+    # Steps outlive their attempt. With steps, a released key is not free for another request.
     token = second[2]
     octets = bytes(range(256))
     step = lambda token, number, name, result: contract.call("step", [key], token, number, name, result)[0]
@@ -121,7 +121,7 @@ def main(url, lua):
     assert contract.complete(key, third[2], receipt)[0] == b"completed"
     assert not client.hexists(key, "steps") and not client.hexists(key, "step:0")
 
-    # Abandoned: parked, resolved by an operator, in the trail.
+    # Abandoned: parked, resolved by an operator, recorded in the audit trail.
     key = new_key()
     contract.claim(key, secrets.token_hex(16), b"a", lease=0)
     assert contract.claim(key, secrets.token_hex(16), b"a")[0] == b"unknown"
@@ -133,13 +133,13 @@ def main(url, lua):
     assert entry[b"record"].decode() in key and entry[b"actor"] == b"ann" and number.endswith(b"-0")
     assert contract.claim(key, secrets.token_hex(16), b"a")[2] == receipt
 
-    # Abandoned: executed again under a greater token, which knows of it.
+    # Abandoned: executed again with a greater token, and the grant reports the abandoned attempt.
     key = new_key()
     first = contract.claim(key, secrets.token_hex(16), b"a", lease=0)[2]
     second = contract.claim(key, secrets.token_hex(16), b"a", on_abandoned="reexecute")
     assert second[0] == b"execute" and int(second[2]) > int(first) and second[5] == b"1"
 
-    # Looked up, and refused.
+    # Lookups, and refused calls.
     found = contract.call("lookup", [key], "head")
     fields = dict(zip(found[2::2], found[3::2]))
     assert found[0] == b"found" and fields[b"state"] == b"in-progress" and fields[b"token"] == second[2]
@@ -160,7 +160,7 @@ def main(url, lua):
         else:
             raise AssertionError(code)
     if os.environ.get("LEAVE_FOR_RUST"):
-        # A record that the Rust store is to replay.
+        # A record for the Rust store to replay.
         key = "oncegate:{%s}" % ("ab" * 32)
         token = contract.claim(key, secrets.token_hex(16), b"a")[2]
         contract.complete(key, token, receipt)

@@ -1,4 +1,4 @@
-// The contract as a service in Node uses it: pg and SQL, nothing of Oncegate's. The database's URL is the argument.
+// The contract as a service in Node uses it: with pg and SQL, without a package of Oncegate's. Argument: the database's URL.
 
 import assert from 'node:assert/strict'
 import { randomBytes } from 'node:crypto'
@@ -16,7 +16,7 @@ async function claim(db, record, { fingerprint = FINGERPRINT, leaseMs = 30_000, 
   return rows[0]
 }
 
-// One business transaction: the effect, and last of all the completion.
+// One business transaction: the effect, then the completion as its last statement.
 async function pay(client, record, token, amount, response = null) {
   await client.query('BEGIN')
   try {
@@ -38,15 +38,15 @@ async function main(url) {
   await Promise.all([db.connect(), app.connect()])
   await db.query('CREATE TABLE payments (amount integer NOT NULL)')
 
-  // Executes once; its answer commits with its rows, and is replayed octet for octet.
+  // Executes once. The response commits with the rows, and is replayed byte for byte.
   let record = randomBytes(32)
   const attempt = randomBytes(16)
   const granted = await claim(db, record, { attempt })
   assert.equal(granted.outcome, 'execute')
-  // pg gives a bigint as text; a token goes back as it came.
+  // pg returns a bigint as text. A token is sent back unchanged.
   assert.equal(granted.attempts, '1')
   assert.match(granted.token, /^[1-9][0-9]*$/)
-  // Its answer was lost; it is the same claim.
+  // The answer was lost. The repeated claim is the same claim.
   assert.equal((await claim(db, record, { attempt })).token, granted.token)
   const waiting = await claim(db, record)
   assert.equal(waiting.outcome, 'in-progress')
@@ -66,11 +66,11 @@ async function main(url) {
   assert.equal((await claim(db, record, { fingerprint: OTHER_FINGERPRINT })).outcome, 'mismatch')
   assert.equal(await total(db), 5)
 
-  // Run again under the same token, it is rolled back: an attempt commits once.
+  // A second run with the same token is rolled back: an attempt commits once.
   await assert.rejects(pay(app, record, granted.token, 5, response), { code: 'OG001' })
   assert.equal(await total(db), 5)
 
-  // A stale owner is told so, and its rows are rolled back.
+  // A stale owner gets an error, and its rows are rolled back.
   record = randomBytes(32)
   const stale = await claim(db, record, { leaseMs: 1 })
   let taken
@@ -82,7 +82,7 @@ async function main(url) {
   await assert.rejects(pay(app, record, stale.token, 100), { code: 'OG001' })
   assert.equal(await total(db), 5)
 
-  // While the owner's transaction is open, everybody else is answered at once.
+  // While the owner's transaction is open, other callers are answered at once.
   await app.query('BEGIN')
   await app.query('INSERT INTO payments VALUES (7)')
   await app.query('SELECT oncegate.complete($1, $2)', [record, taken.token])
@@ -93,7 +93,7 @@ async function main(url) {
   assert.equal((await claim(db, record)).outcome, 'unreplayable')
   assert.equal(await total(db), 12)
 
-  // Without an end, nobody knows; an application that rolls back leaves its record as it was.
+  // Without a completion the outcome is unknown. A rollback leaves the record unchanged.
   record = randomBytes(32)
   const mine = await claim(db, record)
   await app.query('BEGIN')
@@ -105,7 +105,7 @@ async function main(url) {
   const second = await claim(db, record)
   assert.equal(second.attempts, '2')
 
-  // Steps outlive their attempt; with them, a released key is not free for another request.
+  // Steps outlive their attempt. With steps, a released key is not free for another request.
   const step = async (token, number, name, done) =>
     (await db.query('SELECT * FROM oncegate.step($1, $2, $3, $4, $5)', [record, token, number, name, done])).rows[0].outcome
   assert.equal(await step(second.token, 0, 'charge', body), 'recorded')
@@ -121,7 +121,7 @@ async function main(url) {
   assert.deepEqual([steps.token, steps.step_names], [third.token, ['charge']])
   assert.ok(steps.step_results[0].equals(body))
 
-  // What is hostile is data, or is refused, and changes nothing.
+  // Hostile input is stored as data or refused, and changes nothing else.
   const found = await db.query('SELECT * FROM oncegate.lookup($1)', [record])
   assert.equal(found.rows[0].operation, HOSTILE)
   for (const wrong of [Buffer.from(HOSTILE), Buffer.alloc(31), Buffer.alloc(33), Buffer.alloc(0)]) {

@@ -1,10 +1,10 @@
--- Puts into `public` a decoy for each function and operator of the server whose name is in the text of decoys.contract: one
--- that takes exactly what the server would have to convert, and one with the server's own arguments. Whichever is called
--- raises an error.
+-- Creates decoys in `public` for each function and operator of the server whose name occurs in the text of decoys.contract:
+-- one that takes exactly the types that the server would have to convert, and one with the server's own argument types.
+-- A call of any of them raises an error.
 CREATE SCHEMA decoys;
 CREATE TABLE decoys.contract (sql text);
 
--- The types that an argument of this type may be given as.
+-- The types from which the server converts an argument of this type.
 CREATE FUNCTION decoys.given_as(argument oid) RETURNS SETOF oid LANGUAGE sql STABLE SET search_path = pg_catalog AS $$
     SELECT argument WHERE argument NOT IN (SELECT t.oid FROM pg_type AS t WHERE t.typtype = 'p')
     UNION

@@ -1,4 +1,4 @@
-"""The contract as a service in Python uses it: psycopg and SQL, nothing of Oncegate's. The database's URL is the argument."""
+"""The contract as a service in Python uses it: with psycopg and SQL. Argument: the database's URL."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def claim(db, record, fingerprint=b"\x01" + b"f" * 32, lease_ms=30_000, on_aband
 
 
 def pay(app, record, token, amount, response=None):
-    """One business transaction: the effect, and last of all the completion."""
+    """One business transaction: the effect, then the completion as its last statement."""
     with app.transaction():
         app.execute("INSERT INTO payments VALUES (%s)", (amount,))
         app.execute("SELECT oncegate.complete(%s, %s, %s)", (record, token, response))
@@ -34,7 +34,7 @@ def main(url):
     with psycopg.connect(url, autocommit=True) as db, psycopg.connect(url, autocommit=True) as app:
         db.execute("CREATE TABLE payments (amount integer NOT NULL)")
 
-        # Executes once; its answer commits with its rows, and is replayed octet for octet.
+        # Executes once. The response commits with the rows, and is replayed byte for byte.
         record = os.urandom(32)
         granted = claim(db, record)
         assert granted["outcome"] == "execute" and granted["attempts"] == 1, granted
@@ -49,7 +49,7 @@ def main(url):
         assert replay["outcome"] == "replay" and replay["response"] == answer, replay
         assert answer.endswith(b'{"paid":5}\x00\xff') and total(db) == 5
 
-        # Run again under the same token, it is rolled back: an attempt commits once.
+        # A second run with the same token is rolled back: an attempt commits once.
         try:
             pay(app, record, granted["token"], 5, answer)
         except psycopg.Error as error:
@@ -58,7 +58,7 @@ def main(url):
             raise AssertionError("an attempt has committed twice")
         assert total(db) == 5
 
-        # A stale owner is told so, and its rows are rolled back.
+        # A stale owner gets an error, and its rows are rolled back.
         record = os.urandom(32)
         stale = claim(db, record, lease_ms=1)
         while (taken := claim(db, record, on_abandoned="reexecute"))["outcome"] == "in-progress":
@@ -72,7 +72,7 @@ def main(url):
             raise AssertionError("a stale owner has completed")
         assert total(db) == 5
 
-        # While the owner's transaction is open, everybody else is answered at once.
+        # While the owner's transaction is open, other callers are answered at once.
         with app.transaction():
             app.execute("INSERT INTO payments VALUES (7)")
             app.execute("SELECT oncegate.complete(%s, %s)", (record, taken["token"]))
@@ -82,7 +82,7 @@ def main(url):
         assert claim(db, record)["outcome"] == "unreplayable"
         assert total(db) == 12
 
-        # A step outlives its attempt, for the next one to go on after it.
+        # A step outlives its attempt, and the next attempt continues after it.
         half_way = os.urandom(32)
         first = claim(db, half_way)["token"]
         noted = named(db.execute("SELECT * FROM oncegate.step(%s, %s, 0, 'charge', %s)", (half_way, first, b"\x00\xff")))
@@ -92,7 +92,7 @@ def main(url):
         steps = named(db.execute("SELECT * FROM oncegate.lookup(%s)", (half_way,)))
         assert (steps["token"], steps["step_names"], steps["step_results"]) == (second, ["charge"], [b"\x00\xff"]), steps
 
-        # A record that is inserted once, completed, by the transaction that does it all.
+        # A transaction that does everything inserts its record once, already completed.
         once = os.urandom(32)
         fingerprint = b"\x01" + b"f" * 32
         with app.transaction():

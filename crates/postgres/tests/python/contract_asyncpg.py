@@ -1,4 +1,4 @@
-"""The contract with asyncpg: prepared statements, binary parameters, transactions of its own. The URL is the argument."""
+"""The contract with asyncpg: prepared statements, binary parameters, and its own transactions. Argument: the URL."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ async def claim(db, record, fingerprint=b"\x01" + b"f" * 32, lease_ms=30_000, on
 
 
 async def pay(app, record, token, amount, response=None):
-    """One business transaction: the effect, and last of all the completion."""
+    """One business transaction: the effect, then the completion as its last statement."""
     async with app.transaction():
         await app.execute("INSERT INTO payments VALUES ($1)", amount)
         await app.execute("SELECT oncegate.complete($1, $2, $3)", record, token, response)
@@ -25,7 +25,7 @@ async def main(url):
     db, app = await asyncpg.connect(url), await asyncpg.connect(url)
     await db.execute("CREATE TABLE payments (amount integer NOT NULL)")
 
-    # Executes once; its answer commits with its rows, and is replayed octet for octet.
+    # Executes once. The response commits with the rows, and is replayed byte for byte.
     record = os.urandom(32)
     granted = await claim(db, record)
     assert granted["outcome"] == "execute" and granted["attempts"] == 1, granted
@@ -40,13 +40,13 @@ async def main(url):
     assert replay["outcome"] == "replay" and replay["response"] == answer, replay
     assert answer.endswith(b'{"paid":5}\x00\xff')
 
-    # Of many at once, one executes.
+    # Exactly one of many concurrent claims executes.
     record = os.urandom(32)
     async with asyncpg.create_pool(url, min_size=8, max_size=8) as pool:
         outcomes = [row["outcome"] for row in await asyncio.gather(*(claim(pool, record) for _ in range(40)))]
     assert sorted(outcomes) == ["execute"] + ["in-progress"] * 39, outcomes
 
-    # A stale owner is told so, and its rows are rolled back.
+    # A stale owner gets an error, and its rows are rolled back.
     record = os.urandom(32)
     stale = await claim(db, record, lease_ms=1)
     while (taken := await claim(db, record, on_abandoned="reexecute"))["outcome"] == "in-progress":
@@ -59,7 +59,7 @@ async def main(url):
     else:
         raise AssertionError("a stale owner has completed")
 
-    # While the owner's transaction is open, everybody else is answered at once.
+    # While the owner's transaction is open, other callers are answered at once.
     async with app.transaction():
         await app.execute("INSERT INTO payments VALUES (7)")
         await app.execute("SELECT oncegate.complete($1, $2)", record, taken["token"])
@@ -69,7 +69,7 @@ async def main(url):
     assert (await claim(db, record))["outcome"] == "unreplayable"
     assert await db.fetchval("SELECT sum(amount) FROM payments") == 12
 
-    # A step outlives its attempt, for the next one to go on after it.
+    # A step outlives its attempt, and the next attempt continues after it.
     half_way = os.urandom(32)
     first = (await claim(db, half_way))["token"]
     step = "SELECT outcome FROM oncegate.step($1, $2, 0, 'charge', $3)"

@@ -1,4 +1,4 @@
-"""Messages processed once by a consumer in Python: psycopg and SQL, nothing of Oncegate's. The database's URL is the argument."""
+"""Messages processed once by a consumer in Python: with psycopg and SQL. Argument: the database's URL."""
 
 import random
 import sys
@@ -14,9 +14,9 @@ class Poison(Exception):
 
 
 def handle(db, me, message, order, effect):
-    """Processes a message in the transaction of its effect, and says whether to acknowledge it."""
+    """Processes a message in the transaction of its effect. Returns True if it is to be acknowledged."""
     record = db.execute("SELECT oncegate.message_record('billing', %s)", (message,)).fetchone()[0]
-    # So that a message that ends its process is counted, too.
+    # Counts the attempt before the handler runs, so that a message that kills its process is counted, too.
     begun, attempts, _ = db.execute("SELECT * FROM oncegate.begin_messages(%s, %s, %s)", ([record], me, KEPT)).fetchone()
     if begun != "process":
         return begun != "in-flight"
@@ -60,7 +60,7 @@ def main(url):
         assert handle(db, me, "evt_1", "17", insert)
         assert one(db, "SELECT count(*) FROM invoices") == 1
 
-        # While somebody's transaction is open, a duplicate is told so at once.
+        # While the transaction of another consumer is open, a duplicate gets an answer at once.
         with other.transaction():
             record = one(other, "SELECT oncegate.message_record('billing', 'evt_2')")
             assert one(other, "SELECT outcome FROM oncegate.receive(%s)", record) == "process"
@@ -69,7 +69,7 @@ def main(url):
         assert handle(db, me, "evt_2", "18", insert)
         assert one(db, "SELECT count(*) FROM invoices") == 2
 
-        # Poison ends as one dead letter, and an operator sends it again.
+        # A poison message becomes one dead letter, and an operator sends it again.
         acknowledged = [handle(db, me, "evt_3", "poison", insert) for _ in range(4)]
         assert acknowledged == [False, False, True, True], acknowledged
         number, error = db.execute("SELECT number, error FROM oncegate.list_dead_letters('billing', null, 10)").fetchone()
@@ -80,21 +80,21 @@ def main(url):
             assert not handle(other, me, "evt_3", "19", insert)
         assert handle(other, me, "evt_3", "19", insert)
 
-        # One that ends its process: each process has its number, and none said anything after it had begun.
+        # A message that kills its process: each process counts its attempt, and none reports a result.
         record = one(db, "SELECT oncegate.message_record('billing', 'evt_4')")
         for crash in range(MAX):
             attempts = one(db, "SELECT attempts FROM oncegate.begin_messages(%s, %s, %s)", [record], crash, KEPT)
             assert attempts == crash, attempts
         assert handle(db, me, "evt_4", "20", insert)
         assert one(db, "SELECT outcome FROM oncegate.receive(%s)", record) == "dead"
-        # Whoever gives it up again writes no second letter; what was processed is not given up.
+        # Giving it up again writes no second dead letter. A processed message cannot be given up.
         assert give_up(db, record, "20", "rejected", 1, "again")
         assert give_up(db, one(db, "SELECT oncegate.message_record('billing', 'evt_1')"), "17", "rejected", 1, "no")
         assert one(db, "SELECT count(*) FROM oncegate.dead_letters") == 1
         failed = db.execute("SELECT * FROM oncegate.fail_message(%s, %s)", (record, KEPT)).fetchone()
         assert failed == ("dead", MAX), failed
 
-        # Many in one statement, in their order.
+        # Many messages in one statement, in order.
         sql = "SELECT array_agg(oncegate.message_record('billing', m)) FROM unnest(%s::text[]) AS u (m)"
         records = one(db, sql, ["evt_1", "evt_5", "evt_5"])
         with db.transaction():
@@ -102,17 +102,17 @@ def main(url):
         assert rows == [("processed",), ("process",), ("processed",)], rows
 
         # Events of a stream, in order.
-        said = []
+        outcomes = []
         for sequence in (1, 3, 3, 2, 2):
             with db.transaction():
                 sql = "SELECT outcome, is_more FROM oncegate.stream_event('history', 'order-17', %s, event => %s)"
                 outcome, is_more = db.execute(sql, (sequence, b"event %d" % sequence)).fetchone()
-                said.append(outcome)
+                outcomes.append(outcome)
                 while is_more:
                     buffered, event, is_more = db.execute("SELECT * FROM oncegate.take_buffered('history', 'order-17')").fetchone()
-                    said.append((buffered, event))
-        assert said == ["apply", "buffered", "buffered", "apply", (3, b"event 3"), "applied"], said
-        # 20 was given up before it took effect.
+                    outcomes.append((buffered, event))
+        assert outcomes == ["apply", "buffered", "buffered", "apply", (3, b"event 3"), "applied"], outcomes
+        # Message 20 was given up before it took effect.
         assert one(db, "SELECT string_agg(order_number, ' ' ORDER BY order_number) FROM invoices") == "17 18 19"
     print("ok")
 

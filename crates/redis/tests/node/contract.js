@@ -1,4 +1,4 @@
-// The contract as a service in Node uses it: the Lua scripts, ioredis, and nothing of Oncegate's.
+// The contract as a service in Node uses it: with the Lua scripts and ioredis, without a package of Oncegate's.
 //
 // Usage: node contract.js redis://host:port/db DIRECTORY
 //        node contract.js redis-cluster://host:port,host:port DIRECTORY
@@ -66,7 +66,7 @@ function connect(url) {
   return new Cluster(hosts.split(',').map((host) => ({ host: host.split(':')[0], port: Number(host.split(':')[1]) })))
 }
 
-// A connection to the server that has this key: shard channels are served there only.
+// A connection to the server that has this key, because only that server serves its shard channel.
 async function connectTo(client, key) {
   if (!(client instanceof Cluster)) return client.duplicate()
   const slot = Number(await client.cluster('KEYSLOT', key))
@@ -85,7 +85,7 @@ async function main(url) {
   )
   const receipt = response(201, [['content-type', 'application/octet-stream']], Buffer.from([...Array(256).keys()]))
 
-  // On enough records that each node of a Cluster has some, and has to be told each script.
+  // Uses so many records that each node of a Cluster has some, and has to load each script.
   for (let round = 0; round < 12; round += 1) {
     // Claim, conflict, mismatch, complete, replay.
     const [key, attempt] = [newKey(), newAttempt()]
@@ -96,7 +96,7 @@ async function main(url) {
     assert.deepEqual([word, attempts, afterAbandoned], ['execute', '1', '0'])
     assert.ok(Math.abs(Number(now) - Date.now()) < 60_000 && Number(token) >= Number(now))
     assert.equal(Number(leaseUntil), Number(now) + MINUTE)
-    // Its answer was lost; it is the same claim.
+    // The answer was lost. The repeated claim is the same claim.
     assert.equal(texts(await claim(client, key, attempt, 'pay 5'))[2], token)
     const [inProgress, , left] = texts(await claim(client, key, newAttempt(), 'pay 5'))
     assert.ok(inProgress === 'in-progress' && Number(left) > 0 && Number(left) <= MINUTE)
@@ -115,7 +115,7 @@ async function main(url) {
     assert.deepEqual(await Promise.race([heard, setTimeout(20_000, 'nothing heard', { ref: false })]), [key, `completed ${token}`])
     listener.disconnect()
 
-    // Abandoned: executed again under a greater token, and the stale owner is fenced.
+    // Abandoned: executed again with a greater token, and the stale owner is fenced.
     const second = newKey()
     const stale = texts(await claim(client, second, newAttempt(), 'a', { lease: 0 }))[2]
     const taken = texts(await claim(client, second, newAttempt(), 'a', { onAbandoned: 'reexecute' }))
@@ -125,7 +125,7 @@ async function main(url) {
     const third = texts(await claim(client, second, newAttempt(), 'b'))
     assert.equal(third[3], '3')
 
-    // A step outlives its attempt; with it, a released key is not free for another request.
+    // A step outlives its attempt. With a step, a released key is not free for another request.
     assert.equal(texts(await call(client, 'step', [second], third[2], 0, 'charge', receipt))[0], 'recorded')
     assert.equal(texts(await call(client, 'step', [second], stale, 1, 'ship', ''))[0], 'fenced')
     assert.equal(texts(await call(client, 'release', [second], third[2], MINUTE))[0], 'released')
@@ -134,7 +134,7 @@ async function main(url) {
     assert.ok((await client.hgetBuffer(second, 'result:0')).equals(receipt))
   }
 
-  // Abandoned: parked, resolved by an operator, in the trail. On a Cluster, the trail is elsewhere.
+  // Abandoned: parked, resolved by an operator, recorded in the audit trail. On a Cluster, the trail may be on another node.
   const key = newKey()
   await claim(client, key, newAttempt(), 'a', { lease: 0 })
   assert.equal(texts(await claim(client, key, newAttempt(), 'a'))[0], 'unknown')
@@ -152,7 +152,7 @@ async function main(url) {
   assert.ok(number.endsWith('-0') && entry.includes('ann') && entry.includes(HOSTILE) && entry.includes(key.slice(10, -1)))
   assert.ok((await claim(client, key, newAttempt(), 'a'))[2].equals(receipt))
 
-  // Looked up, and refused.
+  // Lookups, and refused calls.
   const found = texts(await call(client, 'lookup', [key], 'head'))
   assert.deepEqual([found[0], found[found.indexOf('state') + 1]], ['found', 'completed'])
   assert.equal(texts(await call(client, 'lookup', [newKey()]))[0], 'absent')
