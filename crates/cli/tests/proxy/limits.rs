@@ -1,4 +1,4 @@
-//! What clients and services may have of the sidecar: connections, requests, memory, time.
+//! Limits on what clients and services may use of the sidecar: connections, requests, memory, time.
 
 use std::io::Write as _;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn with_key(key: usize) -> String {
     request("POST", "/orders", &[&format!("Idempotency-Key: key-{key}")], "{}")
 }
 
-/// The most memory that it ever had resident, in bytes.
+/// The peak of the sidecar's resident memory, in bytes.
 fn peak(sidecar: &Sidecar) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", sidecar.process.pid())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -35,7 +35,7 @@ fn is_overloaded(answer: &Message) {
 }
 
 #[tokio::test]
-async fn a_connection_beyond_the_most_waits_for_another_to_end() {
+async fn a_connection_beyond_the_limit_waits_until_another_ends() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &["--max-connections=2", "--threads=2"]).await;
     let mut open = Vec::new();
@@ -78,8 +78,8 @@ async fn requests_of_clients_that_hung_up_are_bounded() {
     for wire in &mut wires {
         wire.send(OK).await;
     }
-    // Nothing was claimed for what was refused, and nothing that had begun is lost.
-    until("there is room again", async || sidecar.ask(&with_key(0)).await.status() == 200).await;
+    // The refused requests claimed no key, and no started request is lost.
+    until("there is space again", async || sidecar.ask(&with_key(0)).await.status() == 200).await;
     drop((wires, wire));
     let answering = service.answers(OK);
     assert!(!sidecar.ask(&with_key(3)).await.has_status(200).is_replay());
@@ -87,7 +87,7 @@ async fn requests_of_clients_that_hung_up_are_bounded() {
 }
 
 #[tokio::test]
-async fn a_caller_takes_no_more_than_its_part() {
+async fn one_caller_gets_no_more_than_its_share() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--max-in-flight-per-caller=1"]).await;
     let of = |caller: &str, key: usize| {
@@ -111,7 +111,7 @@ async fn a_caller_takes_no_more_than_its_part() {
 
 type Client = SendRequest<Full<Bytes>>;
 
-/// A client of HTTP/2 that lets so many bytes of each answer come before it reads.
+/// A client of HTTP/2 that accepts this many bytes of each response before it reads.
 async fn http2(sidecar: &Sidecar, window: u32) -> Client {
     let stream = TcpStream::connect(sidecar.address).await.unwrap();
     let mut builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
@@ -126,21 +126,21 @@ fn keyed(key: &str) -> Request<Full<Bytes>> {
     request.body(Full::from("{}")).unwrap()
 }
 
-/// A service whose answer has half a megabyte.
+/// A service whose response has half a megabyte.
 async fn large_answers() -> FixedService {
     let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", MIB / 2, "x".repeat(MIB / 2));
     Service::new().await.answers(answer.leak())
 }
 
 #[tokio::test]
-async fn replays_that_are_not_read_are_bounded_and_given_up() {
+async fn unread_replays_are_bounded_and_given_up() {
     let service = large_answers().await;
     let flags = ["--response-budget=4MiB", "--write-timeout=1s", "--threads=1"];
     let sidecar = Sidecar::start_in_small_pages(service.address, &flags).await;
     sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: k"], "{}")).await.has_status(200);
     let before = sidecar.resident();
     let mut given_up = 0;
-    // One byte of window lets the first piece of an answer into the connection, none lets nothing.
+    // A window of one byte lets the first piece of a response into the connection; a window of zero lets in nothing.
     for window in [0, 1] {
         let mut client = http2(&sidecar, window).await;
         let mut replays = Vec::new();
@@ -153,13 +153,13 @@ async fn replays_that_are_not_read_are_bounded_and_given_up() {
                 other => panic!("{other}"),
             }
         }
-        // Some may have been given up meanwhile, and made room.
+        // Some replays may have been given up meanwhile, which frees space.
         assert!(refused > 0 && replays.len() >= 8, "{} replays, {refused} refused", replays.len());
         let held = sidecar.resident().saturating_sub(before);
         assert!(held < 12 * MIB as u64, "{held} bytes are held");
         for mut replay in replays {
-            // What does not move is reset, and its connection goes on.
-            until("the answer is given up", async || {
+            // A stalled stream is reset, and its connection continues.
+            until("the response is given up", async || {
                 matches!(
                     tokio::time::timeout(Duration::from_millis(10), replay.frame()).await,
                     Ok(Some(Err(_)))
@@ -172,7 +172,7 @@ async fn replays_that_are_not_read_are_bounded_and_given_up() {
         assert_eq!(within("a head", client.send_request(small)).await.unwrap().status(), 200);
     }
     assert!(given_up > 1);
-    until("there is room again", async || {
+    until("there is space again", async || {
         let replay = sidecar.ask(&request("POST", "/orders", &["Idempotency-Key: k"], "{}")).await;
         replay.status() == 200 && replay.body.len() == MIB / 2
     })
@@ -180,7 +180,7 @@ async fn replays_that_are_not_read_are_bounded_and_given_up() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_read_slowly_is_not_given_up() {
+async fn a_response_that_is_read_slowly_is_not_given_up() {
     let service = large_answers().await;
     let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
     let mut client = http2(&sidecar, 64 * 1024).await;
@@ -190,7 +190,7 @@ async fn an_answer_that_is_read_slowly_is_not_given_up() {
         let start = tokio::time::Instant::now();
         while let Some(frame) = within("a frame", body.frame()).await {
             len += frame.unwrap().into_data().map_or(0, |data| data.len());
-            // Each pause is shorter than the time-out, and all of them together are longer.
+            // Each pause is shorter than the time-out; all pauses together are longer.
             tokio::time::sleep(Duration::from_millis(60)).await;
         }
         assert_eq!(len, MIB / 2);
@@ -199,15 +199,15 @@ async fn an_answer_that_is_read_slowly_is_not_given_up() {
 }
 
 #[tokio::test]
-async fn a_hundred_requests_of_one_connection_are_under_way_at_once() {
+async fn one_connection_may_run_a_hundred_requests_at_once() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     let mut wire = sidecar.connect().await;
-    // The preface, and settings of which there are none.
+    // The preface, and an empty SETTINGS frame.
     wire.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await;
     let head = wire.take(9).await;
     let settings = wire.take(usize::from(head[2])).await;
-    assert_eq!(head[3], 4, "settings come first");
+    assert_eq!(head[3], 4, "the settings come first");
     let of = |id: u8| {
         let found = settings.chunks(6).find(|setting| setting[..2] == [0, id]);
         found.map(|setting| u32::from_be_bytes(setting[2..].try_into().unwrap()))
@@ -216,7 +216,7 @@ async fn a_hundred_requests_of_one_connection_are_under_way_at_once() {
     assert_eq!((of(3), of(6)), (Some(100), Some(128 * 1024)));
 }
 
-/// Sends without end; returns when nothing is taken any more.
+/// Sends without end; returns when the other side reads nothing more.
 async fn pour(mut wire: Wire) -> usize {
     let piece = vec![b'x'; 64 * 1024];
     let mut poured = 0;
@@ -227,7 +227,7 @@ async fn pour(mut wire: Wire) -> usize {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_is_hung_up_on() {
+async fn a_client_that_does_not_read_is_disconnected() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
     let mut client = sidecar.connect().await;
@@ -241,7 +241,7 @@ async fn a_client_that_does_not_read_is_hung_up_on() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_a_streamed_answer_under_a_key_holds_up_no_service() {
+async fn a_client_that_does_not_read_a_streamed_response_blocks_no_service() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--write-timeout=1s", "--threads=1"]).await;
     let mut client = sidecar.connect().await;
@@ -250,7 +250,7 @@ async fn a_client_that_does_not_read_a_streamed_answer_under_a_key_holds_up_no_s
     let mut wire = service.accept().await;
     wire.message().await;
     wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", 256 * MIB)).await;
-    // It is read to its end, though by nobody.
+    // The sidecar reads the response to its end, although the client does not.
     assert_eq!(within("the end of the answer", pour(wire)).await, 256 * MIB);
     sidecar.ask(&sent).await.is_problem(422, "replay-unavailable");
     let rest = within("the end of the connection", client.raw_rest()).await;
@@ -258,7 +258,7 @@ async fn a_client_that_does_not_read_a_streamed_answer_under_a_key_holds_up_no_s
 }
 
 #[tokio::test]
-async fn a_small_body_that_becomes_a_large_form_costs_little() {
+async fn a_small_body_with_a_large_canonical_form_costs_little_memory() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start_in_small_pages(service.address, &["--threads=1"]).await;
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
@@ -289,12 +289,12 @@ fn lines(count: usize) -> String {
 }
 
 #[tokio::test]
-async fn heads_of_requests_have_one_limit() {
+async fn request_heads_have_the_same_limit_in_every_version() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     let large = "v".repeat(100 * 1024);
     let larger = "v".repeat(140 * 1024);
-    // Host is a line, too.
+    // `Host` is a line, too.
     for (fields, status) in [
         (lines(999), 200),
         (lines(1000), 431),
@@ -310,7 +310,7 @@ async fn heads_of_requests_have_one_limit() {
         for (name, value) in fields.lines().map(|line| line.split_once(": ").unwrap()) {
             asked = asked.header(name, value);
         }
-        // The authority is a line of HTTP/1.1 only.
+        // Only HTTP/1.1 sends the authority as a line.
         let asked = if status == 431 { asked.header("x-one-more", "v") } else { asked };
         let got = within("a head", client.send_request(asked.body(Full::default()).unwrap())).await.unwrap();
         assert_eq!(got.status(), status, "{:.20}", fields);
@@ -318,7 +318,7 @@ async fn heads_of_requests_have_one_limit() {
 }
 
 #[tokio::test]
-async fn an_answer_with_a_large_head_is_passed_on_and_one_with_a_larger_head_cannot_be_replayed() {
+async fn a_response_with_a_large_head_is_replayed_and_one_beyond_the_limit_is_refused() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     for (key, fields, fits) in [
@@ -349,7 +349,7 @@ async fn an_answer_with_a_large_head_is_passed_on_and_one_with_a_larger_head_can
     }
 }
 
-/// A service that speaks HTTP/2 only, and whose answers have as many lines as the path says.
+/// A service that speaks HTTP/2 only, and whose responses have as many header lines as the path names.
 async fn many_lines(service: Service) {
     while let Ok((stream, _)) = service.listener().accept().await {
         let answer = hyper::service::service_fn(|request: Request<hyper::body::Incoming>| async move {
@@ -366,12 +366,12 @@ async fn many_lines(service: Service) {
 }
 
 #[tokio::test]
-async fn heads_of_answers_have_the_same_limit_over_http_2() {
+async fn response_heads_have_the_same_limit_over_http_2() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--upstream-protocol=http2", "--threads=1"]).await;
     tokio::spawn(many_lines(service));
     let sent = |lines: usize| request("POST", &format!("/{lines}"), &[KEY], "{}");
-    // The library's own limit of 16 KiB would be reached with 450.
+    // The library's own limit of 16 KiB would already refuse 450 lines.
     for lines in [100, 900] {
         assert!(sidecar.ask(&sent(lines)).await.has_status(201).head.fields.len() >= lines);
         assert!(sidecar.ask(&sent(lines)).await.has_status(201).is_replay());
@@ -381,7 +381,7 @@ async fn heads_of_answers_have_the_same_limit_over_http_2() {
 }
 
 #[tokio::test]
-async fn a_client_that_has_said_all_gets_its_answer() {
+async fn a_client_that_closed_its_sending_side_gets_its_response() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     for fields in [&[][..], &[KEY]] {
@@ -390,7 +390,7 @@ async fn a_client_that_has_said_all_gets_its_answer() {
         client.finish().await;
         let mut wire = service.accept().await;
         wire.message().await;
-        // The sidecar has seen the end by now.
+        // By now the sidecar has seen the end of the client's sending side.
         wire.stays_silent().await;
         wire.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n").await;
         wire.stays_silent().await;
@@ -401,7 +401,7 @@ async fn a_client_that_has_said_all_gets_its_answer() {
 }
 
 #[tokio::test]
-async fn answers_that_came_while_the_sidecar_was_stopped_came_in_time() {
+async fn responses_that_arrived_while_the_sidecar_was_suspended_are_in_time() {
     const REQUESTS: usize = 30;
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--upstream-timeout=1s", "--threads=1"]).await;
@@ -430,7 +430,7 @@ async fn answers_that_came_while_the_sidecar_was_stopped_came_in_time() {
 }
 
 #[tokio::test]
-async fn a_service_that_does_not_answer_is_given_up() {
+async fn a_service_that_does_not_answer_times_out() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--upstream-timeout=200ms"]).await;
     let mut client = sidecar.connect().await;
@@ -441,14 +441,14 @@ async fn a_service_that_does_not_answer_is_given_up() {
 }
 
 #[tokio::test]
-async fn an_answer_that_ends_with_its_connection_cannot_be_replayed() {
+async fn a_response_that_ends_with_its_connection_cannot_be_replayed() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
-    // Whether it is whole, or its sender died, looks the same.
+    // A complete response and a dead sender look the same.
     for (key, head) in [
         (1, "HTTP/1.1 200 OK"),
         (2, "HTTP/1.0 200 OK"),
-        // No coding at all, which old services say.
+        // The coding `identity`, which old services send.
         (4, "HTTP/1.1 200 OK\r\nTransfer-Encoding: identity"),
     ] {
         let mut client = sidecar.connect().await;
@@ -459,14 +459,14 @@ async fn an_answer_that_ends_with_its_connection_cannot_be_replayed() {
         drop(wire);
         let got = client.message().await;
         assert_eq!(got.has_status(200).text(), "{\"id\":");
-        // The version is the sidecar's own.
+        // The sidecar sends its own version.
         assert_eq!(
             (got.head.line.as_str(), got.get("transfer-encoding")),
             ("HTTP/1.1 200 OK", Some("chunked"))
         );
         sidecar.ask(&with_key(key)).await.is_problem(422, "replay-unavailable");
     }
-    // One that has no body is whole.
+    // A response without a body is complete.
     let mut client = sidecar.connect().await;
     client.send(with_key(3)).await;
     let mut wire = service.accept().await;
@@ -477,7 +477,7 @@ async fn an_answer_that_ends_with_its_connection_cannot_be_replayed() {
 }
 
 #[tokio::test]
-async fn an_answer_in_another_transfer_coding_is_not_passed_on_as_if_it_had_none() {
+async fn a_response_with_an_unknown_transfer_coding_is_not_forwarded_as_plain() {
     for (codings, body) in [
         ("gzip", "cut off"),
         ("gzip, chunked", "2\r\nok\r\n0\r\n\r\n"),
@@ -500,7 +500,7 @@ async fn an_answer_in_another_transfer_coding_is_not_passed_on_as_if_it_had_none
             got.is_problem(502, "upstream-unsupported");
             assert_eq!(got.json()["retry"], "stop", "{codings}");
         }
-        // It took place all the same.
+        // The operation took place anyway.
         sidecar.ask(&with_key(1)).await.is_problem(422, "replay-unavailable");
     }
     let service = Service::new().await;
@@ -515,7 +515,7 @@ async fn an_answer_in_another_transfer_coding_is_not_passed_on_as_if_it_had_none
 }
 
 #[tokio::test]
-async fn a_malformed_body_without_a_key_is_the_clients_mistake() {
+async fn a_malformed_body_without_a_key_is_a_client_error() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = sidecar.connect().await;
@@ -528,7 +528,7 @@ async fn a_malformed_body_without_a_key_is_the_clients_mistake() {
 }
 
 #[tokio::test]
-async fn a_length_that_is_there_twice_is_refused_in_http_2_as_well() {
+async fn a_repeated_length_is_refused_over_http_2_too() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = http2(&sidecar, 65_535).await;
@@ -547,7 +547,7 @@ async fn a_length_that_is_there_twice_is_refused_in_http_2_as_well() {
 }
 
 #[tokio::test]
-async fn trailers_cannot_say_what_only_the_sidecar_says() {
+async fn trailers_cannot_forge_fields_of_the_sidecar() {
     let service = Service::new().await;
     let flags = ["--threads=1", "--scope=header:x-tenant", "--fingerprint-headers=x-version"];
     let sidecar = Sidecar::start(service.address, &flags).await;
@@ -569,7 +569,7 @@ async fn trailers_cannot_say_what_only_the_sidecar_says() {
 }
 
 #[tokio::test]
-async fn hops_are_believed_where_they_are_trusted() {
+async fn forwarding_fields_of_trusted_hops_are_kept() {
     for (flags, trusted) in [
         (&[][..], true),
         (&["--trusted-proxies=10.0.0.0/8,127.0.0.1"], true),
@@ -596,7 +596,7 @@ async fn hops_are_believed_where_they_are_trusted() {
 }
 
 #[tokio::test]
-async fn what_a_hop_says_that_is_not_trusted_counts_for_nothing() {
+async fn fields_of_an_untrusted_hop_are_ignored() {
     let fields = [
         "X-Forwarded-User: alice",
         "X-Forwarded-Host: shop.test",
@@ -604,7 +604,7 @@ async fn what_a_hop_says_that_is_not_trusted_counts_for_nothing() {
         "X_Forwarded_User: alice",
     ];
     let post = |fields: &[&str]| request("POST", "/orders", &[&[KEY], fields].concat(), "{}");
-    // Not trusted: whoever names a user in such a field has no user.
+    // The hop is not trusted: a client that names a user in such a field has no user.
     for scope in ["x-forwarded-user", "x-forwarded-host", "x-real-ip"] {
         let service = Service::new().await.answers(OK);
         let scope = format!("--scope=required-header:{scope}");
@@ -612,16 +612,16 @@ async fn what_a_hop_says_that_is_not_trusted_counts_for_nothing() {
         let forged = [&fields[..], &["Oncegate-User: alice", "Proxy-Authorization: alice"]].concat();
         sidecar.ask(&post(&forged)).await.is_problem(400, "scope-unavailable");
         assert_eq!(service.requests(), 0, "{scope}");
-        // Whoever forgot to name the gateway finds out why.
+        // The log tells an operator who forgot to list the gateway what is missing.
         sidecar.process.logs("is not one of trusted-proxies").await;
     }
-    // Two requests that the service cannot tell apart are one.
+    // Two requests that the service cannot tell apart count as the same request.
     let service = Service::new().await.answers(OK);
     let compared = "--fingerprint-headers=x-forwarded-user";
     let sidecar = Sidecar::start(service.address, &["--trusted-proxies=none", compared]).await;
     sidecar.ask(&post(&["X-Forwarded-User: alice"])).await.has_status(200);
     assert!(sidecar.ask(&post(&["X-Forwarded-User: bob"])).await.has_status(200).is_replay());
-    // A hop that is trusted names the user.
+    // A trusted hop names the user.
     let scope = "--scope=required-header:x-forwarded-user";
     let sidecar = Sidecar::start(service.address, &["--trusted-proxies=127.0.0.1", scope]).await;
     sidecar.ask(&post(&["X-Forwarded-User: alice"])).await.has_status(200);
@@ -630,12 +630,12 @@ async fn what_a_hop_says_that_is_not_trusted_counts_for_nothing() {
 }
 
 #[tokio::test]
-async fn answers_that_no_client_takes_keep_new_keys_from_being_executed() {
+async fn unread_responses_keep_new_keys_from_being_executed() {
     let service = large_answers().await;
     let flags = ["--response-budget=4MiB", "--threads=1"];
     let sidecar = Sidecar::start_in_small_pages(service.address, &flags).await;
     let mut client = http2(&sidecar, 0).await;
-    // What was drawn ahead for this one stays with the thread.
+    // The budget that this thread reserved ahead for the request stays with the thread.
     let small = request("POST", "/orders", &["Idempotency-Key: small"], "{}");
     sidecar.ask(&small).await.has_status(200);
     let (mut executed, mut refused) = (Vec::new(), 0);
@@ -647,14 +647,14 @@ async fn answers_that_no_client_takes_keep_new_keys_from_being_executed() {
             other => panic!("{other}"),
         }
     }
-    // Eight answers of half a MiB fill it. The one that is read while there is a little room left is kept, too.
+    // Eight responses of half a MiB fill the budget. A response that starts while a little space is left is kept, too.
     assert!(executed.len() <= 10, "{} executed, {refused} refused", executed.len());
     drop((executed, client));
-    until("there is room again", async || sidecar.ask(&small).await.status() == 200).await;
+    until("there is space again", async || sidecar.ask(&small).await.status() == 200).await;
 }
 
 #[tokio::test]
-async fn requests_without_a_key_are_bounded_until_their_answers_end() {
+async fn requests_without_a_key_are_bounded_until_their_responses_end() {
     let service = Service::new().await;
     let flags = ["--max-in-flight-without-key=2", "--threads=2"];
     let sidecar = Sidecar::start(service.address, &flags).await;
@@ -675,19 +675,19 @@ async fn requests_without_a_key_are_bounded_until_their_answers_end() {
     for _ in 0..3 {
         is_overloaded(&sidecar.ask(&get).await);
     }
-    // What has a key is counted for itself.
+    // Requests with a key have a limit of their own.
     let mut client = sidecar.connect().await;
     client.send(with_key(1)).await;
     let mut wire = service.accept().await;
     wire.message().await;
     wire.send(OK).await;
     client.message().await.has_status(200);
-    // An answer that has begun is under way; a client that hangs up is not.
+    // A response that has begun counts until it ends; a client that hangs up does not count.
     wires[0].send("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\no").await;
     clients[0].head().await;
     is_overloaded(&sidecar.ask(&get).await);
     drop((clients, wires));
-    until("there is room again", async || crate::operations::series(&sidecar, gauge).await == Some(0.0))
+    until("there is space again", async || crate::operations::series(&sidecar, gauge).await == Some(0.0))
         .await;
 }
 
@@ -705,19 +705,19 @@ async fn an_upgraded_connection_counts_until_it_ends() {
     wire.send("hello").await;
     assert_eq!(client.take(5).await, b"hello");
     is_overloaded(&sidecar.ask(&request("GET", "/", &[], "")).await);
-    // With a key, too: the key stays free.
+    // The same with a key: the key stays free.
     let keyed = request("POST", "/chat", &["Connection: upgrade", "Upgrade: websocket", KEY], "");
     is_overloaded(&sidecar.ask(&keyed).await);
     drop((client, wire));
     let service = service.answers(OK);
-    until("there is room again", async || sidecar.ask(&request("GET", "/", &[], "")).await.status() == 200)
+    until("there is space again", async || sidecar.ask(&request("GET", "/", &[], "")).await.status() == 200)
         .await;
     assert!(!sidecar.ask(&keyed).await.has_status(200).is_replay());
     drop(service);
 }
 
 #[tokio::test]
-async fn connections_to_the_service_are_kept_for_as_long_as_is_configured() {
+async fn connections_to_the_service_are_kept_for_the_configured_time() {
     let get = request("GET", "/", &[], "");
     for (flag, connections) in [("0s", 3), ("10m", 1)] {
         let service = Service::new().await.answers(OK);

@@ -1,4 +1,4 @@
-//! The log in bad times: a service that is away, a reader that stands still, too few open files.
+//! The log in bad times: a service that is away, a reader that hangs, too few open files.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -21,23 +21,24 @@ impl Drop for Killed {
 }
 
 #[tokio::test]
-async fn a_service_that_is_away_takes_a_line_in_a_while_and_not_one_for_each_request() {
-    let nobody = Service::new().await.address; // dropped at once
-    let sidecar = Sidecar::start(nobody, &[]).await;
+async fn an_unreachable_service_is_logged_now_and_then_and_not_for_each_request() {
+    let unused = Service::new().await.address; // dropped, so nothing listens there
+    let sidecar = Sidecar::start(unused, &[]).await;
     for n in 0..100 {
         let key = format!("Idempotency-Key: k{n}");
         let key = if n % 2 == 0 { &[&*key][..] } else { &[] };
         sidecar.ask(&request("POST", "/", key, "{}")).await.is_problem(502, "upstream-unreachable");
     }
-    until("the log tells of it", async || !sidecar.process.error_lines("unreachable").is_empty()).await;
+    until("the log reports the service", async || !sidecar.process.error_lines("unreachable").is_empty())
+        .await;
     let lines = sidecar.process.error_lines("unreachable");
-    // Ten seconds apart: on a busy machine there may be some.
+    // At most one line every ten seconds: on a busy machine there may be several.
     assert!(lines.len() < 10, "{} lines for 100 requests: {lines:?}", lines.len());
 }
 
-/// A log shipper that hangs, a terminal that was stopped. The other end of the pipe is open, and nobody reads.
+/// A log shipper that hangs, or a terminal that was stopped: the other end of the pipe is open, but reads nothing.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_nobody_reads_holds_up_no_request_and_not_the_end() {
+async fn an_unread_log_blocks_neither_requests_nor_the_shutdown() {
     let service = Service::new().await.answers(OK);
     let (unread, stderr) = std::io::pipe().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
@@ -53,7 +54,7 @@ async fn a_log_that_nobody_reads_holds_up_no_request_and_not_the_end() {
     };
     let (address, admin) = (address("listening on http://"), address("admin http://"));
     let mut client = Wire::connect(address).await;
-    // More lines than the pipe and the queue before it take.
+    // More lines than the pipe and the queue before it can hold.
     let dropped = async || {
         for _ in 0..100 {
             client.send(request("GET", "/", &[], "")).await;
@@ -77,11 +78,11 @@ async fn a_log_that_nobody_reads_holds_up_no_request_and_not_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_standard_error_that_was_closed_changes_no_exit_code() {
+async fn a_closed_standard_error_changes_no_exit_code() {
     let (unread, stderr) = std::io::pipe().unwrap();
     drop(unread);
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
-    // An address of no interface: it says so, and ends.
+    // An address of no interface: the program reports it and exits.
     command.args([
         "proxy",
         "--listen=192.0.2.1:1",
@@ -95,7 +96,7 @@ async fn a_standard_error_that_was_closed_changes_no_exit_code() {
 }
 
 #[tokio::test]
-async fn clients_that_take_all_connections_leave_the_admin_address_its_files() {
+async fn clients_with_all_connections_leave_open_files_to_the_admin_address() {
     let service = Service::new().await.answers(OK);
     let mut command = tokio::process::Command::new("sh");
     command.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
@@ -116,7 +117,7 @@ async fn clients_that_take_all_connections_leave_the_admin_address_its_files() {
 }
 
 #[tokio::test]
-async fn a_level_that_is_none_is_refused() {
+async fn an_invalid_log_level_is_refused() {
     let mut command = sidecar("http://127.0.0.1:1");
     let mut process = Process::start(command.arg("--store=memory:").env("ONCEGATE_LOG", "debgu"));
     let errors = process.errors().await;

@@ -1,4 +1,4 @@
-//! What a reverse proxy has to do besides keys, from outside: the real process, real sockets.
+//! The duties of a reverse proxy besides keys, tested with the real process and real sockets.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -28,6 +28,6 @@ mod store;
 mod streams;
 mod taken_back;
 
-/// What a service says where it does not matter.
+/// The service's response where its content does not matter.
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 const KEY: &str = "Idempotency-Key: intent-1";

@@ -1,4 +1,4 @@
-//! What the person on call sees: outcomes that are unknown, and requests in the access log.
+//! The operator's view: unknown outcomes, and the access log.
 
 use rustix::process::Signal;
 
@@ -12,7 +12,7 @@ pub(crate) async fn admin(sidecar: &Sidecar, path: &str) -> Message {
     crate::support::ask(sidecar.admin, &text).await
 }
 
-/// The value of a series, if it is there.
+/// The value of a metric, if it exists.
 pub(crate) async fn series(sidecar: &Sidecar, name: &str) -> Option<f64> {
     let metrics = admin(sidecar, "/metrics").await;
     let mut lines = metrics.text().lines();
@@ -59,7 +59,7 @@ async fn an_unknown_outcome_is_logged_once_counted_and_named_in_the_answer() {
 }
 
 #[tokio::test]
-async fn an_unknown_outcome_whose_retention_ends_is_told_of_before_and_after() {
+async fn the_log_reports_an_unknown_outcome_before_and_after_its_retention_ends() {
     for store in ["memory:", "directory"] {
         let directory = tempfile::tempdir().unwrap();
         let store = match store {
@@ -75,7 +75,7 @@ async fn an_unknown_outcome_whose_retention_ends_is_told_of_before_and_after() {
         .await;
         let answer = sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await;
         let record = record_of(&answer);
-        until("its end is shown", async || {
+        until("the end of its retention is shown", async || {
             series(&sidecar, "oncegate_unsettled_retention_left_seconds").await.unwrap() <= 20.0
         })
         .await;
@@ -92,7 +92,7 @@ async fn an_unknown_outcome_whose_retention_ends_is_told_of_before_and_after() {
 }
 
 #[tokio::test]
-async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
+async fn records_abandoned_by_a_crash_are_reported_before_any_retry() {
     let directory = tempfile::tempdir().unwrap();
     let store = format!("--store={}", directory.path().join("store").display());
     let service = Service::new().await;
@@ -127,7 +127,7 @@ async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
         logged[0].contains("operation=\"POST /orders\"") && logged[0].contains("attempt=1"),
         "{logged:#?}"
     );
-    until("it is counted as unknown", async || {
+    until("the record is counted as unknown", async || {
         series(&sidecar, "oncegate_records{state=\"unknown\"}").await == Some(1.0)
     })
     .await;
@@ -137,7 +137,7 @@ async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
     let fields = ["Content-Type: application/json", "Connection: close"];
     let text = request("POST", &path, &fields, body).replace("orders.test", "localhost");
     crate::support::ask(sidecar.admin, &text).await.has_status(200);
-    until("nothing waits any more", async || {
+    until("no record waits for an operator", async || {
         series(&sidecar, "oncegate_records{state=\"unknown\"}").await == Some(0.0)
             && series(&sidecar, "oncegate_oldest_unsettled_seconds").await == Some(0.0)
     })
@@ -145,7 +145,7 @@ async fn what_a_crash_left_is_found_before_anybody_asks_for_it() {
 }
 
 #[tokio::test]
-async fn the_access_log_has_nothing_that_a_terminal_obeys() {
+async fn the_access_log_has_no_terminal_control_characters() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &["--access-log=text", "--require-key"]).await;
     for target in ["/\u{9b}31m", "/\u{85}a", "/\u{202e}b"] {
@@ -158,7 +158,7 @@ async fn the_access_log_has_nothing_that_a_terminal_obeys() {
 }
 
 #[tokio::test]
-async fn the_access_log_has_a_line_for_each_keyed_request_and_no_key() {
+async fn the_access_log_has_one_line_per_keyed_request_and_no_key() {
     let secrets = ["Idempotency-Key: whisper-1", "Authorization: Bearer whisper-2"];
     for form in ["text", "json"] {
         let service = Service::new().await.answers(OK);

@@ -1,4 +1,4 @@
-//! What misleads an operator: a wrong address, outcomes under a wrong name, a second effect that leaves no trace, and rights
+//! Traps for operators: a wrong address, outcomes under a wrong name, a second effect that leaves no trace, and rights
 //! that were taken away.
 
 use std::os::unix::fs::PermissionsExt as _;
@@ -27,7 +27,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_port_of_the_service_gets_neither_the_token_nor_the_command() {
+async fn oncegate_keys_sends_neither_token_nor_command_to_the_port_of_the_service() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let port = sidecar.address.to_string();
@@ -42,7 +42,7 @@ async fn the_port_of_the_service_gets_neither_the_token_nor_the_command() {
         let args = [command, &["--admin", &port]].concat();
         let answer = async {
             let (mut wire, asked) = service.next(service.accept().await).await;
-            // The service may say what it likes.
+            // The service may answer whatever it likes.
             let body = "{\"n\":1,\"records\":[],\"entries\":[],\"record\":\"x\",\"ahead_seconds\":null}";
             let length = body.len();
             wire.send(format!(
@@ -62,7 +62,7 @@ async fn the_port_of_the_service_gets_neither_the_token_nor_the_command() {
 }
 
 #[tokio::test]
-async fn each_answer_of_the_admin_api_says_what_it_is() {
+async fn every_response_of_the_admin_api_is_marked() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &[]).await;
     for path in ["/livez", "/readyz", "/metrics", "/v1/keys", "/nowhere"] {
@@ -79,7 +79,7 @@ async fn requests(sidecar: &Sidecar, outcome: &str, class: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn what_never_reached_the_service_is_counted_under_its_own_name() {
+async fn requests_that_never_reached_the_service_have_their_own_outcome() {
     let service = Service::new().await;
     let address = service.address;
     drop(service);
@@ -111,26 +111,26 @@ async fn what_never_reached_the_service_is_counted_under_its_own_name() {
 }
 
 #[tokio::test]
-async fn a_request_that_was_turned_away_on_its_way_is_no_execution() {
+async fn a_request_that_was_refused_on_its_way_is_not_counted_as_executed() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--max-in-flight-without-key=1"]).await;
     let mut first = sidecar.connect().await;
     first.send(request("GET", "/", &[], "")).await;
     let mut wire = service.accept().await;
     wire.message().await;
-    // An upgraded connection outlives its request, so it counts as one without a key.
+    // An upgraded connection outlives its request, so it counts as a request without a key.
     let upgrade = request("POST", "/orders", &[KEY, "Connection: Upgrade", "Upgrade: tunnel"], "");
     sidecar.ask(&upgrade).await.is_problem(503, "overloaded");
     assert_eq!(requests(&sidecar, "overloaded", "5xx").await, 1.0);
     assert_eq!(requests(&sidecar, "executed", "5xx").await, 0.0);
     service.is_not_called().await;
-    // There is no series that can never count.
+    // No metric exists that could never count.
     let metrics = admin(&sidecar, "/metrics").await;
     assert!(!metrics.text().contains("outcome=\"upstream-unanswered\""), "{metrics:?}");
 }
 
 #[tokio::test]
-async fn no_answer_of_the_service_passes_for_one_of_the_admin_api() {
+async fn no_response_of_the_service_looks_like_one_of_the_admin_api() {
     const MARKED: &str = "HTTP/1.1 200 OK\r\nOncegate-Admin: 1\r\nContent-Length: 2\r\n\r\nok";
     let service = Service::new().await.answers(MARKED);
     let sidecar = Sidecar::start(service.address, &[]).await;
@@ -141,7 +141,7 @@ async fn no_answer_of_the_service_passes_for_one_of_the_admin_api() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_end_that_came_too_late_is_logged_with_its_record() {
+async fn a_completion_that_came_too_late_is_logged_with_its_record() {
     let service = Service::new().await;
     let mut sidecar = Sidecar::start(service.address, &["--access-log=text"]).await;
     let mut client = sidecar.connect().await;
@@ -178,8 +178,8 @@ async fn an_end_that_came_too_late_is_logged_with_its_record() {
     .await;
 }
 
-/// Where the service completes its record in its own transaction, an attempt that lost its record cannot commit. One that says
-/// that it did has no such transaction.
+/// If the service completes its record in its own transaction, an attempt that lost its record cannot commit. A service that
+/// reports a success anyway has no such transaction.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_late_success_without_a_commit_is_logged_with_its_record() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
@@ -215,7 +215,7 @@ async fn a_late_success_without_a_commit_is_logged_with_its_record() {
 const FAILED: &str = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\nno";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_right_that_was_taken_away_is_seen_before_requests_are_refused() {
+async fn a_revoked_right_is_reported_before_requests_are_refused() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let url = server.url();
     let applied = oncegate_with(&["schema", "apply", "postgres"], &[("ONCEGATE_STORE", &url)]).await;
@@ -237,24 +237,27 @@ async fn a_right_that_was_taken_away_is_seen_before_requests_are_refused() {
     command.env("ONCEGATE_STORE", &clerk).env("ONCEGATE_SERVICE", "tests");
     let sidecar = Sidecar::run(&mut command).await;
     let ready = async || admin(&sidecar, "/readyz").await;
-    until("it is ready", async || ready().await.status() == 200).await;
+    until("the sidecar is ready", async || ready().await.status() == 200).await;
     server.sql("REVOKE EXECUTE ON FUNCTION oncegate.claim FROM clerk").unwrap();
-    // On a busy machine the store does not always answer in time, which is another reason.
+    // On a busy machine the store sometimes answers too late, which is another reason.
     let reason = "the role may not call oncegate.claim";
-    until("it is not ready", async || {
+    until("the sidecar is not ready", async || {
         let refused = ready().await;
         refused.status() == 503 && refused.text().contains(reason)
     })
     .await;
-    until("it is degraded", async || series(&sidecar, "oncegate_degraded").await == Some(1.0)).await;
+    until("the sidecar is degraded", async || series(&sidecar, "oncegate_degraded").await == Some(1.0)).await;
     server.sql("GRANT EXECUTE ON FUNCTION oncegate.claim TO clerk").unwrap();
-    until("it is ready", async || admin(&sidecar, "/readyz").await.status() == 200).await;
-    until("it is well", async || series(&sidecar, "oncegate_degraded").await == Some(0.0)).await;
+    until("the sidecar is ready", async || admin(&sidecar, "/readyz").await.status() == 200).await;
+    until("the sidecar is not degraded any more", async || {
+        series(&sidecar, "oncegate_degraded").await == Some(0.0)
+    })
+    .await;
     sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_password_that_everybody_can_read_is_warned_of() {
+async fn a_password_on_the_command_line_causes_a_warning() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let settings = "to = \"http://127.0.0.1:9\"\nscope = \"single-tenant\"\nservice = \"tests\"\n";
@@ -281,8 +284,8 @@ async fn a_password_that_everybody_can_read_is_warned_of() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_knows_in_every_profile_that_it_is_done_and_that_it_was_turned_away() {
-    // What is streamed is not kept.
+async fn a_call_recognises_done_and_refused_in_every_profile() {
+    // A streamed response is not stored.
     const STREAM: &str =
         "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9\r\n\r\ndata: 1\n\n";
     for profile in ["ietf", "seed", "stripe"] {

@@ -14,7 +14,7 @@ fn oncegate(args: &[&str], url: &str) -> Output {
     command.args(args).env_clear().envs([("ONCEGATE_STORE", url), service]).output().unwrap()
 }
 
-/// Whether it went well, and what it said; never the password.
+/// Whether the command succeeded, and its output. Asserts that the output never contains the password.
 fn said(server: &PostgresServer, output: &Output) -> (bool, String) {
     let text = [&output.stdout[..], &output.stderr].concat();
     let text = String::from_utf8(text).unwrap();
@@ -23,12 +23,12 @@ fn said(server: &PostgresServer, output: &Output) -> (bool, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_sidecars_on_one_database_know_of_each_others_keys() {
+async fn two_sidecars_on_one_database_share_their_keys() {
     let mut server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let url = server.url();
     let run = |args: &[&str]| said(&server, &oncegate(args, &url));
 
-    // What has no schema is refused politely, and what to do about it is done.
+    // A database without the schema is refused with the command that creates it.
     let check = ["check", "--to=http://127.0.0.1:9"];
     let (ok, text) =
         run(&["proxy", "--to=http://127.0.0.1:9", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0"]);
@@ -68,7 +68,7 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(second.ask(&asked).await.has_status(200).is_replay());
     second.ask(&request("POST", "/orders", &[KEY], "{\"other\":1}")).await.is_problem(422, "key-reused");
 
-    // A sidecar that loses its database refuses, and goes on when it is back.
+    // A sidecar that loses its database refuses requests, and continues when the database is back.
     let other = request("POST", "/orders", &["Idempotency-Key: intent-2"], "{}");
     let mut server = tokio::task::spawn_blocking(move || {
         server.stop_immediately().unwrap();
@@ -84,10 +84,10 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     })
     .await
     .unwrap();
-    // The claim of the request that was refused is taken back first.
+    // The claim of the refused request is taken back first.
     until("the request is executed", async || second.ask(&other).await.status() == 200).await;
-    // The other one asks for its store once a second.
-    until("the other one has its store again", async || first.ask(&other).await.status() == 200).await;
+    // The other sidecar probes its store once a second.
+    until("the other sidecar has its store again", async || first.ask(&other).await.status() == 200).await;
     assert!(first.ask(&other).await.has_status(200).is_replay());
     assert_eq!(service.requests(), 2);
 
@@ -98,9 +98,9 @@ async fn two_sidecars_on_one_database_know_of_each_others_keys() {
     assert!(logged.contains("postgres://oncegate@") && !logged.contains(server.password()), "{logged}");
 }
 
-/// A database whose functions were made under a search path in which another role had put an operator.
+/// A database whose functions were created under a search path that contained an operator of another role.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_that_is_bound_to_what_others_own_is_told_and_repaired() {
+async fn a_schema_bound_to_objects_of_other_roles_is_reported_and_repaired() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let url = server.url();
     let run = |args: &[&str]| said(&server, &oncegate(args, &url));
@@ -128,9 +128,9 @@ async fn a_database_that_is_bound_to_what_others_own_is_told_and_repaired() {
     }
 }
 
-/// As with `psql`: the one who runs the program.
+/// As with `psql`, the default is the user that runs the program.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_url_without_a_user_means_the_one_who_runs_the_program() {
+async fn a_url_without_a_user_means_the_user_that_runs_the_program() {
     let server = tokio::task::spawn_blocking(|| PostgresServer::start().unwrap()).await.unwrap();
     let name = Command::new("id").arg("-un").output().unwrap().stdout;
     let name = String::from_utf8(name).unwrap().trim().to_owned();
@@ -145,7 +145,7 @@ async fn a_url_without_a_user_means_the_one_who_runs_the_program() {
     let password = ("PGPASSWORD", "os-user");
     let (ok, text) = run(&format!("postgres://{rest}"), &[password]);
     assert!(ok && text.contains(&format!("postgres://{name}@127.0.0.1:")), "{text}");
-    // What is said explicitly goes first.
+    // An explicit user takes precedence.
     for (url, variable) in
         [(format!("postgres://{rest}"), Some("nobody-1")), (format!("postgres://nobody-1@{rest}"), None)]
     {

@@ -1,4 +1,4 @@
-//! HTTP/1.1 and HTTP/2, in the clear and over TLS, on both sides.
+//! HTTP/1.1 and HTTP/2, in clear text and over TLS, on both sides.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -55,7 +55,7 @@ async fn send(
     (parts, body.to_bytes(), trailers)
 }
 
-/// A service that speaks HTTP/2 only: it answers with what it saw.
+/// A service that speaks HTTP/2 only. Its response shows what it received.
 async fn serve_http2(stream: impl Stream + 'static) {
     let service = service_fn(|request: Request<Incoming>| async move {
         let (parts, body) = request.into_parts();
@@ -82,11 +82,11 @@ async fn serve_http2(stream: impl Stream + 'static) {
         Ok::<_, Infallible>(response)
     });
     let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-    // A connection that the sidecar ends is no concern of the service.
+    // The sidecar may end the connection at any time.
     let _ended = server.serve_connection(TokioIo::new(stream), service).await;
 }
 
-/// A certificate authority, and a certificate by it for `localhost`.
+/// A certificate authority, and its certificate for `localhost`.
 pub(crate) struct Authority {
     directory: tempfile::TempDir,
 }
@@ -106,7 +106,7 @@ impl Authority {
         let directory = tempfile::tempdir().unwrap();
         let mut authority = CertificateParams::new([]).unwrap();
         authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        // Each has a name of its own.
+        // Each authority has a name of its own.
         let name = directory.path().display().to_string();
         authority.distinguished_name.push(rcgen::DnType::CommonName, name);
         let issuer = CertifiedIssuer::self_signed(authority, KeyPair::generate().unwrap()).unwrap();
@@ -150,7 +150,7 @@ impl Authority {
 }
 
 #[tokio::test]
-async fn a_client_may_speak_http_2_in_the_clear() {
+async fn a_client_may_speak_http_2_without_tls() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1", "--scope=header:authorization"]).await;
     let mut client = http2(TcpStream::connect(sidecar.address).await.unwrap()).await;
@@ -170,7 +170,7 @@ async fn a_client_may_speak_http_2_in_the_clear() {
     assert_eq!((seen.get("host"), seen.text()), (Some("shop.test"), "{}"));
     assert_eq!(seen.get("via"), Some("2 oncegate"));
     assert_eq!(seen.get("x-forwarded-host"), Some("shop.test"));
-    // RFC 9113, 8.2.3: on the way to HTTP/1.1 these are one line again.
+    // RFC 9113, 8.2.3: on the way to HTTP/1.1 several cookie fields become one line.
     assert_eq!(seen.get("cookie"), Some("a=1; b=2"));
     wire.send("HTTP/1.1 201 Created\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\nContent-Length: 2\r\n\r\nok").await;
     let ((first, body, _), (second, again, _)) = within("both answers", answer).await.unwrap();
@@ -194,7 +194,7 @@ async fn many_streams_of_one_http_2_connection_run_at_once() {
             tokio::spawn(async move { send(&mut client, asked.body(text("{}")).unwrap()).await.0.status })
         })
         .collect();
-    // None is answered before all were asked.
+    // The service answers no request before it has received all of them.
     let mut wires = Vec::new();
     for _ in 0..20 {
         let mut wire = service.accept().await;
@@ -245,7 +245,7 @@ async fn a_client_may_speak_tls_with_either_version() {
         }
     }
     assert_eq!((service.requests(), service.connections()), (4, 1));
-    // Who does not speak TLS gets no answer, and keeps nobody else from getting one.
+    // A client that does not speak TLS gets no response, and does not block other clients.
     let mut plain = sidecar.connect().await;
     plain.send(request("GET", "/", &[], "")).await;
     let answer = plain.rest().await;
@@ -253,7 +253,7 @@ async fn a_client_may_speak_tls_with_either_version() {
 }
 
 #[tokio::test]
-async fn the_service_hears_that_tls_was_spoken() {
+async fn the_service_learns_that_the_client_used_tls() {
     let authority = Authority::new();
     let service = Service::new().await;
     let mut command = sidecar(&format!("http://{}", service.address));
@@ -278,9 +278,9 @@ fn said(parts: &http::response::Parts, name: &str) -> String {
     parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap()).collect::<Vec<_>>().join(", ")
 }
 
-/// Each host has a connection of its own over HTTP/2, and clients can make up any number of hosts.
+/// Over HTTP/2 each host has a connection of its own, and clients can invent any number of hosts.
 #[tokio::test]
-async fn hosts_that_clients_make_up_do_not_take_all_connections() {
+async fn invented_hosts_do_not_use_up_all_connections() {
     let service = Service::new().await;
     let mut command = tokio::process::Command::new("sh");
     command.args(["-c", "ulimit -n 160; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
@@ -312,7 +312,7 @@ async fn hosts_that_clients_make_up_do_not_take_all_connections() {
     // An eighth of the open files.
     assert!(connections.load(std::sync::atomic::Ordering::Relaxed) <= 20, "{refused} refused");
     assert!(refused >= 80);
-    // A host that has a connection is served all the same, and others are after a while.
+    // A host with a connection is still served, and new hosts are served after a while.
     get("host-0.test").await.has_status(200);
     let mut other = sidecar.connect().await;
     until("a further host is served", async || {
@@ -323,7 +323,7 @@ async fn hosts_that_clients_make_up_do_not_take_all_connections() {
 }
 
 #[tokio::test]
-async fn a_service_may_speak_http_2_in_the_clear() {
+async fn a_service_may_speak_http_2_without_tls() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1", "--upstream-protocol=http2"]).await;
     let listener = service.into_listener();
@@ -349,12 +349,12 @@ async fn a_service_may_speak_http_2_in_the_clear() {
     assert_eq!(got.has_status(200).text(), "from the service");
     assert_eq!(got.get("x-version"), Some("HTTP/2.0"));
     assert_eq!((got.get("x-method"), got.get("x-length")), (Some("POST"), Some("3")));
-    // RFC 9113, 8.3.1: the authority is what the client asked for, and no `Host` says otherwise.
+    // RFC 9113, 8.3.1: the authority names the host that the client asked for, and no `Host` contradicts it.
     assert_eq!(got.get("x-target"), Some("http://orders.test/orders?a=1"));
     assert!(matches!(got.get("x-host"), None | Some("orders.test")), "{:?}", got.head);
     assert_eq!(got.head.all("x-attempt").len(), 3);
 
-    // From HTTP/2 to HTTP/2, as gRPC does it.
+    // From HTTP/2 to HTTP/2, as gRPC uses it.
     let mut client = http2(TcpStream::connect(sidecar.address).await.unwrap()).await;
     let asked = Request::post("http://orders.test/grpc.Orders/Make").header("te", "trailers");
     let asked = asked.body(with_trailers("abc", "x-sum", "1")).unwrap();
@@ -367,7 +367,7 @@ async fn a_service_may_speak_http_2_in_the_clear() {
     assert_eq!(connections.load(std::sync::atomic::Ordering::Relaxed), 1);
 }
 
-/// A sidecar in front of a service with TLS, that trusts this authority, or none.
+/// A sidecar in front of a service with TLS that trusts this authority, or none.
 async fn before_tls(port: u16, trusted: &Path, flags: &[&str]) -> Sidecar {
     Sidecar::run(sidecar_to_tls(port, trusted).args(flags)).await
 }
@@ -380,8 +380,8 @@ fn sidecar_to_tls(port: u16, trusted: &Path) -> Command {
 }
 
 #[tokio::test]
-async fn certificates_are_needed_by_whom_they_are_for() {
-    // As in an image with nothing in it but the program.
+async fn system_certificates_are_required_only_for_services_that_need_them() {
+    // As in an image that contains nothing but the program.
     let none = Path::new("/there/are/none.pem");
     let service = Service::new().await;
     let mut command = sidecar(&format!("http://{}", service.address));
@@ -399,14 +399,14 @@ async fn certificates_are_needed_by_whom_they_are_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_check_says_how_the_authority_of_a_service_becomes_known() {
+async fn check_explains_how_to_trust_the_authority_of_a_service() {
     let (authority, other) = (Authority::new(), Authority::new());
     let service = Service::new().await;
     let to = format!("https://localhost:{}", service.address.port());
     let (listener, acceptor) = (service.into_listener(), authority.server(&[b"http/1.1"]));
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            // One that does not trust it ends the handshake.
+            // A client that does not trust the certificate ends the handshake.
             if let Ok(stream) = acceptor.accept(stream).await {
                 let mut wire = Wire::new(stream);
                 wire.message().await;
@@ -444,7 +444,7 @@ async fn a_service_may_speak_tls_with_either_version() {
         let (stream, _) = within("a connection", service.into_listener().accept()).await.unwrap();
         let stream = within("a handshake", authority.server(offered).accept(stream)).await.unwrap();
         let session = stream.get_ref().1;
-        // The name is the service's own, whatever host the client asked for.
+        // The sidecar checks the service's own name, whatever host the client asked for.
         assert_eq!(session.server_name(), Some("localhost"));
         assert_eq!(session.alpn_protocol(), agreed, "{flags:?}");
         if agreed == Some(b"h2") {
@@ -463,9 +463,9 @@ async fn a_service_may_speak_tls_with_either_version() {
     }
 }
 
-/// A load balancer that is overloaded, or a wrong port: nothing is sent, so the key stays free.
+/// An overloaded load balancer, or a wrong port: no request is sent, so the key stays free.
 #[tokio::test]
-async fn a_service_that_does_not_speak_tls_was_not_reached() {
+async fn a_service_that_does_not_speak_tls_counts_as_unreached() {
     let authority = Authority::new();
     let trusted = authority.file("ca.pem");
     for flags in [
@@ -477,7 +477,7 @@ async fn a_service_that_does_not_speak_tls_was_not_reached() {
         for _ in 0..2 {
             let mut client = sidecar.connect().await;
             client.send(request("POST", "/orders", &[KEY], "abc")).await;
-            // It takes the connection, and says nothing.
+            // The service accepts the connection and sends nothing.
             let _silent = service.accept().await;
             client.message().await.is_problem(502, "upstream-unreachable");
         }
@@ -495,7 +495,7 @@ async fn a_service_that_does_not_speak_tls_was_not_reached() {
 }
 
 #[tokio::test]
-async fn an_upgrade_is_asked_for_in_http_1_though_tls_would_agree_on_2() {
+async fn an_upgrade_uses_http_1_although_tls_would_negotiate_http_2() {
     let authority = Authority::new();
     let service = Service::new().await;
     let sidecar = before_tls(service.address.port(), Path::new(&authority.file("ca.pem")), &[]).await;
@@ -521,7 +521,7 @@ async fn a_lost_connection_in_http_2_is_noticed() {
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/", &[KEY], "abc")).await;
     let mut lost = service.accept().await;
-    // An empty SETTINGS frame, an acknowledgement of theirs, and nothing any more.
+    // An empty SETTINGS frame, an acknowledgement of the sidecar's, and then nothing.
     lost.send([0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 0, 0, 0, 0]).await;
     client.message().await.is_problem(502, "outcome-unknown");
     client.send(request("GET", "/", &[], "")).await;
@@ -532,7 +532,7 @@ async fn a_lost_connection_in_http_2_is_noticed() {
 }
 
 #[tokio::test]
-async fn a_service_with_a_certificate_of_nobody_is_not_spoken_to() {
+async fn a_service_with_an_untrusted_certificate_gets_no_request() {
     let (authority, other) = (Authority::new(), Authority::new());
     let service = Service::new().await;
     let trusted = other.file("ca.pem");
@@ -546,7 +546,7 @@ async fn a_service_with_a_certificate_of_nobody_is_not_spoken_to() {
     };
     let asked = async {
         for _ in 0..2 {
-            // Nothing was sent, so the key is free again.
+            // No request was sent, so the key is free again.
             sidecar.ask(&request("POST", "/", &[KEY], "abc")).await.is_problem(502, "upstream-unreachable");
         }
     };

@@ -1,4 +1,4 @@
-//! The owner of a key is killed, and the service is asked what became of the request.
+//! The owner of a key is killed, and the sidecar asks the service for the outcome of the request.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -13,25 +13,25 @@ const ASKED_AT: &str = "/oncegate/outcome";
 const KEY: &str = "Idempotency-Key: intent-1";
 const EXECUTED: &str = "HTTP/1.1 201 Created\r\nContent-Length: 8\r\n\r\nexecuted";
 
-/// What the service says to a question.
+/// The service's reply to a question.
 #[derive(Clone)]
 enum Reply {
-    /// These bytes; `{record}` and `{token}` are what it was asked with.
+    /// These bytes; `{record}` and `{token}` stand for the values of the question.
     Says(Vec<u8>),
-    /// The same, and the connection is closed.
+    /// The same, and then the connection closes.
     SaysAndCloses(Vec<u8>),
-    /// These bytes, and then chunks for as long as somebody reads.
+    /// These bytes, and then chunks for as long as the sidecar reads.
     Floods(Vec<u8>),
-    /// Nothing, for as long as this test waits.
+    /// No byte; the connection stays open.
     Nothing,
-    /// Nothing, and the connection is closed.
+    /// No byte; the connection closes.
     Closes,
-    /// This one, but only after the other side of the channel says so.
+    /// This reply, after the channel becomes true.
     Held(watch::Receiver<bool>, Box<Reply>),
 }
 
 impl Reply {
-    /// An answer with the fields that an answer must have, and these.
+    /// A reply with the required fields and these.
     fn marked(status: &str, outcome: &str, fields: &str, body: impl AsRef<[u8]>) -> Self {
         let body = body.as_ref();
         let head = format!(
@@ -55,7 +55,7 @@ impl Reply {
     }
 }
 
-/// A service that never answers its first request, executes all others, and says what it is told to say when it is asked.
+/// A service that never answers its first request, executes all others, and gives the prepared replies to questions.
 #[derive(Clone)]
 struct Ledger {
     shared: Arc<Shared>,
@@ -63,15 +63,15 @@ struct Ledger {
 
 struct Shared {
     executed: Mutex<Vec<Message>>,
-    asked: Mutex<Vec<Message>>,
-    /// In their order; the last one again and again.
+    questions: Mutex<Vec<Message>>,
+    /// The replies in their order; the last one is repeated.
     replies: Mutex<Vec<Reply>>,
 }
 
 impl Ledger {
     fn serve(listener: TcpListener) -> Self {
         let shared =
-            Shared { executed: Mutex::default(), asked: Mutex::default(), replies: Mutex::default() };
+            Shared { executed: Mutex::default(), questions: Mutex::default(), replies: Mutex::default() };
         let ledger = Self { shared: Arc::new(shared) };
         let serving = ledger.clone();
         tokio::spawn(async move {
@@ -87,7 +87,7 @@ impl Ledger {
         while let Some(head) = wire.try_head().await {
             let message = wire.body(head).await;
             let is_question = message.head.line.contains(ASKED_AT);
-            let place = if is_question { &self.shared.asked } else { &self.shared.executed };
+            let place = if is_question { &self.shared.questions } else { &self.shared.executed };
             let number = {
                 let mut all = place.lock().unwrap();
                 all.push(message.clone());
@@ -108,7 +108,7 @@ impl Ledger {
                 }
                 answer
             } else if number == 1 {
-                // It takes effect, and nobody hears of it.
+                // The request takes effect, but its response is lost.
                 std::future::pending().await
             } else {
                 EXECUTED.into()
@@ -119,7 +119,7 @@ impl Ledger {
         }
     }
 
-    /// What is said, whether the connection ends with it, and whether it goes on and on.
+    /// The bytes of the reply, whether the connection ends after them, and whether more bytes follow without end.
     async fn reply(&self, question: &Message) -> (Vec<u8>, bool, bool) {
         let mut reply = {
             let mut replies = self.shared.replies.lock().unwrap();
@@ -156,12 +156,12 @@ impl Ledger {
         self.shared.executed.lock().unwrap().clone()
     }
 
-    fn asked(&self) -> Vec<Message> {
-        self.shared.asked.lock().unwrap().clone()
+    fn questions(&self) -> Vec<Message> {
+        self.shared.questions.lock().unwrap().clone()
     }
 }
 
-/// A sidecar whose predecessor was killed while the service was at a request, on the same store.
+/// A sidecar on the store of its predecessor, which was killed while the service worked on a request.
 struct World {
     directory: TempDir,
     ledger: Ledger,
@@ -184,9 +184,9 @@ impl World {
         world
     }
 
-    /// With the address to ask at, a short lease and the request that every test retries.
+    /// With a path for questions, a short lease, and the request that every test retries.
     async fn new(flags: &[&str]) -> Self {
-        Self::after_a_crash(flags, &asked()).await
+        Self::after_a_crash(flags, &keyed_order()).await
     }
 
     async fn restart(&mut self, flags: &[&str]) {
@@ -194,9 +194,9 @@ impl World {
         self.sidecar = start(&self.directory, self.to, flags).await;
     }
 
-    /// Retries until it is no longer in progress.
+    /// Retries until the request is no longer in progress.
     async fn settled(&self) -> Message {
-        settled(self.sidecar.address, asked()).await
+        settled(self.sidecar.address, keyed_order()).await
     }
 
     async fn metric(&self, line: &str) -> bool {
@@ -212,16 +212,16 @@ async fn start(directory: &TempDir, to: std::net::SocketAddr, flags: &[&str]) ->
     let reconcile = format!("--reconcile={ASKED_AT}");
     let all = ["--on-abandoned=reconcile", &reconcile, "--reconcile-timeout=700ms", "--lease=300ms", &store];
     let mut all = all.to_vec();
-    // What a test says itself counts.
+    // A later flag of a test takes precedence.
     all.retain(|flag| !flags.iter().any(|own| own.split('=').next() == flag.split('=').next()));
     Sidecar::start(to, &[&all, flags].concat()).await
 }
 
-fn asked() -> String {
+fn keyed_order() -> String {
     request("POST", "/orders?shop=1", &[KEY, "Authorization: Bearer t"], "{\"item\":1}")
 }
 
-/// Can be run in a task of its own.
+/// Like `World::settled`, for a task of its own.
 async fn settled(address: std::net::SocketAddr, request: String) -> Message {
     let give_up = Instant::now() + TIMEOUT;
     loop {
@@ -229,7 +229,7 @@ async fn settled(address: std::net::SocketAddr, request: String) -> Message {
         if answer.status() != 409 {
             return answer;
         }
-        assert!(Instant::now() < give_up, "it is still in progress");
+        assert!(Instant::now() < give_up, "the request is still in progress");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -239,7 +239,7 @@ fn token(message: &Message) -> u64 {
 }
 
 #[tokio::test]
-async fn what_happened_is_stored_and_replayed_octet_for_octet() {
+async fn a_reconciled_response_is_stored_and_replayed_byte_for_byte() {
     let world = World::new(&["--stored-header=X-Order"]).await;
     let body: Vec<u8> = (0..=255).cycle().take(70_000).collect();
     let fields = "Content-Type: application/byte-stream\r\nLocation: /orders/7\r\nX-Order: 7\r\nX-Other: no\r\n\
@@ -256,15 +256,15 @@ async fn what_happened_is_stored_and_replayed_octet_for_octet() {
             assert_eq!(answer.get(name), None, "{name}");
         }
     }
-    // Another process finds it in the store.
+    // Another process finds the response in the store.
     let mut world = world;
     world.restart(&[]).await;
     assert_eq!(world.settled().await.body, body);
-    assert_eq!((world.ledger.executed().len(), world.ledger.asked().len()), (1, 1));
+    assert_eq!((world.ledger.executed().len(), world.ledger.questions().len()), (1, 1));
 }
 
 #[tokio::test]
-async fn an_answer_in_chunks_with_trailers_and_one_without_a_body_are_answers() {
+async fn replies_with_chunks_and_trailers_or_without_a_body_are_accepted() {
     let head = "Oncegate-Outcome: happened\r\nOncegate-Record: {record}\r\nOncegate-Token: {token}\r\n";
     for (reply, status, body) in [
         (
@@ -295,7 +295,7 @@ async fn an_answer_in_chunks_with_trailers_and_one_without_a_body_are_answers() 
 }
 
 #[tokio::test]
-async fn the_question_says_what_is_asked_about_and_for_whom_and_nothing_that_a_client_made_up() {
+async fn the_question_names_record_and_caller_and_carries_no_forged_fields() {
     let first = request(
         "POST",
         "/orders?shop=1",
@@ -326,8 +326,8 @@ async fn the_question_says_what_is_asked_about_and_for_whom_and_nothing_that_a_c
     let world = World::after_a_crash(&[], &first).await;
     world.ledger.will_say([Reply::happened()]);
     settled(world.sidecar.address, first).await.has_status(201);
-    let (executed, asked) = (world.ledger.executed(), world.ledger.asked());
-    let (execution, question) = (&executed[0], &asked[0]);
+    let (executed, questions) = (world.ledger.executed(), world.ledger.questions());
+    let (execution, question) = (&executed[0], &questions[0]);
     assert_eq!(question.head.line, format!("GET {ASKED_AT} HTTP/1.1"));
     assert_eq!(question.body, b"");
     for (name, value) in [
@@ -367,11 +367,12 @@ async fn the_question_says_what_is_asked_about_and_for_whom_and_nothing_that_a_c
 }
 
 #[tokio::test]
-async fn what_did_not_happen_is_executed_once_under_a_higher_token_however_many_retry() {
+async fn a_request_that_did_not_happen_is_executed_once_under_a_higher_token() {
     let world = World::new(&["--threads=2"]).await;
     world.ledger.will_say([Reply::did_not_happen()]);
     let address = world.sidecar.address;
-    let all: Vec<_> = (0..20).map(|_| tokio::spawn(async move { settled(address, asked()).await })).collect();
+    let all: Vec<_> =
+        (0..20).map(|_| tokio::spawn(async move { settled(address, keyed_order()).await })).collect();
     let mut fresh = 0;
     for one in all {
         let answer = one.await.unwrap();
@@ -379,16 +380,16 @@ async fn what_did_not_happen_is_executed_once_under_a_higher_token_however_many_
         fresh += usize::from(!answer.is_replay());
     }
     assert_eq!(fresh, 1);
-    let (executed, asked) = (world.ledger.executed(), world.ledger.asked());
-    assert_eq!((executed.len(), asked.len()), (2, 1));
+    let (executed, questions) = (world.ledger.executed(), world.ledger.questions());
+    assert_eq!((executed.len(), questions.len()), (2, 1));
     assert!(token(&executed[1]) > token(&executed[0]));
-    // Who asked is who executes.
-    assert_eq!(executed[1].get("oncegate-token"), asked[0].get("oncegate-token"));
+    // The client that caused the question is the one whose request is executed.
+    assert_eq!(executed[1].get("oncegate-token"), questions[0].get("oncegate-token"));
     assert_eq!(executed[1].text(), "{\"item\":1}");
     assert!(world.metric("oncegate_reconciled_total{result=\"did-not-happen\"} 1\n").await);
 }
 
-/// What is no answer, or none that can be relied on.
+/// Replies that are no answer, or none that can be relied on.
 fn unclear() -> Vec<(&'static str, Reply)> {
     let bare = |status: &str, fields: &str| {
         Reply::says(format!("HTTP/1.1 {status}\r\n{fields}Content-Length: 2\r\n\r\nno"))
@@ -420,9 +421,9 @@ fn unclear() -> Vec<(&'static str, Reply)> {
         ("a redirection that did not happen", marked("302 Found", "did-not-happen")),
         ("nothing new since", Reply::marked("304 Not Modified", "happened", "", "")),
         ("unknown", marked("200 OK", "unknown")),
-        ("another word", marked("404 Not Found", "not-found")),
-        ("other letters", marked("404 Not Found", "Did-Not-Happen")),
-        ("an empty word", marked("404 Not Found", "")),
+        ("an unknown outcome", marked("404 Not Found", "not-found")),
+        ("the wrong case", marked("404 Not Found", "Did-Not-Happen")),
+        ("an empty outcome", marked("404 Not Found", "")),
         ("two words", with("did-not-happen, did-not-happen", record, token)),
         ("two lines", with("did-not-happen\r\nOncegate-Outcome: did-not-happen", record, token)),
         (
@@ -469,8 +470,8 @@ fn unclear() -> Vec<(&'static str, Reply)> {
 }
 
 #[tokio::test]
-async fn what_is_no_answer_leaves_the_outcome_unknown_and_executes_nothing() {
-    // Few at a time: each is a process or two.
+async fn an_unusable_reply_leaves_the_outcome_unknown_and_executes_nothing() {
+    // A few at a time: each needs one or two processes.
     let left = std::cell::RefCell::new(unclear().into_iter());
     let some = async || {
         loop {
@@ -483,28 +484,28 @@ async fn what_is_no_answer_leaves_the_outcome_unknown_and_executes_nothing() {
 }
 
 async fn is_unclear(what: &str, reply: Reply) {
-    // Long enough for an answer on a busy machine, short enough to wait for its end so often.
+    // Long enough for a reply on a busy machine, and short enough to wait for its end this often.
     let world = World::new(&["--reconcile-timeout=1500ms"]).await;
     world.ledger.will_say([reply]);
     let answer = world.settled().await;
     assert_eq!(answer.status(), 500, "{what}: {answer:?}");
     answer.is_problem(500, "outcome-unknown");
     assert_eq!(answer.json()["retry"], "stop");
-    assert!(!world.ledger.asked().is_empty(), "{what}");
-    // It is parked: what the service would say now is not asked for any more. A question that was given up may arrive late.
+    assert!(!world.ledger.questions().is_empty(), "{what}");
+    // The record is parked, so the service is not asked again. A question that was given up may still arrive late.
     world.ledger.will_say([Reply::did_not_happen()]);
     for _ in 0..3 {
         world.settled().await.is_problem(500, "outcome-unknown");
     }
-    let asked = world.ledger.asked();
-    assert!(asked.iter().all(|question| token(question) == token(&asked[0])), "{what}");
+    let questions = world.ledger.questions();
+    assert!(questions.iter().all(|question| token(question) == token(&questions[0])), "{what}");
     assert_eq!(world.ledger.executed().len(), 1, "{what}");
     assert!(world.metric("oncegate_reconciled_total{result=\"cannot-tell\"} 1\n").await, "{what}");
     assert!(world.metric("oncegate_events_total{event=\"parked\"} 1\n").await, "{what}");
 }
 
 #[tokio::test]
-async fn what_happened_and_cannot_be_replayed_is_never_run_again() {
+async fn a_request_that_happened_is_never_executed_again_even_if_it_cannot_be_replayed() {
     for reply in [
         Reply::marked("200 OK", "happened", "", vec![b'x'; 101]),
         Reply::marked("200 OK", "happened", "Content-Type: text/event-stream\r\n", "data: x\n\n"),
@@ -520,9 +521,9 @@ async fn what_happened_and_cannot_be_replayed_is_never_run_again() {
         for _ in 0..2 {
             world.settled().await.is_problem(422, "replay-unavailable");
         }
-        assert_eq!((world.ledger.executed().len(), world.ledger.asked().len()), (1, 1));
+        assert_eq!((world.ledger.executed().len(), world.ledger.questions().len()), (1, 1));
     }
-    // One without an end is read no further than that.
+    // A reply without an end is read only up to the limit.
     let world = World::new(&["--reconcile-timeout=1m"]).await;
     world.ledger.will_say([Reply::Floods(
         b"HTTP/1.1 200 OK\r\nOncegate-Outcome: happened\r\nOncegate-Record: {record}\r\nOncegate-Token: {token}\r\n\
@@ -530,14 +531,14 @@ async fn what_happened_and_cannot_be_replayed_is_never_run_again() {
             .to_vec(),
     )]);
     world.settled().await.is_problem(422, "replay-unavailable");
-    // At the limit it is kept.
+    // A reply at the limit is stored.
     let world = World::new(&["--max-response-body=100"]).await;
     world.ledger.will_say([Reply::marked("200 OK", "happened", "", vec![b'x'; 100])]);
     assert_eq!(world.settled().await.has_status(200).body.len(), 100);
 }
 
 #[tokio::test]
-async fn a_service_that_is_still_coming_up_is_asked_again_until_the_time_is_over() {
+async fn a_starting_service_is_asked_again_until_the_time_out() {
     let world = World::new(&["--reconcile-timeout=20s"]).await;
     world.ledger.will_say([
         Reply::Closes,
@@ -546,10 +547,10 @@ async fn a_service_that_is_still_coming_up_is_asked_again_until_the_time_is_over
         Reply::happened(),
     ]);
     assert_eq!(world.settled().await.has_status(201).text(), "found in the ledger");
-    let asked = world.ledger.asked();
-    assert_eq!((world.ledger.executed().len(), asked.len()), (1, 4));
-    // All of it is one attempt.
-    assert!(asked.iter().all(|question| token(question) == token(&asked[0])));
+    let questions = world.ledger.questions();
+    assert_eq!((world.ledger.executed().len(), questions.len()), (1, 4));
+    // All questions belong to one attempt.
+    assert!(questions.iter().all(|question| token(question) == token(&questions[0])));
 }
 
 #[tokio::test]
@@ -558,27 +559,27 @@ async fn a_service_that_contradicts_itself_is_not_believed() {
     let half = b"HTTP/1.1 200 OK\r\nOncegate-Outcome: happened\r\nOncegate-Record: {record}\r\nOncegate-Token: {token}\r\n\r\nhalf";
     world.ledger.will_say([Reply::SaysAndCloses(half.to_vec()), Reply::did_not_happen()]);
     world.settled().await.is_problem(500, "outcome-unknown");
-    assert!(world.ledger.asked().len() > 1);
+    assert!(world.ledger.questions().len() > 1);
     assert_eq!(world.ledger.executed().len(), 1);
 }
 
 #[tokio::test]
-async fn the_lease_is_held_while_it_asks_and_asking_ends() {
+async fn the_lease_is_renewed_during_questions_and_questions_end() {
     let world = World::new(&["--reconcile-timeout=1500ms", "--lease=200ms"]).await;
     world.ledger.will_say([Reply::Nothing]);
     let address = world.sidecar.address;
-    let asking = tokio::spawn(async move { settled(address, asked()).await });
-    until("the service is asked", async || !world.ledger.asked().is_empty()).await;
+    let asking = tokio::spawn(async move { settled(address, keyed_order()).await });
+    until("the service is asked", async || !world.ledger.questions().is_empty()).await;
     let begun = Instant::now();
-    let mut answer = world.sidecar.ask(&asked()).await;
+    let mut answer = world.sidecar.ask(&keyed_order()).await;
     while begun.elapsed() < Duration::from_millis(1000) {
         answer.is_problem(409, "request-in-progress");
-        // Nor is it free for another request.
+        // The key is not free for another request either.
         let other = request("POST", "/orders?shop=1", &[KEY, "Authorization: Bearer t"], "{}");
         world.sidecar.ask(&other).await.is_problem(422, "key-reused");
-        answer = world.sidecar.ask(&asked()).await;
+        answer = world.sidecar.ask(&keyed_order()).await;
     }
-    assert_eq!(world.ledger.asked().len(), 1);
+    assert_eq!(world.ledger.questions().len(), 1);
     asking.await.unwrap().is_problem(500, "outcome-unknown");
     world.settled().await.is_problem(500, "outcome-unknown");
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
@@ -595,7 +596,7 @@ async fn a_service_that_cannot_be_reached_leaves_the_outcome_unknown() {
 }
 
 #[tokio::test]
-async fn killed_while_it_asks_it_asks_again_under_a_higher_token() {
+async fn a_sidecar_killed_during_a_question_asks_again_under_a_higher_token() {
     let mut world = World::new(&["--reconcile-timeout=1m"]).await;
     world.ledger.will_say([Reply::Nothing]);
     for killed in 1..3 {
@@ -603,31 +604,31 @@ async fn killed_while_it_asks_it_asks_again_under_a_higher_token() {
         let asking = tokio::spawn(async move {
             loop {
                 let mut wire = Wire::connect(address).await;
-                wire.send(asked()).await;
+                wire.send(keyed_order()).await;
                 match wire.try_head().await {
                     Some(head) if head.status() == 409 => {}
                     other => return other,
                 }
             }
         });
-        until("the service is asked", async || world.ledger.asked().len() == killed).await;
+        until("the service is asked", async || world.ledger.questions().len() == killed).await;
         world.restart(&["--reconcile-timeout=1m"]).await;
-        assert!(asking.await.unwrap().is_none(), "an answer from a process that was killed");
+        assert!(asking.await.unwrap().is_none(), "a killed process sent a response");
     }
     world.ledger.will_say([Reply::happened()]);
     assert_eq!(world.settled().await.has_status(201).text(), "found in the ledger");
-    let asked = world.ledger.asked();
-    assert_eq!((world.ledger.executed().len(), asked.len()), (1, 3));
-    for pair in asked.windows(2) {
+    let questions = world.ledger.questions();
+    assert_eq!((world.ledger.executed().len(), questions.len()), (1, 3));
+    for pair in questions.windows(2) {
         assert!(token(&pair[1]) > token(&pair[0]));
         assert_eq!(pair[0].get("oncegate-record"), pair[1].get("oncegate-record"));
     }
-    assert_eq!(asked[2].get("oncegate-attempt"), Some("4"));
+    assert_eq!(questions[2].get("oncegate-attempt"), Some("4"));
 }
 
 #[cfg(feature = "failpoints")]
 #[tokio::test]
-async fn killed_between_the_answer_and_the_record_it_asks_again() {
+async fn a_sidecar_killed_between_reply_and_record_asks_again() {
     for reply in [Reply::happened(), Reply::did_not_happen()] {
         let did_not = matches!(&reply, Reply::Says(bytes) if bytes.starts_with(b"HTTP/1.1 404"));
         let mut world = World::new(&[]).await;
@@ -641,7 +642,7 @@ async fn killed_between_the_answer_and_the_record_it_asks_again() {
         let asking = tokio::spawn(async move {
             loop {
                 let mut wire = Wire::connect(address).await;
-                wire.send(asked()).await;
+                wire.send(keyed_order()).await;
                 match wire.try_head().await {
                     Some(head) if head.status() == 409 => {}
                     other => return other,
@@ -649,48 +650,50 @@ async fn killed_between_the_answer_and_the_record_it_asks_again() {
             }
         });
         world.sidecar.process.logs("failpoint executed").await;
-        // The service, too, has seen what it executed; it would say so.
+        // The service knows what it executed, and would report it.
         assert_eq!(world.ledger.executed().len(), 1 + usize::from(did_not));
         world.ledger.will_say([Reply::happened()]);
         world.restart(&[]).await;
-        assert!(asking.await.unwrap().is_none(), "an answer from a process that was killed");
+        assert!(asking.await.unwrap().is_none(), "a killed process sent a response");
         let answer = world.settled().await;
         assert!(answer.has_status(201).is_replay());
         assert_eq!(answer.text(), "found in the ledger");
         assert_eq!(
-            (world.ledger.executed().len(), world.ledger.asked().len()),
+            (world.ledger.executed().len(), world.ledger.questions().len()),
             (1 + usize::from(did_not), 2)
         );
     }
 }
 
 #[tokio::test]
-async fn who_lost_the_record_while_it_asked_does_not_execute() {
+async fn a_sidecar_that_lost_the_record_during_a_question_executes_nothing() {
     let world = World::new(&["--reconcile-timeout=1m", "--lease=300ms"]).await;
     let (open, held) = watch::channel(false);
     world.ledger.will_say([Reply::Held(held, Box::new(Reply::did_not_happen()))]);
     let address = world.sidecar.address;
-    let asking = tokio::spawn(async move { settled(address, asked()).await });
-    until("the service is asked", async || world.ledger.asked().len() == 1).await;
-    let record = world.ledger.asked()[0].get("oncegate-record").unwrap().to_owned();
+    let asking = tokio::spawn(async move { settled(address, keyed_order()).await });
+    until("the service is asked", async || world.ledger.questions().len() == 1).await;
+    let record = world.ledger.questions()[0].get("oncegate-record").unwrap().to_owned();
     let body = r#"{"force":true,"reason":"test"}"#;
     let fields = ["Content-Type: application/json"];
     let release = request("POST", &format!("/v1/keys/{record}/release"), &fields, body)
         .replace("Host: orders.test", "Host: 127.0.0.1");
     let released = ask(world.sidecar.admin, &release).await;
     assert!(released.status() < 300, "{released:?}");
-    until("that is noticed", async || world.metric("oncegate_events_total{event=\"lease-lost\"} 1\n").await)
-        .await;
+    until("the sidecar notices the loss", async || {
+        world.metric("oncegate_events_total{event=\"lease-lost\"} 1\n").await
+    })
+    .await;
     open.send(true).unwrap();
     asking.await.unwrap().is_problem(503, "store-unavailable");
     assert_eq!(world.ledger.executed().len(), 1);
-    // The operator freed the key; so the next one executes.
+    // The operator freed the key, so the next request executes.
     assert_eq!(world.settled().await.has_status(201).text(), "executed");
     assert_eq!(world.ledger.executed().len(), 2);
 }
 
 #[tokio::test]
-async fn a_route_may_be_asked_about_elsewhere() {
+async fn a_route_may_have_its_own_path_for_questions() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");
     let text = format!(
@@ -701,11 +704,11 @@ async fn a_route_may_be_asked_about_elsewhere() {
     let world = World::new(&[&config, "--on-abandoned=park", "--reconcile=/elsewhere"]).await;
     world.ledger.will_say([Reply::happened()]);
     world.settled().await.has_status(201);
-    assert_eq!(world.ledger.asked()[0].head.line, format!("GET {ASKED_AT}/orders HTTP/1.1"));
+    assert_eq!(world.ledger.questions()[0].head.line, format!("GET {ASKED_AT}/orders HTTP/1.1"));
 }
 
 #[tokio::test]
-async fn without_an_address_to_ask_it_does_not_start() {
+async fn the_sidecar_does_not_start_without_a_path_for_questions() {
     let mut command = sidecar("http://127.0.0.1:9");
     command.args(["--store=memory:", "--on-abandoned=reconcile"]);
     let mut process = crate::support::Process::start(&mut command);

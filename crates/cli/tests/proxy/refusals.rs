@@ -1,11 +1,11 @@
-//! What the sidecar itself answers: in the shape that clients of the route's profile read.
+//! The sidecar's own responses, in the format that clients of the route's profile read.
 
 use crate::support::{Message, Service, Sidecar, request};
 use crate::{KEY, OK};
 
 const PROFILES: [&str; 2] = ["--profile=stripe", "--profile=seed"];
 
-/// An error as the clients of this profile read it.
+/// Asserts that this is an error in the format of the profile.
 fn is_of_profile(answer: &Message, profile: &str, status: u16, should_retry: &str) {
     answer.has_status(status);
     assert_eq!(answer.get("content-type"), Some("application/json"), "{answer:?}");
@@ -20,7 +20,7 @@ fn is_of_profile(answer: &Message, profile: &str, status: u16, should_retry: &st
 }
 
 #[tokio::test]
-async fn a_service_that_is_away_is_told_in_the_shape_of_the_profile() {
+async fn an_unreachable_service_is_reported_in_the_format_of_the_profile() {
     for profile in PROFILES {
         let away = Service::new().await.into_listener().local_addr().unwrap();
         let sidecar = Sidecar::start(away, &[profile]).await;
@@ -32,7 +32,7 @@ async fn a_service_that_is_away_is_told_in_the_shape_of_the_profile() {
 }
 
 #[tokio::test]
-async fn a_service_that_does_not_answer_is_told_in_the_shape_of_the_profile() {
+async fn a_service_time_out_is_reported_in_the_format_of_the_profile() {
     for (profile, with_key) in [("--profile=stripe", "false"), ("--profile=seed", "")] {
         let service = Service::new().await;
         let sidecar = Sidecar::start(service.address, &[profile, "--upstream-timeout=50ms"]).await;
@@ -44,7 +44,7 @@ async fn a_service_that_does_not_answer_is_told_in_the_shape_of_the_profile() {
 }
 
 #[tokio::test]
-async fn a_request_that_no_proxy_passes_on_is_told_in_the_shape_of_its_route() {
+async fn a_request_that_cannot_be_forwarded_is_refused_in_the_format_of_its_route() {
     let service = Service::new().await.answers(OK);
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("oncegate.toml");

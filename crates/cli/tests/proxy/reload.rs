@@ -1,4 +1,4 @@
-//! SIGHUP, certificates that are renewed, and the time between "not ready" and "closed".
+//! SIGHUP, renewed certificates, and the time between "not ready" and "closed".
 
 use std::fs;
 use std::io::Write as _;
@@ -16,7 +16,7 @@ use crate::{KEY, OK};
 
 const REFUSED: &str = "oncegate_reload_refused{subject=\"configuration\"}";
 
-/// A sidecar with a configuration file that can be changed.
+/// A sidecar with a configuration file that a test can change.
 struct World {
     directory: tempfile::TempDir,
     sidecar: Sidecar,
@@ -34,7 +34,7 @@ impl World {
         Self { directory, sidecar, service }
     }
 
-    /// Writes the file and sends the signal, and waits until the sidecar has said something about it.
+    /// Writes the file, sends the signal, and waits until the sidecar has logged this text once more.
     async fn reload(&mut self, settings: &str, says: &str) {
         let before = self.sidecar.process.error_lines(says).len();
         let path = self.directory.path().join("oncegate.toml");
@@ -54,7 +54,7 @@ const NOT_RELOADED: &str = "the configuration was not reloaded";
 const REQUIRED: &str = "[[route]]\npath = \"/orders\"\nrequire-key = true\n";
 
 #[tokio::test]
-async fn a_hangup_changes_routes_also_for_connections_that_are_open() {
+async fn a_reload_changes_routes_for_open_connections_too() {
     let service = Service::new().await.answers(OK);
     let mut world = World::start(service.address, "").await;
     let plain = request("POST", "/orders", &[], "{}");
@@ -65,7 +65,7 @@ async fn a_hangup_changes_routes_also_for_connections_that_are_open() {
     world.sidecar.ask(&keyed).await.has_status(200);
 
     world.reload(REQUIRED, RELOADED).await;
-    // The threads take it up one after the other.
+    // The threads apply the configuration one after the other.
     let mut answer = Message::default();
     until("the route is in force", async || {
         open.send(&plain).await;
@@ -82,15 +82,15 @@ async fn a_hangup_changes_routes_also_for_connections_that_are_open() {
         statuses.iter().all(|status| *status == 400)
     })
     .await;
-    assert!(world.sidecar.ask(&keyed).await.has_status(200).is_replay(), "the store stays");
+    assert!(world.sidecar.ask(&keyed).await.has_status(200).is_replay(), "the store stays the same");
     assert_eq!(series(&world.sidecar, REFUSED).await, Some(0.0));
 
     world.reload("", RELOADED).await;
-    until("the route is gone", async || world.sidecar.ask(&plain).await.status() == 200).await;
+    until("the route is no longer in force", async || world.sidecar.ask(&plain).await.status() == 200).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hangup_during_the_start_ends_nothing() {
+async fn a_hangup_signal_during_the_start_does_not_end_the_sidecar() {
     let service = Service::new().await.answers(OK);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("oncegate.toml");
@@ -100,24 +100,24 @@ async fn a_hangup_during_the_start_ends_nothing() {
     command.args(["proxy", "--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--config"]).arg(&path);
     let mut process = crate::support::Process::start(&mut command);
     let text = config(service.address, "");
-    // Opened as soon as the sidecar reads its configuration.
+    // The test can open the pipe as soon as the sidecar reads its configuration.
     let open = async |path: &std::path::Path| {
         let path = path.to_owned();
         let open = tokio::task::spawn_blocking(move || fs::File::create(path).unwrap());
-        crate::support::within("somebody who reads the configuration", open).await.unwrap()
+        crate::support::within("the sidecar to read the configuration", open).await.unwrap()
     };
     let mut file = open(&path).await;
     process.signal(Signal::HUP);
     file.write_all(text.as_bytes()).unwrap();
     drop(file);
     assert!(process.first_line().await.contains("listening on"));
-    // The signal counts: the configuration is read again.
+    // The signal counts: the sidecar reads the configuration again.
     open(&path).await.write_all(text.as_bytes()).unwrap();
     process.logs(RELOADED).await;
 }
 
 #[tokio::test]
-async fn a_configuration_that_is_wrong_changes_nothing() {
+async fn an_invalid_configuration_changes_nothing() {
     let service = Service::new().await.answers(OK);
     let mut world = World::start(service.address, REQUIRED).await;
     let plain = request("POST", "/orders", &[], "{}");
@@ -138,11 +138,12 @@ async fn a_configuration_that_is_wrong_changes_nothing() {
     assert_eq!(series(&world.sidecar, refused).await, Some(3.0));
     world.reload("", RELOADED).await;
     assert_eq!(series(&world.sidecar, REFUSED).await, Some(0.0));
-    until("the new one is in force", async || world.sidecar.ask(&plain).await.status() == 200).await;
+    until("the new configuration is in force", async || world.sidecar.ask(&plain).await.status() == 200)
+        .await;
 }
 
 #[tokio::test]
-async fn a_request_that_runs_survives_a_hangup_and_the_service_may_move() {
+async fn a_running_request_survives_a_reload_and_the_service_may_move() {
     let service = Service::new().await;
     let mut world = World::start(service.address, "").await;
     let asked = request("POST", "/orders", &[KEY], "{}");
@@ -160,7 +161,7 @@ async fn a_request_that_runs_survives_a_hangup_and_the_service_may_move() {
     until("the new address is asked", async || {
         let other = format!("Idempotency-Key: intent-{}", moved.requests() + 2);
         let asked = request("POST", "/other", &[&other], "{}");
-        // The service before takes the request of a thread that is late, and never answers.
+        // A thread that is late may still send the request to the old service, which never answers.
         let answer = tokio::time::timeout(Duration::from_millis(500), world.sidecar.ask(&asked));
         answer.await.is_ok_and(|answer| answer.status() == 200)
     })
@@ -168,7 +169,7 @@ async fn a_request_that_runs_survives_a_hangup_and_the_service_may_move() {
 }
 
 #[tokio::test]
-async fn a_token_is_changed_by_a_hangup() {
+async fn a_reload_changes_the_admin_token() {
     let service = Service::new().await.answers(OK);
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("token");
@@ -192,7 +193,7 @@ async fn a_token_is_changed_by_a_hangup() {
 }
 
 #[tokio::test]
-async fn a_certificate_that_is_renewed_is_picked_up() {
+async fn a_renewed_certificate_is_used() {
     let (before, after) = (Authority::new(), Authority::new());
     let (cert, key) = (before.file("cert.pem"), before.file("key.pem"));
     let service = Service::new().await.answers(OK);
@@ -206,15 +207,16 @@ async fn a_certificate_that_is_renewed_is_picked_up() {
     assert!(works(&after).await.is_none());
 
     const CERTIFICATE: &str = "oncegate_reload_refused{subject=\"certificate\"}";
-    // The middle of a renewal: the new certificate, and the old key.
+    // In the middle of a renewal: the new certificate with the old key.
     fs::copy(after.file("cert.pem"), &cert).unwrap();
-    until("the half is refused", async || series(&sidecar, CERTIFICATE).await == Some(1.0)).await;
-    until("that is logged", async || {
+    until("the mismatched files are refused", async || series(&sidecar, CERTIFICATE).await == Some(1.0))
+        .await;
+    until("the refusal is logged", async || {
         sidecar.process.error_lines("the certificate before stays in use").len() == 1
     })
     .await;
     assert!(works(&before).await.is_some());
-    // As an orchestrator does it: another file in its place.
+    // An orchestrator replaces the file in the same way.
     let swapped = format!("{key}.new");
     fs::copy(after.file("key.pem"), &swapped).unwrap();
     fs::rename(&swapped, &key).unwrap();
@@ -225,7 +227,7 @@ async fn a_certificate_that_is_renewed_is_picked_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_certificate_is_watched_by_its_dates() {
+async fn a_certificate_is_checked_against_its_dates() {
     const END: &str = "oncegate_tls_certificate_not_after_seconds";
     const REFUSED: &str = "oncegate_reload_refused{subject=\"certificate\"}";
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
@@ -255,12 +257,12 @@ async fn a_certificate_is_watched_by_its_dates() {
     sidecar.process.logs("in less than 10 days: renew it").await;
     let end = |days: i64| Some(day(days) as f64);
     let first_end = Some((day(10) - 60) as f64);
-    until("the end is shown", async || series(&sidecar, END).await == first_end).await;
+    until("the end of validity is shown", async || series(&sidecar, END).await == first_end).await;
     for (authority, word) in [(&old, "expired at"), (&early, "is not valid before")] {
         let refused = sidecar.process.error_lines("the certificate before stays in use").len();
         fs::copy(authority.file("cert.pem"), &cert).unwrap();
         fs::copy(authority.file("key.pem"), &key).unwrap();
-        until("it is refused", async || {
+        until("the certificate is refused", async || {
             let lines = sidecar.process.error_lines("the certificate before stays in use");
             lines.len() > refused && lines.last().unwrap().contains(word)
         })
@@ -276,15 +278,15 @@ async fn a_certificate_is_watched_by_its_dates() {
     }
     fs::copy(good.file("cert.pem"), &cert).unwrap();
     fs::copy(good.file("key.pem"), &key).unwrap();
-    until("the renewed one is used", async || series(&sidecar, END).await == end(90)).await;
+    until("the renewed certificate is used", async || series(&sidecar, END).await == end(90)).await;
     assert_eq!(series(&sidecar, REFUSED).await, Some(0.0));
 
-    // It is taken up as soon as it is valid, without another change of the files.
+    // The certificate is used as soon as it is valid, without another change of the files.
     let soon = Authority::valid(now() + 8, day(80));
     fs::copy(soon.file("cert.pem"), &cert).unwrap();
     fs::copy(soon.file("key.pem"), &key).unwrap();
-    until("it is refused", async || series(&sidecar, REFUSED).await == Some(1.0)).await;
-    until("it is valid and used", async || series(&sidecar, END).await == end(80)).await;
+    until("the certificate is refused", async || series(&sidecar, REFUSED).await == Some(1.0)).await;
+    until("the certificate is valid and used", async || series(&sidecar, END).await == end(80)).await;
     assert_eq!(series(&sidecar, REFUSED).await, Some(0.0));
 
     let plain = Sidecar::start(service.address, &[]).await;
@@ -292,17 +294,20 @@ async fn a_certificate_is_watched_by_its_dates() {
 }
 
 #[tokio::test]
-async fn it_is_not_ready_before_it_is_closed() {
+async fn the_sidecar_is_not_ready_before_it_closes() {
     let service = Service::new().await.answers(OK);
     let mut sidecar = Sidecar::start(service.address, &["--shutdown-delay=4s"]).await;
     assert_eq!(admin(&sidecar, "/readyz").await.status(), 200);
     let begun = Instant::now();
     sidecar.process.signal(Signal::TERM);
-    until("it is not ready", async || admin(&sidecar, "/readyz").await.status() == 503).await;
+    until("the sidecar is not ready", async || admin(&sidecar, "/readyz").await.status() == 503).await;
     assert_eq!(admin(&sidecar, "/readyz").await.text(), "stopping\n");
     sidecar.ask(&request("POST", "/orders", &[KEY], "{}")).await.has_status(200);
     assert!(begun.elapsed() < Duration::from_secs(4), "a slow machine: {:?}", begun.elapsed());
-    until("no more connections are taken", async || TcpStream::connect(sidecar.address).await.is_err()).await;
+    until("the sidecar accepts no more connections", async || {
+        TcpStream::connect(sidecar.address).await.is_err()
+    })
+    .await;
     assert!(begun.elapsed() >= Duration::from_secs(4), "{:?}", begun.elapsed());
     assert!(sidecar.process.ended().await.success());
 }

@@ -23,7 +23,7 @@ async fn cut(sidecar: &Sidecar, key: &str, length: Option<&str>, reason: Reason)
     }
     let (_answer, mut body) = client.send_request(head.body(()).unwrap(), false).unwrap();
     body.send_data(Bytes::from(&BODY[..9]), false).unwrap();
-    // The sidecar answers it behind the first half.
+    // The sidecar sends its response to the ping after it has read the first half.
     within("an answer to a ping", ping.ping(h2::Ping::opaque())).await.unwrap();
     body.send_reset(reason);
     drop(body);
@@ -31,14 +31,14 @@ async fn cut(sidecar: &Sidecar, key: &str, length: Option<&str>, reason: Reason)
 }
 
 #[tokio::test]
-async fn half_a_request_is_never_executed_whatever_the_reason_of_the_reset() {
+async fn half_a_request_is_never_executed_for_any_reset_reason() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &[]).await;
     for (n, reason) in [Reason::NO_ERROR, Reason::CANCEL, Reason::INTERNAL_ERROR].into_iter().enumerate() {
         for length in [None, Some("11")] {
             let key = format!("cut-{n}-{}", length.is_some());
             cut(&sidecar, &key, length, reason).await;
-            // Nothing was claimed: the whole request is the first one.
+            // No key was claimed: the whole request is the first one.
             let field = format!("Idempotency-Key: {key}");
             let before = service.requests();
             let whole = sidecar.ask(&request("POST", "/pay", &[&field], BODY)).await;
@@ -46,11 +46,11 @@ async fn half_a_request_is_never_executed_whatever_the_reason_of_the_reset() {
             assert_eq!(service.requests(), before + 1, "{key} {reason:?}");
         }
     }
-    assert_eq!(service.requests(), 6, "and nothing else was executed");
+    assert_eq!(service.requests(), 6, "nothing else was executed");
 }
 
 #[tokio::test]
-async fn half_an_answer_is_never_kept_whatever_the_reason_of_the_reset() {
+async fn half_a_response_is_never_stored_for_any_reset_reason() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {

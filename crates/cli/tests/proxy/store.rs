@@ -1,4 +1,4 @@
-//! A store in a directory whose disk fills up, whose clock is set, and that may hold only so much.
+//! A store in a directory: its disk fills up, its clock is changed, and its size is limited.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ async fn admin(sidecar: &Sidecar, path: &str) -> Message {
     crate::support::ask(sidecar.admin, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n")).await
 }
 
-/// A small file system of its own.
+/// A small file system for one test.
 struct Disk {
     directory: tempfile::TempDir,
 }
@@ -64,23 +64,23 @@ fn run(command: &mut Command) {
     );
 }
 
-async fn on(disk: &Disk, service: &FixedService) -> Sidecar {
+async fn start_on(disk: &Disk, service: &FixedService) -> Sidecar {
     let store = format!("--store={}", disk.path().join("store").display());
     Sidecar::start(service.address, &[&store]).await
 }
 
 #[tokio::test]
-async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_after_a_restart() {
+async fn a_full_disk_refuses_new_keys_and_replays_stored_ones_even_after_a_restart() {
     let disk = Disk::new("64m");
     let service = Service::new().await.answers(OK);
-    let mut sidecar = on(&disk, &service).await;
+    let mut sidecar = start_on(&disk, &service).await;
     sidecar.ask(&post("done")).await.has_status(200);
     disk.fill();
     for _ in 0..2 {
         let refused = sidecar.ask(&post("new")).await;
         refused.has_status(503);
         assert!(refused.text().contains("no room for new ones"), "{}", refused.text());
-        until("it is not ready, and says why", async || {
+        until("the sidecar is not ready and reports why", async || {
             let refused = ready(&sidecar).await;
             let why = refused.text();
             let is_full = why.contains("the disk is nearly full") || why.contains("No space left on device");
@@ -90,12 +90,12 @@ async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_a
         assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
         sidecar.ask(&request("POST", "/orders", &[], "{}")).await.has_status(200);
         sidecar.process.kill().await;
-        sidecar = on(&disk, &service).await;
+        sidecar = start_on(&disk, &service).await;
     }
     let served = service.requests();
-    assert_eq!(served, 3, "one with a key, and two without");
+    assert_eq!(served, 3, "one request with a key, and two without");
     fs::remove_file(disk.filler()).unwrap();
-    until("new keys are taken again", async || sidecar.ask(&post("new")).await.status() == 200).await;
+    until("new keys are accepted again", async || sidecar.ask(&post("new")).await.status() == 200).await;
     assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
     assert_eq!(service.requests(), served + 1);
     sidecar.process.signal(Signal::TERM);
@@ -103,10 +103,10 @@ async fn a_full_disk_refuses_new_keys_and_answers_those_that_are_recorded_also_a
 }
 
 #[tokio::test]
-async fn a_check_of_a_store_on_a_full_disk_warns_of_it() {
+async fn check_warns_of_a_full_disk() {
     let disk = Disk::new("64m");
     let service = Service::new().await.answers(OK);
-    let mut sidecar = on(&disk, &service).await;
+    let mut sidecar = start_on(&disk, &service).await;
     sidecar.ask(&post("done")).await.has_status(200);
     sidecar.process.signal(Signal::TERM);
     assert!(sidecar.process.ended().await.success());
@@ -126,36 +126,36 @@ async fn a_check_of_a_store_on_a_full_disk_warns_of_it() {
 }
 
 #[tokio::test]
-async fn a_start_on_a_full_disk_without_a_store_takes_requests_without_a_key() {
+async fn a_sidecar_started_on_a_full_disk_without_a_store_serves_requests_without_a_key() {
     let disk = Disk::new("32m");
     let service = Service::new().await.answers(OK);
     disk.fill();
-    let sidecar = on(&disk, &service).await;
+    let sidecar = start_on(&disk, &service).await;
     sidecar.ask(&request("POST", "/orders", &[], "{}")).await.has_status(200);
     sidecar.ask(&post("new")).await.has_status(503);
     fs::remove_file(disk.filler()).unwrap();
-    until("new keys are taken", async || sidecar.ask(&post("new")).await.status() == 200).await;
+    until("new keys are accepted", async || sidecar.ask(&post("new")).await.status() == 200).await;
 }
 
 #[tokio::test]
-async fn a_store_takes_as_many_records_as_it_may_and_freed_keys_make_room_soon() {
+async fn a_store_keeps_its_limit_of_records_and_freed_keys_make_space_soon() {
     let directory = tempfile::tempdir().unwrap();
     let store = format!("--store={}", directory.path().join("store").display());
     let flags = [&*store, "--max-records=2", "--lease=250ms"];
     let service = Service::new().await.answers(NEXT);
     let sidecar = Sidecar::start(service.address, &flags).await;
-    // Refused by the service, so their keys are free again; but they are remembered for a moment.
+    // The service refused the requests, so their keys are free again; but the store remembers them for a moment.
     for key in ["a", "b"] {
         sidecar.ask(&post(key)).await.has_status(429);
     }
     sidecar.ask(&post("c")).await.has_status(503);
     assert!(ready(&sidecar).await.has_status(200).text().contains("note: the store has no room"));
     sidecar.ask(&post("a")).await.has_status(429);
-    until("there is room again", async || sidecar.ask(&post("c")).await.status() == 429).await;
+    until("there is space again", async || sidecar.ask(&post("c")).await.status() == 429).await;
 }
 
 #[tokio::test]
-async fn a_full_store_executes_nothing_new_also_where_an_outage_would() {
+async fn a_full_store_executes_nothing_new_even_with_danger_fail_open() {
     let directory = tempfile::tempdir().unwrap();
     let on_disk = format!("--store={}", directory.path().join("store").display());
     for store in ["--store=memory:", &*on_disk] {
@@ -174,7 +174,7 @@ async fn a_full_store_executes_nothing_new_also_where_an_outage_would() {
 }
 
 #[tokio::test]
-async fn a_store_in_memory_takes_as_many_bytes_as_it_may() {
+async fn a_memory_store_keeps_its_limit_of_bytes() {
     const LARGE: usize = 512 * 1024;
     let service = Service::new().await;
     let flags = ["--store=memory:", "--max-store-bytes=1MiB"];
@@ -193,7 +193,7 @@ async fn a_store_in_memory_takes_as_many_bytes_as_it_may() {
     assert!(sidecar.ask(&post("b")).await.has_status(200).is_replay());
 }
 
-/// A sidecar whose clock shows what a file says.
+/// A sidecar whose clock shows the time in a file.
 async fn timed(directory: &Path, service: &FixedService, clock: &Path) -> Sidecar {
     let mut command = sidecar(&format!("http://{}", service.address));
     command
@@ -201,12 +201,12 @@ async fn timed(directory: &Path, service: &FixedService, clock: &Path) -> Sideca
         .env("LD_PRELOAD", faketime())
         .env("FAKETIME_TIMESTAMP_FILE", clock)
         .env("FAKETIME_NO_CACHE", "1")
-        // What passes passes; only what the clock shows is set.
+        // Time passes at its usual speed; only the displayed time is set.
         .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
     Sidecar::run(&mut command).await
 }
 
-/// Writes it whole: it is read all the time.
+/// Replaces the file as a whole, because the sidecar reads it all the time.
 fn set(clock: &Path, to: &str) {
     let new = clock.with_extension("new");
     fs::write(&new, format!("{to}\n")).unwrap();
@@ -214,7 +214,7 @@ fn set(clock: &Path, to: &str) {
 }
 
 #[tokio::test]
-async fn a_clock_that_jumps_ahead_ends_nothing_and_is_reported_until_it_is_accepted() {
+async fn a_clock_jump_ahead_expires_nothing_and_is_reported_until_accepted() {
     let directory = tempfile::tempdir().unwrap();
     let clock = directory.path().join("clock");
     set(&clock, "+0");
@@ -235,7 +235,7 @@ async fn a_clock_that_jumps_ahead_ends_nothing_and_is_reported_until_it_is_accep
     sidecar.process.logs("oncegate clock accept").await;
     let metrics = admin(&sidecar, "/metrics").await;
     assert!(metrics.text().contains("oncegate_store_advisory{name=\"clock\"} 1"), "{}", metrics.text());
-    // Nor does a restart take it for time that has passed.
+    // A restart does not take the jump for passed time either.
     sidecar.process.kill().await;
     sidecar = timed(directory.path(), &service, &clock).await;
     assert!(sidecar.ask(&post("done")).await.has_status(200).is_replay());
@@ -249,12 +249,12 @@ async fn a_clock_that_jumps_ahead_ends_nothing_and_is_reported_until_it_is_accep
     assert!(accept(&sidecar).await.starts_with("accepted: the time of the store is 34"));
     assert!(accept(&sidecar).await.starts_with("nothing to accept"));
     assert!(sidecar.ask(&post("meanwhile")).await.has_status(200).is_replay());
-    assert!(!sidecar.ask(&post("done")).await.has_status(200).is_replay(), "40 days later it is a new key");
+    assert!(!sidecar.ask(&post("done")).await.has_status(200).is_replay(), "40 days later the key is new");
     assert_eq!(service.requests(), 3);
 }
 
 #[tokio::test]
-async fn a_clock_that_was_behind_at_the_start_and_is_set_right_ends_nothing() {
+async fn a_clock_that_was_behind_at_the_start_and_is_corrected_expires_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let clock = directory.path().join("clock");
     set(&clock, "+0");
@@ -275,7 +275,7 @@ async fn a_clock_that_was_behind_at_the_start_and_is_set_right_ends_nothing() {
 }
 
 #[tokio::test]
-async fn a_clock_that_was_ahead_at_the_start_and_is_set_right_asks_for_nothing() {
+async fn a_clock_that_was_ahead_at_the_start_and_is_corrected_needs_no_action() {
     let directory = tempfile::tempdir().unwrap();
     let clock = directory.path().join("clock");
     set(&clock, "+3d");

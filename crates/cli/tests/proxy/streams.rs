@@ -1,4 +1,4 @@
-//! What has no end, or is too large to be held: it goes on at the pace of whoever reads it.
+//! Bodies without end, or too large to hold: they stream at the pace of the reader.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use crate::{KEY, OK};
 
 const MIB: usize = 1024 * 1024;
 const LARGE: usize = 64 * MIB;
-/// What the sidecar may hold of a body of [`LARGE`] bytes, besides what it has anyway.
+/// The memory that the sidecar may use for a body of [`LARGE`] bytes, in addition to its usual memory.
 const HELD: u64 = 8 * MIB as u64;
 
 #[tokio::test]
@@ -29,7 +29,7 @@ async fn events_arrive_one_by_one() {
             .await;
         assert_eq!(client.head().await.get("content-type"), Some("text/event-stream"));
         for n in 0..5 {
-            // The service does not go on before the client has it.
+            // The service continues only after the client has the event.
             let event = format!("data: {n}\n\n");
             wire.send(format!("{:x}\r\n{event}\r\n", event.len())).await;
             assert_eq!(client.chunk().await.0, event.as_bytes());
@@ -43,7 +43,7 @@ async fn events_arrive_one_by_one() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_ends_a_stream_without_a_key() {
+async fn a_client_that_leaves_ends_its_stream_without_a_key() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = sidecar.connect().await;
@@ -74,7 +74,7 @@ async fn upgraded(sidecar: &Sidecar, service: &Service, sent: &str) -> (Wire, Wi
     assert_eq!(seen.get("connection").map(str::to_ascii_lowercase).as_deref(), Some("upgrade"));
     assert_eq!(seen.get("upgrade"), Some("websocket"));
     assert_eq!(seen.get("sec-websocket-key"), Some("dGhlIHNhbXBsZSBub25jZQ=="));
-    // The first frame comes in one packet with the answer.
+    // The first frame arrives in one packet with the response.
     wire.send(format!("{SWITCHING}\u{1}first")).await;
     let head = client.head().await;
     assert_eq!(head.status(), 101);
@@ -87,7 +87,7 @@ async fn upgraded(sidecar: &Sidecar, service: &Service, sent: &str) -> (Wire, Wi
 }
 
 #[tokio::test]
-async fn an_upgraded_connection_carries_octets_both_ways_until_either_side_closes() {
+async fn an_upgraded_connection_carries_bytes_both_ways_until_either_side_closes() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     for client_closes in [true, false] {
@@ -100,7 +100,7 @@ async fn an_upgraded_connection_carries_octets_both_ways_until_either_side_close
             assert_eq!(client.take(2).await, [0x82, n]);
         }
         let (mut one, mut other) = if client_closes { (client, wire) } else { (wire, client) };
-        // Either side may say its last words after the other's.
+        // Each side may send its last bytes after the other has closed.
         one.finish().await;
         other.ends().await;
         other.send("bye").await;
@@ -123,7 +123,7 @@ async fn an_upgrade_under_a_key_happens_once() {
 }
 
 #[tokio::test]
-async fn a_refused_upgrade_is_an_answer_like_any_other() {
+async fn a_refused_upgrade_is_a_response_like_any_other() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = sidecar.connect().await;
@@ -138,7 +138,7 @@ async fn a_refused_upgrade_is_an_answer_like_any_other() {
 }
 
 #[tokio::test]
-async fn nobody_gets_past_the_keys_by_an_upgrade_to_http_2() {
+async fn an_upgrade_to_http_2_does_not_bypass_the_keys() {
     let service = Service::new().await;
     for protocol in ["h2c", "H2C", "websocket, h2c"] {
         let sidecar = Sidecar::start(service.address, &[]).await;
@@ -157,7 +157,7 @@ async fn nobody_gets_past_the_keys_by_an_upgrade_to_http_2() {
 }
 
 #[tokio::test]
-async fn a_body_is_asked_for_when_it_is_wanted() {
+async fn a_100_continue_is_sent_only_when_the_body_is_needed() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--max-request-body=1KiB"]).await;
     for fields in [&[][..], &[KEY]] {
@@ -184,7 +184,7 @@ async fn a_body_is_asked_for_when_it_is_wanted() {
         let mut client = sidecar.connect().await;
         let fields = [format!("Idempotency-Key: {key}"), format!("Content-Length: {length}")];
         client.send(request("POST", "/", &["Expect: 100-continue", &fields[0], &fields[1]], "")).await;
-        // No 100 before it, and the connection does not wait for a body that nobody wants.
+        // The sidecar sends no 100 first, and the connection does not wait for a body that will not be read.
         client.message().await.is_problem(status, slug);
         client.ends().await;
     }
@@ -192,7 +192,7 @@ async fn a_body_is_asked_for_when_it_is_wanted() {
 }
 
 #[tokio::test]
-async fn a_body_of_unknown_length_is_refused_where_it_grows_too_large() {
+async fn a_body_of_unknown_length_is_refused_when_it_grows_too_large() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--max-request-body=1KiB"]).await;
     let mut client = sidecar.connect().await;
@@ -204,14 +204,14 @@ async fn a_body_of_unknown_length_is_refused_where_it_grows_too_large() {
     service.is_not_called().await;
 }
 
-/// Sends so much, and counts what was taken.
+/// Sends this many bytes, and counts how many were accepted.
 fn pour(mut wire: Wire, bytes: usize) -> (Arc<AtomicUsize>, tokio::task::JoinHandle<Wire>) {
     let poured = Arc::new(AtomicUsize::new(0));
     let counter = poured.clone();
     let task = tokio::spawn(async move {
         let piece = vec![b'x'; MIB / 16];
         while counter.load(Ordering::Relaxed) < bytes {
-            wire.try_send(&piece).await.expect("the other side reads on");
+            wire.try_send(&piece).await.expect("the other side still reads");
             counter.fetch_add(piece.len(), Ordering::Relaxed);
         }
         wire
@@ -219,8 +219,8 @@ fn pour(mut wire: Wire, bytes: usize) -> (Arc<AtomicUsize>, tokio::task::JoinHan
     (poured, task)
 }
 
-/// Waits until nothing moves any more.
-async fn stands_still(poured: &AtomicUsize) -> usize {
+/// Waits until no more bytes are accepted, and returns their number.
+async fn until_stalled(poured: &AtomicUsize) -> usize {
     let mut before = usize::MAX;
     loop {
         let now = poured.load(Ordering::Relaxed);
@@ -232,8 +232,8 @@ async fn stands_still(poured: &AtomicUsize) -> usize {
     }
 }
 
-/// What may become resident with an upload and count for nothing: a five-hundredth of it.
-const NOTHING: u64 = (LARGE / 512) as u64;
+/// Growth of the resident memory after an upload that counts as none: a five-hundredth of the upload.
+const NO_GROWTH: u64 = (LARGE / 512) as u64;
 
 #[tokio::test]
 async fn a_large_upload_streams_and_is_not_held() {
@@ -242,35 +242,35 @@ async fn a_large_upload_streams_and_is_not_held() {
     let before = sidecar.resident();
     upload(&sidecar, &service, Some(before)).await;
     upload(&sidecar, &service, Some(before)).await;
-    // What was freed on the way is used again: three uploads after each other need nothing more. The first ones do, and
-    // how many they are depends on how they meet with what is read of them. If something of each were kept, there would
-    // be no end.
+    // Freed memory is used again: three uploads in a row need no new memory. The first uploads do, and how many they are
+    // depends on how sending and reading overlap. If the sidecar kept something of each upload, the growth would not
+    // end.
     let (mut most, mut uploads, mut needed_nothing) = (sidecar.resident(), 0, 0);
     while needed_nothing < 3 {
         upload(&sidecar, &service, None).await;
         uploads += 1;
         let now = sidecar.resident();
-        needed_nothing = if now <= most + NOTHING { needed_nothing + 1 } else { 0 };
+        needed_nothing = if now <= most + NO_GROWTH { needed_nothing + 1 } else { 0 };
         most = most.max(now);
         assert!(uploads <= 20, "{} bytes are kept after {uploads} uploads", most.saturating_sub(before));
     }
     assert!(most.saturating_sub(before) < HELD, "{} bytes are kept", most.saturating_sub(before));
 }
 
-/// [`LARGE`] bytes. Where it is said what was resident before, the service does not take them for a while, and the
-/// sidecar must not hold many of them then.
+/// Uploads [`LARGE`] bytes. If `before` has the resident memory before, the service stops reading for a while, and the
+/// sidecar must not hold many bytes then.
 async fn upload(sidecar: &Sidecar, service: &Service, before: Option<u64>) {
     let mut client = sidecar.connect().await;
     client.send(request("POST", "/", &[&format!("Content-Length: {LARGE}")], "")).await;
     client.send([b'x'; 1]).await;
-    // The service has the first byte before the client sends the second.
+    // The service receives the first byte before the client sends the second.
     let mut wire = service.accept().await;
     assert_eq!(wire.head().await.get("content-length"), Some(LARGE.to_string().as_str()));
     assert_eq!(wire.take(1).await, b"x");
     client.send(vec![b'x'; MIB / 16 - 1]).await;
     let (poured, task) = pour(client, LARGE - MIB / 16);
     if let Some(before) = before {
-        assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the client back");
+        assert!(until_stalled(&poured).await < LARGE / 2, "the sidecar does not slow the client down");
         let held = sidecar.resident().saturating_sub(before);
         assert!(held < HELD, "{held} bytes are held");
     }
@@ -297,7 +297,7 @@ async fn a_large_download_streams_and_is_not_held() {
         wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE}\r\n\r\n")).await;
         let (poured, task) = pour(wire, LARGE);
         assert_eq!(client.head().await.get("content-length"), Some(LARGE.to_string().as_str()));
-        assert!(stands_still(&poured).await < LARGE / 2, "nobody holds the service back");
+        assert!(until_stalled(&poured).await < LARGE / 2, "the sidecar does not slow the service down");
         let held = sidecar.resident().saturating_sub(before);
         assert!(held < HELD, "{held} bytes are held, {fields:?}");
         let mut left = LARGE;
@@ -335,7 +335,7 @@ async fn both_directions_run_at_once() {
 }
 
 #[tokio::test]
-async fn an_answer_before_the_end_of_the_upload_reaches_the_client() {
+async fn a_response_before_the_end_of_the_upload_reaches_the_client() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let mut client = sidecar.connect().await;
@@ -349,7 +349,7 @@ async fn an_answer_before_the_end_of_the_upload_reaches_the_client() {
 }
 
 #[tokio::test]
-async fn requests_follow_each_other_on_a_connection_and_may_be_sent_ahead() {
+async fn requests_share_a_connection_and_may_be_pipelined() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     let mut client = sidecar.connect().await;
@@ -382,12 +382,12 @@ async fn requests_follow_each_other_on_a_connection_and_may_be_sent_ahead() {
 }
 
 #[tokio::test]
-async fn few_connections_to_the_service_carry_many_requests() {
+async fn a_few_connections_to_the_service_carry_many_requests() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &["--threads=2"]).await;
     for n in 0..100 {
         let key = format!("Idempotency-Key: k{n}");
-        // Whatever connection it comes on, and whatever host it asks for.
+        // On any connection, and for any host.
         let text = request("POST", "/", &[&key], "{}").replace("orders.test", &format!("h{n}.test"));
         sidecar.ask(&text).await.has_status(200);
     }
@@ -396,7 +396,7 @@ async fn few_connections_to_the_service_carry_many_requests() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_that_the_service_closes_harms_nobody() {
+async fn an_idle_connection_that_the_service_closes_fails_no_request() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--threads=1"]).await;
     let mut client = sidecar.connect().await;
@@ -408,14 +408,14 @@ async fn an_idle_connection_that_the_service_closes_harms_nobody() {
         wire.send(OK).await;
         client.message().await.has_status(200);
         wire.finish().await;
-        // It has taken notice.
+        // The sidecar has noticed the close.
         wire.ends().await;
     }
 }
 
 #[tokio::test]
-async fn unused_connections_to_the_service_are_given_up_before_it_closes_them() {
-    // Kept for less than the two seconds of gunicorn, or not at all.
+async fn idle_connections_to_the_service_are_closed_before_the_service_closes_them() {
+    // Kept for less than the two seconds of gunicorn, or not kept at all.
     for (flags, connections) in
         [(&["--threads=1"][..], 1), (&["--threads=1", "--upstream-idle-timeout=0s"], 2)]
     {
@@ -440,7 +440,7 @@ async fn unused_connections_to_the_service_are_given_up_before_it_closes_them() 
 }
 
 #[tokio::test]
-async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
+async fn a_silent_service_times_out_and_a_slow_one_does_not() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &["--upstream-timeout=2s"]).await;
     for (fields, slug) in [(&[][..], "upstream-unanswered"), (&[KEY], "outcome-unknown")] {
@@ -451,7 +451,7 @@ async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
         client.message().await.is_problem(504, slug);
         wire.ends().await;
     }
-    // Longer than the time-out as a whole, never silent for nearly so long.
+    // Longer than the time-out as a whole, but never silent for nearly that long.
     let mut client = sidecar.connect().await;
     client.send(request("GET", "/slow", &[], "")).await;
     let mut wire = service.accept().await;
@@ -462,7 +462,7 @@ async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
         wire.send("x").await;
     }
     assert_eq!(client.message().await.has_status(200).text(), "x".repeat(30));
-    // One that begins and does not go on.
+    // A response that begins and does not continue.
     client.send(request("GET", "/stuck", &[], "")).await;
     (wire, _) = service.next(wire).await;
     wire.send("HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n012").await;
@@ -471,12 +471,12 @@ async fn a_silent_service_is_given_up_and_a_slow_one_is_not() {
 }
 
 #[tokio::test]
-async fn a_thousand_idle_connections_are_no_burden() {
+async fn a_thousand_idle_connections_do_not_block_requests() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit).unwrap();
     let service = Service::new().await.answers(OK);
-    // It helps itself where it is allowed few open files at first, as systemd does.
+    // The sidecar raises its own limit of open files if it starts with a low one, as under systemd.
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -Sn 256; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_oncegate"), "proxy"]);
     command.args(["--listen=127.0.0.1:0", "--admin=127.0.0.1:0", "--store=memory:"]);
@@ -499,11 +499,11 @@ async fn a_thousand_idle_connections_are_no_burden() {
     assert_eq!(service.requests(), 1001);
 }
 
-/// Longer than the half minute that clients are given.
+/// Longer than the half minute that clients get.
 const SLOW: Duration = Duration::from_secs(60);
 
 #[tokio::test]
-async fn who_does_not_come_to_the_point_is_sent_away() {
+async fn clients_that_send_no_complete_request_are_disconnected() {
     let service = Service::new().await;
     let sidecar = Sidecar::start(service.address, &[]).await;
     let beginnings =

@@ -1,17 +1,17 @@
-//! An operator who was wrong: `oncegate keys park`, `resolve --amend` and `find --key`, on the running process.
+//! Corrections by an operator: `oncegate keys park`, `resolve --amend` and `find --key`, on the running process.
 
 use std::process::Command;
 
 use crate::support::{FixedService, Message, Service, Sidecar, request};
 use crate::{KEY, OK};
 
-/// A service that does not know what it did.
+/// The response of a service that does not know the outcome.
 const UNKNOWN: &str =
     "HTTP/1.1 500 Internal Server Error\r\nIdempotency-Store: unknown\r\nContent-Length: 2\r\n\r\nno";
 const BUSY: &str = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 4\r\n\r\nbusy";
 
-/// What a command printed, if it succeeded; what it said otherwise.
-async fn keys(sidecar: &Sidecar, args: &[&str]) -> Result<String, String> {
+/// The output of a command that succeeded, or the error output of one that failed.
+async fn run_keys(sidecar: &Sidecar, args: &[&str]) -> Result<String, String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command.arg("keys").args(args).env_clear().env("ONCEGATE_ADMIN", sidecar.admin.to_string());
     command.env("USER", "ada");
@@ -24,9 +24,9 @@ async fn keys(sidecar: &Sidecar, args: &[&str]) -> Result<String, String> {
     }
 }
 
-/// The only record of the key, found without anything else.
-async fn found(sidecar: &Sidecar) -> String {
-    let listed = keys(sidecar, &["find", "--key", "intent-1"]).await.unwrap();
+/// The only record of the key, found by the key alone.
+async fn find_record(sidecar: &Sidecar) -> String {
+    let listed = run_keys(sidecar, &["find", "--key", "intent-1"]).await.unwrap();
     let lines: Vec<_> = listed.lines().collect();
     assert!(lines.len() == 3 && lines[1].contains("POST /orders"), "{listed}");
     assert!(lines[2].contains("another key may have"), "{listed}");
@@ -45,7 +45,7 @@ impl Case {
         let sidecar = Sidecar::start(service.address, &[&format!("--store={store}")]).await;
         ask(&sidecar).await;
         assert_eq!(service.requests(), 1);
-        let record = found(&sidecar).await;
+        let record = find_record(&sidecar).await;
         Self { sidecar, service, record }
     }
 
@@ -53,12 +53,12 @@ impl Case {
         ask(&self.sidecar).await
     }
 
-    async fn keys(&self, command: &str, args: &[&str]) -> Result<String, String> {
+    async fn run_keys(&self, command: &str, args: &[&str]) -> Result<String, String> {
         let args = [&[command, &self.record[..8]], args, &["--reason", "looked it up"]].concat();
-        keys(&self.sidecar, &args).await
+        run_keys(&self.sidecar, &args).await
     }
 
-    /// Retries get this, and the service is not asked.
+    /// Asserts that retries get this response, and that the service is not called.
     async fn replays(&self, body: &str) {
         let requests = self.service.requests();
         for _ in 0..3 {
@@ -78,7 +78,7 @@ impl Case {
     }
 
     async fn shows(&self, text: &str) {
-        let shown = keys(&self.sidecar, &["show", &self.record]).await.unwrap();
+        let shown = run_keys(&self.sidecar, &["show", &self.record]).await.unwrap();
         assert!(shown.contains(text), "no {text:?} in {shown}");
     }
 }
@@ -95,39 +95,39 @@ async fn a_wrong_answer_is_parked_and_amended() {
     for store in ["memory:", &dir("store"), &tiered] {
         let case = Case::new(store, UNKNOWN).await;
         case.is_unknown().await;
-        case.keys("resolve", &["--status=201", "--body=wrong"]).await.unwrap();
+        case.run_keys("resolve", &["--status=201", "--body=wrong"]).await.unwrap();
         case.replays("wrong").await;
         case.shows("resolved by     an operator\n").await;
         case.shows(&format!("\noncegate keys park {}", case.record)).await;
 
-        let said = case.keys("park", &[]).await.unwrap();
+        let said = case.run_keys("park", &[]).await.unwrap();
         assert_eq!(said, format!("{}: completed → unknown\n", case.record));
         case.is_unknown().await;
         case.shows("parked by       an operator\n").await;
-        let again = case.keys("park", &[]).await.unwrap_err();
+        let again = case.run_keys("park", &[]).await.unwrap_err();
         assert!(again.contains("It is unknown already"), "{again}");
-        let nothing = case.keys("resolve", &["--amend", "--released"]).await.unwrap_err();
+        let nothing = case.run_keys("resolve", &["--amend", "--released"]).await.unwrap_err();
         assert!(nothing.contains("there is no answer of an operator to amend"), "{nothing}");
 
-        case.keys("resolve", &["--status=201", "--body=right"]).await.unwrap();
+        case.run_keys("resolve", &["--status=201", "--body=right"]).await.unwrap();
         case.replays("right").await;
-        // Another operator, who does not know that.
-        let raced = case.keys("resolve", &["--status=201", "--body=raced"]).await.unwrap_err();
+        // Another operator, who does not know of the correction.
+        let raced = case.run_keys("resolve", &["--status=201", "--body=raced"]).await.unwrap_err();
         assert!(raced.contains("An operator resolved it already") && raced.contains("\"amend\""), "{raced}");
         case.replays("right").await;
-        case.keys("resolve", &["--amend", "--status=201", "--body=better"]).await.unwrap();
+        case.run_keys("resolve", &["--amend", "--status=201", "--body=better"]).await.unwrap();
         case.replays("better").await;
 
-        // Released wrongly, and noticed before the retry.
-        case.keys("resolve", &["--amend", "--released"]).await.unwrap();
+        // Released by mistake, and corrected before the retry.
+        case.run_keys("resolve", &["--amend", "--released"]).await.unwrap();
         case.shows("resolved by     an operator\n").await;
-        case.keys("park", &[]).await.unwrap();
+        case.run_keys("park", &[]).await.unwrap();
         case.is_unknown().await;
-        case.keys("resolve", &["--released"]).await.unwrap();
+        case.run_keys("resolve", &["--released"]).await.unwrap();
         case.ask().await;
         assert_eq!(case.service.requests(), 2, "a released key executes");
 
-        let trail = keys(&case.sidecar, &["audit"]).await.unwrap();
+        let trail = run_keys(&case.sidecar, &["audit"]).await.unwrap();
         let trail: Vec<_> =
             trail.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
         let states: Vec<_> = trail.iter().rev().map(|entry| (entry[3], entry[4])).collect();
@@ -148,7 +148,7 @@ async fn a_wrong_answer_is_parked_and_amended() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_service_answered_is_not_taken_back() {
+async fn a_response_of_the_service_cannot_be_corrected() {
     let case = Case::new("memory:", OK).await;
     for (command, args) in [
         ("park", &[][..]),
@@ -157,27 +157,27 @@ async fn what_the_service_answered_is_not_taken_back() {
         ("resolve", &["--amend", "--released"]),
         ("release", &["--force"]),
     ] {
-        let refused = case.keys(command, args).await.unwrap_err();
+        let refused = case.run_keys(command, args).await.unwrap_err();
         assert!(refused.contains("by its service's own answer"), "{command} {args:?}: {refused}");
     }
     let answer = case.ask().await;
     assert!(answer.is_replay() && answer.text() == "ok", "{answer:?}");
-    assert_eq!(keys(&case.sidecar, &["audit"]).await.unwrap(), "no entries\n");
+    assert_eq!(run_keys(&case.sidecar, &["audit"]).await.unwrap(), "no entries\n");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_that_the_service_released_is_held() {
+async fn a_key_that_the_service_released_can_be_parked() {
     let case = Case::new("memory:", BUSY).await;
     case.shows("Nothing executes until somebody has looked").await;
-    case.keys("park", &[]).await.unwrap();
+    case.run_keys("park", &[]).await.unwrap();
     case.is_unknown().await;
-    case.keys("resolve", &["--released"]).await.unwrap();
+    case.run_keys("resolve", &["--released"]).await.unwrap();
     case.ask().await.has_status(429);
     assert_eq!(case.service.requests(), 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_is_found_whoever_sent_it_and_in_either_case() {
+async fn find_shows_the_records_of_a_key_for_all_callers_and_both_letter_cases() {
     let service = Service::new().await.answers(OK);
     let sidecar = Sidecar::start(service.address, &[]).await;
     let callers = ["Authorization: Bearer one", "Authorization: Bearer two"];
@@ -191,18 +191,18 @@ async fn a_key_is_found_whoever_sent_it_and_in_either_case() {
         sidecar.ask(&request("POST", path, &[&key, caller], "{}")).await.has_status(200);
     }
     for key in ["order-7", "ORDER-7", "\"Order-7\""] {
-        let listed = keys(&sidecar, &["find", "--key", key]).await.unwrap();
+        let listed = run_keys(&sidecar, &["find", "--key", key]).await.unwrap();
         assert_eq!(listed.matches(" POST /").count(), 3, "{key}: {listed}");
         assert!(!listed.to_lowercase().contains("order-7"), "{listed}");
-        let listed = keys(&sidecar, &["ls", "--key", key, "--operation", "POST /refunds"]).await.unwrap();
+        let listed = run_keys(&sidecar, &["ls", "--key", key, "--operation", "POST /refunds"]).await.unwrap();
         assert!(listed.contains(" POST /refunds ") && !listed.contains(" POST /orders "), "{listed}");
         assert!(listed.ends_with("1 records (1 completed)\n"), "{listed}");
     }
-    let json = keys(&sidecar, &["find", "--key", "order-8", "--json"]).await.unwrap();
+    let json = run_keys(&sidecar, &["find", "--key", "order-8", "--json"]).await.unwrap();
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["records"].as_array().unwrap().len(), 1, "{json}");
-    let none = keys(&sidecar, &["find", "--key", "order-9"]).await.unwrap_err();
+    let none = run_keys(&sidecar, &["find", "--key", "order-9"]).await.unwrap_err();
     assert!(none.contains("no record has this key"), "{none}");
-    let json = keys(&sidecar, &["find", "--key", "order-9", "--json"]).await.unwrap();
+    let json = run_keys(&sidecar, &["find", "--key", "order-9", "--json"]).await.unwrap();
     assert_eq!(serde_json::from_str::<serde_json::Value>(&json).unwrap()["records"], serde_json::json!([]));
 }

@@ -1,4 +1,4 @@
-//! What a service says and what its transaction did may differ: a service that the test plays itself.
+//! The response of a service and the result of its transaction may differ: the test itself plays the service.
 
 use crate::counted;
 use crate::support::{Message, Service, Sidecar, Wire, request, until};
@@ -8,21 +8,21 @@ const KEY: &str = "Idempotency-Key: order-1";
 const CREATED: &str =
     "HTTP/1.1 201 Created\r\nContent-Type: text/plain\r\nSet-Cookie: a=b\r\nContent-Length: 4\r\n\r\npaid";
 
-/// A request that has come to the service.
-struct Asked {
+/// A request that has reached the service.
+struct ReceivedRequest {
     database: Database,
     sidecar: Sidecar,
     client: Wire,
     wire: Wire,
-    /// What `oncegate.complete` is called with.
+    /// The arguments of `oncegate.complete`.
     attempt: String,
 }
 
-async fn ask() -> Asked {
-    ask_with(&[]).await
+async fn receive() -> ReceivedRequest {
+    receive_with(&[]).await
 }
 
-async fn ask_with(flags: &[&str]) -> Asked {
+async fn receive_with(flags: &[&str]) -> ReceivedRequest {
     let (database, service) = (Database::new().await, Service::new().await);
     let sidecar = database.sidecar(service.address, flags, "").await;
     let mut client = sidecar.connect().await;
@@ -32,10 +32,10 @@ async fn ask_with(flags: &[&str]) -> Asked {
     let (record, token) = (asked.get("oncegate-record").unwrap(), asked.get("oncegate-token").unwrap());
     assert_eq!(asked.get("oncegate-attempt"), Some("1"));
     let attempt = format!("decode('{record}', 'hex'), {token}");
-    Asked { database, sidecar, client, wire, attempt }
+    ReceivedRequest { database, sidecar, client, wire, attempt }
 }
 
-impl Asked {
+impl ReceivedRequest {
     async fn complete(&self, response: &str) {
         let call = format!("SELECT oncegate.complete({}{response})", self.attempt);
         run(&mut self.database.connect().await, &call).await;
@@ -51,11 +51,11 @@ impl Asked {
     }
 }
 
-const NOTED: [&str; 4] = ["completed-upstream", "answer-added", "answer-differs", "completion-missing"];
+const REPORTED: [&str; 4] = ["completed-upstream", "answer-added", "answer-differs", "completion-missing"];
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_record_has_the_last_word() {
-    let mut asked = ask().await;
+async fn the_committed_record_decides_the_response() {
+    let mut asked = receive().await;
     asked
         .complete(", oncegate.response(202, ARRAY['content-type', 'location'], ARRAY['text/x', '/orders/7'], 'mine')")
         .await;
@@ -66,21 +66,21 @@ async fn the_record_has_the_last_word() {
     let replay = asked.retry().await;
     assert_eq!((replay.has_status(202).text(), replay.get("content-type")), ("mine", Some("text/x")));
     assert_eq!((replay.get("location"), replay.get("set-cookie")), (Some("/orders/7"), None));
-    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 0, 1, 0]);
+    assert_eq!(counted(&asked.sidecar, &REPORTED).await, [0, 0, 1, 0]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_error_after_the_commit_does_not_undo_it() {
-    let mut asked = ask().await;
+    let mut asked = receive().await;
     asked.complete("").await;
     asked.answer("HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\noops").await.has_status(500);
     asked.retry().await.is_problem(422, "replay-unavailable");
-    assert_eq!(counted(&asked.sidecar, &NOTED).await, [1, 0, 0, 0]);
+    assert_eq!(counted(&asked.sidecar, &REPORTED).await, [1, 0, 0, 0]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_error_without_a_commit_frees_the_key_and_a_late_commit_is_fenced() {
-    let mut asked = ask().await;
+    let mut asked = receive().await;
     asked.answer("HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\noops").await.has_status(500);
     let late = format!("SELECT oncegate.complete({})", asked.attempt);
     let late = sqlx::raw_sql(sqlx::AssertSqlSafe(late)).execute(&mut asked.database.connect().await).await;
@@ -91,26 +91,26 @@ async fn a_server_error_without_a_commit_frees_the_key_and_a_late_commit_is_fenc
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_success_without_a_completion_is_stored_and_noted() {
-    let mut asked = ask().await;
+async fn a_success_without_a_completion_is_stored_and_logged() {
+    let mut asked = receive().await;
     assert_eq!(asked.answer(CREATED).await.has_status(201).text(), "paid");
     assert!(asked.retry().await.has_status(201).is_replay());
-    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 0, 0, 1]);
+    assert_eq!(counted(&asked.sidecar, &REPORTED).await, [0, 0, 0, 1]);
     asked.sidecar.process.logs("had not completed the record in its transaction").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refusal_without_a_completion_is_stored() {
-    let mut asked = ask().await;
+    let mut asked = receive().await;
     asked.answer("HTTP/1.1 409 Conflict\r\nContent-Length: 4\r\n\r\nsold").await.has_status(409);
     assert_eq!(asked.retry().await.has_status(409).text(), "sold");
-    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 0, 0, 0]);
+    assert_eq!(counted(&asked.sidecar, &REPORTED).await, [0, 0, 0, 0]);
 }
 
-/// It should not; but the sidecar's own completion waits for no transaction, and comes after it.
+/// A service should not do that; but the sidecar's own completion waits for no transaction, and runs after it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
-    let mut asked = ask().await;
+    let mut asked = receive().await;
     let mut open = asked.database.connect().await;
     run(&mut open, "BEGIN").await;
     run(&mut open, &format!("SELECT oncegate.complete({})", asked.attempt)).await;
@@ -119,13 +119,13 @@ async fn a_service_that_answers_before_its_commit_is_not_waited_for() {
     asked.retry().await.is_problem(409, "request-in-progress");
     run(&mut open, "COMMIT").await;
     until("the answer is added", async || asked.retry().await.status() == 201).await;
-    assert_eq!(counted(&asked.sidecar, &NOTED).await, [0, 1, 0, 0]);
+    assert_eq!(counted(&asked.sidecar, &REPORTED).await, [0, 1, 0, 0]);
 }
 
-/// Its own retry after a COMMIT whose answer was lost, or something on the way that sent the request twice.
+/// The service retries a COMMIT whose reply was lost, or a proxy between them sends the request twice.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_that_is_run_twice_commits_once() {
-    let mut asked = ask().await;
+async fn an_attempt_that_runs_twice_commits_once() {
+    let mut asked = receive().await;
     asked.complete("").await;
     let again = format!("SELECT oncegate.complete({})", asked.attempt);
     let again = sqlx::raw_sql(sqlx::AssertSqlSafe(again)).execute(&mut asked.database.connect().await).await;
@@ -136,17 +136,17 @@ async fn an_attempt_that_is_run_twice_commits_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_service_completes_is_kept_for_as_long_as_the_route_says() {
-    let asked = ask_with(&["--retention=3d"]).await;
+async fn a_record_completed_by_the_service_has_the_retention_of_the_route() {
+    let asked = receive_with(&["--retention=3d"]).await;
     asked.complete(", oncegate.response(201, NULL, NULL, 'paid')").await;
     let kept = "SELECT (expires_at - changed_at) / 1000 FROM oncegate.records";
     assert_eq!(asked.database.number(kept).await, 3 * 24 * 60 * 60);
 }
 
-/// A service may put anything into its record; what belongs to a moment or a connection is not replayed all the same.
+/// A service may put anything into its record; fields that belong to a moment or a connection are not replayed anyway.
 #[tokio::test(flavor = "multi_thread")]
-async fn fields_that_no_record_keeps_are_not_replayed() {
-    let mut asked = ask().await;
+async fn fields_that_no_record_may_keep_are_not_replayed() {
+    let mut asked = receive().await;
     asked
         .complete(
             ", oncegate.response(201, ARRAY['content-type', 'content-length', 'connection', 'set-cookie', \
@@ -156,7 +156,7 @@ async fn fields_that_no_record_keeps_are_not_replayed() {
     let first = asked.answer(CREATED).await;
     for answer in [first, asked.retry().await] {
         assert_eq!((answer.has_status(201).text(), answer.get("content-type")), ("paid", Some("text/x")));
-        assert_eq!(answer.get("x-own"), Some("kept"), "what the service says that it is, it is");
+        assert_eq!(answer.get("x-own"), Some("kept"), "other fields of the service are kept");
         assert_eq!((answer.get("connection"), answer.get("oncegate-token")), (None, None));
         assert_ne!(answer.get("set-cookie"), Some("session=1"));
     }

@@ -1,4 +1,4 @@
-//! A service that completed its record without its answer is asked for it, where nobody lived to add it.
+//! A service that completed its record without a response is asked for that response if no process lived to add it.
 
 use crate::relay::Gate;
 use crate::support::{Message, Service, Sidecar, Wire, ask, request};
@@ -8,8 +8,8 @@ use crate::{SHORT, counted, metrics};
 const PATH: &str = "/oncegate/outcome";
 const ASKING: [&str; 2] = [SHORT[0], "--reconcile=/oncegate/outcome"];
 
-/// How often it was asked, by what was heard.
-async fn heard(sidecar: &Sidecar) -> [u64; 4] {
+/// The numbers of questions, by result.
+async fn questions(sidecar: &Sidecar) -> [u64; 4] {
     let text = metrics(sidecar).await;
     ["happened", "unreplayable", "did-not-happen", "cannot-tell"].map(|result| {
         let series = format!("oncegate_reconciled_total{{result=\"{result}\"}} ");
@@ -18,9 +18,9 @@ async fn heard(sidecar: &Sidecar) -> [u64; 4] {
     })
 }
 
-/// The payment was made once; a retry gets its answer from the service, and every later one from the record.
-async fn gives_the_answer(world: &mut World, key: &str, effects: i64) {
-    let before = heard(&world.sidecar).await;
+/// Asserts that one payment was made, that a retry gets its response from the service, and every later one from the record.
+async fn answers_retries(world: &mut World, key: &str, effects: i64) {
+    let before = questions(&world.sidecar).await;
     let answer = world.retry(Operation::Pay, key).await;
     assert!(answer.has_status(201).is_replay(), "{:?}", answer.head);
     let charge = answer.json();
@@ -28,20 +28,20 @@ async fn gives_the_answer(world: &mut World, key: &str, effects: i64) {
     let newest = world.database.number("SELECT max(id)::bigint FROM charges").await;
     assert_eq!((charge["id"].as_i64(), world.effects(Operation::Pay).await), (Some(newest), effects));
     assert_eq!(answer.get("oncegate-outcome"), None);
-    let after = heard(&world.sidecar).await;
+    let after = questions(&world.sidecar).await;
     assert_eq!(after, [before[0] + 1, before[1], before[2], before[3]]);
 
     world.service.kill().await;
     let again = world.ask(Operation::Pay, key).await;
     assert!(again.has_status(201).is_replay(), "{:?}", again.head);
     assert_eq!((&again.body, again.get("content-type")), (&answer.body, answer.get("content-type")));
-    assert_eq!(heard(&world.sidecar).await, after);
+    assert_eq!(questions(&world.sidecar).await, after);
     world.restart_service().await;
 }
 
-pub(crate) async fn both_are_killed_after_the_commit_and_the_answer_is_asked_for(kind: Kind) {
+pub(crate) async fn both_are_killed_after_the_commit_and_the_response_is_asked_for(kind: Kind) {
     let mut world = World::start(kind, &ASKING).await;
-    // What an ordinary answer looks like.
+    // The form of an ordinary response.
     let plain = world.ask(Operation::Pay, "plain").await;
     let effects = world.effects(Operation::Pay).await;
     world.relay.set(Gate::AfterCommit);
@@ -53,7 +53,7 @@ pub(crate) async fn both_are_killed_after_the_commit_and_the_answer_is_asked_for
     world.relay.cut().await;
     world.restart_service().await;
     world.restart_sidecar(&ASKING).await;
-    gives_the_answer(&mut world, "committed", effects + 1).await;
+    answers_retries(&mut world, "committed", effects + 1).await;
     let again = world.ask(Operation::Pay, "committed").await;
     for name in ["content-type", "location"] {
         assert_eq!(again.get(name), plain.has_status(201).get(name), "{name}");
@@ -61,22 +61,22 @@ pub(crate) async fn both_are_killed_after_the_commit_and_the_answer_is_asked_for
     let members =
         |answer: &Message| -> Vec<String> { answer.json().as_object().unwrap().keys().cloned().collect() };
     assert_eq!(members(&again), members(&plain));
-    // Nobody but the sidecar is told anything.
+    // Only the sidecar gets the details.
     let from_outside = request("GET", PATH, &["Oncegate-Record: 00", "Oncegate-Token: 1"], "");
     world.sidecar.ask(&from_outside).await.has_status(400);
 }
 
-pub(crate) async fn the_sidecar_is_killed_before_it_adds_the_answer(kind: Kind) {
+pub(crate) async fn a_sidecar_killed_before_it_adds_the_response_asks_for_it(kind: Kind) {
     let mut world = World::start_with(kind, &ASKING, "executed").await;
     let _client = world.send(Operation::Pay, "executed").await;
     world.sidecar.process.logs("failpoint executed").await;
     world.sidecar.process.kill().await;
     world.restart_sidecar(&ASKING).await;
-    gives_the_answer(&mut world, "executed", 1).await;
+    answers_retries(&mut world, "executed", 1).await;
 }
 
-/// The first client is told to come again, and so is everybody until the service is there again.
-pub(crate) async fn the_service_is_killed_after_its_commit_and_asked_when_it_is_back(kind: Kind) {
+/// The first client is told to retry, and so are all others until the service is back.
+pub(crate) async fn a_service_killed_after_its_commit_is_asked_when_it_is_back(kind: Kind) {
     let flags = [SHORT[0], ASKING[1], "--reconcile-timeout=500ms"];
     let mut world = World::start(kind, &flags).await;
     world.relay.set(Gate::AfterCommit);
@@ -84,31 +84,31 @@ pub(crate) async fn the_service_is_killed_after_its_commit_and_asked_when_it_is_
     world.relay.holds(1).await;
     world.has_committed(1).await;
     world.service.kill().await;
-    is_told_to_come_again(&client.message().await, 502);
+    is_told_to_retry_later(&client.message().await, 502);
     world.relay.cut().await;
-    is_told_to_come_again(&world.retry(Operation::Pay, "committed").await, 503);
-    assert_eq!(heard(&world.sidecar).await, [0, 0, 0, 1]);
+    is_told_to_retry_later(&world.retry(Operation::Pay, "committed").await, 503);
+    assert_eq!(questions(&world.sidecar).await, [0, 0, 0, 1]);
     world.restart_service().await;
-    // Another one, which gives the service more time.
+    // Another sidecar, which gives the service more time.
     world.sidecar.process.kill().await;
     world.restart_sidecar(&ASKING).await;
-    gives_the_answer(&mut world, "committed", 1).await;
+    answers_retries(&mut world, "committed", 1).await;
 }
 
-fn is_told_to_come_again(answer: &Message, status: u16) {
+fn is_told_to_retry_later(answer: &Message, status: u16) {
     answer.is_problem(status, "answer-awaited");
     assert_eq!((&answer.json()["retry"], answer.get("retry-after")), (&"same-key".into(), Some("1")));
 }
 
 const KEY: &str = "Idempotency-Key: order-1";
 
-/// A request whose service, which the test plays, has committed without an answer.
+/// A request whose service, played by the test, has committed without a response.
 struct Committed {
     database: Database,
     service: Service,
     sidecar: Sidecar,
     client: Wire,
-    /// The request itself, which is not answered yet.
+    /// The connection of the request, which is not answered yet.
     wire: Wire,
     record: String,
     token: String,
@@ -129,7 +129,7 @@ impl Committed {
         Self { database, service, sidecar, client, wire, record, token }
     }
 
-    /// And gone before it answered.
+    /// The service commits, and is gone before it responds.
     async fn lost() -> Self {
         Self::lost_asking_for(LONG).await
     }
@@ -137,7 +137,7 @@ impl Committed {
     async fn lost_asking_for(asks_for: &str) -> Self {
         let mut committed = Self::start(asks_for).await;
         drop(std::mem::replace(&mut committed.wire, Wire::new(tokio::io::empty())));
-        is_told_to_come_again(&committed.client.message().await, 502);
+        is_told_to_retry_later(&committed.client.message().await, 502);
         committed
     }
 
@@ -147,7 +147,7 @@ impl Committed {
         client
     }
 
-    /// The question, which is of the attempt that committed.
+    /// The question, which asks about the committed attempt.
     async fn question(&self) -> Wire {
         let mut wire = self.service.accept().await;
         let question = wire.message().await;
@@ -175,15 +175,15 @@ impl Committed {
         )
     }
 
-    /// A retry, and what it hears where the service says this.
-    async fn hears(&self, answer: &str) -> Message {
+    /// The response to a retry if the service sends this reply.
+    async fn response_to_retry(&self, answer: &str) -> Message {
         let mut client = self.retry().await;
         self.question().await.send(answer).await;
         client.message().await
     }
 }
 
-/// Longer than any of these tests takes.
+/// Longer than each of these tests takes.
 const LONG: &str = "--reconcile-timeout=60s";
 
 async fn sidecar(database: &Database, service: &Service, asks_for: &str) -> Sidecar {
@@ -195,49 +195,49 @@ fn order() -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_committed_is_never_executed_again_whatever_the_service_says() {
+async fn a_committed_request_is_never_executed_again_whatever_the_service_reports() {
     let mut committed = Committed::lost().await;
     let no = committed.reports("404 Not Found", "did-not-happen", "", "");
-    committed.hears(&no).await.is_problem(422, "replay-unavailable");
+    committed.response_to_retry(&no).await.is_problem(422, "replay-unavailable");
     committed.sidecar.process.logs("nothing is executed").await;
     committed.service.is_not_called().await;
-    assert_eq!(heard(&committed.sidecar).await, [0, 0, 1, 0]);
-    // It may have looked in the wrong place.
+    assert_eq!(questions(&committed.sidecar).await, [0, 0, 1, 0]);
+    // The service may have looked in the wrong place.
     let yes = committed.reports("201 Created", "happened", "Content-Type: text/x\r\n", "paid");
-    let answer = committed.hears(&yes).await;
+    let answer = committed.response_to_retry(&yes).await;
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
-    assert_eq!(heard(&committed.sidecar).await, [1, 0, 1, 0]);
+    assert_eq!(questions(&committed.sidecar).await, [1, 0, 1, 0]);
     assert_eq!(counted(&committed.sidecar, &["executing", "answer-added"]).await, [1, 1]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_that_the_service_has_not_kept_is_not_asked_for_again() {
+async fn a_response_that_the_service_has_not_kept_is_not_asked_for_again() {
     let committed = Committed::lost().await;
     let gone = committed.reports("200 OK", "happened", "Idempotency-Store: tombstone\r\n", "");
-    committed.hears(&gone).await.is_problem(422, "replay-unavailable");
+    committed.response_to_retry(&gone).await.is_problem(422, "replay-unavailable");
     committed.sidecar.ask(&order()).await.is_problem(422, "replay-unavailable");
     committed.service.is_not_called().await;
-    assert_eq!(heard(&committed.sidecar).await, [0, 1, 0, 0]);
+    assert_eq!(questions(&committed.sidecar).await, [0, 1, 0, 0]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_cannot_tell_is_asked_until_the_time_is_over_and_again_by_the_next_retry() {
+async fn a_service_that_cannot_tell_is_asked_until_the_time_out_and_again_by_the_next_retry() {
     let committed = Committed::lost_asking_for("--reconcile-timeout=4s").await;
     let unknown = committed.reports("404 Not Found", "unknown", "", "");
     let mut client = committed.retry().await;
     committed.question().await.send(&unknown).await;
-    // It goes on being asked; this one is not answered at all.
+    // The service is asked again, and this question gets no reply.
     let _hangs = committed.question().await;
     committed.sidecar.ask(&order()).await.is_problem(409, "request-in-progress");
-    is_told_to_come_again(&client.message().await, 503);
-    assert_eq!(heard(&committed.sidecar).await, [0, 0, 0, 1]);
-    let answer = committed.hears(&committed.reports("201 Created", "happened", "", "paid")).await;
+    is_told_to_retry_later(&client.message().await, 503);
+    assert_eq!(questions(&committed.sidecar).await, [0, 0, 0, 1]);
+    let answer = committed.response_to_retry(&committed.reports("201 Created", "happened", "", "paid")).await;
     assert_eq!((answer.has_status(201).text(), answer.is_replay()), ("paid", true));
 }
 
-/// The one that executes has not died: it is only slow, and another one is asked for the same.
+/// The executing sidecar is alive but slow, while another one asks for the response.
 #[tokio::test(flavor = "multi_thread")]
-async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
+async fn two_sidecars_agree_on_the_first_response() {
     for asker_is_first in [false, true] {
         let mut committed = Committed::start(LONG).await;
         let other = sidecar(&committed.database, &committed.service, LONG).await;
@@ -269,7 +269,7 @@ async fn two_sidecars_agree_on_one_answer_whoever_is_first() {
     }
 }
 
-/// Two sidecars may ask at the same time, and get the same.
+/// Two sidecars may ask at the same time, and both get the response.
 #[tokio::test(flavor = "multi_thread")]
 async fn two_sidecars_may_ask_at_the_same_time() {
     let committed = Committed::lost().await;
@@ -290,13 +290,13 @@ async fn two_sidecars_may_ask_at_the_same_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_hangs_up_leaves_the_answer_behind() {
+async fn the_response_is_stored_although_the_client_hangs_up() {
     let committed = Committed::lost().await;
     let client = committed.retry().await;
     let mut question = committed.question().await;
     drop(client);
     question.send(committed.reports("201 Created", "happened", "", "found")).await;
-    crate::support::until("the answer is there", async || {
+    crate::support::until("the response is stored", async || {
         counted(&committed.sidecar, &["answer-added"]).await == [1]
     })
     .await;
@@ -305,9 +305,8 @@ async fn a_client_that_hangs_up_leaves_the_answer_behind() {
     committed.service.is_not_called().await;
 }
 
-/// As it is without somebody to ask.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_has_no_place_to_ask_at_is_not_asked() {
+async fn a_service_without_a_path_for_questions_is_not_asked() {
     let (database, service) = (Database::new().await, Service::new().await);
     let sidecar = database.sidecar(service.address, &[], "").await;
     let mut client = sidecar.connect().await;

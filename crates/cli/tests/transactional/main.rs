@@ -1,5 +1,5 @@
-//! Services that complete their records in their own transactions, behind the real sidecar on a real PostgreSQL: whatever is
-//! killed at whatever point, an operation takes effect exactly once.
+//! Services that complete their records in their own transactions, behind the real sidecar on a real PostgreSQL server: whatever
+//! process is killed at whatever point, an operation takes effect exactly once.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -10,22 +10,22 @@ mod relay;
 mod world;
 
 use asked::{
-    both_are_killed_after_the_commit_and_the_answer_is_asked_for,
-    the_service_is_killed_after_its_commit_and_asked_when_it_is_back,
-    the_sidecar_is_killed_before_it_adds_the_answer,
+    a_service_killed_after_its_commit_is_asked_when_it_is_back,
+    a_sidecar_killed_before_it_adds_the_response_asks_for_it,
+    both_are_killed_after_the_commit_and_the_response_is_asked_for,
 };
 use relay::Gate;
 use rustix::process::Signal;
 use support::{Message, Sidecar, ask, until};
 use world::{Database, Kind, Operation, Stop, World, serve};
 
-/// The answer to the first client, where the service died before its transaction was over.
+/// Asserts the response to the first client if the service died before its transaction ended.
 fn is_told_to_retry(answer: &Message, slug: &str) {
     answer.is_problem(502, slug);
     assert_eq!(answer.json()["retry"], "same-key");
 }
 
-async fn what_is_committed_is_answered_from_the_record(kind: Kind) {
+async fn a_committed_request_is_answered_from_the_record(kind: Kind) {
     let world = World::start(kind, &[]).await;
     for operation in Operation::BOTH {
         let first = world.ask(operation, "plain").await;
@@ -61,7 +61,7 @@ async fn counted<const N: usize>(sidecar: &Sidecar, events: &[&str; N]) -> [u64;
     })
 }
 
-async fn a_service_that_is_killed_before_its_commit_has_done_nothing(kind: Kind) {
+async fn a_service_that_is_killed_before_its_commit_has_no_effect(kind: Kind) {
     let mut world = World::start(kind, &[]).await;
     for operation in Operation::BOTH {
         for stop in [Stop::BeforeTheRow, Stop::AfterTheRow] {
@@ -69,7 +69,7 @@ async fn a_service_that_is_killed_before_its_commit_has_done_nothing(kind: Kind)
             let before = world.effects(operation).await;
             let held = world.hold(stop).await;
             let mut client = world.send(operation, &key).await;
-            world.somebody_is_held().await;
+            world.a_service_is_held().await;
             world.service.kill().await;
             is_told_to_retry(&client.message().await, "handler-failed");
             drop(held);
@@ -79,8 +79,8 @@ async fn a_service_that_is_killed_before_its_commit_has_done_nothing(kind: Kind)
     }
 }
 
-/// The record is held by the service's open transaction when the service dies, so nobody knows yet what comes of it.
-async fn a_service_that_is_killed_before_it_sends_commit_has_done_nothing(kind: Kind) {
+/// The service's open transaction holds the record when the service dies, so its outcome is not yet known.
+async fn a_service_that_is_killed_before_it_sends_commit_has_no_effect(kind: Kind) {
     let mut world = World::start(kind, &[]).await;
     for (at, operation) in Operation::BOTH.into_iter().enumerate() {
         world.relay.set(Gate::BeforeCommit);
@@ -95,12 +95,12 @@ async fn a_service_that_is_killed_before_it_sends_commit_has_done_nothing(kind: 
     }
 }
 
-async fn a_service_that_is_killed_while_it_commits_has_done_it(kind: Kind) {
+async fn a_service_that_is_killed_during_its_commit_has_taken_effect(kind: Kind) {
     let mut world = World::start(kind, &[]).await;
     for operation in Operation::BOTH {
         let held = world.hold(Stop::WhileItCommits).await;
         let mut client = world.send(operation, "commits").await;
-        world.somebody_is_held().await;
+        world.a_service_is_held().await;
         world.service.kill().await;
         is_told_to_retry(&client.message().await, "request-in-progress");
         world.ask(operation, "commits").await.is_problem(409, "request-in-progress");
@@ -110,7 +110,7 @@ async fn a_service_that_is_killed_while_it_commits_has_done_it(kind: Kind) {
     }
 }
 
-async fn a_service_that_is_killed_after_its_commit_has_done_it(kind: Kind) {
+async fn a_service_that_is_killed_after_its_commit_has_taken_effect(kind: Kind) {
     let mut world = World::start(kind, &[]).await;
     for (at, operation) in Operation::BOTH.into_iter().enumerate() {
         world.relay.set(Gate::AfterCommit);
@@ -118,7 +118,7 @@ async fn a_service_that_is_killed_after_its_commit_has_done_it(kind: Kind) {
         world.relay.holds(at + 1).await;
         until("it is committed", async || world.effects(operation).await == 1).await;
         world.service.kill().await;
-        // The first client, too, gets the answer that the record has.
+        // The first client gets the response in the record, too.
         let answer = client.message().await;
         match operation {
             Operation::Order => assert!(answer.has_status(201).is_replay()),
@@ -130,8 +130,8 @@ async fn a_service_that_is_killed_after_its_commit_has_done_it(kind: Kind) {
     }
 }
 
-/// As the pages of the examples have it: the row and its answer are committed, and the service is killed while it takes its time.
-async fn a_service_that_is_killed_before_it_answers_has_answered(kind: Kind) {
+/// As in the pages of the examples: the row and its response are committed, and the service is killed during its delay.
+async fn a_service_that_is_killed_before_it_responds_has_stored_its_response(kind: Kind) {
     let mut world = World::start(kind, &[]).await;
     let order = Operation::Order.request("slow").replacen("/orders", "/orders?delay_ms=60000", 1);
     let mut client = world.sidecar.connect().await;
@@ -165,7 +165,7 @@ async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: K
             world.sidecar.process.kill().await;
             world.restart_sidecar(&SHORT).await;
             if failpoint == "completed" {
-                // The answer was added before it was killed.
+                // The response was added before the sidecar was killed.
                 let answer = world.retry(operation, failpoint).await;
                 assert!(answer.has_status(201).is_replay());
                 assert_eq!(world.effects(operation).await, effects);
@@ -176,17 +176,17 @@ async fn a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed(kind: K
     }
 }
 
-/// The service goes on, and nobody waits for its answer.
-async fn a_sidecar_that_is_killed_while_the_service_is_at_it(kind: Kind) {
+/// The service continues, but no process waits for its response.
+async fn a_sidecar_that_is_killed_while_the_service_works(kind: Kind) {
     let mut world = World::start(kind, &SHORT).await;
     for operation in Operation::BOTH {
         let held = world.hold(Stop::WhileItCommits).await;
         let _client = world.send(operation, "alone").await;
-        world.somebody_is_held().await;
+        world.a_service_is_held().await;
         world.sidecar.process.kill().await;
         world.restart_sidecar(&SHORT).await;
         lease_has_run_out(&world.database).await;
-        // Nobody takes over before the end of the transaction.
+        // No other attempt starts before the end of the transaction.
         world.ask(operation, "alone").await.is_problem(409, "request-in-progress");
         drop(held);
         world.is_done(operation, "alone", 1).await;
@@ -198,7 +198,7 @@ async fn lease_has_run_out(database: &Database) {
     until("the lease has run out", async || database.number(left).await == 0).await;
 }
 
-async fn both_are_killed(kind: Kind) {
+async fn service_and_sidecar_are_killed(kind: Kind) {
     let mut world = World::start(kind, &SHORT).await;
     for operation in Operation::BOTH {
         for (stop, is_done) in
@@ -208,7 +208,7 @@ async fn both_are_killed(kind: Kind) {
             let before = world.effects(operation).await;
             let held = world.hold(stop).await;
             let _client = world.send(operation, &key).await;
-            world.somebody_is_held().await;
+            world.a_service_is_held().await;
             world.sidecar.process.kill().await;
             world.service.kill().await;
             drop(held);
@@ -223,7 +223,7 @@ async fn both_are_killed(kind: Kind) {
     }
 }
 
-async fn both_are_killed_around_the_commit(kind: Kind) {
+async fn service_and_sidecar_are_killed_around_the_commit(kind: Kind) {
     let mut world = World::start(kind, &SHORT).await;
     let mut times = 0;
     for operation in Operation::BOTH {
@@ -256,13 +256,13 @@ async fn an_owner_that_was_paused_beyond_its_lease_rolls_back(kind: Kind) {
     let world = World::start(kind, &SHORT).await;
     let held = world.hold(Stop::AfterTheRow).await;
     let mut client = world.send(operation, "paused").await;
-    world.somebody_is_held().await;
+    world.a_service_is_held().await;
     world.sidecar.process.freeze();
     world.service.freeze();
     drop(held);
     lease_has_run_out(&world.database).await;
 
-    // Others, with everything of their own but the database.
+    // Another service and another sidecar on the same database.
     let (_service, at) = serve(kind, &world.database, &world.relay, 0).await;
     let sidecar = world.database.sidecar(at, &SHORT, "").await;
     let answer = sidecar.ask(&operation.request("paused")).await;
@@ -280,21 +280,21 @@ async fn an_owner_that_was_paused_beyond_its_lease_rolls_back(kind: Kind) {
 }
 
 /// The service keeps its transaction open, with the completion in it, for longer than a lease.
-async fn nobody_hangs_behind_an_open_transaction(kind: Kind) {
+async fn an_open_transaction_blocks_no_other_request(kind: Kind) {
     let mut world = World::start(kind, &SHORT).await;
     let other = world.database.sidecar(world.at, &SHORT, "").await;
     let operation = Operation::Order;
     world.relay.set(Gate::BeforeCommit);
     let mut client = world.send(operation, "open").await;
     world.relay.holds(1).await;
-    // Renewals are told that it is locked, and go on; duplicates are told that it is in progress.
+    // Renewals fail because the record is locked, and continue; duplicates get "in progress".
     until("renewals have been tried", async || counted(&world.sidecar, &["renewal-failed"]).await[0] >= 3)
         .await;
     lease_has_run_out(&world.database).await;
     world.ask(operation, "open").await.is_problem(409, "request-in-progress");
     other.ask(&operation.request("open")).await.is_problem(409, "request-in-progress");
     let metrics = metrics(&world.sidecar).await;
-    // The store is well: it is only this record that is held.
+    // The store is healthy: only this record is locked.
     assert!(metrics.contains("oncegate_degraded 0"), "{metrics}");
     assert!(metrics.contains("oncegate_store_errors_total{during=\"renewal\",kind=\"locked\"}"), "{metrics}");
     world.relay.set(Gate::Open);
@@ -324,19 +324,19 @@ macro_rules! checks {
 }
 
 checks! {
-    what_is_committed_is_answered_from_the_record
-    a_service_that_is_killed_before_its_commit_has_done_nothing
-    a_service_that_is_killed_before_it_sends_commit_has_done_nothing
-    a_service_that_is_killed_while_it_commits_has_done_it
-    a_service_that_is_killed_after_its_commit_has_done_it
-    a_service_that_is_killed_before_it_answers_has_answered
+    a_committed_request_is_answered_from_the_record
+    a_service_that_is_killed_before_its_commit_has_no_effect
+    a_service_that_is_killed_before_it_sends_commit_has_no_effect
+    a_service_that_is_killed_during_its_commit_has_taken_effect
+    a_service_that_is_killed_after_its_commit_has_taken_effect
+    a_service_that_is_killed_before_it_responds_has_stored_its_response
     a_sidecar_that_is_killed_at_any_point_leaves_what_was_committed
-    a_sidecar_that_is_killed_while_the_service_is_at_it
-    both_are_killed
-    both_are_killed_around_the_commit
+    a_sidecar_that_is_killed_while_the_service_works
+    service_and_sidecar_are_killed
+    service_and_sidecar_are_killed_around_the_commit
     an_owner_that_was_paused_beyond_its_lease_rolls_back
-    nobody_hangs_behind_an_open_transaction
-    both_are_killed_after_the_commit_and_the_answer_is_asked_for
-    the_sidecar_is_killed_before_it_adds_the_answer
-    the_service_is_killed_after_its_commit_and_asked_when_it_is_back
+    an_open_transaction_blocks_no_other_request
+    both_are_killed_after_the_commit_and_the_response_is_asked_for
+    a_sidecar_killed_before_it_adds_the_response_asks_for_it
+    a_service_killed_after_its_commit_is_asked_when_it_is_back
 }

@@ -1,4 +1,4 @@
-//! Stands between a service and its database, and stops the service where it commits.
+//! A proxy between a service and its database that can stop the service at its commit.
 
 use std::net::SocketAddr;
 
@@ -9,23 +9,23 @@ use tokio::sync::watch;
 
 use crate::support::within;
 
-/// What is done with a `COMMIT`.
+/// The treatment of a `COMMIT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gate {
     /// It passes.
     Open,
-    /// It does not get to the database: everything before it has been done.
+    /// It does not reach the database: everything before it has been executed.
     BeforeCommit,
-    /// It gets there, and its answer does not get back.
+    /// It reaches the database, but its reply does not return.
     AfterCommit,
-    /// Whoever is held loses the connection.
+    /// Held connections are closed.
     Cut,
 }
 
 pub(crate) struct Relay {
     pub(crate) address: SocketAddr,
     gate: watch::Sender<Gate>,
-    /// How many have come to their `COMMIT`, and how many of them are held before it.
+    /// The numbers of connections that have reached their `COMMIT`, and of those that are held before it.
     held: watch::Receiver<(usize, usize)>,
 }
 
@@ -40,7 +40,7 @@ impl Relay {
                 let server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
                 let ((from_client, to_client), (from_server, to_server)) =
                     (client.into_split(), server.into_split());
-                // Whether this connection's COMMIT is on its way.
+                // Whether a COMMIT of this connection is on its way.
                 let (committing, commits) = watch::channel(false);
                 tokio::spawn(ask(from_client, to_server, gates.clone(), holding.clone(), committing));
                 tokio::spawn(answer(from_server, to_client, gates.clone(), commits));
@@ -53,14 +53,14 @@ impl Relay {
         self.gate.send_replace(gate);
     }
 
-    /// Whoever is held loses the connection; for everybody else the gate is open.
+    /// Closes held connections; for all others the gate is open.
     pub(crate) async fn cut(&mut self) {
         self.set(Gate::Cut);
         within("the end of connections", self.held.wait_for(|(_, now)| *now == 0)).await.unwrap();
         self.set(Gate::Open);
     }
 
-    /// Waits until so many have come to their `COMMIT` while the gate was not open.
+    /// Waits until this many connections have reached their `COMMIT` while the gate was not open.
     pub(crate) async fn holds(&mut self, count: usize) {
         within("a COMMIT", self.held.wait_for(|(all, _)| *all >= count)).await.unwrap();
     }
@@ -113,7 +113,7 @@ async fn answer(
     }
 }
 
-/// Waits until the gate is another than this one; whether that ends the connection. So does the end of the test.
+/// Waits until the gate changes; returns whether that closes the connection. The end of the test closes it, too.
 async fn is_cut(gates: &mut watch::Receiver<Gate>, held: Gate) -> bool {
     gates.wait_for(|gate| *gate != held).await.map_or(true, |gate| *gate == Gate::Cut)
 }

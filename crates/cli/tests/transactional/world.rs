@@ -13,7 +13,7 @@ use crate::support::{
     Message, Process, Sidecar, Wire, ask, express_orders, fastapi_orders, request, sidecar, until,
 };
 
-/// A database with the contract.
+/// A database with Oncegate's schema.
 pub(crate) struct Database(PostgresDatabase);
 
 impl Database {
@@ -34,19 +34,19 @@ impl Database {
         self.0.url()
     }
 
-    /// The same by way of this address.
+    /// The same URL by way of this address.
     fn url_by(&self, address: SocketAddr) -> String {
         self.url().replace(&format!(":{}/", self.port()), &format!(":{}/", address.port()))
     }
 
     pub(crate) async fn connect(&self) -> PgConnection {
         let mut connection = PgConnection::connect(&self.url()).await.unwrap();
-        // Whoever waits for a lock where nobody should is an error and no standstill.
+        // A lock that is never freed is an error instead of a standstill.
         run(&mut connection, "SET statement_timeout = '60s'").await;
         connection
     }
 
-    /// The first column of the one row.
+    /// The first column of the only row.
     pub(crate) async fn number(&self, sql: &str) -> i64 {
         let row = sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).fetch_one(&mut self.connect().await).await;
         row.unwrap().get(0)
@@ -55,7 +55,7 @@ impl Database {
     /// A sidecar on this database that leaves completion to the service at this address.
     pub(crate) async fn sidecar(&self, to: SocketAddr, flags: &[&str], failpoint: &str) -> Sidecar {
         let mut command = sidecar(&format!("http://{to}"));
-        // The store answers late where the machine is busy, and not because it waits for somebody.
+        // The store replies late if the machine is busy, and not because it waits for a lock.
         command.env("ONCEGATE_STORE", self.url()).args(["--completion=upstream", "--scope=single-tenant"]);
         Sidecar::run(command.args(flags).env("ONCEGATE_FAILPOINT", failpoint)).await
     }
@@ -65,19 +65,19 @@ pub(crate) async fn run(connection: &mut PgConnection, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.unwrap();
 }
 
-/// The services.
+/// The example services.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Express,
     Fastapi,
 }
 
-/// What is asked for.
+/// The operations of the example services.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
-    /// Completes its record with the answer.
+    /// Completes its record with the response.
     Order,
-    /// Completes its record without the answer.
+    /// Completes its record without the response.
     Pay,
 }
 
@@ -103,12 +103,12 @@ impl Operation {
 
 const ORDER: &str = r#"{"customer":"Ada","items":[{"sku":"tea","quantity":2,"price_cents":450}]}"#;
 
-/// Where a service is stopped inside its database.
+/// The point at which a service is stopped inside its database.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Stop {
     BeforeTheRow = 1,
     AfterTheRow = 2,
-    /// COMMIT was sent, and the database is at it.
+    /// COMMIT was sent, and the database executes it.
     WhileItCommits = 3,
 }
 
@@ -116,7 +116,7 @@ pub(crate) struct World {
     pub(crate) kind: Kind,
     pub(crate) database: Database,
     pub(crate) relay: Relay,
-    /// Nobody else gets the service's port while the service is away.
+    /// Keeps the service's port while the service is away.
     _reserved: TcpSocket,
     pub(crate) service: Process,
     pub(crate) at: SocketAddr,
@@ -132,14 +132,14 @@ impl World {
         let database = Database::new().await;
         let relay = Relay::to(database.port()).await;
         let reserved = TcpSocket::new_v4().unwrap();
-        // As the services' own sockets have it; so they may share the port, as long as only one of them listens.
+        // The services' own sockets set it as well; so both may bind the port, as long as only one listens.
         reserved.set_reuseaddr(true).unwrap();
         reserved.bind(([127, 0, 0, 1], 0).into()).unwrap();
         let port = reserved.local_addr().unwrap().port();
         let (service, at) = serve(kind, &database, &relay, port).await;
         let sidecar = database.sidecar(at, flags, failpoint).await;
         let world = Self { kind, database, relay, _reserved: reserved, service, at, sidecar };
-        // The order that is paid.
+        // The order that the payments pay for.
         ask(at, &request("POST", "/orders", &["Content-Type: application/json"], ORDER))
             .await
             .has_status(201);
@@ -147,7 +147,7 @@ impl World {
         world
     }
 
-    /// Rows of these tables wait for whoever holds the lock with the stop's number.
+    /// Makes writes to these tables wait for the lock with the stop's number.
     async fn make_stops(&self) {
         let mut connection = self.database.connect().await;
         run(
@@ -172,15 +172,15 @@ impl World {
         }
     }
 
-    /// Whoever comes to this stop stays there until this is dropped or closed.
+    /// Services that reach this stop stay there until the connection is dropped or closed.
     pub(crate) async fn hold(&self, stop: Stop) -> PgConnection {
         let mut connection = self.database.connect().await;
         run(&mut connection, &format!("SELECT pg_advisory_lock({})", stop as i32)).await;
         connection
     }
 
-    pub(crate) async fn somebody_is_held(&self) {
-        until("somebody is at the stop", async || {
+    pub(crate) async fn a_service_is_held(&self) {
+        until("a service is at the stop", async || {
             let waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND
                  database = (SELECT oid FROM pg_database WHERE datname = current_database())";
             self.database.number(waiting).await > 0
@@ -188,7 +188,7 @@ impl World {
         .await;
     }
 
-    /// Sends it, and does not wait for the answer.
+    /// Sends the request, and does not wait for the response.
     pub(crate) async fn send(&self, operation: Operation, key: &str) -> Wire {
         let mut client = self.sidecar.connect().await;
         client.send(operation.request(key)).await;
@@ -199,12 +199,12 @@ impl World {
         self.sidecar.ask(&operation.request(key)).await
     }
 
-    /// So many payments are committed.
+    /// Waits until this many payments are committed.
     pub(crate) async fn has_committed(&self, payments: i64) {
-        until("it is committed", async || self.effects(Operation::Pay).await == payments).await;
+        until("the operation is committed", async || self.effects(Operation::Pay).await == payments).await;
     }
 
-    /// Sends it again until it is no longer in progress.
+    /// Sends the request again until it is no longer in progress.
     pub(crate) async fn retry(&self, operation: Operation, key: &str) -> Message {
         let mut answer = Message::default();
         until("the request is no longer in progress", async || {
@@ -223,14 +223,14 @@ impl World {
         self.sidecar = self.database.sidecar(self.at, flags, "").await;
     }
 
-    /// How often the operation took effect; the order that is paid is not counted.
+    /// The number of effects of the operation, without the order that the payments pay for.
     pub(crate) async fn effects(&self, operation: Operation) -> i64 {
         let table = operation.table();
         let count = self.database.number(&format!("SELECT count(*) FROM {table}")).await;
         if operation == Operation::Order { count - 1 } else { count }
     }
 
-    /// The operation took effect so often, and a retry is answered from the record.
+    /// Asserts that the operation took effect this often, and that a retry is answered from the record.
     pub(crate) async fn is_done(&self, operation: Operation, key: &str, effects: i64) {
         let answer = self.retry(operation, key).await;
         match operation {
@@ -247,7 +247,7 @@ impl World {
         assert_eq!(self.effects(operation).await, effects);
     }
 
-    /// The operation took no effect yet; a retry executes it, and the next one is answered from the record.
+    /// Asserts that the operation took no effect yet, that a retry executes it, and that the next retry gets the stored response.
     pub(crate) async fn is_not_done(&self, operation: Operation, key: &str, effects: i64) {
         let answer = self.retry(operation, key).await;
         assert!(!answer.has_status(201).is_replay(), "{:?}", answer.head);
